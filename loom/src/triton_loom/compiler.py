@@ -1,0 +1,110 @@
+"""Triton's compiler interface: TTIR by stock Triton's passes, C++ by `emit`, a library by `toolchain`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from triton import knobs
+from triton._C.libtriton import ir, passes
+from triton.backends.compiler import BaseBackend, GPUTarget, Language
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .options import LoomOptions
+
+
+class LoomBackend(BaseBackend):
+    binary_ext = "so"
+
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        return bool(target.backend == "cpu")
+
+    def hash(self) -> str:
+        from . import toolchain
+
+        return f"loom {__version__} {_sources()} {toolchain.identity()}"
+
+    def parse_options(self, options: dict[str, Any]) -> LoomOptions:
+        from .options import LoomOptions
+
+        arch = knobs.runtime.override_arch or self.target.arch or "native"
+        return LoomOptions.of({"arch": arch, **options})
+
+    def get_codegen_implementation(self, options: LoomOptions) -> dict[str, Any]:
+        return {"min_dot_size": lambda lhs, rhs: (1, 1, 1)}
+
+    def get_module_map(self) -> dict[str, ModuleType]:
+        from . import libdevice
+
+        vendors = ("", "cuda.", "hip.")
+        return {f"triton.language.extra.{vendor}libdevice": libdevice for vendor in vendors}
+
+    def load_dialects(self, context: Any) -> None:
+        pass
+
+    def pack_metadata(self, metadata: Any) -> tuple[int, ...]:
+        return metadata.num_warps, metadata.num_ctas, metadata.shared
+
+    def add_stages(self, stages: dict[str, Any], options: LoomOptions, language: Language) -> None:
+        if language != Language.TRITON:
+            raise NotImplementedError("Gluon kernels lay out a GPU's registers; only Triton kernels run here")
+        stages["ttir"] = make_ttir
+        stages["c"] = lambda module, metadata: make_c(module, metadata, options)
+        stages["so"] = lambda source, metadata: make_so(source, options)
+        if knobs.runtime.add_stages_inspection_hook is not None:
+            knobs.runtime.add_stages_inspection_hook(self, stages, options, language, None)
+
+
+# Block pointers and tensor descriptors become plain pointers here; newer releases have no block pointers.
+TTIR_PASSES = [
+    (passes.common, "inliner"),
+    (passes.ttir, "rewrite_tensor_pointer"),
+    (passes.ttir, "rewrite_tensor_descriptor_to_pointer"),
+    (passes.common, "canonicalizer"),
+    (passes.ttir, "combine"),
+    (passes.ttir, "reorder_broadcast"),
+    (passes.common, "cse"),
+    (passes.common, "symbol_dce"),
+    (passes.ttir, "loop_unroll"),
+]
+
+
+def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
+    manager = ir.pass_manager(module.context)
+    manager.enable_debug()
+    for family, name in TTIR_PASSES:
+        if add := getattr(family, f"add_{name}", None):
+            add(manager)
+    manager.run(module, "make_ttir")
+    return module
+
+
+def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
+    from . import emit
+
+    kernel = emit.generate(module.str(), options)
+    metadata["name"] = kernel.name
+    metadata["serial"] = kernel.serial
+    metadata["scratch_bytes"] = kernel.scratch_bytes
+    metadata["shared"] = max(kernel.scratch_bytes, 1)  # callers divide by it to guess how many programs fit
+    return kernel.source
+
+
+def make_so(source: str, options: LoomOptions) -> bytes:
+    from . import toolchain
+
+    return toolchain.build(source, options.arch)
+
+
+@functools.lru_cache
+def _sources() -> str:
+    """A hash of this package's own code: an upgraded Loom compiles anew."""
+    package = Path(__file__).parent
+    files = sorted([*package.glob("*.py"), *package.glob("include/*.h")])
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,0 +1,143 @@
+"""Triton's run-time interface: when the CPU is the current device, and what it answers as one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+# No CUDA ordinal, so that a kernel launched on both devices in one process keeps two sets of binaries.
+CPU = -1
+
+
+class LoomDriver(DriverBase):
+    """The CPU as a Triton device. It has no state: any number of instances may exist."""
+
+    def __init__(self) -> None:
+        from . import launcher
+
+        super().__init__()
+        self.utils = LoomUtils()
+        self.launcher_cls = launcher.LoomLauncher
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Only when no other backend has a device, or by name."""
+        if os.environ.get("TRITON_DEFAULT_BACKEND") == "cpu":
+            return True
+        if getattr(_asking, "others", False):
+            return False  # another backend that also defers to all others asks back: it may go first
+        from triton.backends import backends
+
+        _asking.others = True
+        try:
+            return not any(other.driver.is_active() for other in backends.values() if other.driver is not cls)
+        finally:
+            _asking.others = False
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", "native", 1)
+
+    def get_current_device(self) -> int:
+        return CPU
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        from . import launcher
+
+        return "void*" if ty.startswith("*") else launcher.SCALARS[ty][1]
+
+    # ---- triton.testing ----
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        from triton.testing import do_bench
+
+        return do_bench  # type: ignore[no-any-return]
+
+    def get_device_interface(self) -> type[LoomInterface]:
+        return LoomInterface
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        """Enough to push inputs out of every core's own caches; a server's shared one may be 10x that."""
+        import torch
+
+        return torch.empty(32 << 20, dtype=torch.int8)
+
+    def clear_cache(self, cache: Any) -> None:
+        cache.zero_()
+
+
+_asking = threading.local()
+
+
+class LoomInterface:
+    """What `triton.testing` asks of `torch.cuda`, for a device that has finished when a launch returns."""
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.seconds = 0.0
+
+        def record(self, stream: Any = None) -> None:
+            self.seconds = time.perf_counter()
+
+        def elapsed_time(self, end: LoomInterface.Event) -> float:
+            return (end.seconds - self.seconds) * 1e3
+
+        def synchronize(self) -> None:
+            pass
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        pass
+
+    @staticmethod
+    def current_device() -> int:
+        return CPU
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+class LoomUtils:
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        """Module, function, registers, spills, and the most threads a program may have."""
+        from . import launcher
+
+        return (*launcher.load(binary, name), 1, 0, 1 << 30)
+
+    def unload_module(self, module: Any) -> None:
+        """Code stays mapped: it is small, and a launch on another thread may still be in it."""
+
+    def get_device_properties(self, device: int | None = None) -> dict[str, Any]:
+        """What kernels size their grids by; none of it limits a launch."""
+        import torch
+
+        return {
+            "max_shared_mem": 2**31 - 1,
+            "max_num_regs": 2**16,
+            "multiprocessor_count": torch.get_num_threads(),
+            "warpSize": 1,
+        }
+
+    def set_printf_fifo_size(self, size: int) -> None:
+        pass

@@ -1,0 +1,114 @@
+// Runs the programs of a launch: what a kernel's shared object exports.
+//
+// A kernel is a function `program(args, p)`; the programs of a grid are independent, so any number of
+// threads may share them out. The threads come from the caller's own OpenMP runtime, handed in as the
+// address of its GOMP_parallel: torch's operators and Loom's kernels then use one pool of threads.
+#pragma once
+#include "simd.h"
+
+// A failure, and the program it happened in. The driver hands in a zeroed one and raises what it finds.
+struct Status {
+  i32 code;
+  i32 program[3];
+  char message[496];
+};
+
+struct Program {
+  i32 id[3];
+  i32 grid[3];
+  char *scratch;   // SCRATCH_BYTES of this thread's own, aligned to 64
+  Status *status;  // this thread's own
+};
+
+// Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
+__attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *message) {
+  Status *status = p.status;
+  if (status->code) return;
+  status->code = 1;
+  int n = 0;
+  for (; message[n] && n < (int)sizeof status->message - 1; ++n) status->message[n] = message[n];
+  status->message[n] = 0;
+}
+
+namespace loom {
+
+struct Launch {
+  const void *args;
+  i32 grid[3];
+  i32 threads;
+  char *scratch;
+  Status *status;
+  i64 programs;
+  alignas(64) i64 next;  // the first program nobody has taken
+  i32 workers;           // how many threads have begun
+};
+
+// A thread takes a share of what is left, so a million tiny programs cost a few dozen atomic operations
+// and the last ones, taken one by one, even out programs of unequal length.
+LOOM_INLINE bool take(Launch &launch, i64 &begin, i64 &end) {
+  begin = __atomic_load_n(&launch.next, __ATOMIC_RELAXED);
+  do {
+    i64 left = launch.programs - begin;
+    if (left <= 0) return false;
+    i64 share = left / (4 * (i64)launch.threads);
+    end = begin + (share > 1 ? share : 1);
+  } while (!__atomic_compare_exchange_n(&launch.next, &begin, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return true;
+}
+
+// Of several threads that fail, the first is heard.
+LOOM_NOINLINE void report(Status *to, const Status &own) {
+  i32 none = 0;
+  if (!__atomic_compare_exchange_n(&to->code, &none, own.code, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;
+  __builtin_memcpy(to->program, own.program, sizeof own.program);
+  __builtin_memcpy(to->message, own.message, sizeof own.message);
+}
+
+template <class Args, void (*program)(const Args &, const Program &), i64 SCRATCH> static void work(void *data) {
+  Launch &launch = *(Launch *)data;
+  const Args &args = *(const Args *)launch.args;
+  const i32 gx = launch.grid[0], gy = launch.grid[1];
+  char *scratch = launch.scratch + __atomic_fetch_add(&launch.workers, 1, __ATOMIC_RELAXED) * SCRATCH;
+  Status own;
+  own.code = 0;
+  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, scratch, &own};
+  for (i64 i, end; take(launch, i, end);) {
+    p.id[0] = (i32)(i % gx), p.id[1] = (i32)(i / gx % gy), p.id[2] = (i32)(i / gx / gy);
+    for (; i < end; ++i) {
+      if (__atomic_load_n(&launch.status->code, __ATOMIC_RELAXED)) return;
+      program(args, p);
+      if (own.code) {
+        __builtin_memcpy(own.program, p.id, sizeof p.id);
+        return report(launch.status, own);
+      }
+      if (++p.id[0] == gx) {
+        p.id[0] = 0;
+        if (++p.id[1] == gy) p.id[1] = 0, ++p.id[2];
+      }
+    }
+  }
+}
+
+template <class Args, void (*program)(const Args &, const Program &), i64 SCRATCH>
+LOOM_INLINE i32 launch(const void *args, i32 gx, i32 gy, i32 gz, i32 threads, void *gomp_parallel, char *scratch,
+                       Status *status) {
+  void (*body)(void *) = work<Args, program, (SCRATCH + 63) / 64 * 64>;
+  Launch launch = {args, {gx, gy, gz}, threads, scratch, status, (i64)gx * gy * gz, 0, 0};
+  if (threads > 1 && gomp_parallel)
+    ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(body, &launch, threads, 0);
+  else
+    body(&launch);
+  return status->code;
+}
+
+}  // namespace loom
+
+// Closes the file of a generated kernel.
+#define LOOM_KERNEL(name, Args, program, SCRATCH_BYTES)                                                        \
+  extern "C" __attribute__((visibility("default"))) const char loom_name[] = #name;                            \
+  extern "C" __attribute__((visibility("default"))) i32 loom_launch(                                           \
+      const void *args, i32 gx, i32 gy, i32 gz, i32 threads, void *gomp_parallel, char *scratch,               \
+      Status *status) {                                                                                        \
+    return loom::launch<Args, program, SCRATCH_BYTES>(args, gx, gy, gz, threads, gomp_parallel, scratch,       \
+                                                      status);                                                 \
+  }

@@ -1,0 +1,203 @@
+// How chunks of a tile meet masks, strided and scattered memory, and each other.
+#pragma once
+#include "simd.h"
+
+// ---- masks: one i32 lane of 0 / -1 per element, a bool for scalars -------------------------------------
+
+template <int W> struct mask_type { typedef vec<i32, W> type; };
+template <> struct mask_type<1> { typedef bool type; };
+template <int W> using mask_of = typename mask_type<W>::type;
+
+template <int BYTES> struct int_of;
+template <> struct int_of<1> { typedef i8 type; };
+template <> struct int_of<2> { typedef i16 type; };
+template <> struct int_of<4> { typedef i32 type; };
+template <> struct int_of<8> { typedef i64 type; };
+
+LOOM_INLINE bool mask(bool m) { return m; }
+template <class M> LOOM_INLINE like<M, i32> mask(M m) {
+  if constexpr (sizeof(typename lane<M>::type) == 4) return (like<M, i32>)m;
+  else return convert<like<M, i32>>((like<M, typename int_of<sizeof(typename lane<M>::type)>::type>)m);
+}
+LOOM_INLINE bool invert(bool m) { return !m; }
+template <class M> LOOM_INLINE M invert(M m) { return ~m; }
+
+template <class T> LOOM_INLINE T select(bool m, T a, T b) { return m ? a : b; }
+template <class M, class V> LOOM_INLINE V select(M m, V a, V b) {
+  typedef like<V, typename int_of<sizeof(typename lane<V>::type)>::type> lanes;
+  return convert<lanes>(m) ? a : b;
+}
+
+// ---- halves --------------------------------------------------------------------------------------------
+
+template <class V> using half = vec<typename lane<V>::type, lane<V>::count / 2>;
+
+template <class V> LOOM_INLINE half<V> lower(V v) {
+  if constexpr (lane<V>::count == 2) return v[0];
+  else if constexpr (lane<V>::count == 4) return __builtin_shufflevector(v, v, 0, 1);
+  else if constexpr (lane<V>::count == 8) return __builtin_shufflevector(v, v, 0, 1, 2, 3);
+  else if constexpr (lane<V>::count == 16) return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+  else { half<V> h; __builtin_memcpy(&h, &v, sizeof h); return h; }
+}
+template <class V> LOOM_INLINE half<V> upper(V v) {
+  if constexpr (lane<V>::count == 2) return v[1];
+  else if constexpr (lane<V>::count == 4) return __builtin_shufflevector(v, v, 2, 3);
+  else if constexpr (lane<V>::count == 8) return __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  else if constexpr (lane<V>::count == 16) return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  else { half<V> h; __builtin_memcpy(&h, (char *)&v + sizeof h, sizeof h); return h; }
+}
+
+LOOM_INLINE bool all(bool m) { return m; }
+template <class M> LOOM_INLINE bool all(M m) {
+#if defined(__AVX512DQ__) && !defined(__clang__)
+  if constexpr (sizeof(M) == 64) return __builtin_ia32_cvtd2mask512((i32x16)m) == 0xFFFF;
+#endif
+  if constexpr (lane<M>::count == 2) return (m[0] & m[1]) != 0;
+  else return all(lower(m) & upper(m));
+}
+template <class M> LOOM_INLINE bool any(M m) { return !all(invert(m)); }
+
+// ---- ramps: base, base + step, base + 2 * step, ... -----------------------------------------------------
+
+alignas(64) static const i32 LOOM_IOTA[64] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
+template <class V> LOOM_INLINE V iota() { return convert<V>(load<like<V, i32>>(LOOM_IOTA)); }
+template <class V> LOOM_INLINE V ramp(typename lane<V>::type base, typename lane<V>::type step) {
+  return splat<V>(base) + iota<V>() * splat<V>(step);
+}
+
+LOOM_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+// The mask of lanes 0 .. count - 1.
+template <int W> LOOM_INLINE vec<i32, W> first_mask(i64 count) {
+  i32 clamped = count > W ? W : count < 0 ? 0 : (i32)count;
+  return iota<vec<i32, W>>() < splat<vec<i32, W>>(clamped);
+}
+
+// ---- loads: `first` lanes of a chunk, masked lanes, strided and gathered ones -----------------------------
+// A lane that is off is never touched in memory. The common case (all lanes on) is one vector access; the
+// rest is out of line, because it only happens at the ragged edge of a tensor.
+
+template <class V> using pointer_to = const typename lane<V>::type *;
+
+template <class V> LOOM_NOINLINE V load_some(pointer_to<V> p, i64 first, V other) {
+  typename lane<V>::type lanes[lane<V>::count];
+  store(lanes, other);
+  for (i64 l = 0; l < first; ++l) lanes[l] = p[l];
+  return load<V>(lanes);
+}
+template <class V> LOOM_INLINE V load_first(pointer_to<V> p, i64 first, V other) {
+  if (__builtin_expect(first >= lane<V>::count, 1)) return load<V>(p);
+  return first <= 0 ? other : load_some<V>(p, first, other);
+}
+template <class V> LOOM_NOINLINE V load_lanes(pointer_to<V> p, like<V, i32> m, V other) {
+  typename lane<V>::type lanes[lane<V>::count];
+  store(lanes, other);
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) lanes[l] = p[l];
+  return load<V>(lanes);
+}
+template <class V> LOOM_INLINE V load_masked(pointer_to<V> p, like<V, i32> m, V other) {
+  return __builtin_expect(all(m), 1) ? load<V>(p) : load_lanes<V>(p, m, other);
+}
+template <class V> LOOM_INLINE V load_strided(pointer_to<V> p, i64 step) {
+  V v;
+#pragma GCC unroll 16
+  for (int l = 0; l < lane<V>::count; ++l) v[l] = p[l * step];
+  return v;
+}
+
+// Offsets that turn out to be consecutive (the usual case of `offs % n`) are one vector access.
+template <class I> LOOM_INLINE bool consecutive(I offset) {
+  return all(mask(offset - splat<I>(offset[0]) == iota<I>()));
+}
+template <class V, class I> LOOM_NOINLINE V gather_lanes(pointer_to<V> p, I offset) {
+  typename lane<V>::type lanes[lane<V>::count];
+  typename lane<I>::type offsets[lane<V>::count];
+  store(offsets, offset);
+  for (int l = 0; l < lane<V>::count; ++l) lanes[l] = p[offsets[l]];
+  return load<V>(lanes);
+}
+template <class V, class I> LOOM_INLINE V gather(pointer_to<V> p, I offset) {
+  if (consecutive(offset)) return load<V>(p + offset[0]);
+  return gather_lanes<V, I>(p, offset);
+}
+template <class V, class I> LOOM_NOINLINE V gather_some(pointer_to<V> p, I offset, like<V, i32> m, V other) {
+  typename lane<V>::type lanes[lane<V>::count];
+  store(lanes, other);
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) lanes[l] = p[offset[l]];
+  return load<V>(lanes);
+}
+template <class V, class I> LOOM_INLINE V gather_masked(pointer_to<V> p, I offset, like<V, i32> m, V other) {
+  return all(m) ? gather<V, I>(p, offset) : gather_some<V, I>(p, offset, m, other);
+}
+
+// Lanes that each have an address of their own.
+template <class V> LOOM_NOINLINE V load_at(like<V, i64> address, like<V, i32> m, V other) {
+  typename lane<V>::type lanes[lane<V>::count];
+  store(lanes, other);
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) lanes[l] = *(pointer_to<V>)address[l];
+  return load<V>(lanes);
+}
+
+// ---- stores, likewise -----------------------------------------------------------------------------------
+
+template <class V> using pointer_into = typename lane<V>::type *;
+
+template <class V> LOOM_NOINLINE void store_some(pointer_into<V> p, i64 first, V v) {
+  for (i64 l = 0; l < first; ++l) p[l] = v[l];
+}
+template <class V> LOOM_INLINE void store_first(pointer_into<V> p, i64 first, V v) {
+  if (__builtin_expect(first >= lane<V>::count, 1)) store(p, v);
+  else if (first > 0) store_some<V>(p, first, v);
+}
+template <class V> LOOM_NOINLINE void store_lanes(pointer_into<V> p, like<V, i32> m, V v) {
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) p[l] = v[l];
+}
+template <class V> LOOM_INLINE void store_masked(pointer_into<V> p, like<V, i32> m, V v) {
+  if (__builtin_expect(all(m), 1)) store(p, v);
+  else store_lanes<V>(p, m, v);
+}
+template <class V> LOOM_INLINE void store_strided(pointer_into<V> p, i64 step, V v) {
+#pragma GCC unroll 16
+  for (int l = 0; l < lane<V>::count; ++l) p[l * step] = v[l];
+}
+template <class V, class I> LOOM_NOINLINE void scatter_lanes(pointer_into<V> p, I offset, like<V, i32> m, V v) {
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) p[offset[l]] = v[l];
+}
+template <class V, class I> LOOM_INLINE void scatter(pointer_into<V> p, I offset, like<V, i32> m, V v) {
+  if (all(m) && consecutive(offset)) store(p + offset[0], v);
+  else scatter_lanes<V, I>(p, offset, m, v);
+}
+template <class V> LOOM_NOINLINE void store_at(like<V, i64> address, like<V, i32> m, V v) {
+  for (int l = 0; l < lane<V>::count; ++l)
+    if (m[l]) *(pointer_into<V>)address[l] = v[l];
+}
+// a[0], b[0], a[1], b[1], ...
+template <class V> LOOM_INLINE void store_interleaved(pointer_into<V> p, V a, V b) {
+  if constexpr (lane<V>::count == 1) { p[0] = a; p[1] = b; }
+  else { store_strided<V>(p, 2, a); store_strided<V>(p + 1, 2, b); }
+}
+
+// ---- atomics ------------------------------------------------------------------------------------------------
+
+// Replaces *p by f(*p) in one indivisible step and gives the old value; compares bits, so NaN is no trap.
+template <class T, class F> LOOM_INLINE T atomic_update(T *p, F f) {
+  typedef typename int_of<sizeof(T)>::type word;
+  word before = __atomic_load_n((word *)p, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n((word *)p, &before, bits<word>((T)f(bits<T>(before))), false,
+                                      __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
+  return bits<T>(before);
+}
+template <class T> LOOM_INLINE T atomic_cas(T *p, T expected, T desired) {
+  typedef typename int_of<sizeof(T)>::type word;
+  word before = bits<word>(expected);
+  __atomic_compare_exchange_n((word *)p, &before, bits<word>(desired), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  return bits<T>(before);
+}

@@ -1,0 +1,252 @@
+"""A launch: the arguments as C sees them, the memory and the threads it gets, and the call itself."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import mmap
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import DeviceAssertion, toolchain
+
+
+def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
+    """A kernel's shared object, and the function in it that launches the kernel."""
+    library = toolchain.load(binary, name)
+    function = library.loom_launch
+    pointer, i32 = ctypes.c_void_p, ctypes.c_int32
+    function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
+    function.restype = i32
+    return library, function
+
+
+class LoomLauncher:
+    """Launches one compiled kernel. Triton makes one per kernel and calls it once per launch."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        from torch import get_num_threads
+
+        self.pack = argument_packer(src.signature)
+        self.threads = _threads(metadata, get_num_threads)
+        self.scratch_bytes = -(-metadata.scratch_bytes // 64) * 64
+        self.gomp_parallel = find_gomp_parallel()
+        self.name = metadata.name
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        function: Any,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Callable[[Any], None] | None,
+        exit_hook: Callable[[Any], None] | None,
+        *args: Any,
+    ) -> None:
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        failed = 0
+        programs = grid_x * grid_y * grid_z
+        if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0:
+            check_extents(grid_x, grid_y, grid_z)
+        if programs:
+            own, threads = _own.memory, self.threads(programs)
+            failed = function(
+                self.pack(args),
+                grid_x,
+                grid_y,
+                grid_z,
+                threads,
+                self.gomp_parallel,
+                own.scratch(threads * self.scratch_bytes),
+                own.status_address,
+            )
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+        if failed:
+            own.raise_failure(self.name)
+
+
+def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int]:
+    """How many threads run a launch, from its number of programs."""
+    if metadata.launch_cooperative_grid:  # programs wait for each other, so all must be under way
+        if find_gomp_parallel() is None:
+            raise RuntimeError("launch_cooperative_grid needs an OpenMP runtime, and torch has loaded none")
+        return lambda programs: programs
+    if metadata.serial:
+        return lambda programs: 1
+    return lambda programs: min(programs, available())
+
+
+def check_extents(*grid: int) -> None:
+    """The number of programs has 64 bits; each extent of the grid is a Triton int32."""
+    if any(not 0 <= extent < 2**31 for extent in grid):
+        raise ValueError(f"each extent of a grid must lie between 0 and 2**31 - 1: {grid}")
+
+
+class Status(ctypes.Structure):
+    """`Status` of launch.h."""
+
+    _fields_ = [("code", ctypes.c_int32), ("program", ctypes.c_int32 * 3), ("message", ctypes.c_char * 496)]
+
+
+class ThreadMemory:
+    """What launches made by one thread of the caller write to besides their outputs."""
+
+    def __init__(self) -> None:
+        self.status = Status()
+        self.status_address = ctypes.addressof(self.status)
+        self.size = 0
+        self.address: int | None = None
+        self.arena: ctypes.c_char
+
+    def scratch(self, size: int) -> int | None:
+        if size > self.size:
+            self.size = max(size, 2 * self.size)
+            self.arena = ctypes.c_char.from_buffer(mmap.mmap(-1, self.size))
+            self.address = ctypes.addressof(self.arena)
+        return self.address
+
+    def raise_failure(self, kernel: str) -> None:
+        program, message = tuple(self.status.program), self.status.message.decode(errors="replace")
+        self.status.code = 0
+        raise DeviceAssertion(f"{message} (in program {program} of {kernel})")
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.memory = ThreadMemory()
+
+
+_own = _Own()
+
+
+@functools.lru_cache
+def find_gomp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses: one pool of threads for both.
+
+    Two runtimes would each keep a thread per core spinning between their parallel regions.
+    """
+    import torch
+
+    bundled = os.path.join(os.path.dirname(torch.__file__), "lib")
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line[line.index("/") : -1] for line in maps if re.search(r"/lib(g|i)?omp[^/]*$", line)}
+    except OSError:
+        mapped = set()
+    candidates = sorted(mapped, key=lambda path: not path.startswith(bundled))
+    candidates += [*glob.glob(f"{bundled}/lib*omp*"), "libgomp.so.1", "libomp.so", "libomp.so.5"]
+    for candidate in candidates:
+        try:
+            return ctypes.cast(ctypes.CDLL(candidate).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+# ---- arguments ------------------------------------------------------------------------------------------
+
+# Triton's name of a type: its format in the `struct` module, its name in C++.
+SCALARS = {
+    "i1": ("?", "bool"),
+    "u1": ("?", "bool"),
+    "i8": ("b", "int8_t"),
+    "u8": ("B", "uint8_t"),
+    "i16": ("h", "int16_t"),
+    "u16": ("H", "uint16_t"),
+    "i32": ("i", "int32_t"),
+    "u32": ("I", "uint32_t"),
+    "i64": ("q", "int64_t"),
+    "u64": ("Q", "uint64_t"),
+    "fp16": ("e", "uint16_t"),
+    "bf16": ("H", "uint16_t"),
+    "fp32": ("f", "float"),
+    "f32": ("f", "float"),
+    "fp64": ("d", "double"),
+    "f64": ("d", "double"),
+}
+
+
+def argument_packer(signature: dict[str, Any]) -> Callable[[tuple[Any, ...]], bytes]:
+    """A function from a launch's arguments to the bytes of the kernel's `struct Args`.
+
+    It is one expression made for the signature: `pack(address(args[0], 'x_ptr'), args[1])`.
+    """
+    parts = [
+        part
+        for position, (name, kind) in enumerate(signature.items())
+        for part in _fields(kind, f"args[{position}]", str(name))
+    ]
+    layout = struct.Struct("@" + "".join(code for code, _ in parts))
+    text = f"lambda args: pack({', '.join(value for _, value in parts)})"
+    packer: Callable[[tuple[Any, ...]], bytes] = eval(
+        text, {"pack": layout.pack, "address": address, "single": single, "brain": brain}
+    )
+    return packer
+
+
+def _fields(kind: Any, value: str, name: str) -> Iterator[tuple[str, str]]:
+    """The members of `struct Args` for one argument: format, and expression of the value."""
+    if isinstance(kind, tuple):
+        for position, inner in enumerate(kind):
+            yield from _fields(inner, f"{value}[{position}]", f"{name}[{position}]")
+    elif kind.startswith("*"):
+        yield "P", f"address({value}, {name!r})"
+    elif kind.startswith("tensordesc"):
+        # The compiler turns a descriptor into base, shape, strides and two flags, and keeps the shape and
+        # strides that the front end had put beside it.
+        rank = _descriptor_rank(kind)
+        shape = [f"{value}.shape[{d}]" for d in range(rank)]
+        strides = [f"{value}.strides[{d}]" for d in range(rank)]
+        yield "P", f"address({value}.base, {name!r})"
+        yield from (("q", extent) for extent in shape + strides)
+        yield "?", f"{value}.padding == 'nan'"
+        yield "?", f"{value}.round_f32_to_tf32"
+        yield from (("i", extent) for extent in shape)
+        yield from (("q", stride) for stride in strides)
+    elif kind != "constexpr":
+        converted = {"fp32": f"single({value})", "bf16": f"brain({value})"}
+        yield SCALARS[kind][0], converted.get(kind, value)
+
+
+def _descriptor_rank(kind: str) -> int:
+    if explicit := re.search(r"input_rank=(\d+)", kind):
+        return int(explicit[1])
+    block = re.search(r"\[([^]]*)\]", kind)
+    assert block is not None, kind
+    return block[1].count(",") + 1
+
+
+def address(argument: Any, name: str) -> int:
+    """Where a pointer argument points; refuses memory that the CPU can't reach."""
+    try:
+        if argument.is_cpu:
+            return argument.data_ptr()  # type: ignore[no-any-return]
+    except AttributeError:  # a plain address, or a tensor of `triton.reinterpret` or of another library
+        if argument is None or isinstance(argument, int):
+            return argument or 0
+        if getattr(getattr(argument, "device", None), "type", "cpu") == "cpu":
+            return argument.data_ptr()  # type: ignore[no-any-return]
+    raise ValueError(
+        f"argument {name!r} is a tensor on {argument.device}, but the kernel is launched on the CPU: pass a "
+        "CPU tensor, or launch on that device (not in triton_loom.active() or TRITON_DEFAULT_BACKEND=cpu)"
+    )
+
+
+def single(value: float) -> float:
+    """To float32, where too large a value is infinite (`struct` would refuse it)."""
+    return ctypes.c_float(value).value
+
+
+def brain(value: float) -> int:
+    """The bits of a bfloat16; cut off rather than rounded, as the GPU drivers do."""
+    return int.from_bytes(struct.pack("<f", single(value)), "little") >> 16

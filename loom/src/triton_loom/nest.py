@@ -1,0 +1,592 @@
+"""One loop nest over a tile: evaluates values for the chunk at hand and collects the C++ statements.
+
+A nest runs over a shape in chunks of W lanes along one dimension. Evaluating a value at an index gives a `Form`:
+the same in every lane (uniform), counting up by a fixed step from lane to lane (affine: addresses, ranges), or a
+vector. Each statement is placed in the outermost loop that it varies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, Literal
+
+from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, predicate, size_of, vector_of
+from .schedule import CHUNK, lane_dimension
+from .ttir import Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
+
+if TYPE_CHECKING:
+    from .emit import Buffer, FunctionEmitter
+
+I1, I32, I64 = Scalar("i1"), Scalar("i32"), Scalar("i64")
+Step = int | str  # a number, or a C++ expression
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value is in the current chunk.
+
+    kind      expr                        lane l holds
+    uniform   a scalar                    expr
+    affine    a scalar (lane 0)           expr + l * step            (pointers: in elements)
+    vector    a vector                    expr[l]
+    offsets   a scalar pointer            expr + offset[l]           (pointers only)
+    """
+
+    kind: Literal["uniform", "affine", "vector", "offsets"]
+    element: Scalar | Pointer
+    expr: str
+    level: int
+    step: Step = 0
+    offset: Form | None = None
+    multiple: int = 1  # a number that divides `expr` of an index
+    exact: Callable[[], str] | None = None  # the true vector, where the affine form holds for addresses only
+
+
+Index = tuple[Form, ...]
+
+
+def declare_const(type_: str, name: str, expr: str) -> str:
+    return f"{type_}const {name} = {expr};" if type_.endswith("*") else f"const {type_} {name} = {expr};"
+
+
+def constant_index(number: int) -> Form:
+    return Form("uniform", I32, str(number), 0, multiple=number or 1 << 30)
+
+
+class LoopNest:
+    """Loops over `shape`; the dimension `innermost`, if given, is the innermost loop instead of the chunks'."""
+
+    def __init__(
+        self,
+        function: FunctionEmitter,
+        shape: tuple[int, ...],
+        innermost: int | None = None,
+        lanes: int | None = None,
+        name: str = "i",
+    ) -> None:
+        self.function = function
+        self.shape = shape
+        self.lane_dim = lane_dimension(shape)
+        extent = shape[self.lane_dim] if shape else 1
+        self.lanes = lanes or min(CHUNK, extent)
+        loops = [d for d, e in enumerate(shape) if e > 1 and d not in (self.lane_dim, innermost)]
+        if extent > 1 and self.lane_dim != innermost:
+            loops.append(self.lane_dim)
+        if innermost is not None:
+            loops.append(innermost)
+        self.loops = loops
+        self.variables = {d: f"{name}{d}" for d in loops}
+        self.lane_level = loops.index(self.lane_dim) + 1 if self.lane_dim in loops else 0
+        self.code: list[list[str]] = [[] for _ in range(len(loops) + 1)]
+        self.after: list[list[str]] = [[] for _ in range(len(loops) + 1)]
+        self.memo: dict[object, Form] = {}
+        self.taken: dict[str, int] = {}
+        self.teed: list[Value] = []
+        self.index: Index = tuple(self._own_index(d) for d in range(len(shape)))
+
+    def _own_index(self, dim: int) -> Form:
+        if dim not in self.loops:
+            return constant_index(0)
+        level, variable = self.loops.index(dim) + 1, self.variables[dim]
+        if dim == self.lane_dim and self.lanes > 1:
+            return Form("affine", I32, variable, level, 1, multiple=self.lanes)
+        return Form("uniform", I32, variable, level)
+
+    @property
+    def depth(self) -> int:
+        return len(self.loops)
+
+    def step_of(self, dim: int) -> int:
+        return self.lanes if dim == self.lane_dim else 1
+
+    def render(self, innermost: list[str] | None = None) -> list[str]:
+        """The whole nest; `innermost` replaces the innermost loop where the caller writes that itself."""
+        out: list[str] = ["{"]
+        bodies = len(self.loops) - (1 if innermost is not None else 0)
+        for level, dim in enumerate(self.loops[:bodies]):
+            out += self.code[level]
+            variable = self.variables[dim]
+            step = self.step_of(dim)
+            move = f"++{variable}" if step == 1 else f"{variable} += {step}"
+            out.append(f"for (i32 {variable} = 0; {variable} < {self.shape[dim]}; {move}) {{")
+        out += self.code[bodies]
+        if innermost is not None:
+            out += innermost
+        for level in range(bodies, 0, -1):
+            out += self.after[level]
+            out.append("}")
+        return [*out, *self.after[0], "}"]
+
+    # -- statements --
+
+    def name(self, wanted: str) -> str:
+        wanted = self.function.identifier(wanted)
+        count = self.taken.get(wanted, 0)
+        self.taken[wanted] = count + 1
+        if count or wanted in self.function.scalar_names:
+            return self.name(f"{wanted}_{count + 1}")
+        return wanted
+
+    def let(self, name: str, type_: str, expr: str, level: int) -> str:
+        name = self.name(name)
+        self.code[level].append(declare_const(type_, name, expr))
+        return name
+
+    def do(self, statement: str, level: int) -> None:
+        self.code[level].append(statement)
+
+    # -- forms --
+
+    def uniform(self, name: str, element: Scalar | Pointer, expr: str, level: int) -> Form:
+        return Form("uniform", element, self.let(name, c_type(element), expr, level), level)
+
+    def vector(self, name: str, element: Scalar | Pointer, expr: str, level: int) -> Form:
+        level = max(level, self.lane_level)
+        return Form("vector", element, self.let(name, c_type(element, self.lanes), expr, level), level)
+
+    def vec(self, form: Form) -> str:
+        """The form as a vector expression (a scalar one in a nest without lanes)."""
+        if form.kind == "vector" or self.lanes == 1:
+            return form.expr
+        type_ = c_type(form.element, self.lanes)
+        if form.kind == "uniform":
+            if form.element == I1:
+                bit = {"true": "-1", "false": "0"}.get(form.expr, f"-(i32){form.expr}")
+                return f"splat<{type_}>({bit})"
+            return f"splat<{type_}>({'(i64)' if isinstance(form.element, Pointer) else ''}{form.expr})"
+        if form.exact:
+            return form.exact()
+        if form.kind == "affine" and isinstance(form.element, Pointer):
+            return f"ramp<{type_}>((i64){form.expr}, {form.step} * {_pointee_size(form.element)}ll)"
+        if form.kind == "affine":
+            return f"ramp<{type_}>({form.expr}, {form.step})"
+        assert form.offset and isinstance(form.element, Pointer)
+        return f"(splat<{type_}>((i64){form.expr}) + {self.wide(form.offset)} * {_pointee_size(form.element)}ll)"
+
+    def wide(self, form: Form) -> str:
+        """An integer form as i64 lanes (sign-extended)."""
+        text = self.vec(form)
+        wide = vector_of("i64", self.lanes)
+        return text if form.element == I64 else f"convert<{wide}>({text})"
+
+    # -- index arithmetic --
+
+    def plus(self, a: Form, b: Form) -> Form:
+        """Sum of two i32 index forms."""
+        if b.expr == "0" and b.kind == "uniform":
+            return a
+        if a.expr == "0" and a.kind == "uniform":
+            return b
+        level = max(a.level, b.level)
+        if "vector" in (a.kind, b.kind):
+            return Form("vector", I32, f"({self.vec(a)} + {self.vec(b)})", max(level, self.lane_level))
+        both = a.expr.isdigit() and b.expr.isdigit()
+        expr = str(int(a.expr) + int(b.expr)) if both else f"({a.expr} + {b.expr})"
+        step = _add(a.step, b.step)
+        kind: Literal["affine", "uniform"] = "uniform" if step == 0 else "affine"
+        return Form(kind, I32, expr, level, step, multiple=gcd(a.multiple, b.multiple))
+
+    def times(self, a: Form, factor: int) -> Form:
+        if factor == 1:
+            return a
+        if factor == 0:
+            return constant_index(0)
+        if a.kind == "vector":
+            return replace(a, expr=f"({a.expr} * {factor})")
+        expr = str(int(a.expr) * factor) if a.expr.isdigit() else f"{a.expr} * {factor}"
+        return replace(a, expr=expr, step=_mul(a.step, factor), multiple=a.multiple * factor)
+
+    def linear(self, index: Index, shape: tuple[int, ...]) -> Form:
+        total, stride = constant_index(0), 1
+        for form, extent in zip(reversed(index), reversed(shape), strict=True):
+            if extent > 1:
+                total = self.plus(self.times(form, stride), total)
+            stride *= extent
+        return total
+
+    def delinear(self, linear: Form, shape: tuple[int, ...]) -> Index:
+        """The index into `shape` of a row-major position; extents are powers of two."""
+        index: list[Form] = []
+        stride = 1
+        whole = linear.kind == "affine"
+        for dim, extent in reversed(list(enumerate(shape))):
+            if extent == 1:
+                index.append(constant_index(0))
+                continue
+            first = stride == 1
+            outermost = all(e == 1 for e in shape[:dim])
+            shift = f" >> {stride.bit_length() - 1}" if stride > 1 else ""
+            if whole and not (linear.step == 1 and linear.multiple % self.lanes == 0 and (not first or extent >= self.lanes)):
+                linear = Form("vector", I32, self.vec(linear), self.lane_level)
+                whole = False
+            text = f"({linear.expr}{shift})" if shift else linear.expr
+            wrapped = text if outermost else f"({text} & {extent - 1})"
+            if linear.kind == "vector":
+                index.append(Form("vector", I32, wrapped, linear.level))
+            elif whole and first:
+                index.append(Form("affine", I32, wrapped, linear.level, 1, multiple=gcd(linear.multiple, extent)))
+            else:
+                index.append(Form("uniform", I32, wrapped, linear.level, multiple=max(1, linear.multiple // stride)))
+            stride *= extent
+        return tuple(reversed(index))
+
+    def view_index(self, op: Op, index: Index) -> Index:
+        """Where the operand of a view is read for this index into its result."""
+        source = shape_of(op.operands[0].type)
+        if op.name == "tt.expand_dims":
+            axis = op.attrs["axis"]
+            return index[:axis] + index[axis + 1 :]
+        if op.name == "tt.broadcast":
+            return tuple(constant_index(0) if e == 1 else i for i, e in zip(index, source, strict=True))
+        if op.name == "tt.trans":
+            inner: list[Form] = [constant_index(0)] * len(source)
+            for form, dim in zip(index, op.attrs["order"], strict=True):
+                inner[dim] = form
+            return tuple(inner)
+        assert op.name == "tt.reshape"
+        return self.delinear(self.linear(index, shape_of(op.result.type)), source)
+
+    # -- values --
+
+    def at_own_index(self, value: Value) -> Form:
+        return self.eval(value, self.index)
+
+    def eval(self, value: Value, index: Index) -> Form:
+        if not isinstance(value.type, Tensor):
+            return Form("uniform", element_of(value.type), self.function.scalar(value), 0)
+        key = (value, tuple((f.kind, f.expr, str(f.step)) for f in index))
+        if key not in self.memo:
+            self.memo[key] = self.compute(value, index)
+        return self.memo[key]
+
+    def compute(self, value: Value, index: Index) -> Form:
+        buffer = self.function.buffers.get(value)
+        if buffer is not None and buffer.filled:
+            return self.read(buffer, self.linear(index, buffer.shape), value.name)
+        op = value.producer
+        if op is None:
+            raise AssertionError(f"{value} has no storage")
+        form = self.define(op, value, index)
+        if value in self.function.plan.buffered:
+            form = self.tee(value, form, index)
+        return form
+
+    def tee(self, value: Value, form: Form, index: Index) -> Form:
+        buffer = self.function.buffer_for(value)
+        if form.kind != "vector" and self.lanes > 1:
+            form = self.vector(value.name, form.element, self.vec(form), form.level)
+        self.write(buffer, self.linear(index, buffer.shape), form)
+        self.teed.append(value)
+        return form
+
+    def define(self, op: Op, value: Value, index: Index) -> Form:
+        name = op.name
+        element = element_of(value.type)
+        if name == "arith.constant":
+            number = op.attrs["value"]
+            if isinstance(number, list | bytes):
+                return self.read(self.function.table(op), self.linear(index, shape_of(value.type)), value.name)
+            return Form("uniform", element, literal(element, number), 0)
+        if name == "ub.poison":
+            return Form("uniform", element, literal(element, 0), 0)
+        if name == "tt.splat":
+            return self.eval(op.operands[0], ())
+        if name == "tt.make_range":
+            return self.plus(index[0], constant_index(op.attrs["start"]))
+        if name == "tt.reshape":
+            source = self.function.buffers.get(op.operands[0])
+            if source is not None and source.filled:
+                return self.read(source, self.linear(index, shape_of(value.type)), value.name)
+        if name in ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape"):
+            return self.eval(op.operands[0], self.view_index(op, index))
+        if name == "tt.split":
+            side = constant_index(op.results.index(value))
+            return self.eval(op.operands[0], (*index, side))
+        if name == "tt.gather":
+            axis = op.attrs["axis"]
+            position = self.eval(op.operands[1], index)
+            if position.kind != "uniform":
+                lanes = vector_of("i32", self.lanes)
+                text = self.vec(position)
+                text = text if position.element == I32 else f"convert<{lanes}>({text})"
+                position = Form("vector", I32, text, max(position.level, self.lane_level))
+            return self.eval(op.operands[0], (*index[:axis], position, *index[axis + 1 :]))
+        if name == "tt.addptr":
+            return self.addptr(op, value, index)
+        if name == "tt.load":
+            return self.load(op, value, index)
+        if name in ELEMENTWISE:
+            return self.elementwise(op, value, index)
+        raise Unsupported(op)
+
+    def elementwise(self, op: Op, value: Value, index: Index) -> Form:
+        forms = [self.eval(v, index) for v in op.operands]
+        element = element_of(value.type)
+        write = ELEMENTWISE[op.name].write
+        level = max(f.level for f in forms)
+        if all(f.kind == "uniform" for f in forms):
+            return self.uniform(value.name, element, write(op, [f.expr for f in forms], 1), level)
+        if affine := self.affine(op, value, forms):
+            return affine
+        text = write(op, [self.vec(f) for f in forms], self.lanes)
+        return self.vector(value.name, element, text, level)
+
+    def affine(self, op: Op, value: Value, forms: list[Form]) -> Form | None:
+        """Integer arithmetic that keeps lanes equally spaced.
+
+        Sums and products are exact modulo 2^n. Widening assumes that lanes of one chunk don't wrap around, which
+        is what vector loads on a GPU assume too; it is therefore used for addresses only (`exact` undoes it).
+        """
+        element = element_of(value.type)
+        if any(f.kind not in ("uniform", "affine") for f in forms) or not isinstance(element, Scalar):
+            return None
+        if element.is_float or element == I1 or any(f.element == I1 for f in forms):
+            return None
+        name = op.name
+        step: Step
+        if name == "arith.addi":
+            step = _add(forms[0].step, forms[1].step)
+        elif name == "arith.subi":
+            step = _add(forms[0].step, _mul(forms[1].step, -1))
+        elif name == "arith.muli" and forms[1].kind == "uniform":
+            step = _mul(forms[0].step, _as_step(forms[1].expr))
+        elif name == "arith.muli" and forms[0].kind == "uniform":
+            step = _mul(forms[1].step, _as_step(forms[0].expr))
+        elif name in ("arith.extsi", "arith.trunci", "arith.index_cast"):
+            step = forms[0].step
+        else:
+            return None
+        level = max(f.level for f in forms)
+        write = ELEMENTWISE[name].write
+        expr = self.let(value.name, c_type(element), write(op, [f.expr for f in forms], 1), level)
+        exact = None
+        if name == "arith.extsi" or any(f.exact for f in forms):
+
+            def exact() -> str:
+                return self.vector(f"{value.name}_lanes", element, write(op, [self.vec(f) for f in forms], self.lanes), level).expr
+
+        return Form("affine", element, expr, level, step, exact=exact)
+
+    # -- memory --
+
+    def addptr(self, op: Op, value: Value, index: Index) -> Form:
+        pointer, offset = (self.eval(v, index) for v in op.operands)
+        element = element_of(value.type)
+        assert isinstance(element, Pointer)
+        level = max(pointer.level, offset.level)
+        if pointer.kind == "vector":
+            size = _pointee_size(element)
+            return self.vector(value.name, element, f"{pointer.expr} + {self.wide(offset)} * {size}ll", level)
+        if offset.kind in ("uniform", "affine"):
+            base = self.let(value.name, c_type(element), f"{pointer.expr} + {offset.expr}", level)
+            step = _add(pointer.step, offset.step)
+            if pointer.kind == "offsets":
+                return replace(pointer, expr=base, level=level, offset=self.shifted(pointer.offset, offset.step))
+            return Form("affine" if step != 0 else "uniform", element, base, level, step)
+        if pointer.kind == "offsets":
+            assert pointer.offset
+            total = f"{self.wide(pointer.offset)} + {self.wide(offset)}"
+            summed = self.vector(f"{value.name}_offsets", I64, total, level)
+            return replace(pointer, level=level, offset=summed)
+        return Form("offsets", element, pointer.expr, level, offset=self.shifted(offset, pointer.step))
+
+    def shifted(self, offset: Form | None, step: Step) -> Form:
+        """Vector offsets with another lane step added."""
+        assert offset
+        if step == 0:
+            return offset
+        wide = vector_of("i64", self.lanes)
+        return self.vector("offsets", I64, f"{self.wide(offset)} + ramp<{wide}>(0, {step})", offset.level)
+
+    def first_lanes(self, mask: Value, index: Index) -> tuple[str, int] | None:
+        """If the mask holds for exactly the first n lanes of a chunk: n as an i64 expression, and its level."""
+        op = mask.producer
+        if op is None or mask in self.function.buffers:
+            return None
+        if op.name in ("tt.expand_dims", "tt.broadcast", "tt.trans"):
+            return self.first_lanes(op.operands[0], self.view_index(op, index))
+        if op.name == "arith.andi":
+            sides = []
+            for side in op.operands:
+                count = self.first_lanes(side, index)
+                if count is None:
+                    form = self.eval(side, index)
+                    if form.kind != "uniform":
+                        return None
+                    count = (f"({form.expr} ? {self.lanes}ll : 0ll)", form.level)
+                sides.append(count)
+            (a, level_a), (b, level_b) = sides
+            return f"least({a}, {b})", max(level_a, level_b)
+        if op.name == "arith.cmpi" and predicate(op) in ("slt", "sle", "sgt", "sge"):
+            left, right = (self.eval(v, index) for v in op.operands)
+            if predicate(op) in ("sgt", "sge"):
+                left, right = right, left
+            if left.kind == "affine" and left.step == 1 and right.kind == "uniform":
+                extra = " + 1" if predicate(op) in ("sle", "sge") else ""
+                return f"((i64){right.expr} - {left.expr}{extra})", max(left.level, right.level)
+        return None
+
+    def load(self, op: Op, value: Value, index: Index) -> Form:
+        pointer = self.eval(op.operands[0], index)
+        element = element_of(value.type)
+        mask = op.operands[1] if len(op.operands) > 1 else None
+        other = self.eval(op.operands[2], index) if len(op.operands) > 2 else None
+        count = self.first_lanes(mask, index) if mask is not None and self.lanes > 1 else None
+        masked = self.eval(mask, index) if mask is not None and count is None else None
+        level = max(f.level for f in (pointer, masked, other) if f is not None)
+        level = max(level, count[1] if count else 0)
+        is_bit = element == I1
+
+        if pointer.kind == "uniform" and count is None and (masked is None or masked.kind == "uniform"):
+            text = f"*{pointer.expr}{' != 0' if is_bit else ''}"
+            if masked is None:
+                return self.uniform(value.name, element, text, level)
+            if other is None or other.kind == "uniform":
+                rest = other.expr if other else literal(element, 0)
+                return self.uniform(value.name, element, f"{masked.expr} ? {text} : {rest}", level)
+
+        stored = memory_type(element) if not isinstance(element, Pointer) else "i64"
+        type_ = vector_of(stored, self.lanes)
+        rest = self.vec(other) if other else f"{type_}{{}}"
+        if other and is_bit:
+            rest = f"convert<{type_}>({rest})"
+        text = self.vector_load(pointer, type_, stored, count[0] if count else None, masked, rest)
+        if is_bit:
+            text = f"mask({text} != 0)"
+        return self.vector(value.name, element, text, level)
+
+    def vector_load(
+        self, pointer: Form, type_: str, stored: str, count: str | None, masked: Form | None, rest: str
+    ) -> str:
+        lanes = self.lanes
+        mask = self.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
+        if pointer.kind == "vector":
+            return f"load_at<{type_}>({pointer.expr}, {mask or f'splat<i32x{lanes}>(-1)'}, {rest})"
+        base = f"(const {stored} *){pointer.expr}" if isinstance(pointer.element, Pointer) else pointer.expr
+        if pointer.kind == "offsets":
+            assert pointer.offset
+            offsets = self.vec(pointer.offset)
+        elif pointer.step == 1:
+            if count is not None:
+                return f"load_first<{type_}>({base}, {count}, {rest})"
+            if masked is None:
+                return f"load<{type_}>({base})"
+            if masked.kind == "uniform":
+                return f"({masked.expr} ? load<{type_}>({base}) : {rest})"
+            return f"load_masked<{type_}>({base}, {mask}, {rest})"
+        elif mask is None:
+            return f"load_strided<{type_}>({base}, {pointer.step})"
+        else:
+            offsets = f"ramp<i64x{lanes}>(0, {pointer.step})"
+        if mask is None:
+            return f"gather<{type_}>({base}, {offsets})"
+        return f"gather_masked<{type_}>({base}, {offsets}, {mask}, {rest})"
+
+    def store(self, op: Op) -> None:
+        pointer_value, stored_value = op.operands[:2]
+        mask = op.operands[2] if len(op.operands) > 2 else None
+        pointer, form = self.at_own_index(pointer_value), self.at_own_index(stored_value)
+        element = element_of(stored_value.type)
+        count = self.first_lanes(mask, self.index) if mask is not None and self.lanes > 1 else None
+        masked = self.at_own_index(mask) if mask is not None and count is None else None
+        stored = memory_type(element) if not isinstance(element, Pointer) else "i64"
+        type_ = vector_of(stored, self.lanes)
+        text = self.vec(form)
+        if self.lanes == 1:
+            guard = f"if ({masked.expr}) " if masked else ""
+            self.do(f"{guard}*{pointer.expr} = {text};", self.depth)
+            return
+        if element == I1:
+            text = f"convert<{type_}>({text} & 1)"
+        lanes = self.lanes
+        mask_text = self.vec(masked) if masked else f"first_mask<{lanes}>({count[0]})" if count else None
+        every = mask_text or f"splat<i32x{lanes}>(-1)"
+        base = f"({stored} *){pointer.expr}"
+        if pointer.kind == "vector":
+            statement = f"store_at<{type_}>({pointer.expr}, {every}, {text});"
+        elif pointer.kind == "affine" and pointer.step == 1:
+            if count:
+                statement = f"store_first<{type_}>({base}, {count[0]}, {text});"
+            elif masked is None:
+                statement = f"store<{type_}>({base}, {text});"
+            elif masked.kind == "uniform":
+                statement = f"if ({masked.expr}) store<{type_}>({base}, {text});"
+            else:
+                statement = f"store_masked<{type_}>({base}, {mask_text}, {text});"
+        elif pointer.kind == "affine" and mask_text is None:
+            statement = f"store_strided<{type_}>({base}, {pointer.step}, {text});"
+        else:
+            offsets = self.vec(pointer.offset) if pointer.offset else f"ramp<i64x{lanes}>(0, {pointer.step})"
+            statement = f"scatter<{type_}>({base}, {offsets}, {every}, {text});"
+        self.do(statement, self.depth)
+
+    # -- buffers --
+
+    def read(self, buffer: Buffer, linear: Form, name: str) -> Form:
+        element = buffer.element
+        is_bit = element == I1
+        if linear.kind == "uniform":
+            text = f"{buffer.name}[{linear.expr}]"
+            return self.uniform(name, element, f"{text} != 0" if is_bit else text, linear.level)
+        stored = "i8" if is_bit else "i64" if isinstance(element, Pointer) else memory_type(element)
+        type_ = vector_of(stored, self.lanes)
+        base = f"(const i64 *){buffer.name}" if isinstance(element, Pointer) else buffer.name
+        if linear.kind == "vector":
+            text = f"gather<{type_}>({base}, {linear.expr})"
+        elif linear.step == 1:
+            text = f"load<{type_}>({base} + {linear.expr})"
+        else:
+            text = f"load_strided<{type_}>({base} + {linear.expr}, {linear.step})"
+        if is_bit:
+            text = f"mask({text})"
+        return self.vector(name, element, text, linear.level)
+
+    def write(self, buffer: Buffer, linear: Form, form: Form, text: str | None = None) -> None:
+        """buffer[linear] = form, in the innermost loop. Masks are kept as bytes of 0 / -1."""
+        text = text or self.vec(form)
+        is_bit = buffer.element == I1
+        if self.lanes == 1:
+            text = f"-(i8){text}" if is_bit else text
+            self.do(f"{buffer.name}[{linear.expr}] = {text};", self.depth)
+            return
+        stored = "i8" if is_bit else "i64" if isinstance(buffer.element, Pointer) else memory_type(buffer.element)
+        type_ = vector_of(stored, self.lanes)
+        base = f"(i64 *){buffer.name}" if isinstance(buffer.element, Pointer) else buffer.name
+        text = f"convert<{type_}>({text})" if is_bit else text
+        if linear.kind == "affine" and linear.step == 1:
+            self.do(f"store<{type_}>({base} + {linear.expr}, {text});", self.depth)
+        elif linear.kind == "affine":
+            self.do(f"store_strided<{type_}>({base} + {linear.expr}, {linear.step}, {text});", self.depth)
+        else:
+            raise AssertionError("a buffer is written at an index of its nest")
+
+
+def _pointee_size(pointer: Pointer) -> int:
+    pointee = pointer.pointee
+    assert isinstance(pointee, Scalar | Pointer)
+    return size_of(pointee)
+
+
+def _as_step(expr: str) -> Step:
+    text = expr.removesuffix("ll")
+    return int(text) if text.lstrip("-").isdigit() else expr
+
+
+def _add(a: Step, b: Step) -> Step:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    if a == 0 or b == 0:
+        return b if a == 0 else a
+    return f"({a} + {b})"
+
+
+def _mul(a: Step, b: Step) -> Step:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    if a == 0 or b == 0:
+        return 0
+    if a == 1 or b == 1:
+        return b if a == 1 else a
+    return f"({a} * {b})"

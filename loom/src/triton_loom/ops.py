@@ -1,0 +1,519 @@
+"""What each TTIR operation is: the elementwise ones as C++ expressions, the others by how they are scheduled.
+
+This table is the single list of what Loom supports; the support table of the README is printed from it
+(`python -m triton_loom.ops`). An elementwise entry works on scalars and on vectors of W lanes alike, because
+the functions of include/*.h do.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .ttir import Bits, Op, Opaque, Pointer, Scalar, Type, element_of
+
+
+class Unsupported(NotImplementedError):
+    """An operation that Loom can't run: the message names it and the line of Python it came from."""
+
+    def __init__(self, op: Op, why: str = "") -> None:
+        where = f" at {op.location}" if op.location else ""
+        super().__init__(f"triton-loom can't run {op.name}{where}" + (f": {why}" if why else ""))
+
+
+# ---- C++ types and literals --------------------------------------------------------------------------
+
+_C_TYPES = {
+    "i1": "bool",
+    "i8": "i8",
+    "i16": "i16",
+    "i32": "i32",
+    "i64": "i64",
+    "index": "i64",
+    "f32": "f32",
+    "f64": "f64",
+    "f16": "u16",
+    "bf16": "u16",
+    "f8E4M3FN": "u8",
+    "f8E5M2": "u8",
+    "f8E4M3FNUZ": "u8",
+    "f8E5M2FNUZ": "u8",
+}
+# The name by which casts.h knows a format that C++ has no type for.
+_FORMATS = {
+    "f16": "f16",
+    "bf16": "bf16",
+    "f8E4M3FN": "e4m3",
+    "f8E5M2": "e5m2",
+    "f8E4M3FNUZ": "e4m3fnuz",
+    "f8E5M2FNUZ": "e5m2fnuz",
+}
+# (exponent bits, mantissa bits, bias) of the same, to write their literals.
+_LAYOUTS = {"f16": (5, 10, 15), "bf16": (8, 7, 127), "f8E4M3FN": (4, 3, 7), "f8E5M2": (5, 2, 15)}
+_LAYOUTS |= {"f8E4M3FNUZ": (4, 3, 8), "f8E5M2FNUZ": (5, 2, 16)}
+
+Lanes = int | str  # a number, or "W" inside a template over the number of lanes
+
+
+def c_type(element: Type, lanes: Lanes = 1) -> str:
+    """The C++ type of `lanes` lanes of this element. Vector lanes of i1 are masks, those of pointers i64."""
+    if isinstance(element, Pointer):
+        return f"{memory_type(element.pointee)} *" if lanes == 1 else vector_of("i64", lanes)
+    if isinstance(element, Opaque) or element.name not in _C_TYPES:  # type: ignore[union-attr]
+        raise TypeError(f"no C++ type for {element}")
+    assert isinstance(element, Scalar)
+    if element.name == "i1" and lanes != 1:
+        return f"mask_of<{lanes}>" if lanes == "W" else vector_of("i32", lanes)
+    return vector_of(_C_TYPES[element.name], lanes)
+
+
+def vector_of(scalar: str, lanes: Lanes) -> str:
+    if lanes == 1:
+        return scalar
+    return f"vec<{scalar}, {lanes}>" if lanes == "W" else f"{scalar}x{lanes}"
+
+
+def memory_type(element: Type) -> str:
+    """How one element lies in memory: i1 is a byte, a pointer is itself."""
+    if isinstance(element, Scalar) and element.name == "i1":
+        return "i8"
+    return c_type(element)
+
+
+def size_of(element: Scalar | Pointer) -> int:
+    return max(1, element.bits // 8)
+
+
+def literal(element: Type, value: object) -> str:
+    """A C++ literal with exactly this value (a Python number, bool, or Bits)."""
+    if isinstance(element, Pointer):
+        return f"({c_type(element)}){_int(value)}ll"
+    assert isinstance(element, Scalar)
+    name = element.name
+    if name == "i1":
+        return "true" if value else "false"
+    if not element.is_float:
+        return _int_literal(_int(value), element.bits)
+    if name == "f32":
+        pattern = value.pattern if isinstance(value, Bits) else _f32_bits(float(value))  # type: ignore[arg-type]
+        number = struct.unpack("<f", struct.pack("<I", pattern))[0]
+        return _float_literal(number, "f") or f"bits<f32>(0x{pattern:08X}u)"
+    if name == "f64":
+        pattern = value.pattern if isinstance(value, Bits) else struct.unpack("<Q", struct.pack("<d", value))[0]
+        number = struct.unpack("<d", struct.pack("<Q", pattern))[0]
+        return _float_literal(number, "") or f"bits<f64>(0x{pattern:016X}ull)"
+    pattern = value.pattern if isinstance(value, Bits) else encode(name, float(value))  # type: ignore[arg-type]
+    return f"({_C_TYPES[name]})0x{pattern:0{element.bits // 4}X}"
+
+
+def _int(value: object) -> int:
+    return value.pattern if isinstance(value, Bits) else int(value)  # type: ignore[call-overload,no-any-return]
+
+
+def _int_literal(value: int, bits: int) -> str:
+    value = (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+    if bits == 64:
+        return f"{value}ll" if value != -(1 << 63) else "(-9223372036854775807ll - 1)"
+    if bits == 32:
+        return f"{value}" if value != -(1 << 31) else "(-2147483647 - 1)"
+    return f"(i{bits}){value}"
+
+
+def _f32_bits(value: float) -> int:
+    try:
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    except OverflowError:
+        return 0x7F800000 if value > 0 else 0xFF800000
+
+
+def _float_literal(value: float, suffix: str) -> str:
+    if value != value or value in (float("inf"), float("-inf")):
+        return ""
+    text = repr(value)
+    if suffix:  # the shortest decimal that reads back as this f32
+        text = next(t for d in range(1, 18) if struct.pack("<f", float(t := f"{value:.{d}g}")) == struct.pack("<f", value))
+    if not any(c in text for c in ".e"):
+        text += ".0"
+    return text + suffix
+
+
+def encode(name: str, value: float) -> int:
+    """The bits of a finite literal that the format holds exactly (MLIR prints only such decimals)."""
+    exponent_bits, mantissa_bits, bias = _LAYOUTS[name]
+    sign = 1 if struct.pack(">d", value)[0] & 0x80 else 0
+    magnitude = abs(value)
+    if magnitude == 0:
+        return 0 if name.endswith("FNUZ") else sign << (exponent_bits + mantissa_bits)
+    exponent = max(struct.unpack("<Q", struct.pack("<d", magnitude))[0] >> 52, 1) - 1023
+    exponent = max(exponent, 1 - bias)
+    mantissa = round(magnitude * 2.0 ** (mantissa_bits - exponent))
+    return (sign << (exponent_bits + mantissa_bits)) | (((exponent + bias - 1) << mantissa_bits) + mantissa)
+
+
+# ---- elementwise operations --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """`cost` is in units of one vector add; `write` gives the C++ expression."""
+
+    cost: float
+    write: Callable[[Op, list[str], Lanes], str]
+
+
+def _scalar(op: Op) -> Scalar:
+    element = element_of(op.operands[0].type)
+    if not isinstance(element, Scalar):
+        raise Unsupported(op, f"on {element}")
+    return element
+
+
+def widen(name: str, text: str) -> str:
+    return f"f32_from_{_FORMATS[name]}({text})" if name in _FORMATS else text
+
+
+def narrow(name: str, text: str) -> str:
+    return f"{_FORMATS[name]}_from_f32({text})" if name in _FORMATS else text
+
+
+def _float(template: str, cost: float = 1) -> Elementwise:
+    """Float arithmetic: f32 and f64 as they are, 16-bit types through f32 with one rounding after."""
+
+    def write(op: Op, args: list[str], lanes: Lanes) -> str:
+        name = _scalar(op).name
+        return narrow(name, template.format(*(widen(name, a) for a in args)))
+
+    return Elementwise(cost, write)
+
+
+def _fma(op: Op, args: list[str], lanes: Lanes) -> str:
+    name = _scalar(op).name
+    if name not in _FORMATS:
+        return f"loom_math::fma({', '.join(args)})"
+    wide = [f"convert<{vector_of('f64', lanes)}>({widen(name, a)})" for a in args]
+    return narrow(name, f"f32_odd_from_f64(loom_math::fma({', '.join(wide)}))")
+
+
+def _integer(template: str, cost: float = 1, mask: str | None = None) -> Elementwise:
+    """Integer arithmetic; `mask` is what the operation means on i1, where that differs."""
+
+    def write(op: Op, args: list[str], lanes: Lanes) -> str:
+        if _scalar(op).name == "i1":
+            if mask is None:
+                raise Unsupported(op, "on i1")
+            text = mask.format(*args)
+            return f"bool({text})" if lanes == 1 else text
+        text = template.format(*args)
+        # C++ promotes narrow scalars to int: come back to the type
+        return f"{c_type(_scalar(op))}({text})" if lanes == 1 and _scalar(op).bits < 32 else text
+
+    return Elementwise(cost, write)
+
+
+def _unsigned(template: str, cost: float = 1, mask: str | None = None) -> Elementwise:
+    def write(op: Op, args: list[str], lanes: Lanes) -> str:
+        if _scalar(op).name == "i1":
+            if mask is None:
+                raise Unsupported(op, "on i1")
+            return mask.format(*args)
+        signed, unsigned = c_type(_scalar(op), lanes), vector_of(f"u{_scalar(op).bits}", lanes)
+        return f"({signed})({template.format(*(f'({unsigned}){a}' for a in args))})"
+
+    return Elementwise(cost, write)
+
+
+_CMPI = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
+_CMPI_UNSIGNED = {"ult": "<", "ule": "<=", "ugt": ">", "uge": ">="}
+_CMPF = {
+    "oeq": "mask({0} == {1})",
+    "ogt": "mask({0} > {1})",
+    "oge": "mask({0} >= {1})",
+    "olt": "mask({0} < {1})",
+    "ole": "mask({0} <= {1})",
+    "one": "mask(({0} < {1}) | ({0} > {1}))",
+    "ord": "mask(({0} == {0}) & ({1} == {1}))",
+    "ueq": "invert(mask(({0} < {1}) | ({0} > {1})))",
+    "ugt": "invert(mask({0} <= {1}))",
+    "uge": "invert(mask({0} < {1}))",
+    "ult": "invert(mask({0} >= {1}))",
+    "ule": "invert(mask({0} > {1}))",
+    "une": "mask({0} != {1})",
+    "uno": "mask(({0} != {0}) | ({1} != {1}))",
+}
+
+
+def predicate(op: Op) -> str:
+    return str(op.attrs["flags"][0])
+
+
+def _cmpi(op: Op, args: list[str], lanes: Lanes) -> str:
+    element = element_of(op.operands[0].type)
+    if predicate(op) in _CMPI_UNSIGNED or (isinstance(element, Pointer) and lanes == 1):
+        unsigned = "u64" if isinstance(element, Pointer) else f"u{max(element.bits, 8)}"
+        if isinstance(element, Scalar) and element.name == "i1":
+            unsigned = "u8" if lanes == 1 else "u32"
+        args = [f"({vector_of(unsigned, lanes)}){a}" for a in args]
+        sign = _CMPI_UNSIGNED.get(predicate(op)) or _CMPI[predicate(op)]
+    else:
+        sign = _CMPI[predicate(op)]
+        if isinstance(element, Scalar) and element.name == "i1" and lanes == 1 and sign not in ("==", "!="):
+            args = [f"-(i32){a}" for a in args]
+    return f"mask({args[0]} {sign} {args[1]})"
+
+
+def _cmpf(op: Op, args: list[str], lanes: Lanes) -> str:
+    name = _scalar(op).name
+    return _CMPF[predicate(op)].format(*(widen(name, a) for a in args))
+
+
+def _select(op: Op, args: list[str], lanes: Lanes) -> str:
+    return f"select({args[0]}, {args[1]}, {args[2]})"
+
+
+def _resize(op: Op, args: list[str], lanes: Lanes) -> str:
+    """Sign extension, zero extension and truncation of integers, masks included."""
+    source, target = _scalar(op), element_of(op.result.type)
+    assert isinstance(target, Scalar)
+    to = c_type(target, lanes)
+    if target.name == "i1":
+        return f"mask(({args[0]} & {literal(source, 1) if lanes == 1 else '1'}) != 0)"
+    if source.name == "i1":
+        if lanes == 1:
+            return f"{to}({'-' if op.name == 'arith.extsi' else ''}(i32){args[0]})"
+        return f"convert<{to}>({args[0]})" if op.name == "arith.extsi" else f"convert<{to}>({args[0]} & 1)"
+    if op.name == "arith.extui":
+        unsigned = vector_of(f"u{source.bits}", lanes)
+        return f"convert<{to}>(({unsigned}){args[0]})"
+    return f"convert<{to}>({args[0]})"
+
+
+def _float_cast(op: Op, args: list[str], lanes: Lanes) -> str:
+    """extf, truncf and tt.fp_to_fp between any two float types: one correct rounding."""
+    source, target = _scalar(op), element_of(op.result.type)
+    assert isinstance(target, Scalar)
+    toward_zero = op.attrs.get("rounding") == "rtz"
+    if source.name == target.name:
+        return args[0]
+    if target.name == "f64":
+        return f"convert<{vector_of('f64', lanes)}>({widen(source.name, args[0])})"
+    if source.name == "f64":
+        if target.name == "f32":
+            return f"convert<{vector_of('f32', lanes)}>({args[0]})"
+        args = [f"f32_odd_from_f64({args[0]})"]
+    wide = widen(source.name, args[0])
+    if target.name == "f32":
+        return wide
+    return f"{_FORMATS[target.name]}_from_f32{'_rtz' if toward_zero else ''}({wide})"
+
+
+def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
+    def write(op: Op, args: list[str], lanes: Lanes) -> str:
+        source, target = _scalar(op), element_of(op.result.type)
+        assert isinstance(target, Scalar)
+        text = args[0]
+        if source.name == "i1":
+            text = f"{'-' if signed else ''}(i32){text}" if lanes == 1 else text if signed else f"({text} & 1)"
+        elif not signed:
+            text = f"({vector_of(f'u{source.bits}', lanes)}){text}"
+        # 64-bit integers reach a 16-bit float through f64 rounded to odd: one rounding in all
+        if target.name in _FORMATS:
+            return narrow(target.name, f"f32_odd_from_f64(convert<{vector_of('f64', lanes)}>({text}))")
+        return f"convert<{c_type(target, lanes)}>({text})"
+
+    return write
+
+
+def _float_to_int(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
+    """Truncates toward zero; out of range saturates and NaN gives 0, as PTX's cvt does."""
+
+    def write(op: Op, args: list[str], lanes: Lanes) -> str:
+        source, target = _scalar(op), element_of(op.result.type)
+        assert isinstance(target, Scalar)
+        kind = "f64" if source.name == "f64" else "f32"
+        wide = f"{'i' if signed else 'u'}{64 if target.bits == 64 else 32}"
+        text = f"{wide}_from_{kind}({widen(source.name, args[0])})"
+        if target.name == "i1":
+            return f"mask({text} != 0)"
+        return f"convert<{c_type(target, lanes)}>({text})"
+
+    return write
+
+
+def _bitcast(op: Op, args: list[str], lanes: Lanes) -> str:
+    source, target = element_of(op.operands[0].type), element_of(op.result.type)
+    to = c_type(target, lanes)
+    if isinstance(source, Pointer) or isinstance(target, Pointer):
+        return f"({to}){args[0]}"
+    if source.name == "i1" or target.name == "i1":
+        if lanes == 1:
+            return f"{to}({args[0]})"
+        return args[0] if source == target else (
+            f"convert<{to}>({args[0]} & 1)" if source.name == "i1" else f"mask(({args[0]} & 1) != 0)"
+        )
+    return f"bits<{to}>({args[0]})"
+
+
+def _clampf(op: Op, args: list[str], lanes: Lanes) -> str:
+    name = _scalar(op).name
+    x, low, high = (widen(name, a) for a in args)
+    kind = ("minimum", "maximum") if op.attrs.get("propagateNan") == "all" else ("minnum", "maxnum")
+    return narrow(name, f"loom_math::{kind[0]}(loom_math::{kind[1]}({x}, {low}), {high})")
+
+
+def _mulhi(op: Op, args: list[str], lanes: Lanes) -> str:
+    bits = _scalar(op).bits
+    unsigned = vector_of(f"u{bits}", lanes)
+    return f"({c_type(_scalar(op), lanes)})mulhi_u{bits}(({unsigned}){args[0]}, ({unsigned}){args[1]})"
+
+
+def _extern(op: Op, args: list[str], lanes: Lanes) -> str:
+    symbol = str(op.attrs.get("symbol", ""))
+    if not symbol.startswith("loom_math::"):
+        raise Unsupported(op, f"function {symbol!r} of {op.attrs.get('libname') or 'an unnamed library'}")
+    text = f"{symbol}({', '.join(args)})"
+    target = element_of(op.result.type)
+    return f"mask({text} != 0)" if isinstance(target, Scalar) and target.name == "i1" else text
+
+
+def _pointer_cast(op: Op, args: list[str], lanes: Lanes) -> str:
+    return f"({c_type(element_of(op.result.type), lanes)}){args[0]}"
+
+
+ELEMENTWISE: dict[str, Elementwise] = {
+    "arith.addf": _float("{0} + {1}"),
+    "arith.subf": _float("{0} - {1}"),
+    "arith.mulf": _float("{0} * {1}"),
+    "arith.divf": _float("{0} / {1}", 8),
+    "arith.remf": _float("loom_math::fmod({0}, {1})", 40),
+    "arith.negf": _float("-{0}"),
+    "arith.maxnumf": _float("loom_math::maxnum({0}, {1})"),
+    "arith.minnumf": _float("loom_math::minnum({0}, {1})"),
+    "arith.maximumf": _float("loom_math::maximum({0}, {1})", 2),
+    "arith.minimumf": _float("loom_math::minimum({0}, {1})", 2),
+    "arith.addi": _integer("{0} + {1}", mask="{0} ^ {1}"),
+    "arith.subi": _integer("{0} - {1}", mask="{0} ^ {1}"),
+    "arith.muli": _integer("{0} * {1}", 2, mask="{0} & {1}"),
+    "arith.andi": _integer("{0} & {1}", mask="{0} & {1}"),
+    "arith.ori": _integer("{0} | {1}", mask="{0} | {1}"),
+    "arith.xori": _integer("{0} ^ {1}", mask="{0} ^ {1}"),
+    "arith.divsi": _integer("divs({0}, {1})", 20),
+    "arith.remsi": _integer("rems({0}, {1})", 20),
+    "arith.divui": _unsigned("divu({0}, {1})", 20),
+    "arith.remui": _unsigned("remu({0}, {1})", 20),
+    "arith.shli": _integer("shl({0}, {1})"),
+    "arith.shrsi": _integer("sar({0}, {1})"),
+    "arith.shrui": _unsigned("shr({0}, {1})"),
+    "arith.maxsi": _integer("select(mask({0} > {1}), {0}, {1})", mask="{0} & {1}"),
+    "arith.minsi": _integer("select(mask({0} < {1}), {0}, {1})", mask="{0} | {1}"),
+    "arith.maxui": _unsigned("select(mask({0} > {1}), {0}, {1})", mask="{0} | {1}"),
+    "arith.minui": _unsigned("select(mask({0} < {1}), {0}, {1})", mask="{0} & {1}"),
+    "arith.cmpi": Elementwise(1, _cmpi),
+    "arith.cmpf": Elementwise(1, _cmpf),
+    "arith.select": Elementwise(1, _select),
+    "arith.extsi": Elementwise(1, _resize),
+    "arith.extui": Elementwise(1, _resize),
+    "arith.trunci": Elementwise(1, _resize),
+    "arith.index_cast": Elementwise(1, _resize),
+    "arith.extf": Elementwise(1, _float_cast),
+    "arith.truncf": Elementwise(4, _float_cast),
+    "tt.fp_to_fp": Elementwise(12, _float_cast),
+    "arith.sitofp": Elementwise(1, _int_to_float(True)),
+    "arith.uitofp": Elementwise(1, _int_to_float(False)),
+    "arith.fptosi": Elementwise(2, _float_to_int(True)),
+    "arith.fptoui": Elementwise(2, _float_to_int(False)),
+    "arith.bitcast": Elementwise(0, _bitcast),
+    "tt.bitcast": Elementwise(0, _bitcast),
+    "tt.int_to_ptr": Elementwise(0, _pointer_cast),
+    "tt.ptr_to_int": Elementwise(0, _pointer_cast),
+    "tt.clampf": Elementwise(2, _clampf),
+    "tt.mulhiui": Elementwise(4, _mulhi),
+    "tt.precise_divf": _float("{0} / {1}", 8),
+    "tt.precise_sqrt": _float("loom_math::sqrt({0})", 10),
+    "tt.extern_elementwise": Elementwise(40, _extern),
+    "math.fma": Elementwise(1, _fma),
+    "math.absf": _float("loom_math::abs({0})"),
+    "math.absi": _integer("loom_math::abs({0})"),
+    "math.sqrt": _float("loom_math::sqrt({0})", 10),
+    "math.rsqrt": _float("loom_math::rsqrt({0})", 18),
+    "math.floor": _float("loom_math::floor({0})"),
+    "math.ceil": _float("loom_math::ceil({0})"),
+    "math.copysign": _float("loom_math::copysign({0}, {1})"),
+    "math.powf": _float("loom_math::pow({0}, {1})", 60),
+} | {
+    f"math.{name}": _float(f"loom_math::{name}({{0}})", 20)
+    for name in "exp exp2 log log2 log10 log1p expm1 sin cos tan tanh erf sinh cosh asin acos atan cbrt".split()
+}
+
+# ---- the rest, by what the scheduler does with them --------------------------------------------------
+
+# Their value is an index calculation: evaluated where it is needed, never stored.
+SHAPES = {
+    "tt.splat": "uniform",
+    "tt.unsplat": "scalar",
+    "tt.make_range": "uniform",
+    "tt.expand_dims": "view",
+    "tt.broadcast": "view",
+    "tt.reshape": "view",
+    "tt.trans": "view",
+    "tt.split": "view of a stored tile",
+    "tt.gather": "indexed read of a stored tile",
+    "tt.addptr": "pointer arithmetic",
+    "arith.constant": "literal",
+    "ub.poison": "literal",
+}
+# Each runs a loop nest of its own where it stands, and its result is stored.
+ROOTS = {
+    "tt.reduce": "lane-wise accumulators, then a fixed tree",
+    "tt.scan": "sequential along the axis",
+    "tt.dot": "register-blocked micro-kernel",
+    "tt.dot_scaled": "operands dequantised to fp32, then as tt.dot",
+    "tt.histogram": "counting loop",
+    "tt.join": "interleaved store",
+    "tt.cat": "two stores",
+    "tt.atomic_rmw": "per lane",
+    "tt.atomic_cas": "per lane",
+    "tt.map_elementwise": "per element, as a C++ function",
+}
+EFFECTS = {
+    "tt.load": "contiguous, strided, gathered or scalar; mask and other",
+    "tt.store": "contiguous, strided, scattered or scalar; mask",
+    "tt.print": "stdout",
+    "tt.assert": "raises after the launch",
+}
+CONTROL = {
+    "scf.for": "for",
+    "scf.while": "while",
+    "scf.if": "if",
+    "scf.yield": "assignment",
+    "scf.condition": "break",
+    "cf.br": "goto",
+    "cf.cond_br": "if, goto",
+    "tt.call": "C++ function",
+    "tt.return": "return",
+    "tt.get_program_id": "launch coordinate",
+    "tt.get_num_programs": "launch coordinate",
+}
+# Hints and synchronisation inside one program, which on a CPU is one thread.
+IGNORED = {
+    "llvm.intr.assume",
+    "gpu.barrier",
+    "ttg.barrier",
+    "ttg.local_barrier",
+    "tt.grid_dependency_wait",
+    "tt.grid_dependency_launch_dependents",
+}
+
+
+def support_table() -> str:
+    """Markdown: every supported operation and how it runs."""
+    rows = [("operation", "how it runs"), ("---", "---")]
+    rows += [(f"`{name}`", "elementwise, fused") for name in sorted(ELEMENTWISE)]
+    for group in (SHAPES, EFFECTS, ROOTS, CONTROL):
+        rows += [(f"`{name}`", how) for name, how in sorted(group.items())]
+    rows += [(f"`{name}`", "nothing to do on a CPU") for name in sorted(IGNORED)]
+    return "\n".join(f"| {a} | {b} |" for a, b in rows)
+
+
+if __name__ == "__main__":
+    print(support_table())

@@ -1,0 +1,391 @@
+"""Decides which tile values are recomputed where they are needed and which get a buffer.
+
+Every operation that consumes tiles (store, reduce, dot operand, scan, loop-carried value, ...) runs one loop nest.
+An elementwise value costs nothing until a nest asks for it; then it is computed for the chunk at hand. It gets a
+buffer only if it would otherwise be computed more than once and is dear enough, or if it is a load: a load is
+executed exactly once, and not moved past a write to memory. Broadcasts, ranges, splats and address arithmetic never
+get a buffer.
+
+A buffered value is written on the side ("tee") by the first nest that computes all of it, so that, say, a row is
+read from memory, kept, and summed in one loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .ops import ELEMENTWISE, IGNORED, ROOTS, SHAPES
+from .ttir import Block, Function, Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
+
+_WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
+_CHEAP_INDEX = {
+    "arith.addi",
+    "arith.subi",
+    "arith.muli",
+    "arith.andi",
+    "arith.ori",
+    "arith.xori",
+    "arith.extsi",
+    "arith.extui",
+    "arith.trunci",
+    "arith.index_cast",
+    "arith.cmpi",
+    "arith.select",
+    "arith.shli",
+    "arith.shrsi",
+    "arith.shrui",
+    "tt.addptr",
+    "tt.bitcast",
+    "tt.splat",
+    "tt.make_range",
+    "tt.expand_dims",
+    "tt.broadcast",
+    "tt.reshape",
+    "tt.trans",
+    "arith.constant",
+    "ub.poison",
+}
+_COPIED = {"tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.split", "tt.unsplat"}
+# Recomputing a value dearer than this (in vector adds) for a second time loses to a store and a load.
+_DEAR = 6.0
+_EVERY_ITERATION = 1000.0
+CHUNK = 16
+
+
+@dataclass(eq=False)
+class Nest:
+    """One loop nest: the operation that runs it and, where it runs several, which of them."""
+
+    op: Op
+    slot: int
+    position: int
+    block: Block | None
+
+    def __repr__(self) -> str:
+        return f"<nest {self.op.name}#{self.slot} @{self.position}>"
+
+
+@dataclass
+class Use:
+    factor: float = 0.0  # how often each element is computed
+    direct: bool = True  # computed at the nest's own index, so that the nest covers the value exactly
+
+
+@dataclass
+class Plan:
+    buffered: set[Value] = field(default_factory=set)
+    tee: dict[Value, Nest] = field(default_factory=dict)
+    uses: dict[Value, dict[Nest, Use]] = field(default_factory=dict)
+    nests: dict[tuple[Op, int], Nest] = field(default_factory=dict)
+    position: dict[Op, int] = field(default_factory=dict)
+    reads_memory: set[Value] = field(default_factory=set)  # virtual values whose computation loads
+
+    def nest(self, op: Op, slot: int = 0) -> Nest:
+        return self.nests[op, slot]
+
+
+def schedule(function: Function) -> Plan:
+    return _Scheduler(function).run()
+
+
+def is_write(op: Op) -> bool:
+    return any(inner.name in _WRITES for inner in op.walk())
+
+
+def tile_operands(op: Op) -> list[Value]:
+    return [v for v in op.operands if isinstance(v.type, Tensor)]
+
+
+def is_virtual(value: Value) -> bool:
+    """Whether a value has no storage unless the plan gives it some."""
+    op = value.producer
+    return op is not None and (op.name in ELEMENTWISE or op.name in SHAPES or op.name == "tt.load")
+
+
+class _Scheduler:
+    def __init__(self, function: Function) -> None:
+        self.plan = Plan()
+        self.ops = list(function.body.walk())
+        self.plan.position = {op: i for i, op in enumerate(self.ops)}
+        self.must: set[Value] = set()
+        self.free_memo: dict[Value, bool] = {}
+        self.cost_memo: dict[Value, float] = {}
+        self.fills: dict[Value, Nest] = {}
+        self.writes: dict[Block | None, list[int]] = {}
+        for op in self.ops:
+            if is_write(op):
+                self.writes.setdefault(op.block, []).append(self.plan.position[op])
+
+    def run(self) -> Plan:
+        # Users come after what they use, so one walk backwards meets every value with all its uses known.
+        for op in reversed(self.ops):
+            for value in op.results:
+                if isinstance(value.type, Tensor):
+                    self.decide(value)
+            self.record(op)
+        for op in self.ops:
+            if op.name == "tt.load" or any(v in self.plan.reads_memory for v in op.operands):
+                self.plan.reads_memory |= {
+                    v for v in op.results if is_virtual(v) and isinstance(v.type, Tensor)
+                }
+        return self.plan
+
+    # -- uses --
+
+    def record(self, op: Op) -> None:
+        if op.name in IGNORED:
+            return
+        if op.results and is_virtual(op.result):
+            self.record_virtual(op)
+            return
+        for slot, value in enumerate(op.operands):
+            if isinstance(value.type, Tensor):
+                self.add_use(value, self.new_nest(op, slot if _nest_per_operand(op) else 0), 1.0, True)
+        if op.name == "tt.histogram":
+            self.must |= {op.operands[0]}
+        for index, (_, passed) in enumerate(op.successors):
+            for slot, value in enumerate(passed):
+                if isinstance(value.type, Tensor):
+                    self.add_use(value, self.new_nest(op, 1000 * index + slot), 1.0, True)
+
+    def record_virtual(self, op: Op) -> None:
+        if op.name == "tt.split":
+            self.must.add(op.operands[0])
+        if op.name == "tt.gather":
+            self.must.add(op.operands[0])
+        if op.name == "tt.trans" and not self.free(op.operands[0]):
+            self.must.add(op.operands[0])
+        if op.name == "tt.reshape" and not self.free(op.operands[0]) and not _chunk_friendly(op):
+            self.must.add(op.operands[0])
+        direct = op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr", "tt.reshape", "tt.expand_dims")
+        for result in op.results:
+            targets = self.plan.uses.get(result, {})
+            if result in self.plan.buffered:
+                targets = {self.fills[result]: Use(1.0, True)}
+            for nest, use in targets.items():
+                for value in op.operands:
+                    if isinstance(value.type, Tensor):
+                        factor = use.factor * _broadcast_factor(op)
+                        self.add_use(value, nest, factor, use.direct and direct)
+
+    def add_use(self, value: Value, nest: Nest, factor: float, direct: bool) -> None:
+        uses = self.plan.uses.setdefault(value, {})
+        if nest in uses:  # the same chunk of the same nest: computed once
+            uses[nest].factor = max(uses[nest].factor, factor)
+            uses[nest].direct = uses[nest].direct and direct
+        else:
+            uses[nest] = Use(factor, direct)
+
+    def new_nest(self, op: Op, slot: int) -> Nest:
+        key = (op, slot)
+        if key not in self.plan.nests:
+            self.plan.nests[key] = Nest(op, slot, self.plan.position[op], op.block)
+        return self.plan.nests[key]
+
+    # -- decisions --
+
+    def decide(self, value: Value) -> None:
+        op = value.producer
+        assert op is not None
+        uses = self.plan.uses.get(value, {})
+        if not uses or not is_virtual(value):
+            return
+        wanted = value in self.must
+        hazard = False
+        if not wanted and not self.free(value):
+            total = sum(_EVERY_ITERATION if n.block is not op.block else u.factor for n, u in uses.items())
+            if op.name == "tt.load":
+                wanted = total > 1 or self.crosses_write(op, uses)
+            elif op.name in ELEMENTWISE or op.name == "tt.gather":
+                wanted = (total - 1) * self.cost(value) >= _DEAR
+        if op.name == "tt.load":
+            hazard = any(n.op.name == "tt.store" and _may_overlap(op, n.op) for n in uses)
+            wanted = wanted or hazard
+        if not wanted:
+            return
+        self.plan.buffered.add(value)
+        first = min(uses, key=lambda n: n.position)
+        position = first.position
+        if first.block is op.block and uses[first].direct and uses[first].factor == 1 and not hazard:
+            if not _nests_with_partial_order(first.op):
+                self.plan.tee[value] = first
+                self.fills[value] = first
+                return
+        later = [w for w in self.writes.get(op.block, []) if w > self.plan.position[op]]
+        self.fills[value] = Nest(op, -1, min([position, *later]), op.block)
+
+    def crosses_write(self, load: Op, uses: dict[Nest, Use]) -> bool:
+        here = self.plan.position[load]
+        later = [w for w in self.writes.get(load.block, []) if w > here]
+        return bool(later) and any(n.position > later[0] for n in uses)
+
+    def free(self, value: Value) -> bool:
+        """Index and mask arithmetic on ranges and scalars: cheaper to redo than to read back."""
+        if not isinstance(value.type, Tensor):
+            return True
+        if value not in self.free_memo:
+            op = value.producer
+            self.free_memo[value] = (
+                op is not None
+                and op.name in _CHEAP_INDEX
+                and not (isinstance(element_of(value.type), Scalar) and element_of(value.type).is_float
+                         and op.name not in ("arith.constant", *_COPIED))
+                and all(self.free(v) for v in op.operands)
+            )
+        return self.free_memo[value]
+
+    def cost(self, value: Value) -> float:
+        if value not in self.cost_memo:
+            op = value.producer
+            if op is None or not is_virtual(value) or self.free(value):
+                self.cost_memo[value] = 0.5
+            elif op.name == "tt.load":
+                self.cost_memo[value] = 2.0
+            else:
+                own = ELEMENTWISE[op.name].cost if op.name in ELEMENTWISE else 20.0 if op.name == "tt.gather" else 0.0
+                wide = 2.0 if element_of(value.type).bits == 64 else 1.0
+                self.cost_memo[value] = own * wide + sum(self.cost(v) for v in tile_operands(op))
+        return self.cost_memo[value]
+
+
+def _nest_per_operand(op: Op) -> bool:
+    """Operations whose tile operands are each written out by a loop nest of their own."""
+    return op.name in (
+        "tt.dot", "tt.dot_scaled", "tt.cat", "tt.histogram", "scf.for", "scf.while", "scf.yield",
+        "scf.condition", "tt.return", "tt.call", "tt.print", "cf.br", "cf.cond_br", "tt.map_elementwise",
+    )  # fmt: skip
+
+
+def _nests_with_partial_order(op: Op) -> bool:
+    return op.name in ("tt.scan", "tt.map_elementwise", "tt.dot_scaled")
+
+
+def _chunk_friendly(op: Op) -> bool:
+    """Whether every chunk of a reshape's result lies within one row of its operand."""
+    source, result = shape_of(op.operands[0].type), shape_of(op.result.type)
+    lanes = min(lane_extent(result), CHUNK)
+    return lane_extent(source) >= lanes
+
+
+def lane_dimension(shape: tuple[int, ...]) -> int:
+    """The dimension that chunks run along: the last one that has more than one element."""
+    return max((d for d, extent in enumerate(shape) if extent > 1), default=len(shape) - 1)
+
+
+def lane_extent(shape: tuple[int, ...]) -> int:
+    return shape[lane_dimension(shape)] if shape else 1
+
+
+def _broadcast_factor(op: Op) -> float:
+    """How many times a nest over the result computes one element of the operand.
+
+    A value that does not vary along the inner loops is computed outside of them, so only broadcasts along a
+    dimension with a varying one inside it count.
+    """
+    if op.name == "tt.broadcast":
+        source, result = shape_of(op.operands[0].type), shape_of(op.result.type)
+        factor = 1
+        for d, (s, r) in enumerate(zip(source, result, strict=True)):
+            if s < r and any(extent > 1 for extent in source[d + 1 :]):
+                factor *= r
+        return float(factor)
+    if op.name == "tt.gather":
+        return 1.0
+    return 1.0
+
+
+# ---- may a load be fused into a store? -------------------------------------------------------------------
+
+Stride = object  # 0, an int, a hashable description of a runtime stride, or None where there is none
+
+
+def strides(value: Value) -> tuple[Stride, ...]:
+    """Per dimension, by how much neighbouring elements of an integer or pointer tile differ."""
+    shape = shape_of(value.type)
+    op = value.producer
+    nothing: tuple[Stride, ...] = (None,) * len(shape)
+    if op is None:
+        return nothing
+    if op.name in ("tt.splat", "arith.constant"):
+        return (0,) * len(shape)
+    if op.name == "tt.make_range":
+        return (1,)
+    if op.name == "tt.expand_dims":
+        inner = list(strides(op.operands[0]))
+        inner.insert(op.attrs["axis"], 0)
+        return tuple(inner)
+    if op.name == "tt.broadcast":
+        source = shape_of(op.operands[0].type)
+        inner = list(strides(op.operands[0]))
+        return tuple(0 if s == 1 else i for s, i in zip(source, inner, strict=True))
+    if op.name == "tt.trans":
+        inner = list(strides(op.operands[0]))
+        return tuple(inner[d] for d in op.attrs["order"])
+    if op.name in ("arith.extsi", "arith.trunci", "arith.extui", "tt.bitcast"):
+        return strides(op.operands[0])
+    if op.name in ("tt.addptr", "arith.addi"):
+        left, right = (strides(v) for v in op.operands)
+        return tuple(_plus(a, b) for a, b in zip(left, right, strict=True))
+    if op.name == "arith.muli":
+        for tile, factor in (op.operands, op.operands[::-1]):
+            by = factor.producer
+            if by and by.name == "tt.splat":
+                return tuple(_times(s, by.operands[0]) for s in strides(tile))
+            if by and by.name == "arith.constant" and isinstance(by.attrs["value"], int):
+                return tuple(_times(s, by.attrs["value"]) for s in strides(tile))
+    return nothing
+
+
+def _plus(a: Stride, b: Stride) -> Stride:
+    if a is None or b is None:
+        return None
+    if a == 0 or b == 0:
+        return b if a == 0 else a
+    return a + b if isinstance(a, int) and isinstance(b, int) else ("+", a, b)
+
+
+def _times(a: Stride, factor: Value | int) -> Stride:
+    if a is None or a == 0:
+        return a
+    if isinstance(a, int) and isinstance(factor, int):
+        return a * factor
+    return ("*", a, factor)
+
+
+def _base(value: Value) -> Value | None:
+    """The scalar pointer that a pointer tile is made from."""
+    while isinstance(value.type, Tensor):
+        op = value.producer
+        if op is None or op.name not in ("tt.addptr", "tt.broadcast", "tt.splat", "tt.expand_dims", "tt.trans"):
+            return None
+        value = op.operands[0]
+    while value.producer and value.producer.name in ("tt.addptr", "tt.bitcast"):
+        value = value.producer.operands[0]
+    return value
+
+
+def _may_overlap(load: Op, store: Op) -> bool:
+    """Whether storing one chunk may change what a later chunk of the same nest still has to load.
+
+    Element for element in place is safe. Two pointer arguments may be one tensor, but then with one layout: the
+    same stride along the chunk is taken to mean the same element. Anything else is loaded in full before the store.
+    """
+    source, target = load.operands[0], store.operands[0]
+    if source is target:
+        return False
+    if not isinstance(source.type, Tensor) or not isinstance(target.type, Tensor):
+        return False
+    from_base, to_base = _base(source), _base(target)
+    if from_base is None or to_base is None or source.type.shape != target.type.shape:
+        return True
+    along, across = strides(source), strides(target)
+    if from_base is to_base:
+        return True
+    lane = lane_dimension(source.type.shape)
+    if along == across and None not in along:
+        return False
+    return along[lane] is None or along[lane] != across[lane]
+
+
+def is_pointer(value: Value) -> bool:
+    return isinstance(element_of(value.type), Pointer)

@@ -1,0 +1,79 @@
+"""How near is near enough: error budgets, and the proof that each of them can fail.
+
+The truth is always computed in float64. A budget says how far a result may be from it; `check` then damages
+the result in five ways (zeroed, doubled, one row zeroed, one column negated, rows rotated by one) and demands
+that the same budget rejects each: a tolerance that lets damage pass is no test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Distance between neighbouring numbers of `dtype` at the size of `value`, in float64."""
+    info = torch.finfo(dtype)
+    size = value.double().abs().clamp(min=info.smallest_normal)
+    return torch.exp2(torch.floor(torch.log2(size))) * info.eps
+
+
+def assert_rounded_once(got: torch.Tensor, truth: torch.Tensor, noise: torch.Tensor | float) -> None:
+    """`got` is `truth` with an arithmetic error of at most `noise`, then one rounding to its own dtype."""
+    check(got, truth, noise + ulp(truth, got.dtype) / 2)
+
+
+def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, ulps: float) -> None:
+    """In every row, the error is at most twice that of the same computation in eager PyTorch, plus `ulps`
+    units in the last place of the row's largest value."""
+    truth, rows = truth.double(), _rows(truth.double())
+    eager_error = (_rows(eager.double()) - rows).abs().amax(1, keepdim=True)
+    limit = 2 * eager_error + ulps * ulp(rows.abs().amax(1, keepdim=True), got.dtype)
+    check(got, truth, limit.expand_as(rows).reshape(truth.shape))
+
+
+def check(got: torch.Tensor, truth: torch.Tensor, limit: torch.Tensor | float) -> None:
+    """|got - truth| <= limit everywhere, and nowhere near it once `got` is damaged."""
+    assert got.shape == truth.shape, f"shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
+    got, truth = got.detach().double(), truth.detach().double()
+    limit = torch.as_tensor(limit, dtype=torch.float64).expand_as(truth)
+    bad = ~((got - truth).abs() <= limit)
+    if bad.any():
+        excess = torch.where(bad, (got - truth).abs() / limit, 0.0).nan_to_num(torch.inf, torch.inf)
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{int(bad.sum())} of {bad.numel()} elements out of budget; worst at {worst}: "
+            f"got {got[worst]:.9g}, truth {truth[worst]:.9g}, limit {limit[worst]:.3g}"
+        )
+    for damage, damaged in _mutants(got):
+        assert not ((damaged - truth).abs() <= limit).all(), (
+            f"the budget would accept a result that is {damage}"
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
+
+
+def _mutants(got: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Damaged copies of `got` that differ from it; a result of zeros has none worth the name."""
+    assert got.count_nonzero() > 0, "an all-zero result proves nothing"
+    rows = _rows(got)
+    busiest_row = rows.abs().amax(1).argmax()
+    busiest_column = rows.abs().amax(0).argmax()
+
+    yield "all zero", torch.zeros_like(got)
+    yield "doubled", got * 2
+    if rows.shape[0] > 1:
+        zeroed_row = rows.clone()
+        zeroed_row[busiest_row] = 0
+        yield "zero in one row", zeroed_row.reshape(got.shape)
+        rotated = rows.roll(1, 0)
+        if not torch.equal(rotated, rows):
+            yield "one row off", rotated.reshape(got.shape)
+    negated = rows.clone()
+    negated[:, busiest_column] *= -1
+    yield "negated in one column", negated.reshape(got.shape)

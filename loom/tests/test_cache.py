@@ -1,0 +1,299 @@
+"""Compiled kernels on disk: what makes one stale, who may have written it, and many processes at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from triton.backends.compiler import GPUTarget
+
+from triton_loom import compiler, toolchain
+from triton_loom.options import LoomOptions
+
+KERNEL = """
+#include "launch.h"
+struct Args { i32 *x; };
+static void program(const Args &a, const Program &p) { a.x[p.id[0]] = p.id[0]; }
+LOOM_KERNEL(count, Args, program, 0)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0o755)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def fresh_toolchain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A toolchain that has not looked around yet, and forgets what it finds during the test."""
+    memories = toolchain.compiler, toolchain.identity, toolchain.build
+    for memory in memories:
+        memory.cache_clear()
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    for memory in memories:
+        memory.cache_clear()
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------
+
+
+def test_cxx_is_respected(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    wrapper = script(tmp_path / "bin" / "my-compiler", f'echo "$@" >> {log}; exec g++ "$@"')
+    fresh_toolchain.setenv("CXX", f"{wrapper} -DGIVEN")
+    fresh_toolchain.setenv("CC", "clang")
+    assert toolchain.compiler() == (str(wrapper), "-DGIVEN")
+    toolchain.build(KERNEL)
+    assert "-DGIVEN" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("cc", "cxx"),
+    [("gcc", "g++"), ("x86_64-linux-gnu-gcc-9", "x86_64-linux-gnu-g++-9"), ("clang-7", "clang++-7")],
+)
+def test_the_sibling_of_cc(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, cc: str, cxx: str) -> None:
+    found = script(tmp_path / "bin" / cxx, "")
+    script(tmp_path / "bin" / cc, "")
+    fresh_toolchain.setenv("CC", str(tmp_path / "bin" / cc))
+    assert toolchain.compiler() == (str(found),)
+    found.unlink()
+    toolchain.compiler.cache_clear()
+    assert toolchain.compiler() != (
+        str(found),
+    )  # a C compiler whose C++ half is not installed is no compiler
+
+
+def test_no_compiler_at_all(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_toolchain.setenv("PATH", str(tmp_path))
+    with pytest.raises(toolchain.BuildError, match=r"apt install g\+\+"):
+        toolchain.build(KERNEL)
+
+
+def test_an_error_shows_the_command_and_the_diagnostic() -> None:
+    with pytest.raises(toolchain.BuildError, match=r"(?s)-std=c\+\+17.*kernel\.cpp:1:.*nonsense"):
+        toolchain.build("nonsense();")
+
+
+def test_the_product_depends_on_nothing_but_libc() -> None:
+    library = Path(toolchain.load(toolchain.build(KERNEL), "count")._name)
+    needed = subprocess.check_output(["readelf", "-d", library], text=True)
+    assert set(re.findall(r"Shared library: \[(\w+)", needed)) <= {"libc", "libm"}
+
+
+def test_building_twice_gives_the_same_bytes(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    first = toolchain.build(KERNEL)
+    toolchain.build.cache_clear()
+    assert toolchain.build(KERNEL) == first
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names of x86 processors")
+def test_other_processors_can_be_named() -> None:
+    assert toolchain.build(KERNEL, "x86-64") != toolchain.build(KERNEL, "x86-64-v3")
+
+
+# ---- the key ---------------------------------------------------------------------------------------------
+
+
+def key() -> str:
+    return compiler.LoomBackend(GPUTarget("cpu", "native", 1)).hash()
+
+
+def test_the_key_costs_no_process(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    fresh_toolchain.setattr(subprocess, "Popen", None)
+    assert key() == key()
+
+
+def test_another_compiler_is_another_key(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = script(tmp_path / "bin" / "g++", 'exec /usr/bin/g++ "$@"')
+    fresh_toolchain.setenv("CXX", str(binary))
+    keys = {key()}
+    for change in (lambda: os.utime(binary, (1, 1)), lambda: fresh_toolchain.setenv("CXX", f"{binary} -g")):
+        change()
+        for memory in (toolchain.compiler, toolchain.identity):
+            memory.cache_clear()
+        keys.add(key())
+    assert len(keys) == 3
+
+
+def test_another_processor_is_another_key(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    before = key()
+    toolchain.identity.cache_clear()
+    fresh_toolchain.setattr(toolchain, "processor", lambda: "flags: fpu")
+    assert key() != before
+
+
+def test_another_header_is_another_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "compiler.py").write_text("")
+    monkeypatch.setattr(compiler, "__file__", str(tmp_path / "compiler.py"))
+    keys = set()
+    for text in ("one", "two"):
+        (tmp_path / "include" / "simd.h").write_text(text)
+        compiler._sources.cache_clear()
+        keys.add(key())
+    compiler._sources.cache_clear()
+    assert len(keys) == 2
+
+
+def test_options_make_the_key() -> None:
+    assert LoomOptions().hash() == LoomOptions.of({"num_warps": 4, "unheard_of": 1, "maxnreg": None}).hash()
+    assert LoomOptions().hash() != LoomOptions(debug=True).hash()
+
+
+# ---- loading ---------------------------------------------------------------------------------------------
+
+
+def test_loads_from_a_private_directory(cache: Path) -> None:
+    library = Path(toolchain.load(toolchain.build(KERNEL), "count")._name)
+    assert library.parent.parent == cache
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(library.stat().st_mode) == 0o600
+    assert list(library.parent.iterdir()) == [library]
+
+
+@pytest.mark.parametrize("what", ["cache", "directory", "file"])
+def test_refuses_what_others_can_write(cache: Path, what: str) -> None:
+    binary = toolchain.build(KERNEL)
+    file = Path(toolchain.load(binary, "count")._name)
+    changed = {"cache": cache, "directory": file.parent, "file": file}[what]
+    changed.chmod(changed.stat().st_mode | 0o002)
+    with pytest.raises(
+        toolchain.UntrustedCache, match=f"{changed.name} can be written by every user.*chmod go-w"
+    ):
+        toolchain.load(binary, "count")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_refuses_what_belongs_to_others(cache: Path) -> None:
+    os.chown(cache, 12345, -1)
+    with pytest.raises(toolchain.UntrustedCache, match="belongs to user 12345"):
+        toolchain.load(toolchain.build(KERNEL), "count")
+
+
+def test_a_group_may_write_if_it_is_ones_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.chmod(0o775)
+    for answer in (True, False):
+        monkeypatch.setattr(toolchain, "_is_private_group", lambda group, answer=answer: answer)
+        if answer:
+            toolchain.check_trusted(str(cache))
+        else:
+            with pytest.raises(toolchain.UntrustedCache, match="can be written by all of group"):
+                toolchain.check_trusted(str(cache))
+
+
+def test_a_damaged_file_is_replaced(cache: Path) -> None:
+    binary = toolchain.build(KERNEL + "// damaged")
+    kept = toolchain._keep(binary, str(cache / "loom"), "kernel.so")
+    Path(kept).write_bytes(binary[:100])
+    toolchain._keep(binary, str(cache / "loom"), "kernel.so")
+    assert Path(kept).read_bytes() == binary
+
+
+def test_a_cache_without_room_is_no_obstacle(cache: Path) -> None:
+    (cache / "loom").write_text("a file where the directory should be")
+    library = Path(toolchain.load(toolchain.build(KERNEL), "count")._name)
+    assert cache not in library.parents
+    assert library.parent.stat().st_mode & 0o077 == 0
+
+
+# ---- many processes --------------------------------------------------------------------------------------
+
+# One process imports everything, then becomes `processes` at once: each starts from the same empty cache.
+CROWD = """
+import os, sys, traceback
+import torch, triton, triton.language as tl
+from triton.runtime.cache import triton_key
+from triton_loom import compiler, toolchain
+
+torch.set_num_threads(1)
+triton_key(), toolchain.identity(), compiler._sources()
+
+@triton.jit
+def double(x_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i) * 2)
+
+def compile_and_launch():
+    x = torch.arange(64.0)
+    double[(4,)](x, BLOCK=16)
+    assert torch.equal(x, torch.arange(64.0) * 2), x
+
+binary = toolchain.build(sys.stdin.read())
+
+def load_only():
+    assert toolchain.load(binary, "count").loom_launch
+
+def crowd(processes, act):
+    start, go = os.pipe()
+    children = []
+    for _ in range(processes):
+        if pid := os.fork():
+            children.append(pid)
+            continue
+        try:
+            os.close(go)
+            os.read(start, 1)  # returns for all when the parent closes its end
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(go)
+    return [os.waitpid(pid, 0)[1] for pid in children]
+
+processes = int(sys.argv[2])
+failed = sum(map(bool, crowd(processes, compile_and_launch if sys.argv[1] == "launch" else load_only)))
+print(f"{failed} of {processes} failed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "processes"), [("load", 200), ("launch", 16), pytest.param("launch", 200, marks=pytest.mark.slow)]
+)
+def test_many_processes_start_at_once(cache: Path, tmp_path: Path, act: str, processes: int) -> None:
+    program = tmp_path / "crowd.py"
+    program.write_text(CROWD)
+    command = [sys.executable, program, act, str(processes)]
+    run = subprocess.run(command, input=KERNEL, capture_output=True, text=True)
+    assert run.stdout == f"0 of {processes} failed\n", run.stderr[-3000:]
+    assert len(list((cache / "loom").iterdir())) == 1  # one product, no leftovers
+
+
+ONE_LAUNCH = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def double(x_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i) * 2)
+
+double[(1,)](torch.ones(16), BLOCK=16)
+"""
+
+
+def test_a_second_process_does_not_compile(cache: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    compiler = script(tmp_path / "bin" / "g++", f'echo run >> {log}; exec g++ "$@"')
+    program = tmp_path / "launch.py"
+    program.write_text(ONE_LAUNCH)
+    for _ in range(2):
+        subprocess.run([sys.executable, program], env=os.environ | {"CXX": str(compiler)}, check=True)
+        assert log.read_text() == "run\n"

@@ -1,0 +1,242 @@
+"""include/dot.h against the arithmetic it promises, bit for bit, per compiler and instruction set."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+HEADER = Path(__file__).parents[1] / "src" / "triton_loom" / "include" / "dot.h"
+FLAGS = [
+    "-std=c++17", "-O2", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
+    "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Werror",
+]  # fmt: skip
+COMPILERS = [name for name in ("g++", "clang++-16") if shutil.which(name)]
+TARGETS = ["native", "x86-64-v3", "x86-64"]
+
+Array = NDArray[Any]
+Library = ctypes.CDLL
+Loader = Callable[[str, list[str]], Library]
+Shape = tuple[int, int, int]
+
+# M, N, K: every register block, every way of converting operands, and more of each side than one part holds.
+SHAPES: list[Shape] = [
+    (1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1), (2, 2, 2), (32, 2, 16), (4, 4, 128), (64, 8, 32),
+    (2, 128, 16), (4, 128, 32), (8, 16, 4), (16, 16, 32), (32, 32, 32), (16, 256, 64), (64, 64, 128),
+    (256, 32, 2), (128, 128, 64),
+]  # fmt: skip
+TILED_SHAPES = [(m, n, k) for m, n, k in SHAPES if m >= 16 and n >= 16 and k >= 32]
+
+# What the arguments of each function are made of: elements of A and B, elements of C, how it is called.
+KINDS = {
+    "f32": ("f32", "f32", "dot<f32, {}>"),
+    "f64": ("f64", "f64", "dot<f64, {}>"),
+    "i32": ("i32", "i32", "dot<i32, {}>"),
+    "i8": ("i8", "i32", "dot_i8<{}>"),
+    "bf16": ("u16", "f32", "dot_bf16<{}>"),
+}
+
+SCALAR = """
+static float widened(unsigned short x) {
+  unsigned bits = (unsigned)x << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, 4);
+  return y;
+}
+template <class T, class Step> static void each(T *C, int M, int N, int K, Step step) {
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++)
+      for (int k = 0; k < K; k++) C[m * N + n] = step(m * K + k, k * N + n, C[m * N + n]);
+}
+extern "C" {
+int runs_v3() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+void f32(const float *A, const float *B, float *C, int M, int N, int K) {
+  each(C, M, N, K, [=](int a, int b, float c) { return __builtin_fmaf(A[a], B[b], c); });
+}
+void f64(const double *A, const double *B, double *C, int M, int N, int K) {
+  each(C, M, N, K, [=](int a, int b, double c) { return __builtin_fma(A[a], B[b], c); });
+}
+void bf16(const unsigned short *A, const unsigned short *B, float *C, int M, int N, int K) {
+  each(C, M, N, K, [=](int a, int b, float c) { return __builtin_fmaf(widened(A[a]), widened(B[b]), c); });
+}
+// tdpbf16ps on numbers that are not denormal: 32 steps at a time, the even and the odd ones apart.
+void bf16_tiles(const unsigned short *A, const unsigned short *B, float *C, int M, int N, int K) {
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++)
+      for (int part = 0; part < K; part += 32) {
+        float sum[2] = {0, 0};
+        for (int k = part; k < part + 32; k++)
+          sum[k % 2] = __builtin_fmaf(widened(A[m * K + k]), widened(B[k * N + n]), sum[k % 2]);
+        C[m * N + n] += sum[0] + sum[1];
+      }
+}
+}
+"""
+
+HAS_TILES = """
+int has_tiles() {
+#if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
+  return loom_dot::tiles_granted();
+#else
+  return 0;
+#endif
+}
+"""
+
+
+def name(kind: str, shape: Shape) -> str:
+    return "_".join(map(str, (kind, *shape)))
+
+
+def harness(kinds: list[str], shapes: list[Shape]) -> str:
+    functions = [
+        f"void {name(kind, shape)}(const {element} *A, const {element} *B, {total} *C, i64 lda, i64 ldb) {{\n"
+        f"  {call.format(', '.join(map(str, shape)))}(A, B, C, lda, ldb);\n}}"
+        for kind, (element, total, call) in KINDS.items()
+        for shape in shapes
+        if kind in kinds
+    ]
+    return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, HAS_TILES, "}"])
+
+
+@pytest.fixture(scope="session")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
+    folder = tmp_path_factory.mktemp("dot")
+    built: dict[tuple[str, ...], Library] = {}
+
+    def load(source: str, compiler: list[str]) -> Library:
+        key = (source, *compiler)
+        if key not in built:
+            text, library = folder / f"{len(built)}.cpp", folder / f"{len(built)}.so"
+            text.write_text(source)
+            subprocess.run([*compiler, *FLAGS, str(text), "-o", str(library), "-lm"], check=True)
+            built[key] = ctypes.CDLL(str(library))
+        return built[key]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def scalar(loader: Loader) -> Library:
+    return loader(SCALAR, [COMPILERS[0]])
+
+
+@pytest.fixture(scope="session", params=[f"{c} {t}" for c in COMPILERS for t in TARGETS])
+def compiled(request: pytest.FixtureRequest, loader: Loader, scalar: Library) -> Library:
+    compiler, target = request.param.split()
+    if target == "x86-64-v3" and not scalar.runs_v3():
+        pytest.skip("this machine has no AVX2")
+    return loader(harness(list(KINDS), SHAPES), [compiler, f"-march={target}"])
+
+
+def pointer(values: Array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(values.ctypes.data)
+
+
+def aligned(values: Array) -> Array:
+    """A copy that begins at a multiple of 64 bytes, as every tile does."""
+    room = np.empty(values.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy: Array = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+def run(library: Library, kind: str, a: Array, b: Array, c: Array, pad: int = 0) -> Array:
+    """C + A B by the header; with `pad`, rows of A and B lie that many elements further apart."""
+    (m, k), n = a.shape, b.shape[1]
+    spaced_a, spaced_b = (aligned(np.pad(x, ((0, 0), (0, pad)), constant_values=1)) for x in (a, b))
+    total = aligned(c)
+    strides = ctypes.c_int64(k + pad), ctypes.c_int64(n + pad)
+    library[name(kind, (m, n, k))](pointer(spaced_a), pointer(spaced_b), pointer(total), *strides)
+    return total
+
+
+def expected(scalar: Library, kind: str, a: Array, b: Array, c: Array) -> Array:
+    total = c.copy()
+    scalar[kind](pointer(a), pointer(b), pointer(total), a.shape[0], b.shape[1], a.shape[1])
+    return total
+
+
+def same_bits(x: Array, y: Array) -> bool:
+    """All NaNs count as one: which payload survives an operation is the hardware's choice."""
+    numbers = ~(np.isnan(x) & np.isnan(y))
+    return bool(x[numbers].tobytes() == y[numbers].tobytes())
+
+
+def floats(rng: np.random.Generator, rows: int, cols: int, dtype: type = np.float32) -> Array:
+    """Magnitudes over many binades, so that every other order of summation rounds differently."""
+    return (rng.standard_normal((rows, cols)) * 2.0 ** rng.integers(-12, 12, (rows, cols))).astype(dtype)
+
+
+def bf16(values: Array) -> Array:
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("pad", [0, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_floats_take_every_product_in_order(
+    compiled: Library, scalar: Library, shape: Shape, pad: int
+) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m * n * k)
+    for kind, dtype in (("f32", np.float32), ("f64", np.float64), ("bf16", np.float32)):
+        a, b, c = floats(rng, m, k, dtype), floats(rng, k, n, dtype), floats(rng, m, n, dtype)
+        if kind == "bf16":
+            a, b = bf16(a), bf16(b)
+        assert same_bits(run(compiled, kind, a, b, c, pad), expected(scalar, kind, a, b, c)), kind
+
+
+@pytest.mark.parametrize("pad", [0, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_integers_are_exact_and_wrap(compiled: Library, shape: Shape, pad: int) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m * n * k)
+    for kind, dtype in (("i32", np.int32), ("i8", np.int8)):
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        a, b = (rng.integers(low, high, s, dtype, endpoint=True) for s in ((m, k), (k, n)))
+        a[0], b[:, 0] = low, low
+        c = rng.integers(-(2**31), 2**31, (m, n)).astype(np.int32)
+        exact = c.astype(np.int64) + a.astype(np.int64) @ b.astype(np.int64)
+        assert np.array_equal(run(compiled, kind, a, b, c, pad), exact.astype(np.int32)), kind
+
+
+@pytest.mark.parametrize(
+    "specials", [[1e-40, -1e-45, 1e-38, -0.0], [np.inf, -np.inf, np.nan, 3e38, -0.0]], ids=str
+)
+@pytest.mark.parametrize("shape", [(4, 128, 32), (64, 1, 64), (32, 32, 32), (128, 128, 64)], ids=str)
+def test_denormals_infinities_and_nan(
+    compiled: Library, scalar: Library, shape: Shape, specials: list[float]
+) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(k)
+
+    def sprinkled(rows: int, cols: int) -> Array:
+        ordinary = np.float32(1e-20) * floats(rng, rows, cols)
+        special = rng.choice(np.array(specials, np.float32), (rows, cols))
+        return np.where(rng.random((rows, cols)) < 0.02, special, ordinary)
+
+    a, b, c = sprinkled(m, k), sprinkled(k, n), sprinkled(m, n) * np.float32(1e-20)
+    assert same_bits(run(compiled, "f32", a, b, c), expected(scalar, "f32", a, b, c))
+    a, b = bf16(a), bf16(b)
+    assert same_bits(run(compiled, "bf16", a, b, c), expected(scalar, "bf16", a, b, c))
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, compiler: str) -> None:
+    library = loader(harness(["bf16"], TILED_SHAPES), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
+    if not library.has_tiles():
+        pytest.skip("this machine has no AMX tiles")
+    for m, n, k in TILED_SHAPES:
+        rng = np.random.default_rng(k)
+        a, b, c = bf16(floats(rng, m, k)), bf16(floats(rng, k, n)), floats(rng, m, n)
+        assert same_bits(run(library, "bf16", a, b, c, pad=15), expected(scalar, "bf16_tiles", a, b, c))
+
+        denormals, large = np.full((m, k), 1e-39, np.float32), np.full((k, n), 1e30, np.float32)
+        nothing = np.zeros((m, n), np.float32)
+        assert not run(library, "bf16", bf16(denormals), bf16(large), nothing).any()
