@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 needs_block_pointers = pytest.mark.skipif(TRITON >= (3, 9), reason="Triton 3.9 has no block pointers")
@@ -18,6 +19,7 @@ SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 INTEGERS = SIGNED + UNSIGNED
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
@@ -31,9 +33,8 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, as signed integers of the same size."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
+    """The bits of a tensor, as integers of the same size."""
+    return tensor.contiguous().view(WORDS[tensor.element_size()])
 
 
 def is_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,14 +73,18 @@ class Guarded:
     POISON = 0xA5
     MARGIN = 1024
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+    ) -> None:
         shape = tuple(shape)
         if strides is None:
             strides = [int(np.prod(shape[d + 1 :])) for d in range(len(shape))]
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         size = extent * dtype.itemsize + 2 * self.MARGIN
         self.memory = torch.full((-(-size // 64) * 64,), self.POISON, dtype=torch.uint8)
-        self.tensor = self.memory.view(dtype).as_strided(shape, strides, self.MARGIN // dtype.itemsize)
+        self.words = self.memory.view(WORDS[dtype.itemsize])
+        self.words = self.words.as_strided(shape, strides, self.MARGIN // dtype.itemsize)
+        self.tensor = self.words.view(dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Guarded:
@@ -89,13 +94,13 @@ class Guarded:
         return guarded
 
     def check(self) -> torch.Tensor:
-        kept = self.tensor.clone()
-        byte = torch.full((self.tensor.element_size(),), self.POISON, dtype=torch.uint8)
-        self.tensor.copy_(byte.view(self.tensor.dtype).expand(self.tensor.shape))
+        """A contiguous copy of the tensor, once all memory around it is found to be as it was."""
+        kept = self.words.clone(memory_format=torch.contiguous_format)
+        self.words.copy_(torch.full((kept.element_size(),), self.POISON, dtype=torch.uint8).view(kept.dtype))
         stray = (self.memory != self.POISON).nonzero().flatten() - self.MARGIN
         assert not len(stray), f"bytes written outside of the tensor, at {stray[:8].tolist()}"
-        self.tensor.copy_(kept)
-        return kept
+        self.words.copy_(kept)
+        return kept.view(self.tensor.dtype)
 
 
 class Fenced:
@@ -119,3 +124,19 @@ class Fenced:
     def first(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The `count` elements after the lower fence."""
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.PAGE)
+
+
+@triton.jit
+def put(out_ptr, value):
+    """Stores a tile of any shape (or a scalar) in row-major order, and returns where the next one goes."""
+    if isinstance(value, tl.tensor) and value.type.is_block():
+        tl.store(out_ptr + tl.arange(0, value.numel), tl.reshape(value, [value.numel]))
+        return out_ptr + value.numel
+    else:
+        tl.store(out_ptr, value)
+        return out_ptr + 1
+
+
+@triton.jit
+def load_tile(x_ptr, SHAPE: tl.constexpr, SIZE: tl.constexpr):
+    return tl.reshape(tl.load(x_ptr + tl.arange(0, SIZE)), SHAPE)

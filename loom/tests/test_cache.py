@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from triton.backends.compiler import GPUTarget
-
 from triton_loom import compiler, toolchain
 from triton_loom.options import LoomOptions
 

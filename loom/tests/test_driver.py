@@ -20,13 +20,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import triton_loom
 from triton.backends import Backend, backends
 from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-import triton_loom
 from triton_loom import launcher, toolchain
 from triton_loom.driver import CPU, LoomDriver
+
+pytestmark = pytest.mark.compat
 
 THREADS = [1, 2, 4]
 
@@ -256,7 +257,7 @@ def test_descriptors_are_taken_apart() -> None:
 def test_pointers() -> None:
     x = torch.zeros(3)
     wrapped, empty = triton.reinterpret(x, tl.int32), torch.empty(0)
-    got = packed({name: "*i32" for name in "abcde"}, x, wrapped, empty, None, 4096)
+    got = packed(dict.fromkeys("abcde", "*i32"), x, wrapped, empty, None, 4096)
     assert got == struct.pack("PPPPP", x.data_ptr(), x.data_ptr(), 0, 0, 4096)
 
 

@@ -69,7 +69,9 @@ def test_masked_copies_leave_other_memory_alone(dtype: torch.dtype) -> None:
             assert_same(got[row], torch.where(mask, words(x), before[row]), f"mask {row} of {low}..{high}")
         sources = [(x, prefix), (x, chosen), (x, uniform), (words(x).flip(0), prefix & suffix)]
         for row, (source, mask) in enumerate(sources, 6):
-            assert_same(got[row], torch.where(mask, words(source), words(x)[0]), f"row {row} of {low}..{high}")
+            assert_same(
+                got[row], torch.where(mask, words(source), words(x)[0]), f"row {row} of {low}..{high}"
+            )
 
 
 @triton.jit
@@ -109,19 +111,17 @@ def test_lanes_that_are_off_touch_no_memory(dtype: torch.dtype) -> None:
 @triton.jit
 def copy_by_masks_that_wrap(x_ptr, y_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
-    mask = offs.to(tl.int8) < 100  # 128 .. 255 are -128 .. -1
+    mask = (offs + 5).to(tl.int8) < 100  # 128 .. 255 are -128 .. -1, and 256 is 0
     tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask, -1))
     unsigned = (offs - 8).to(tl.uint32) < 100  # 0 .. 7 are huge
     tl.store(y_ptr + BLOCK + offs, tl.load(x_ptr + offs, unsigned, -1))
-    late = offs + 2147483600 < 2147483640  # from 48 on, the sum is negative
-    tl.store(y_ptr + 2 * BLOCK + offs, tl.load(x_ptr + offs, late, -1))
 
 
 def test_masks_of_wrapping_integers() -> None:
     x = torch.arange(256, dtype=torch.int32)
-    y = torch.empty(3, 256, dtype=torch.int32)
+    y = torch.empty(2, 256, dtype=torch.int32)
     copy_by_masks_that_wrap[(1,)](x, y, BLOCK=256)
-    masks = [(x < 100) | (x >= 128), (x >= 8) & (x < 108), (x < 40) | (x >= 48)]
+    masks = [(x < 95) | (x >= 123), (x >= 8) & (x < 108)]
     for row, mask in enumerate(masks):
         assert_same(y[row], torch.where(mask, x, -1), f"mask {row}")
 
@@ -145,14 +145,14 @@ def test_scalar_loads_and_stores(dtype: torch.dtype) -> None:
     count, n = 12, 7
     x = random_values(count, dtype)
     y = Guarded((4, count), dtype)
-    before = y.tensor.clone()
+    before = words(y.tensor).clone()
     copy_scalars[(count,)](x, y.tensor, n, 1)
     got, low = y.check(), torch.arange(count) < n
     one = torch.ones(1, dtype=dtype)
     assert_same(got[0], x)
     assert_same(got[1], torch.where(low, x, one))
-    assert_same(words(got[2]), words(torch.where(low, before[2], one)))
-    assert_same(words(got[3]), words(torch.where(low, x, before[3])))
+    assert_same(words(got[2]), torch.where(low, before[2], words(one)))
+    assert_same(words(got[3]), torch.where(low, words(x), before[3]))
 
 
 @triton.jit
@@ -253,24 +253,24 @@ def gather_and_scatter(x_ptr, index_ptr, y_ptr, n, BLOCK: tl.constexpr, WIDTH: t
     offs = tl.arange(0, BLOCK)
     cols = tl.arange(0, WIDTH)
     index = tl.load(index_ptr + offs)
-    y_ptr += tl.program_id(0) * 0
+    row = index.to(tl.int64) * WIDTH
     # single elements, whole rows, rows by columns, scattered rows, offsets that wrap around
-    tl.store(y_ptr + offs, tl.load(x_ptr + index * WIDTH))
+    tl.store(y_ptr + offs, tl.load(x_ptr + row))
     y_ptr += BLOCK
     tile = offs[:, None] * WIDTH + cols[None, :]
-    tl.store(y_ptr + tile, tl.load(x_ptr + index[:, None] * WIDTH + cols[None, :]))
+    tl.store(y_ptr + tile, tl.load(x_ptr + row[:, None] + cols[None, :]))
     y_ptr += BLOCK * WIDTH
     flipped = (index[:, None] + cols[None, :]) % WIDTH
-    tl.store(y_ptr + tile, tl.load(x_ptr + index[:, None] * WIDTH + flipped))
+    tl.store(y_ptr + tile, tl.load(x_ptr + row[:, None] + flipped))
     y_ptr += BLOCK * WIDTH
-    tl.store(y_ptr + index[:, None] * WIDTH + cols[None, :], tl.load(x_ptr + tile))
+    tl.store(y_ptr + row[:, None] + cols[None, :], tl.load(x_ptr + tile))
     y_ptr += BLOCK * WIDTH
     wrapped = (offs * 5 + 3) % n
     tl.store(y_ptr + offs, tl.load(x_ptr + wrapped))
     y_ptr += BLOCK
     tl.store(y_ptr + offs, tl.load(x_ptr + (offs + n - 2) % n))
     y_ptr += BLOCK
-    masked = tl.load(x_ptr + index * WIDTH, mask=index > 5, other=-7)
+    masked = tl.load(x_ptr + row, mask=index > 5, other=-7)
     tl.store(y_ptr + offs, masked)
     y_ptr += BLOCK
     tl.store(y_ptr + index, masked, mask=index % 3 != 0)
@@ -463,9 +463,8 @@ def prefix_in_place(x_ptr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """Doubling: each round reads what the last one wrote, at another distance."""
     offs = tl.arange(0, BLOCK)
     for step in tl.static_range(STEPS):
-        distance: tl.constexpr = 1 << step
         x = tl.load(x_ptr + offs)
-        tl.store(x_ptr + offs, x + tl.load(x_ptr + offs - distance, offs >= distance, 0))
+        tl.store(x_ptr + offs, x + tl.load(x_ptr + offs - (1 << step), offs >= 1 << step, 0))
 
 
 @pytest.mark.compat
@@ -577,6 +576,7 @@ def sum_blocks(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @needs_block_pointers
+@pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
 @pytest.mark.parametrize("padding", ["zero", "nan"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_block_pointers(transposed: bool, padding: str) -> None:
@@ -592,6 +592,7 @@ def test_block_pointers(transposed: bool, padding: str) -> None:
 
 
 @needs_block_pointers
+@pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
 def test_block_pointer_in_a_loop() -> None:
     x, y = torch.randint(-99, 99, (1000,)).float(), torch.empty(64)
     sum_blocks[(1,)](x, y, len(x), BLOCK=64)

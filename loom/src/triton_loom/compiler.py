@@ -54,6 +54,10 @@ class LoomBackend(BaseBackend):
     def add_stages(self, stages: dict[str, Any], options: LoomOptions, language: Language) -> None:
         if language != Language.TRITON:
             raise NotImplementedError("Gluon kernels lay out a GPU's registers; only Triton kernels run here")
+        if knobs.compilation.store_binary_only:
+            raise RuntimeError(
+                "TRITON_STORE_BINARY_ONLY keeps GPU binaries only: unset it to compile for the CPU"
+            )
         stages["ttir"] = make_ttir
         stages["c"] = lambda module, metadata: make_c(module, metadata, options)
         stages["so"] = lambda source, metadata: make_so(source, options)

@@ -214,8 +214,8 @@ def _fields(kind: Any, value: str, name: str) -> Iterator[tuple[str, str]]:
         yield from (("i", extent) for extent in shape)
         yield from (("q", stride) for stride in strides)
     elif kind != "constexpr":
-        converted = {"fp32": f"single({value})", "bf16": f"brain({value})"}
-        yield SCALARS[kind][0], converted.get(kind, value)
+        convert = {"fp32": "single", "f32": "single", "bf16": "brain"}.get(kind)
+        yield SCALARS[kind][0], f"{convert}({value})" if convert else value
 
 
 def _descriptor_rank(kind: str) -> int:

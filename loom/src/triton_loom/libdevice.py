@@ -67,13 +67,30 @@ TYPES = {
 }
 
 
-def _extern(name: str, symbols: dict[tuple[Any, ...], tuple[str, Any]]) -> Any:
+Symbols = dict[tuple[Any, ...], tuple[str, Any]]  # types of the arguments: C++ name, type of the result
+
+
+def _symbols() -> dict[str, Symbols]:
+    symbols: dict[str, Symbols] = {}
+    for signatures, names in FUNCTIONS.items():
+        expanded = re.sub(r"(\w+)_\*", r"\1_rn \1_rz \1_rd \1_ru", names)
+        for name, _, symbol in (entry.partition("=") for entry in expanded.split()):
+            for parameters, result in (signature.split(">") for signature in signatures.split()):
+                types = tuple(TYPES[letter] for letter in parameters)
+                symbols.setdefault(name, {})[types] = f"loom_math::{symbol or name}", TYPES[result]
+    return symbols
+
+
+SYMBOLS = _symbols()
+
+
+def _function(name: str) -> Any:
     def call(*args: Any, _semantic: Any = None) -> Any:
         tensors = [_semantic.to_tensor(arg) for arg in args]
         given = tuple(tensor.dtype for tensor in tensors)
-        if given not in symbols:
-            raise TypeError(f"libdevice.{name} takes {_listed(symbols)}, not {_listed([given])}")
-        return core.extern_elementwise("", "", tensors, symbols, is_pure=True, _semantic=_semantic)
+        if given not in SYMBOLS[name]:
+            raise TypeError(f"libdevice.{name} takes {_listed(SYMBOLS[name])}, not {_listed([given])}")
+        return core.extern_elementwise("", "", tensors, SYMBOLS[name], is_pure=True, _semantic=_semantic)
 
     call.__name__ = call.__qualname__ = name
     return core.extern(call)
@@ -83,18 +100,7 @@ def _listed(signatures: Any) -> str:
     return " or ".join(f"({', '.join(map(str, types))})" for types in signatures)
 
 
-def _define() -> dict[str, Any]:
-    symbols: dict[str, dict[tuple[Any, ...], tuple[str, Any]]] = {}
-    for signatures, names in FUNCTIONS.items():
-        expanded = re.sub(r"(\w+)_\*", r"\1_rn \1_rz \1_rd \1_ru", names)
-        for name, _, symbol in (entry.partition("=") for entry in expanded.split()):
-            for parameters, result in (signature.split(">") for signature in signatures.split()):
-                types = tuple(TYPES[letter] for letter in parameters)
-                symbols.setdefault(name, {})[types] = f"loom_math::{symbol or name}", TYPES[result]
-    return {name: _extern(name, table) for name, table in symbols.items()}
-
-
-globals().update(_define())
+globals().update({name: _function(name) for name in SYMBOLS})
 
 
 def __getattr__(name: str) -> Any:

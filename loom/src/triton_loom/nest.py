@@ -1,23 +1,24 @@
 """One loop nest over a tile: evaluates values for the chunk at hand and collects the C++ statements.
 
-A nest runs over a shape in chunks of W lanes along one dimension. Evaluating a value at an index gives a `Form`:
-the same in every lane (uniform), counting up by a fixed step from lane to lane (affine: addresses, ranges), or a
-vector. Each statement is placed in the outermost loop that it varies in.
+A nest runs over a shape in chunks of W lanes along one dimension. Evaluating a value at an index gives a
+`Form`: the same in every lane (uniform), counting up by a fixed step from lane to lane (affine: addresses,
+ranges), or a vector. Each statement is placed in the outermost loop that it varies in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
-from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, predicate, size_of, vector_of
-from .schedule import CHUNK, lane_dimension
+from .ops import ELEMENTWISE, Unsupported, c_type, literal, predicate, size_of, stored_type, vector_of
+from .schedule import CHUNK, is_virtual, lane_dimension
 from .ttir import Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
 
 if TYPE_CHECKING:
-    from .emit import Buffer, FunctionEmitter
+    from .frame import Buffer, Frame
 
 I1, I32, I64 = Scalar("i1"), Scalar("i32"), Scalar("i64")
 Step = int | str  # a number, or a C++ expression
@@ -55,18 +56,84 @@ def constant_index(number: int) -> Form:
     return Form("uniform", I32, str(number), 0, multiple=number or 1 << 30)
 
 
+def merged(
+    function: Frame, shape: tuple[int, ...], values: list[Value], alone: int | None
+) -> tuple[int, ...]:
+    """The shape with neighbouring dimensions rolled into one wherever no value tells them apart.
+
+    A rolled-up group keeps its last dimension, with the extent of the whole group; the others become 1.
+    Row-major positions stay what they were, because the index of that last dimension runs through the group.
+    The dimension `alone` (the axis of a reduction) keeps to itself.
+    """
+    joined = [alone not in (d, d + 1) and a > 1 and b > 1 for d, (a, b) in enumerate(pairwise(shape))]
+    seen: set[object] = set()
+
+    def visit(value: Value, dims: tuple[int | None, ...]) -> None:
+        if not isinstance(value.type, Tensor) or (value, dims) in seen:
+            return
+        seen.add((value, dims))
+        op = value.producer
+        buffer = function.buffers.get(value)
+        stored = op is None or (buffer is not None and buffer.filled) or not is_virtual(value)
+        if op is None or stored or op.name in _INDEX_LEAVES:
+            present = [d for d in dims if d is not None]
+            neighbours = set(pairwise(present))
+            for d in range(len(joined)):
+                if (d in present or d + 1 in present) and (d, d + 1) not in neighbours:
+                    joined[d] = False
+            if op is not None and not stored and op.name == "tt.gather":
+                joined[:] = [False] * len(joined)
+                visit(op.operands[1], dims)
+            return
+        for operand in op.operands:
+            visit(operand, _operand_dims(op, operand, dims))
+
+    whole = tuple(d if extent > 1 else None for d, extent in enumerate(shape))
+    for value in values:
+        visit(value, whole)
+    rolled = list(shape)
+    for d, together in enumerate(joined):
+        if together:
+            rolled[d + 1] *= rolled[d]
+            rolled[d] = 1
+    return tuple(rolled)
+
+
+_INDEX_LEAVES = ("tt.make_range", "tt.reshape", "tt.gather", "tt.split")
+
+
+def _operand_dims(op: Op, operand: Value, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Which dimension of the nest each dimension of the operand follows (None: it has one element)."""
+    shape = shape_of(operand.type)
+    if op.name == "tt.expand_dims":
+        return dims[: op.attrs["axis"]] + dims[op.attrs["axis"] + 1 :]
+    if op.name == "tt.broadcast":
+        return tuple(None if extent == 1 else d for extent, d in zip(shape, dims, strict=True))
+    if op.name == "tt.trans":
+        inner: list[int | None] = [None] * len(shape)
+        for d, source in zip(dims, op.attrs["order"], strict=True):
+            inner[source] = d
+        return tuple(inner)
+    return dims
+
+
 class LoopNest:
-    """Loops over `shape`; the dimension `innermost`, if given, is the innermost loop instead of the chunks'."""
+    """Loops over `shape`; the dimension `innermost`, if given, is the innermost loop instead of the chunks'.
+
+    `values` are those that will be evaluated at the nest's own index: dimensions that they don't tell apart
+    become one loop.
+    """
 
     def __init__(
         self,
-        function: FunctionEmitter,
+        function: Frame,
         shape: tuple[int, ...],
         innermost: int | None = None,
         lanes: int | None = None,
-        name: str = "i",
+        values: list[Value] | None = None,
     ) -> None:
         self.function = function
+        shape = merged(function, shape, values, innermost) if values is not None and len(shape) > 1 else shape
         self.shape = shape
         self.lane_dim = lane_dimension(shape)
         extent = shape[self.lane_dim] if shape else 1
@@ -77,7 +144,7 @@ class LoopNest:
         if innermost is not None:
             loops.append(innermost)
         self.loops = loops
-        self.variables = {d: f"{name}{d}" for d in loops}
+        self.variables = {d: f"i{d}" for d in loops}
         self.lane_level = loops.index(self.lane_dim) + 1 if self.lane_dim in loops else 0
         self.code: list[list[str]] = [[] for _ in range(len(loops) + 1)]
         self.after: list[list[str]] = [[] for _ in range(len(loops) + 1)]
@@ -162,8 +229,11 @@ class LoopNest:
             return f"ramp<{type_}>((i64){form.expr}, {form.step} * {_pointee_size(form.element)}ll)"
         if form.kind == "affine":
             return f"ramp<{type_}>({form.expr}, {form.step})"
-        assert form.offset and isinstance(form.element, Pointer)
-        return f"(splat<{type_}>((i64){form.expr}) + {self.wide(form.offset)} * {_pointee_size(form.element)}ll)"
+        assert form.offset
+        assert isinstance(form.element, Pointer)
+        return (
+            f"(splat<{type_}>((i64){form.expr}) + {self.wide(form.offset)} * {_pointee_size(form.element)}ll)"
+        )
 
     def wide(self, form: Form) -> str:
         """An integer form as i64 lanes (sign-extended)."""
@@ -218,7 +288,9 @@ class LoopNest:
             first = stride == 1
             outermost = all(e == 1 for e in shape[:dim])
             shift = f" >> {stride.bit_length() - 1}" if stride > 1 else ""
-            if whole and not (linear.step == 1 and linear.multiple % self.lanes == 0 and (not first or extent >= self.lanes)):
+            if whole and not (
+                linear.step == 1 and linear.multiple % self.lanes == 0 and (not first or extent >= self.lanes)
+            ):
                 linear = Form("vector", I32, self.vec(linear), self.lane_level)
                 whole = False
             text = f"({linear.expr}{shift})" if shift else linear.expr
@@ -226,9 +298,13 @@ class LoopNest:
             if linear.kind == "vector":
                 index.append(Form("vector", I32, wrapped, linear.level))
             elif whole and first:
-                index.append(Form("affine", I32, wrapped, linear.level, 1, multiple=gcd(linear.multiple, extent)))
+                index.append(
+                    Form("affine", I32, wrapped, linear.level, 1, multiple=gcd(linear.multiple, extent))
+                )
             else:
-                index.append(Form("uniform", I32, wrapped, linear.level, multiple=max(1, linear.multiple // stride)))
+                index.append(
+                    Form("uniform", I32, wrapped, linear.level, multiple=max(1, linear.multiple // stride))
+                )
             stride *= extent
         return tuple(reversed(index))
 
@@ -287,7 +363,9 @@ class LoopNest:
         if name == "arith.constant":
             number = op.attrs["value"]
             if isinstance(number, list | bytes):
-                return self.read(self.function.table(op), self.linear(index, shape_of(value.type)), value.name)
+                return self.read(
+                    self.function.table(op), self.linear(index, shape_of(value.type)), value.name
+                )
             return Form("uniform", element, literal(element, number), 0)
         if name == "ub.poison":
             return Form("uniform", element, literal(element, 0), 0)
@@ -336,13 +414,14 @@ class LoopNest:
     def affine(self, op: Op, value: Value, forms: list[Form]) -> Form | None:
         """Integer arithmetic that keeps lanes equally spaced.
 
-        Sums and products are exact modulo 2^n. Widening assumes that lanes of one chunk don't wrap around, which
-        is what vector loads on a GPU assume too; it is therefore used for addresses only (`exact` undoes it).
+        Sums and products are exact modulo 2^n. Widening assumes that lanes of one chunk don't wrap around, as
+        vector loads on a GPU do; it is therefore used for addresses and their masks only (`exact` undoes it).
         """
         element = element_of(value.type)
         if any(f.kind not in ("uniform", "affine") for f in forms) or not isinstance(element, Scalar):
             return None
-        if element.is_float or element == I1 or any(f.element == I1 for f in forms):
+        # narrow integers wrap around within a tile; those that count elements do not
+        if element.is_float or any(f.element.bits < 32 for f in (*forms, Form("uniform", element, "", 0))):
             return None
         name = op.name
         step: Step
@@ -365,7 +444,9 @@ class LoopNest:
         if name == "arith.extsi" or any(f.exact for f in forms):
 
             def exact() -> str:
-                return self.vector(f"{value.name}_lanes", element, write(op, [self.vec(f) for f in forms], self.lanes), level).expr
+                return self.vector(
+                    f"{value.name}_lanes", element, write(op, [self.vec(f) for f in forms], self.lanes), level
+                ).expr
 
         return Form("affine", element, expr, level, step, exact=exact)
 
@@ -383,7 +464,9 @@ class LoopNest:
             base = self.let(value.name, c_type(element), f"{pointer.expr} + {offset.expr}", level)
             step = _add(pointer.step, offset.step)
             if pointer.kind == "offsets":
-                return replace(pointer, expr=base, level=level, offset=self.shifted(pointer.offset, offset.step))
+                return replace(
+                    pointer, expr=base, level=level, offset=self.shifted(pointer.offset, offset.step)
+                )
             return Form("affine" if step != 0 else "uniform", element, base, level, step)
         if pointer.kind == "offsets":
             assert pointer.offset
@@ -401,7 +484,7 @@ class LoopNest:
         return self.vector("offsets", I64, f"{self.wide(offset)} + ramp<{wide}>(0, {step})", offset.level)
 
     def first_lanes(self, mask: Value, index: Index) -> tuple[str, int] | None:
-        """If the mask holds for exactly the first n lanes of a chunk: n as an i64 expression, and its level."""
+        """If the mask holds for just the first n lanes of a chunk: n, as an i64 expression, and its level."""
         op = mask.producer
         if op is None or mask in self.function.buffers:
             return None
@@ -447,7 +530,7 @@ class LoopNest:
                 rest = other.expr if other else literal(element, 0)
                 return self.uniform(value.name, element, f"{masked.expr} ? {text} : {rest}", level)
 
-        stored = memory_type(element) if not isinstance(element, Pointer) else "i64"
+        stored = stored_type(element)
         type_ = vector_of(stored, self.lanes)
         rest = self.vec(other) if other else f"{type_}{{}}"
         if other and is_bit:
@@ -491,7 +574,7 @@ class LoopNest:
         element = element_of(stored_value.type)
         count = self.first_lanes(mask, self.index) if mask is not None and self.lanes > 1 else None
         masked = self.at_own_index(mask) if mask is not None and count is None else None
-        stored = memory_type(element) if not isinstance(element, Pointer) else "i64"
+        stored = stored_type(element)
         type_ = vector_of(stored, self.lanes)
         text = self.vec(form)
         if self.lanes == 1:
@@ -530,7 +613,7 @@ class LoopNest:
         if linear.kind == "uniform":
             text = f"{buffer.name}[{linear.expr}]"
             return self.uniform(name, element, f"{text} != 0" if is_bit else text, linear.level)
-        stored = "i8" if is_bit else "i64" if isinstance(element, Pointer) else memory_type(element)
+        stored = stored_type(element)
         type_ = vector_of(stored, self.lanes)
         base = f"(const i64 *){buffer.name}" if isinstance(element, Pointer) else buffer.name
         if linear.kind == "vector":
@@ -551,7 +634,7 @@ class LoopNest:
             text = f"-(i8){text}" if is_bit else text
             self.do(f"{buffer.name}[{linear.expr}] = {text};", self.depth)
             return
-        stored = "i8" if is_bit else "i64" if isinstance(buffer.element, Pointer) else memory_type(buffer.element)
+        stored = stored_type(buffer.element)
         type_ = vector_of(stored, self.lanes)
         base = f"(i64 *){buffer.name}" if isinstance(buffer.element, Pointer) else buffer.name
         text = f"convert<{type_}>({text})" if is_bit else text

@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import frexp
 
-from .ttir import Bits, Op, Opaque, Pointer, Scalar, Type, element_of
+from .ttir import Bits, Number, Op, Opaque, Pointer, Scalar, Type, element_of
 
 
 class Unsupported(NotImplementedError):
@@ -81,11 +82,16 @@ def memory_type(element: Type) -> str:
     return c_type(element)
 
 
+def stored_type(element: Type) -> str:
+    """The element type of a chunk of memory: as `memory_type`, with addresses as numbers."""
+    return "i64" if isinstance(element, Pointer) else memory_type(element)
+
+
 def size_of(element: Scalar | Pointer) -> int:
     return max(1, element.bits // 8)
 
 
-def literal(element: Type, value: object) -> str:
+def literal(element: Type, value: Number) -> str:
     """A C++ literal with exactly this value (a Python number, bool, or Bits)."""
     if isinstance(element, Pointer):
         return f"({c_type(element)}){_int(value)}ll"
@@ -96,19 +102,19 @@ def literal(element: Type, value: object) -> str:
     if not element.is_float:
         return _int_literal(_int(value), element.bits)
     if name == "f32":
-        pattern = value.pattern if isinstance(value, Bits) else _f32_bits(float(value))  # type: ignore[arg-type]
-        number = struct.unpack("<f", struct.pack("<I", pattern))[0]
+        pattern = value.pattern if isinstance(value, Bits) else _f32_bits(value)
+        (number,) = struct.unpack("<f", struct.pack("<I", pattern))
         return _float_literal(number, "f") or f"bits<f32>(0x{pattern:08X}u)"
     if name == "f64":
-        pattern = value.pattern if isinstance(value, Bits) else struct.unpack("<Q", struct.pack("<d", value))[0]
-        number = struct.unpack("<d", struct.pack("<Q", pattern))[0]
+        raw = struct.pack("<Q", value.pattern) if isinstance(value, Bits) else struct.pack("<d", value)
+        (number,), (pattern,) = struct.unpack("<d", raw), struct.unpack("<Q", raw)
         return _float_literal(number, "") or f"bits<f64>(0x{pattern:016X}ull)"
-    pattern = value.pattern if isinstance(value, Bits) else encode(name, float(value))  # type: ignore[arg-type]
+    pattern = value.pattern if isinstance(value, Bits) else encode(name, value)
     return f"({_C_TYPES[name]})0x{pattern:0{element.bits // 4}X}"
 
 
-def _int(value: object) -> int:
-    return value.pattern if isinstance(value, Bits) else int(value)  # type: ignore[call-overload,no-any-return]
+def _int(value: Number) -> int:
+    return value.pattern if isinstance(value, Bits) else int(value)
 
 
 def _int_literal(value: int, bits: int) -> str:
@@ -132,7 +138,8 @@ def _float_literal(value: float, suffix: str) -> str:
         return ""
     text = repr(value)
     if suffix:  # the shortest decimal that reads back as this f32
-        text = next(t for d in range(1, 18) if struct.pack("<f", float(t := f"{value:.{d}g}")) == struct.pack("<f", value))
+        digits = (f"{value:.{d}g}" for d in range(1, 18))
+        text = next(text for text in digits if _f32_bits(float(text)) == _f32_bits(value))
     if not any(c in text for c in ".e"):
         text += ".0"
     return text + suffix
@@ -145,8 +152,7 @@ def encode(name: str, value: float) -> int:
     magnitude = abs(value)
     if magnitude == 0:
         return 0 if name.endswith("FNUZ") else sign << (exponent_bits + mantissa_bits)
-    exponent = max(struct.unpack("<Q", struct.pack("<d", magnitude))[0] >> 52, 1) - 1023
-    exponent = max(exponent, 1 - bias)
+    exponent = max(frexp(magnitude)[1] - 1, 1 - bias)
     mantissa = round(magnitude * 2.0 ** (mantissa_bits - exponent))
     return (sign << (exponent_bits + mantissa_bits)) | (((exponent + bias - 1) << mantissa_bits) + mantissa)
 
@@ -313,7 +319,9 @@ def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
         assert isinstance(target, Scalar)
         text = args[0]
         if source.name == "i1":
-            text = f"{'-' if signed else ''}(i32){text}" if lanes == 1 else text if signed else f"({text} & 1)"
+            text = (
+                f"{'-' if signed else ''}(i32){text}" if lanes == 1 else text if signed else f"({text} & 1)"
+            )
         elif not signed:
             text = f"({vector_of(f'u{source.bits}', lanes)}){text}"
         # 64-bit integers reach a 16-bit float through f64 rounded to odd: one rounding in all
@@ -348,8 +356,10 @@ def _bitcast(op: Op, args: list[str], lanes: Lanes) -> str:
     if source.name == "i1" or target.name == "i1":
         if lanes == 1:
             return f"{to}({args[0]})"
-        return args[0] if source == target else (
-            f"convert<{to}>({args[0]} & 1)" if source.name == "i1" else f"mask(({args[0]} & 1) != 0)"
+        return (
+            args[0]
+            if source == target
+            else (f"convert<{to}>({args[0]} & 1)" if source.name == "i1" else f"mask(({args[0]} & 1) != 0)")
         )
     return f"bits<{to}>({args[0]})"
 
@@ -442,23 +452,42 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "math.powf": _float("loom_math::pow({0}, {1})", 60),
 } | {
     f"math.{name}": _float(f"loom_math::{name}({{0}})", 20)
-    for name in "exp exp2 log log2 log10 log1p expm1 sin cos tan tanh erf sinh cosh asin acos atan cbrt".split()
+    for name in [
+        "exp",
+        "exp2",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "expm1",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "erf",
+        "sinh",
+        "cosh",
+        "asin",
+        "acos",
+        "atan",
+        "cbrt",
+    ]
 }
 
 # ---- the rest, by what the scheduler does with them --------------------------------------------------
 
 # Their value is an index calculation: evaluated where it is needed, never stored.
 SHAPES = {
-    "tt.splat": "uniform",
-    "tt.unsplat": "scalar",
-    "tt.make_range": "uniform",
-    "tt.expand_dims": "view",
-    "tt.broadcast": "view",
-    "tt.reshape": "view",
-    "tt.trans": "view",
-    "tt.split": "view of a stored tile",
+    "tt.splat": "one scalar for all lanes",
+    "tt.unsplat": "the one element, as a scalar",
+    "tt.make_range": "a loop counter",
+    "tt.expand_dims": "another index into the operand",
+    "tt.broadcast": "another index into the operand",
+    "tt.reshape": "another index into the operand",
+    "tt.trans": "another index into the operand",
+    "tt.split": "another index into the operand",
     "tt.gather": "indexed read of a stored tile",
-    "tt.addptr": "pointer arithmetic",
+    "tt.addptr": "address arithmetic, never stored",
     "arith.constant": "literal",
     "ub.poison": "literal",
 }
@@ -466,33 +495,33 @@ SHAPES = {
 ROOTS = {
     "tt.reduce": "lane-wise accumulators, then a fixed tree",
     "tt.scan": "sequential along the axis",
-    "tt.dot": "register-blocked micro-kernel",
+    "tt.dot": "a register-blocked micro-kernel, each sum in the order of K",
     "tt.dot_scaled": "operands dequantised to fp32, then as tt.dot",
-    "tt.histogram": "counting loop",
-    "tt.join": "interleaved store",
-    "tt.cat": "two stores",
-    "tt.atomic_rmw": "per lane",
-    "tt.atomic_cas": "per lane",
-    "tt.map_elementwise": "per element, as a C++ function",
+    "tt.histogram": "a counting loop",
+    "tt.join": "stored interleaved",
+    "tt.cat": "stored one after the other",
+    "tt.atomic_rmw": "an atomic instruction per element",
+    "tt.atomic_cas": "an atomic instruction per element",
+    "tt.map_elementwise": "a C++ function per element",
 }
 EFFECTS = {
     "tt.load": "contiguous, strided, gathered or scalar; mask and other",
     "tt.store": "contiguous, strided, scattered or scalar; mask",
-    "tt.print": "stdout",
-    "tt.assert": "raises after the launch",
+    "tt.print": "a line per element on stdout",
+    "tt.assert": "raises `DeviceAssertion` after the launch",
 }
 CONTROL = {
-    "scf.for": "for",
-    "scf.while": "while",
-    "scf.if": "if",
-    "scf.yield": "assignment",
-    "scf.condition": "break",
-    "cf.br": "goto",
-    "cf.cond_br": "if, goto",
-    "tt.call": "C++ function",
-    "tt.return": "return",
-    "tt.get_program_id": "launch coordinate",
-    "tt.get_num_programs": "launch coordinate",
+    "scf.for": "C++ control flow",
+    "scf.while": "C++ control flow",
+    "scf.if": "C++ control flow",
+    "scf.yield": "C++ control flow",
+    "scf.condition": "C++ control flow",
+    "cf.br": "C++ control flow",
+    "cf.cond_br": "C++ control flow",
+    "tt.call": "C++ control flow",
+    "tt.return": "C++ control flow",
+    "tt.get_program_id": "given by the launcher",
+    "tt.get_num_programs": "given by the launcher",
 }
 # Hints and synchronisation inside one program, which on a CPU is one thread.
 IGNORED = {
@@ -506,13 +535,15 @@ IGNORED = {
 
 
 def support_table() -> str:
-    """Markdown: every supported operation and how it runs."""
-    rows = [("operation", "how it runs"), ("---", "---")]
-    rows += [(f"`{name}`", "elementwise, fused") for name in sorted(ELEMENTWISE)]
-    for group in (SHAPES, EFFECTS, ROOTS, CONTROL):
-        rows += [(f"`{name}`", how) for name, how in sorted(group.items())]
-    rows += [(f"`{name}`", "nothing to do on a CPU") for name in sorted(IGNORED)]
-    return "\n".join(f"| {a} | {b} |" for a, b in rows)
+    """Markdown: what is done with each supported operation."""
+    groups: dict[str, list[str]] = {"elementwise, fused into whatever consumes it": sorted(ELEMENTWISE)}
+    for table in (SHAPES, EFFECTS, ROOTS, CONTROL):
+        for name, how in table.items():
+            groups.setdefault(how, []).append(name)
+    groups["nothing to do on a CPU"] = sorted(IGNORED)
+    rows = [("how it runs", "operations"), ("---", "---")]
+    rows += [(how, " ".join(f"`{name}`" for name in names)) for how, names in groups.items()]
+    return "\n".join(f"| {how} | {names} |" for how, names in rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Rewrites of the IR that come before scheduling.
 
-One so far: a tile of offsets or pointers that a loop moves along (`ptrs += BLOCK * stride`) is replaced by its
-starting tile plus a scalar that counts how far it has moved. Pointer tiles then never live in memory, and the
-address of a chunk stays an affine expression that a vector load can use.
+One so far: a tile of offsets or pointers that a loop moves along (`ptrs += BLOCK * stride`) is replaced by
+its starting tile plus a scalar that counts how far it has moved. Pointer tiles then never live in memory, and
+the address of a chunk stays an affine expression that a vector load can use.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scalarize_moving_tiles(loop: Op, function: Function) -> None:
 
 
 def _steps(value: Value, arg: Value, loop: Op) -> list[_Step] | None:
-    """`value` as `arg` plus steps, or None if it is anything else. Mixed scalar and tile steps don't qualify."""
+    """`value` as `arg` plus steps, or None if it is anything else. Scalar and tile steps don't mix."""
     steps: list[_Step] = []
     while value is not arg:
         op = value.producer

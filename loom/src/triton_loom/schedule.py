@@ -1,21 +1,21 @@
 """Decides which tile values are recomputed where they are needed and which get a buffer.
 
-Every operation that consumes tiles (store, reduce, dot operand, scan, loop-carried value, ...) runs one loop nest.
-An elementwise value costs nothing until a nest asks for it; then it is computed for the chunk at hand. It gets a
-buffer only if it would otherwise be computed more than once and is dear enough, or if it is a load: a load is
-executed exactly once, and not moved past a write to memory. Broadcasts, ranges, splats and address arithmetic never
-get a buffer.
+Every operation that consumes tiles (store, reduce, dot operand, scan, loop-carried value, ...) runs one loop
+nest. An elementwise value costs nothing until a nest asks for it; then it is computed for the chunk at hand.
+It gets a buffer only if it would otherwise be computed more than once and is dear enough, or if it is a load:
+a load is executed exactly once, and not moved past a write to memory. Broadcasts, ranges, splats and address
+arithmetic never get a buffer.
 
-A buffered value is written on the side ("tee") by the first nest that computes all of it, so that, say, a row is
-read from memory, kept, and summed in one loop.
+A buffered value is written on the side ("tee") by the first nest that computes all of it, so that, say, a row
+is read from memory, kept, and summed in one loop. Reductions of one shape share a nest where they can.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .ops import ELEMENTWISE, IGNORED, ROOTS, SHAPES
-from .ttir import Block, Function, Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
+from .ops import ELEMENTWISE, IGNORED, SHAPES
+from .ttir import Block, Function, Op, Scalar, Tensor, Value, element_of, shape_of
 
 _WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
 _CHEAP_INDEX = {
@@ -78,10 +78,24 @@ class Plan:
     uses: dict[Value, dict[Nest, Use]] = field(default_factory=dict)
     nests: dict[tuple[Op, int], Nest] = field(default_factory=dict)
     position: dict[Op, int] = field(default_factory=dict)
+    ask: dict[Nest, list[Value]] = field(
+        default_factory=dict
+    )  # loads fused into a store if their tiles are apart
     reads_memory: set[Value] = field(default_factory=set)  # virtual values whose computation loads
 
-    def nest(self, op: Op, slot: int = 0) -> Nest:
-        return self.nests[op, slot]
+    siblings: dict[Op, list[Op]] = field(default_factory=dict)  # reductions that share a nest
+
+    def key(self, op: Op, slot: int) -> tuple[Op, int]:
+        """Which nest an operand is consumed in: tiles of one shape that are assigned together share one."""
+        if op.name == "tt.reduce":
+            return self.siblings[op][0], 0
+        if op.name in ("scf.yield", "scf.condition", "scf.for", "scf.while"):
+            shape = shape_of(op.operands[slot].type)
+            return op, next(i for i, v in enumerate(op.operands) if shape_of(v.type) == shape)
+        return op, slot if op.successors or _nest_per_operand(op) else 0
+
+    def nest(self, op: Op, slot: int = 0) -> Nest | None:
+        return self.nests.get(self.key(op, slot))
 
 
 def schedule(function: Function) -> Plan:
@@ -117,6 +131,7 @@ class _Scheduler:
                 self.writes.setdefault(op.block, []).append(self.plan.position[op])
 
     def run(self) -> Plan:
+        self.group_reductions()
         # Users come after what they use, so one walk backwards meets every value with all its uses known.
         for op in reversed(self.ops):
             for value in op.results:
@@ -135,12 +150,12 @@ class _Scheduler:
     def record(self, op: Op) -> None:
         if op.name in IGNORED:
             return
-        if op.results and is_virtual(op.result):
+        if op.results and is_virtual(op.result) and isinstance(op.result.type, Tensor):
             self.record_virtual(op)
             return
         for slot, value in enumerate(op.operands):
             if isinstance(value.type, Tensor):
-                self.add_use(value, self.new_nest(op, slot if _nest_per_operand(op) else 0), 1.0, True)
+                self.add_use(value, self.new_nest(op, slot), 1.0, True)
         if op.name == "tt.histogram":
             self.must |= {op.operands[0]}
         for index, (_, passed) in enumerate(op.successors):
@@ -157,7 +172,8 @@ class _Scheduler:
             self.must.add(op.operands[0])
         if op.name == "tt.reshape" and not self.free(op.operands[0]) and not _chunk_friendly(op):
             self.must.add(op.operands[0])
-        direct = op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr", "tt.reshape", "tt.expand_dims")
+        direct = op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr", "tt.expand_dims")
+        direct = direct or (op.name == "tt.reshape" and _chunk_friendly(op))
         for result in op.results:
             targets = self.plan.uses.get(result, {})
             if result in self.plan.buffered:
@@ -177,10 +193,40 @@ class _Scheduler:
             uses[nest] = Use(factor, direct)
 
     def new_nest(self, op: Op, slot: int) -> Nest:
-        key = (op, slot)
+        key = self.plan.key(op, slot)
         if key not in self.plan.nests:
-            self.plan.nests[key] = Nest(op, slot, self.plan.position[op], op.block)
+            leader = key[0]
+            self.plan.nests[key] = Nest(leader, key[1], self.plan.position[leader], leader.block)
         return self.plan.nests[key]
+
+    def group_reductions(self) -> None:
+        """Reductions of one shape run in one nest if the later ones need nothing computed since."""
+        open_: dict[Block | None, Op] = {}
+        for op in self.ops:
+            if is_write(op) or op.name.startswith(("scf.", "cf.")):
+                open_.pop(op.block, None)
+            if op.name != "tt.reduce":
+                continue
+            leader = open_.get(op.block)
+            if leader and self.same_loops(leader, op) and all(self.known_at(leader, v) for v in op.operands):
+                self.plan.siblings[op] = self.plan.siblings[leader]
+                self.plan.siblings[leader].append(op)
+            else:
+                open_[op.block] = op
+                self.plan.siblings[op] = [op]
+
+    def same_loops(self, one: Op, other: Op) -> bool:
+        shapes = {shape_of(v.type) for v in (*one.operands, *other.operands)}
+        return len(shapes) == 1 and one.attrs["axis"] == other.attrs["axis"]
+
+    def known_at(self, here: Op, value: Value) -> bool:
+        """Whether a tile can be computed at an earlier operation of its block."""
+        op = value.producer
+        if op is None or self.plan.position[op] < self.plan.position[here]:
+            return True
+        if not isinstance(value.type, Tensor) or not is_virtual(value):
+            return op.name == "arith.constant"
+        return all(self.known_at(here, v) for v in op.operands)
 
     # -- decisions --
 
@@ -199,18 +245,23 @@ class _Scheduler:
             elif op.name in ELEMENTWISE or op.name == "tt.gather":
                 wanted = (total - 1) * self.cost(value) >= _DEAR
         if op.name == "tt.load":
-            hazard = any(n.op.name == "tt.store" and _may_overlap(op, n.op) for n in uses)
-            wanted = wanted or hazard
+            overlaps = {n: _overlap(op, n.op) for n in uses if n.op.name == "tt.store"}
+            wanted = wanted or "possibly" in overlaps.values()
+            hazard = any(o != "never" for o in overlaps.values())
+            if not wanted:
+                for nest, overlap in overlaps.items():
+                    if overlap == "ask":
+                        self.plan.ask.setdefault(nest, []).append(value)
         if not wanted:
             return
         self.plan.buffered.add(value)
         first = min(uses, key=lambda n: n.position)
         position = first.position
-        if first.block is op.block and uses[first].direct and uses[first].factor == 1 and not hazard:
-            if not _nests_with_partial_order(first.op):
-                self.plan.tee[value] = first
-                self.fills[value] = first
-                return
+        whole = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
+        if whole and first.block is op.block and not hazard:
+            self.plan.tee[value] = first
+            self.fills[value] = first
+            return
         later = [w for w in self.writes.get(op.block, []) if w > self.plan.position[op]]
         self.fills[value] = Nest(op, -1, min([position, *later]), op.block)
 
@@ -228,8 +279,11 @@ class _Scheduler:
             self.free_memo[value] = (
                 op is not None
                 and op.name in _CHEAP_INDEX
-                and not (isinstance(element_of(value.type), Scalar) and element_of(value.type).is_float
-                         and op.name not in ("arith.constant", *_COPIED))
+                and not (
+                    isinstance(element_of(value.type), Scalar)
+                    and element_of(value.type).is_float
+                    and op.name not in ("arith.constant", *_COPIED)
+                )
                 and all(self.free(v) for v in op.operands)
             )
         return self.free_memo[value]
@@ -242,7 +296,13 @@ class _Scheduler:
             elif op.name == "tt.load":
                 self.cost_memo[value] = 2.0
             else:
-                own = ELEMENTWISE[op.name].cost if op.name in ELEMENTWISE else 20.0 if op.name == "tt.gather" else 0.0
+                own = (
+                    ELEMENTWISE[op.name].cost
+                    if op.name in ELEMENTWISE
+                    else 20.0
+                    if op.name == "tt.gather"
+                    else 0.0
+                )
                 wide = 2.0 if element_of(value.type).bits == 64 else 1.0
                 self.cost_memo[value] = own * wide + sum(self.cost(v) for v in tile_operands(op))
         return self.cost_memo[value]
@@ -356,7 +416,13 @@ def _base(value: Value) -> Value | None:
     """The scalar pointer that a pointer tile is made from."""
     while isinstance(value.type, Tensor):
         op = value.producer
-        if op is None or op.name not in ("tt.addptr", "tt.broadcast", "tt.splat", "tt.expand_dims", "tt.trans"):
+        if op is None or op.name not in (
+            "tt.addptr",
+            "tt.broadcast",
+            "tt.splat",
+            "tt.expand_dims",
+            "tt.trans",
+        ):
             return None
         value = op.operands[0]
     while value.producer and value.producer.name in ("tt.addptr", "tt.bitcast"):
@@ -364,28 +430,24 @@ def _base(value: Value) -> Value | None:
     return value
 
 
-def _may_overlap(load: Op, store: Op) -> bool:
+def _overlap(load: Op, store: Op) -> str:
     """Whether storing one chunk may change what a later chunk of the same nest still has to load.
 
-    Element for element in place is safe. Two pointer arguments may be one tensor, but then with one layout: the
-    same stride along the chunk is taken to mean the same element. Anything else is loaded in full before the store.
+    "never"      the same addresses: element for element in place
+    "ask"        two pointers with equally spaced tiles, which may be views of one tensor: a comparison of the
+                 addresses at run time tells whether they are the same, apart, or overlap
+    "possibly"   anything else: everything is loaded before anything is stored
     """
     source, target = load.operands[0], store.operands[0]
     if source is target:
-        return False
+        return "never"
     if not isinstance(source.type, Tensor) or not isinstance(target.type, Tensor):
-        return False
+        return "never"
     from_base, to_base = _base(source), _base(target)
-    if from_base is None or to_base is None or source.type.shape != target.type.shape:
-        return True
+    if from_base is None or to_base is None or from_base is to_base or source.type.shape != target.type.shape:
+        return "possibly"
     along, across = strides(source), strides(target)
-    if from_base is to_base:
-        return True
     lane = lane_dimension(source.type.shape)
-    if along == across and None not in along:
-        return False
-    return along[lane] is None or along[lane] != across[lane]
-
-
-def is_pointer(value: Value) -> bool:
-    return isinstance(element_of(value.type), Pointer)
+    if None in along or None in across or along[lane] != across[lane]:
+        return "possibly"
+    return "ask"

@@ -211,13 +211,20 @@ class _Locations:
         if loc.startswith("#"):
             return self.resolve(self.aliases.get(loc[1:], ""), depth + 1)
         if loc.startswith("callsite("):
-            caller = loc[len("callsite(") : -1].rsplit(" at ", 1)[-1]
-            return self.resolve(caller, depth + 1)
+            inside = loc[len("callsite(") : -1]
+            split = next(
+                (i for i in _places(inside, " at ") if inside.count("(", 0, i) == inside.count(")", 0, i)), 0
+            )
+            return self.resolve(inside[split + len(" at ") :], depth + 1)
         if match := _LOC_FILE.match(loc):
             return f"{match[1]}:{match[2]}"
         if named := re.fullmatch(r'"[^"]*"\((.*)\)', loc):
             return self.resolve(named[1], depth + 1)
         return ""
+
+
+def _places(text: str, part: str) -> Iterator[int]:
+    return (match.start() for match in re.finditer(re.escape(part), text))
 
 
 class _Reader:
@@ -230,22 +237,23 @@ class _Reader:
     # -- characters --
 
     def fail(self, expected: str) -> ParseError:
-        line = self.text.count("\n", 0, self.pos) + 1
-        rest = self.text[self.pos : self.pos + 60].split("\n")[0]
+        start = self.after_space()
+        line = self.text.count("\n", 0, start) + 1
+        rest = self.text[start : start + 60].split("\n")[0]
         return ParseError(f"TTIR line {line}: expected {expected}, found {rest!r}")
 
-    def skip(self) -> None:
+    def after_space(self) -> int:
         match = _SPACE.match(self.text, self.pos)
         assert match
-        self.pos = match.end()
+        return match.end()
 
     def peek(self, token: str) -> bool:
-        self.skip()
-        return self.text.startswith(token, self.pos)
+        return self.text.startswith(token, self.after_space())
 
     def take(self, token: str) -> bool:
-        if self.peek(token):
-            self.pos += len(token)
+        start = self.after_space()
+        if self.text.startswith(token, start):
+            self.pos = start + len(token)
             return True
         return False
 
@@ -254,8 +262,7 @@ class _Reader:
             raise self.fail(repr(token))
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        self.skip()
-        match = pattern.match(self.text, self.pos)
+        match = pattern.match(self.text, self.after_space())
         if match:
             self.pos = match.end()
         return match
@@ -275,10 +282,11 @@ class _Reader:
         """The text between the bracket just taken and its partner, which is taken too."""
         start, depth = self.pos, 1
         while depth:
-            char = self.text[self.pos]
-            if char == '"':
-                match = _STRING.match(self.text, self.pos)
-                assert match
+            char = self.text[self.pos : self.pos + 1]
+            if not char:
+                self.pos = start
+                raise self.fail(f"a closing {_OPEN_CLOSE[opening]!r}")
+            if char == '"' and (match := _STRING.match(self.text, self.pos)):
                 self.pos = match.end()
                 continue
             if char == opening:
@@ -291,8 +299,7 @@ class _Reader:
     # -- locations, types, attributes --
 
     def location(self) -> str:
-        if self.peek("loc("):
-            self.pos += 4
+        if self.take("loc("):
             return self.locations.resolve(self.balanced("("))
         return ""
 
@@ -335,8 +342,7 @@ class _Reader:
     def attribute(self) -> Any:
         if match := self.match(_STRING):
             return _unescape(match[1])
-        if self.peek("dense<"):
-            self.pos += len("dense<")
+        if self.take("dense<"):
             return _dense(self.balanced("<"))
         if self.take("["):
             return [part.strip() for part in self.balanced("[").split(",") if part.strip()]
@@ -364,6 +370,8 @@ class _Reader:
             match = self.match(_STRING)
             name = match[1] if match else self.word()
             attrs[name] = self.attribute() if self.take("=") else True
+            if self.take(":"):
+                self.type()
             self.take(",")
         return attrs
 
@@ -479,7 +487,8 @@ class _Reader:
             count = 1
             if self.take(":"):
                 number = self.match(_NUMBER)
-                assert number
+                if not number:
+                    raise self.fail("a number of results")
                 count = int(number[0])
             names.append((match[1], count))
             self.take(",")
@@ -539,7 +548,7 @@ class _Reader:
         return special(name) if special else self.plain_operation(name)
 
     def plain_operation(self, name: str) -> Op:
-        """Operands, bare words, `key = value` pairs and attribute dictionaries in any order, then `: types`."""
+        """Operands, words, `key = value` pairs and attribute dictionaries in any order, then `: types`."""
         op = Op(name, [])
         flags: list[str] = []
         while not self.at_line_end() and not self.peek("loc("):
@@ -555,9 +564,14 @@ class _Reader:
                 op.results = [Value("", t) for t in self.types()]
             elif self.take(":"):
                 self.signature(op)
-            elif self.take(",") or self.take("(") or self.take(")") or self.take("[") or self.take("]"):
-                continue
-            elif self.match(_NUMBER):
+            elif (
+                self.take(",")
+                or self.take("(")
+                or self.take(")")
+                or self.take("[")
+                or self.take("]")
+                or self.match(_NUMBER)
+            ):
                 continue
             else:
                 word = self.word()
@@ -587,15 +601,18 @@ class _Reader:
             op.results = [Value("", _result_type(op.name, types))]
 
     def constant(self, name: str) -> Op:
+        if self.take("{"):
+            self.attributes("}")
         value = self.attribute()
         if value is True or value is False:
             return Op(name, [], [Value("", Scalar("i1"))], {"value": value})
-        # attribute() has taken `: type` of a plain number already: read it again from the text
         if isinstance(value, _Dense):
             self.need(":")
             return Op(name, [], [Value("", self.type())], {"value": value.values})
-        colon = self.text.rfind(":", 0, self.pos)
-        end, self.pos = self.pos, colon + 1
+        if not isinstance(value, int | float | Bits):
+            raise self.fail("a number")
+        # attribute() has taken `: type` of a plain number already: read it again from the text
+        end, self.pos = self.pos, self.text.rfind(":", 0, self.pos) + 1
         type_ = self.type()
         assert self.pos == end
         return Op(name, [], [Value("", type_)], {"value": value})
@@ -678,8 +695,11 @@ class _Reader:
         op = Op(name, [])
         if name == "cf.cond_br":
             op.operands.append(self.value())
-            self.take(",")
-        while match := self.match(_BLOCK):
+            self.need(",")
+        while True:
+            match = self.match(_BLOCK)
+            if not match:
+                raise self.fail("a block")
             target = self.labels.setdefault(match[1], Block(name=match[1]))
             passed: list[Value] = []
             if self.take("("):
@@ -689,7 +709,8 @@ class _Reader:
                 self.types()
                 self.need(")")
             op.successors.append((target, passed))
-            self.take(",")
+            if not self.take(","):
+                break
         if self.take("{"):
             op.attrs = self.attributes("}")
         return op
@@ -773,6 +794,8 @@ def _result_type(name: str, types: list[Type]) -> Type:
             if isinstance(first, Tensor) and isinstance(pointee, Scalar | Pointer):
                 return Tensor(first.shape, pointee)
             return pointee
+    if name == "tt.unsplat":
+        return element_of(first)
     if name == "arith.select":
         return types[-1]
     return first
@@ -786,6 +809,9 @@ class Bits:
     """A float given by its bit pattern (`0x7F800000`)."""
 
     pattern: int
+
+
+Number = bool | int | float | Bits
 
 
 @dataclass(frozen=True)
@@ -805,7 +831,7 @@ def _dense(text: str) -> _Dense:
     text = text.strip()
 
     def literal(part: str) -> Any:
-        return {"true": True, "false": False}.get(part, None) if part in ("true", "false") else _number(part)
+        return {"true": True, "false": False}.get(part) if part in ("true", "false") else _number(part)
 
     if text.startswith('"'):
         raw = bytes.fromhex(text.strip('"').removeprefix("0x"))

@@ -76,6 +76,15 @@ template <int W> LOOM_INLINE vec<i32, W> first_mask(i64 count) {
   return iota<vec<i32, W>>() < splat<vec<i32, W>>(clamped);
 }
 
+// Two tiles, each given by its first and last element: the same addresses, or none in common.
+template <class A, class B> LOOM_INLINE bool same_or_apart(A *a_first, A *a_last, B *b_first, B *b_last) {
+  const u64 a0 = (u64)a_first, a1 = (u64)a_last, b0 = (u64)b_first, b1 = (u64)b_last;
+  const u64 a_low = a0 < a1 ? a0 : a1, a_high = a0 < a1 ? a1 : a0;
+  const u64 b_low = b0 < b1 ? b0 : b1, b_high = b0 < b1 ? b1 : b0;
+  if (a0 == b0 && a1 == b1 && sizeof(A) == sizeof(B)) return true;
+  return a_high + sizeof(A) <= b_low || b_high + sizeof(B) <= a_low;
+}
+
 // ---- loads: `first` lanes of a chunk, masked lanes, strided and gathered ones -----------------------------
 // A lane that is off is never touched in memory. The common case (all lanes on) is one vector access; the
 // rest is out of line, because it only happens at the ragged edge of a tensor.
@@ -183,6 +192,39 @@ template <class V> LOOM_NOINLINE void store_at(like<V, i64> address, like<V, i32
 template <class V> LOOM_INLINE void store_interleaved(pointer_into<V> p, V a, V b) {
   if constexpr (lane<V>::count == 1) { p[0] = a; p[1] = b; }
   else { store_strided<V>(p, 2, a); store_strided<V>(p + 1, 2, b); }
+}
+
+// ---- reductions -------------------------------------------------------------------------------------------
+// S<W> is what a reduction carries in W lanes: generated with the combining function `take`, `lower`, `upper`.
+// The order is fixed: chunks go round-robin to four running values (which hides the latency of an addition), then
+// those are combined pairwise, then the lanes by halves.
+
+template <int STEP, int EXTENT, class Chunk> LOOM_INLINE auto reduce(Chunk chunk) {
+  constexpr int TRIPS = EXTENT / STEP, ROUND = 4 * STEP;
+  auto a = chunk(0);
+  if constexpr (TRIPS >= 4) {
+    auto b = chunk(STEP), c = chunk(2 * STEP), d = chunk(3 * STEP);
+    for (i32 i = ROUND; i < EXTENT; i += ROUND) {
+      a.take(chunk(i));
+      b.take(chunk(i + STEP));
+      c.take(chunk(i + 2 * STEP));
+      d.take(chunk(i + 3 * STEP));
+    }
+    a.take(c);
+    b.take(d);
+    a.take(b);
+  } else if constexpr (TRIPS == 2) {
+    a.take(chunk(STEP));
+  }
+  return a;
+}
+template <template <int> class S, int W> LOOM_INLINE S<1> across_lanes(S<W> v) {
+  if constexpr (W == 1) return v;
+  else {
+    S<W / 2> low = v.lower();
+    low.take(v.upper());
+    return across_lanes(low);
+  }
 }
 
 // ---- atomics ------------------------------------------------------------------------------------------------

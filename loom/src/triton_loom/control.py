@@ -1,0 +1,222 @@
+"""Control flow: blocks, loops, branches and calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .frame import Buffer, Frame, Target, Unit
+from .ops import ELEMENTWISE, IGNORED, Unsupported, c_type, literal
+from .schedule import is_virtual, is_write, schedule
+from .ttir import Block, Function, Op, Region, Tensor, Value, element_of
+
+
+class ControlFlow(Frame):
+    def __init__(self, unit: Unit, body: Region) -> None:
+        super().__init__(unit, schedule(Function("", [], [], body, False)))
+        self.body = body
+        self.result_buffers: dict[int, Buffer] = {}
+        self.labels: dict[Block, str] = {}
+        self.crossing: set[Value] = set()  # buffered values that another block needs
+
+    def run(self) -> list[str]:
+        blocks = self.body.blocks
+        if len(blocks) == 1:
+            self.ops(blocks[0].ops)
+        else:
+            self.declare_across(blocks)
+            for block in blocks:
+                self.lines.append("{" if block is blocks[0] else f"{self.labels[block]}: {{")
+                self.ops(block.ops)
+                self.lines.append("}")
+        return self.declarations + self.lines
+
+    def declare_across(self, blocks: list[Block]) -> None:
+        """With gotos, what one block computes and another may need is declared before the first."""
+        for block in blocks:
+            self.labels[block] = self.unit.unique("block")
+            carried = block.args if block is not blocks[0] else []
+            for value in [
+                *carried,
+                *(r for op in block.ops for r in op.results if op.name != "arith.constant"),
+            ]:
+                if not isinstance(value.type, Tensor):
+                    self.declared.add(value)
+                    self.declarations.append(f"{c_type(value.type)} {self.bind(value, value.name)};")
+                elif value.producer is None:
+                    self.buffer_for(value).filled = True
+        home = {op: block for block in blocks for top in block.ops for op in top.walk()}
+        for op, block in home.items():
+            passed = [v for _, values in op.successors for v in values]
+            for value in self.leads_to([*op.operands, *passed]):
+                if value.producer in home and home[value.producer] is not block:
+                    self.crossing.add(value)
+
+    def ops(self, ops: list[Op]) -> None:
+        for op in ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        if op.name in IGNORED:
+            return
+        if op.results and isinstance(op.result.type, Tensor) and is_virtual(op.result):
+            self.pending += [v for v in op.results if v in self.plan.buffered and not self.is_filled(v)]
+            return
+        handler = getattr(self, "on_" + re.sub(r"\W", "_", op.name), None)
+        if handler is None and op.name in ELEMENTWISE:
+            self.let(op.result, ELEMENTWISE[op.name].write(op, [self.scalar(v) for v in op.operands], 1))
+            return
+        if handler is None:
+            raise Unsupported(op)
+        if op.name.startswith("scf."):
+            inside = [v for inner in op.walk() for v in inner.operands]
+            self.flush(op, self.leads_to(inside))
+        elif is_write(op):
+            self.flush(op, set())
+        elif op.successors:
+            for value in list(self.pending):
+                if value in self.crossing and value in self.pending:
+                    self.fill(value)
+            self.prepare([v for _, passed in op.successors for v in passed], None)
+        handler(op)
+
+    # -- scalars --
+
+    def on_arith_constant(self, op: Op) -> None:
+        pass  # written as a literal where it is used
+
+    def on_ub_poison(self, op: Op) -> None:
+        self.let(op.result, literal(op.result.type, 0))
+
+    def on_tt_get_program_id(self, op: Op) -> None:
+        self.let(op.result, f"p.id[{'xyz'.index(op.attrs['flags'][0])}]")
+
+    def on_tt_get_num_programs(self, op: Op) -> None:
+        self.let(op.result, f"p.grid[{'xyz'.index(op.attrs['flags'][0])}]")
+
+    def on_tt_addptr(self, op: Op) -> None:
+        pointer, offset = op.operands
+        self.let(op.result, f"{self.scalar(pointer)} + {self.scalar(offset)}")
+
+    # -- functions --
+
+    def on_tt_return(self, op: Op) -> None:
+        targets = [
+            Target(buffer=self.result_buffers[i])
+            if i in self.result_buffers
+            else Target(variable=f"result{i}")
+            for i in range(len(op.operands))
+        ]
+        self.assign(targets, op.operands, op)
+        self.lines.append("return;")
+
+    on_tt_map_elementwise_return = on_tt_return
+
+    def on_tt_call(self, op: Op) -> None:
+        name = self.unit.called(op.attrs["callee"])
+        passed = ["p", *(self.scalar(v) for v in op.operands)]
+        for result in op.results:
+            target = self.target(result)
+            passed.append(target.buffer.name if target.buffer else str(target.variable))
+        self.lines.append(f"{name}({', '.join(passed)});")
+
+    # -- structured control flow --
+
+    def region(self, block: Block, finish: Callable[[Op], None]) -> None:
+        """A structured block and, by `finish`, its terminator. What is pending outside stays so."""
+        outer, self.pending = self.pending, []
+        *ops, terminator = block.ops
+        self.ops(ops)
+        finish(terminator)
+        self.pending = outer
+
+    def on_scf_for(self, op: Op) -> None:
+        lower, upper, step = (self.scalar(v) for v in op.operands[:3])
+        body = op.regions[0].block
+        targets = [self.target(result) for result in op.results]
+        self.assign(targets, op.operands[3:], op, 3)
+        for arg, target in zip(body.args[1:], targets, strict=True):
+            self.same_storage(arg, target)
+        self.share_buffers(body, targets)
+        induction = self.bind(body.args[0], body.args[0].name)
+        type_ = c_type(body.args[0].type)
+        condition = f"{induction} < {upper}"
+        if op.attrs.get("unsigned"):
+            unsigned = type_.replace("i", "u")
+            condition = f"({unsigned}){induction} < ({unsigned}){upper}"
+        self.comment(op)
+        self.lines.append(f"for ({type_} {induction} = {lower}; {condition}; {induction} += {step}) {{")
+        self.region(body, lambda end: self.assign(targets, end.operands, end))
+        self.lines.append("}")
+
+    def share_buffers(self, body: Block, targets: list[Target]) -> None:
+        """A value that becomes the next iteration's tile is computed right into that tile's buffer, if every
+        reader of the old one has read it by then (or reads it element for element in the same nest)."""
+        terminator = body.ops[-1]
+        for slot, (value, target) in enumerate(zip(terminator.operands, targets, strict=True)):
+            op = value.producer
+            if not target.buffer or op is None or op.block is not body or value in self.buffers:
+                continue
+            if terminator.operands.count(value) > 1 or element_of(value.type) != target.buffer.element:
+                continue
+            if value in self.plan.buffered:
+                home = self.plan.tee.get(value)
+            elif op.name in ("tt.dot", "tt.dot_scaled"):
+                home = self.plan.nest(op, 2)  # the nest that writes the accumulator's first value
+            else:
+                continue
+            readers = self.plan.uses.get(body.args[1 + slot], {})
+            made = home.position if home else self.plan.position[op]
+            if home and all(n.position < made or (n is home and use.direct) for n, use in readers.items()):
+                shared = Buffer(target.buffer.name, target.buffer.element, target.buffer.shape)
+                self.buffers[value] = shared
+                self.aliases[shared] = target.buffer
+
+    def on_scf_if(self, op: Op) -> None:
+        targets = [self.target(result) for result in op.results]
+        self.comment(op)
+        self.lines.append(f"if ({self.scalar(op.operands[0])}) {{")
+        for number, region in enumerate(op.regions):
+            if number:
+                self.lines.append("} else {")
+            self.region(region.block, lambda end: self.assign(targets, end.operands, end))
+        self.lines.append("}")
+
+    def on_scf_while(self, op: Op) -> None:
+        before, after = (region.block for region in op.regions)
+        carried = [self.target(arg) for arg in before.args]
+        self.assign(carried, op.operands, op)
+        results = [self.target(result) for result in op.results]
+        for arg, target in zip(after.args, results, strict=True):
+            self.same_storage(arg, target)
+
+        def leave_or_go_on(condition: Op) -> None:
+            self.assign(results, condition.operands[1:], condition, 1)
+            self.lines.append(f"if (!{self.scalar(condition.operands[0])}) break;")
+
+        self.comment(op)
+        self.lines.append("while (true) {")
+        self.region(before, leave_or_go_on)
+        self.region(after, lambda end: self.assign(carried, end.operands, end))
+        self.lines.append("}")
+
+    # -- gotos --
+
+    def go(self, op: Op, successor: int) -> None:
+        block, passed = op.successors[successor]
+        targets = [
+            Target(buffer=self.buffers[a]) if isinstance(a.type, Tensor) else Target(variable=self.scalars[a])
+            for a in block.args
+        ]
+        self.assign(targets, passed, op, 1000 * successor)
+        self.lines.append(f"goto {self.labels[block]};")
+
+    def on_cf_br(self, op: Op) -> None:
+        self.go(op, 0)
+
+    def on_cf_cond_br(self, op: Op) -> None:
+        self.lines.append(f"if ({self.scalar(op.operands[0])}) {{")
+        self.go(op, 0)
+        self.lines.append("} else {")
+        self.go(op, 1)
+        self.lines.append("}")

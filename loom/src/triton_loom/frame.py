@@ -1,0 +1,334 @@
+"""The frame of one C++ function: its names, its scalars and the tiles it keeps in scratch memory.
+
+Scalars become C++ variables where they are computed. Tiles are evaluated inside loop nests (`nest`) as the
+plan of `schedule` says; the few that are kept get a buffer here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from .nest import LoopNest, declare_const
+from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, size_of, vector_of, widen
+from .schedule import Nest, Plan, is_virtual, is_write
+from .ttir import Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
+
+F64 = Scalar("f64")
+_RESERVED = frozenset(
+    re.findall(
+        r"\w+",
+        """alignas alignof and asm auto bool break case catch char class const constexpr continue decltype
+        default delete do double else enum explicit export extern false float for friend goto if
+        inline int long mutable namespace new not nullptr operator or private protected public
+        register return short signed sizeof static struct switch template this throw true try
+        typedef typeid typename union unsigned using virtual void volatile while xor args p program
+        total chunk running next main printf W Args Program Status load store mask select invert
+        bits convert splat ramp iota lower upper half vec lane like all any least gather scatter dot
+        reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64 u8 u16 u32 u64
+        f32 f64""",
+    )
+)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A tile in scratch memory, row-major."""
+
+    name: str
+    element: Scalar | Pointer
+    shape: tuple[int, ...]
+    filled: bool = False
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass
+class Target:
+    """Where an assignment goes: a C++ variable or a buffer."""
+
+    variable: str | None = None
+    buffer: Buffer | None = None
+
+
+class Unit(Protocol):
+    """What a function needs of the C++ file it stands in."""
+
+    top: list[str]  # what stands before the functions: tables, combiners
+
+    def unique(self, stem: str) -> str: ...
+    def allocate(self, size: int) -> int: ...
+    def called(self, name: str) -> str: ...
+    def define(self, name: str, args: list[Value], results: list[Type], body: Region) -> None: ...
+
+
+class Frame:
+    def __init__(self, unit: Unit, plan: Plan) -> None:
+        self.unit = unit
+        self.plan = plan
+        self.declarations: list[str] = []
+        self.lines: list[str] = []
+        self.scalars: dict[Value, str] = {}
+        self.scalar_names: set[str] = set()
+        self.declared: set[Value] = set()  # scalars whose declaration stands at the top of the function
+        self.buffers: dict[Value, Buffer] = {}
+        self.aliases: dict[Buffer, Buffer] = {}  # a buffer that is another one under the name of a new value
+        self.pending: list[Value] = []  # buffered values met but not computed yet
+
+    # -- names and scalars --
+
+    def identifier(self, name: str) -> str:
+        name = re.sub(r"\W", "_", name)
+        if name[0].isdigit():
+            name = f"v{name}"
+        return f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|result|a)\d+", name) else name
+
+    def bind(self, value: Value, name: str) -> str:
+        name = self.identifier(name)
+        while name in self.scalar_names:
+            name = self.unit.unique(name)
+        self.scalar_names.add(name)
+        self.scalars[value] = name
+        return name
+
+    def scalar(self, value: Value) -> str:
+        if value not in self.scalars and value.producer and value.producer.name == "arith.constant":
+            return literal(value.type, value.producer.attrs["value"])
+        return self.scalars[value]
+
+    def let(self, value: Value, expr: str) -> None:
+        if value in self.declared:
+            self.lines.append(f"{self.scalars[value]} = {expr};")
+        else:
+            self.lines.append(declare_const(c_type(value.type), self.bind(value, value.name), expr))
+
+    def variable(self, value: Value) -> str:
+        """A scalar that is assigned to, not defined once."""
+        if value not in self.declared:
+            self.lines.append(f"{c_type(value.type)} {self.bind(value, value.name)};")
+        return self.scalars[value]
+
+    def comment(self, op: Op) -> None:
+        if op.location:
+            self.lines.append(f"// {op.location.rsplit('/', 1)[-1]}")
+
+    # -- buffers --
+
+    def new_buffer(self, name: str, element: Scalar | Pointer, shape: tuple[int, ...]) -> Buffer:
+        buffer = Buffer(self.unit.unique(self.identifier(name)), element, shape)
+        offset = self.unit.allocate(buffer.size * size_of(element))
+        self.scalar_names.add(buffer.name)
+        type_ = memory_type(element)
+        self.declarations.append(
+            f"{type_} *const {buffer.name} = ({type_} *)(p.scratch + {offset});"
+            f"  // {'x'.join(map(str, shape))} {element}"
+        )
+        return buffer
+
+    def buffer_for(self, value: Value) -> Buffer:
+        if value not in self.buffers:
+            self.buffers[value] = self.new_buffer(value.name, element_of(value.type), shape_of(value.type))
+        return self.buffers[value]
+
+    def is_filled(self, value: Value) -> bool:
+        buffer = self.buffers.get(value)
+        return buffer is not None and buffer.filled
+
+    def table(self, op: Op) -> Buffer:
+        """A constant tile whose elements differ: a static array."""
+        value = op.result
+        if value not in self.buffers:
+            element, numbers = element_of(value.type), op.attrs["value"]
+            if isinstance(numbers, bytes):
+                raise Unsupported(op, "a constant tile printed as raw bytes")
+            name = self.unit.unique("table")
+            items = ", ".join("-1" if n is True else literal(element, n) for n in numbers)
+            self.unit.top.append(f"static const {memory_type(element)} {name}[] = {{{items}}};")
+            self.buffers[value] = Buffer(name, element, shape_of(value.type), filled=True)
+        return self.buffers[value]
+
+    # -- filling them --
+
+    def prepare(self, values: list[Value], nest: Nest | None) -> None:
+        """Fills every buffered value that evaluating these needs, except those that this nest tees itself."""
+        seen: set[Value] = set()
+
+        def visit(value: Value) -> None:
+            if value in seen or not isinstance(value.type, Tensor) or not is_virtual(value):
+                return
+            seen.add(value)
+            if self.is_filled(value):
+                return
+            if value in self.plan.buffered and (nest is None or self.plan.tee.get(value) is not nest):
+                self.fill(value)
+                return
+            assert value.producer
+            for operand in value.producer.operands:
+                visit(operand)
+
+        for value in values:
+            visit(value)
+
+    def run_nest(self, nest: LoopNest, innermost: list[str] | None = None) -> None:
+        """Writes the nest out; the values that it teed are there from now on."""
+        self.lines += nest.render(innermost)
+        for value in nest.teed:
+            self.is_there(value)
+
+    def is_there(self, value: Value) -> None:
+        self.buffers[value].filled = True
+        if value in self.pending:
+            self.pending.remove(value)
+
+    def fill(self, value: Value) -> None:
+        """Computes a buffered value in a nest of its own."""
+        buffer = self.buffer_for(value)
+        assert value.producer
+        self.prepare(value.producer.operands, None)
+        self.comment(value.producer)
+        nest = LoopNest(self, buffer.shape, values=[value])
+        form = nest.define(value.producer, value, nest.index)
+        nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
+        self.run_nest(nest)
+        self.is_there(value)
+
+    def write_to(self, moves: list[tuple[Buffer, Value]], home: Nest | None = None) -> None:
+        """buffer = value for tiles of one shape, all of them read before any is written in each chunk.
+
+        A value is converted where the buffer's element type is wider (operands of a dot).
+        """
+        values = [value for _, value in moves]
+        self.prepare(values, home)
+        nest = LoopNest(self, moves[0][0].shape, values=values)
+        forms = [nest.at_own_index(value) for value in values]
+        for (buffer, value), form in zip(moves, forms, strict=True):
+            text = nest.vec(form)
+            source = element_of(value.type)
+            if source != buffer.element and isinstance(source, Scalar):
+                text = widen(source.name, text)
+                if buffer.element == F64:
+                    text = f"convert<{vector_of('f64', nest.lanes)}>({text})"
+            nest.write(buffer, nest.linear(nest.index, buffer.shape), form, text)
+        self.run_nest(nest)
+
+    def stored(self, value: Value, home: Nest | None = None, element: Scalar | None = None) -> Buffer:
+        """A buffer that holds the value (as `element`, if given), made if there is none."""
+        wanted = element or element_of(value.type)
+        if value in self.plan.buffered:
+            self.prepare([value], None)
+        buffer = self.buffers.get(value)
+        if buffer is not None and buffer.filled and buffer.element == wanted:
+            return buffer
+        copy = self.new_buffer(value.name, wanted, shape_of(value.type))
+        self.write_to([(copy, value)], home)
+        copy.filled = True
+        return copy
+
+    def flush(self, op: Op, needed_inside: set[Value]) -> None:
+        """Before an operation that writes memory or runs regions: computes what must not wait any longer."""
+        writes = is_write(op)
+        for value in list(self.pending):
+            home = self.plan.tee.get(value)
+            if value not in self.pending or (home is not None and home.op is op and not op.regions):
+                continue
+            if value in needed_inside or (writes and value in self.plan.reads_memory):
+                self.fill(value)
+
+    def leads_to(self, values: list[Value]) -> set[Value]:
+        """The buffered values that these are computed from, directly or through virtual ones."""
+        found: set[Value] = set()
+        seen: set[Value] = set()
+
+        def visit(value: Value) -> None:
+            if value in seen or not isinstance(value.type, Tensor) or not is_virtual(value):
+                return
+            seen.add(value)
+            if value in self.plan.buffered:
+                found.add(value)
+            assert value.producer
+            for operand in value.producer.operands:
+                visit(operand)
+
+        for value in values:
+            visit(value)
+        return found
+
+    def reads(self, value: Value, found: dict[Buffer, bool], direct: bool = True) -> None:
+        """Buffers that evaluating `value` reads; True where only at the nest's own index."""
+        if not isinstance(value.type, Tensor):
+            return
+        if self.is_filled(value) or not is_virtual(value):
+            buffer = self.buffers[value]
+            found[buffer] = found.get(buffer, True) and direct
+            return
+        op = value.producer
+        assert op is not None
+        direct = direct and (op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr"))
+        for operand in op.operands:
+            self.reads(operand, found, direct)
+
+    # -- assignment --
+
+    def target(self, value: Value) -> Target:
+        """Storage for a value that control flow assigns to."""
+        if isinstance(value.type, Tensor):
+            buffer = self.buffer_for(value)
+            buffer.filled = True
+            return Target(buffer=buffer)
+        return Target(variable=self.variable(value))
+
+    def same_storage(self, value: Value, target: Target) -> None:
+        if target.buffer:
+            self.buffers[value] = target.buffer
+        else:
+            assert target.variable
+            self.scalars[value] = target.variable
+
+    def assign(self, targets: list[Target], values: list[Value], op: Op, first_slot: int = 0) -> None:
+        """All targets take their values at once: none of them sees another's new value."""
+        mine = {t.buffer for t in targets if t.buffer}
+        copies: list[tuple[Buffer, Buffer]] = []
+        groups: dict[Nest | None, list[tuple[Buffer, Value]]] = {}
+        for slot, (target, value) in enumerate(zip(targets, values, strict=True)):
+            if not target.buffer:
+                continue
+            home = self.plan.nest(op, first_slot + slot)
+            self.prepare([value], home)
+            here = self.buffers.get(value)
+            if here is not None and self.aliases.get(here, here) is target.buffer:
+                continue
+            found: dict[Buffer, bool] = {}
+            self.reads(value, found)
+            if any(buffer in mine and not direct for buffer, direct in found.items()):
+                copy = self.new_buffer("next", target.buffer.element, target.buffer.shape)
+                self.write_to([(copy, value)], home)
+                copies.append((target.buffer, copy))
+            else:
+                groups.setdefault(home, []).append((target.buffer, value))
+        for home, moves in groups.items():
+            self.write_to(moves, home)
+        for buffer, copy in copies:
+            self.lines.append(
+                f"__builtin_memcpy({buffer.name}, {copy.name}, {copy.size * size_of(copy.element)});"
+            )
+        self.assign_scalars(targets, values)
+
+    def assign_scalars(self, targets: list[Target], values: list[Value]) -> None:
+        """After the tiles, which may still be computed from the old scalars."""
+        variables = {t.variable for t in targets if t.variable}
+        moves = []
+        for target, value in zip(targets, values, strict=True):
+            if target.variable and target.variable != self.scalars.get(value):
+                text = self.scalar(value)
+                if text in variables:
+                    copy = self.unit.unique("next")
+                    self.lines.append(declare_const(c_type(value.type), copy, text))
+                    text = copy
+                moves.append(f"{target.variable} = {text};")
+        self.lines += moves

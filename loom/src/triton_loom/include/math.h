@@ -1,0 +1,689 @@
+// Arithmetic beyond the operators of C++: the integer operations whose corner cases C++ leaves open, and in
+// namespace loom_math the functions of libm and of CUDA's libdevice by their names there.
+//
+// Everything takes scalars and vectors alike, and a vector gives bit for bit what its lanes give one by one.
+// exp, exp2, log, log2, sin, cos, tanh and erf of f32 are vector code with an error below one unit in the last
+// place over the whole range, subnormals included; what is rarer asks libm lane by lane, in f64.
+#pragma once
+#include "casts.h"
+
+extern "C" {  // of libm, and not among the builtins of every compiler
+f64 j0(f64) noexcept;
+f64 j1(f64) noexcept;
+f64 y0(f64) noexcept;
+f64 y1(f64) noexcept;
+f64 jn(int, f64) noexcept;
+f64 yn(int, f64) noexcept;
+f64 lgamma_r(f64, int *) noexcept;
+}
+
+// Here a vector is at most as wide as a register; the last section lifts the restriction.
+namespace loom_lanes {
+
+// ---- integers ---------------------------------------------------------------------------------------
+
+// Shifts as in PTX: a distance of the width or more shifts everything out. It counts as unsigned.
+template <class I> constexpr int width_of = sizeof(typename lane<I>::type) * 8;
+template <class I> LOOM_INLINE I shl(I a, I distance) {
+  typedef unsigned_of<I> U;
+  U n = (U)distance, shifted = (U)((U)a << (n & (U)splat<U>(width_of<I> - 1)));
+  return (I)(n < width_of<I> ? shifted : splat<U>(0));
+}
+template <class I> LOOM_INLINE I shr(I a, I distance) {
+  typedef unsigned_of<I> U;
+  U n = (U)distance, shifted = (U)((U)a >> (n & (U)splat<U>(width_of<I> - 1)));
+  return (I)(n < width_of<I> ? shifted : splat<U>(0));
+}
+template <class I> LOOM_INLINE I sar(I a, I distance) {
+  typedef unsigned_of<I> U;
+  typedef signed_of<I> S;
+  U n = (U)distance, last = splat<U>(width_of<I> - 1);
+  return (I)(S)((S)a >> (S)(n < width_of<I> ? n : last));
+}
+
+// Division never traps: x / 0 is all ones and x % 0 is x; the lowest integer / -1 is itself.
+//
+// Lanes up to 32 bits divide as floats, by a reciprocal that is a little too large: the product exceeds the
+// exact quotient by less than 1 / divisor, so truncation gives the integer quotient. When the divisor is the
+// same all through a loop, the compiler takes its reciprocal once, before the loop.
+template <class I> LOOM_INLINE I divide(I a, I b) {
+  typedef typename lane<I>::type T;
+  if constexpr (lane<I>::count == 1) {
+    if (b == 0) return (T)-1;
+    if (is_signed<T> && b == (T)-1) return (T)(0 - a);
+    return (T)(a / b);
+  } else if constexpr (sizeof(T) == 8) return by_lane([](T x, T y) LOOM_LAMBDA { return divide<T>(x, y); }, a, b);
+  else {
+    constexpr bool small = sizeof(T) < 4;
+    typedef like<I, integer<4, small || is_signed<T>>> W;
+    typedef like<I, float_of<small ? 4 : 8>> F;
+    I divisor = b == 0 ? splat<I>(1) : b;
+    F reciprocal = splat<F>(small ? 1 + 0x1p-20 : 1 + 0x1p-50) / convert<F>(convert<W>(divisor));
+    I q = convert<I>(convert<W>(convert<F>(convert<W>(a)) * reciprocal));
+    if constexpr (is_signed<T>) q = b == (T)-1 ? 0 - a : q;
+    return b == 0 ? splat<I>((T)-1) : q;
+  }
+}
+
+// The upper half of a product.
+#if defined __SSE2__ && !defined __clang__  // GCC 12 does not find vpmuludq in a product of 64-bit lanes
+LOOM_INLINE u64x2 even_products(u32x4 a, u32x4 b) { return (u64x2)__builtin_ia32_pmuludq128((i32x4)a, (i32x4)b); }
+#ifdef __AVX2__
+LOOM_INLINE u64x4 even_products(u32x8 a, u32x8 b) { return (u64x4)__builtin_ia32_pmuludq256((i32x8)a, (i32x8)b); }
+#endif
+#ifdef __AVX512BW__
+LOOM_INLINE u64x8 even_products(u32x16 a, u32x16 b) {
+  return (u64x8)__builtin_ia32_pmuludq512_mask((i32x16)a, (i32x16)b, i64x8{}, -1);
+}
+#endif
+#else
+template <class U> LOOM_INLINE auto even_products(U a, U b) {
+  typedef vec<u64, lane<U>::count / 2> L;
+  return (bits<L>(a) & 0xFFFFFFFF) * (bits<L>(b) & 0xFFFFFFFF);
+}
+#endif
+template <class U> LOOM_INLINE U high_products(U a, U b) {
+  auto even = even_products(a, b);
+  typedef decltype(even) L;
+  L odd = even_products(bits<U>(bits<L>(a) >> 32), bits<U>(bits<L>(b) >> 32));
+  return bits<U>(even >> 32 | (odd & 0xFFFFFFFF00000000));
+}
+template <class V> LOOM_INLINE V mulhi_u32(V a, V b) {
+  if constexpr (lane<V>::count == 1) return (V)((u64)(u32)a * (u32)b >> 32);
+  else return (V)in_registers([](auto x, auto y) LOOM_LAMBDA { return high_products(x, y); },
+                              (like<V, u32>)a, (like<V, u32>)b);
+}
+template <class V> LOOM_INLINE V mulhi_u64(V a, V b) {
+  return (V)by_lane([](u64 x, u64 y) LOOM_LAMBDA { return (u64)((unsigned __int128)x * y >> 64); },
+                    (like<V, u64>)a, (like<V, u64>)b);
+}
+template <class V> LOOM_INLINE V mulhi_u(V a, V b) {
+  if constexpr (width_of<V> == 32) return mulhi_u32(a, b);
+  else return mulhi_u64(a, b);
+}
+template <class V> LOOM_INLINE V mulhi_s(V a, V b) {
+  V a_negative = (V)((signed_of<V>)a >> (width_of<V> - 1)), b_negative = (V)((signed_of<V>)b >> (width_of<V> - 1));
+  return mulhi_u(a, b) - (a_negative & b) - (b_negative & a);
+}
+
+template <class I> LOOM_INLINE I brev(I x) {
+  typedef unsigned_of<I> U;
+  typedef typename lane<U>::type T;
+  U u = (U)x;
+  for (int i = width_of<I> / 2; i > 0; i /= 2) {
+    T ones = (T)-1 / (((T)1 << i) + 1);  // i ones, i zeros, ...
+    u = (u >> i & ones) | (u & ones) << i;
+  }
+  return (I)u;
+}
+template <class I> LOOM_INLINE I sad(I a, I b, I c) { return (a > b ? a - b : b - a) + c; }
+
+// ---- floats: exact ----------------------------------------------------------------------------------
+
+template <class V> constexpr bool is_f32 = __is_same(typename lane<V>::type, f32);
+
+#if __has_builtin(__builtin_elementwise_fma)
+template <class V> LOOM_INLINE V fused(V a, V b, V c) { return __builtin_elementwise_fma(a, b, c); }
+#elif defined __FMA__
+LOOM_INLINE f32x4 fused(f32x4 a, f32x4 b, f32x4 c) { return __builtin_ia32_vfmaddps(a, b, c); }
+LOOM_INLINE f64x2 fused(f64x2 a, f64x2 b, f64x2 c) { return __builtin_ia32_vfmaddpd(a, b, c); }
+LOOM_INLINE f32x8 fused(f32x8 a, f32x8 b, f32x8 c) { return __builtin_ia32_vfmaddps256(a, b, c); }
+LOOM_INLINE f64x4 fused(f64x4 a, f64x4 b, f64x4 c) { return __builtin_ia32_vfmaddpd256(a, b, c); }
+#ifdef __AVX512BW__
+LOOM_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
+LOOM_INLINE f64x8 fused(f64x8 a, f64x8 b, f64x8 c) { return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4); }
+#endif
+#else
+LOOM_INLINE f32 fused_lane(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+LOOM_INLINE f64 fused_lane(f64 a, f64 b, f64 c) { return __builtin_fma(a, b, c); }
+template <class V> LOOM_INLINE V fused(V a, V b, V c) {
+  return by_lane([](auto x, auto y, auto z) LOOM_LAMBDA { return fused_lane(x, y, z); }, a, b, c);
+}
+#endif
+template <class V> LOOM_INLINE V fma(V a, V b, V c) {
+  if constexpr (__is_same(V, f32)) return __builtin_fmaf(a, b, c);
+  else if constexpr (__is_same(V, f64)) return __builtin_fma(a, b, c);
+  else return in_registers([](auto x, auto y, auto z) LOOM_LAMBDA { return fused(x, y, z); }, a, b, c);
+}
+
+#if __has_builtin(__builtin_elementwise_sqrt)
+template <class V> LOOM_INLINE V root(V x) { return __builtin_elementwise_sqrt(x); }
+#elif defined __SSE2__
+LOOM_INLINE f32x4 root(f32x4 x) { return __builtin_ia32_sqrtps(x); }
+LOOM_INLINE f64x2 root(f64x2 x) { return __builtin_ia32_sqrtpd(x); }
+#ifdef __AVX2__
+LOOM_INLINE f32x8 root(f32x8 x) { return __builtin_ia32_sqrtps256(x); }
+LOOM_INLINE f64x4 root(f64x4 x) { return __builtin_ia32_sqrtpd256(x); }
+#endif
+#if defined __AVX512BW__ && defined __clang__
+LOOM_INLINE f32x16 root(f32x16 x) { return __builtin_ia32_sqrtps512(x, 4); }
+LOOM_INLINE f64x8 root(f64x8 x) { return __builtin_ia32_sqrtpd512(x, 4); }
+#elif defined __AVX512BW__
+LOOM_INLINE f32x16 root(f32x16 x) { return __builtin_ia32_sqrtps512_mask(x, x, -1, 4); }
+LOOM_INLINE f64x8 root(f64x8 x) { return __builtin_ia32_sqrtpd512_mask(x, x, -1, 4); }
+#endif
+#else
+template <class V> LOOM_INLINE V root(V v) {
+  return by_lane([](auto x) LOOM_LAMBDA { return (decltype(x))__builtin_sqrt(x); }, v);  // f64 rounds to the f32 root
+}
+#endif
+template <class V> LOOM_INLINE V sqrt(V v) {
+  if constexpr (__is_same(V, f32)) return __builtin_sqrtf(v);
+  else if constexpr (__is_same(V, f64)) return __builtin_sqrt(v);
+  else return in_registers([](auto x) LOOM_LAMBDA { return root(x); }, v);
+}
+
+enum rounding { NEAREST = 8, DOWN = 9, UP = 10, TOWARD_ZERO = 11 };  // as the instructions encode it
+template <int MODE> LOOM_INLINE f32 rounded_lane(f32 x) {
+  return MODE == NEAREST ? __builtin_rintf(x) : MODE == DOWN ? __builtin_floorf(x) : MODE == UP ? __builtin_ceilf(x) : __builtin_truncf(x);
+}
+template <int MODE> LOOM_INLINE f64 rounded_lane(f64 x) {
+  return MODE == NEAREST ? __builtin_rint(x) : MODE == DOWN ? __builtin_floor(x) : MODE == UP ? __builtin_ceil(x) : __builtin_trunc(x);
+}
+#ifdef __SSE4_1__
+template <int MODE> LOOM_INLINE f32x4 rounded(f32x4 x) { return __builtin_ia32_roundps(x, MODE); }
+template <int MODE> LOOM_INLINE f64x2 rounded(f64x2 x) { return __builtin_ia32_roundpd(x, MODE); }
+#ifdef __AVX2__
+template <int MODE> LOOM_INLINE f32x8 rounded(f32x8 x) { return __builtin_ia32_roundps256(x, MODE); }
+template <int MODE> LOOM_INLINE f64x4 rounded(f64x4 x) { return __builtin_ia32_roundpd256(x, MODE); }
+#endif
+#ifdef __AVX512BW__
+template <int MODE> LOOM_INLINE f32x16 rounded(f32x16 x) { return __builtin_ia32_rndscaleps_mask(x, MODE, x, -1, 4); }
+template <int MODE> LOOM_INLINE f64x8 rounded(f64x8 x) { return __builtin_ia32_rndscalepd_mask(x, MODE, x, -1, 4); }
+#endif
+#else
+template <int MODE, class V> LOOM_INLINE V rounded(V v) {
+  return by_lane([](auto x) LOOM_LAMBDA { return rounded_lane<MODE>(x); }, v);
+}
+#endif
+template <int MODE, class V> LOOM_INLINE V round_to_integer(V v) {
+  if constexpr (lane<V>::count == 1) return rounded_lane<MODE>(v);
+  else return in_registers([](auto x) LOOM_LAMBDA { return rounded<MODE>(x); }, v);
+}
+template <class V> LOOM_INLINE V rint(V x) { return round_to_integer<NEAREST>(x); }
+template <class V> LOOM_INLINE V floor(V x) { return round_to_integer<DOWN>(x); }
+template <class V> LOOM_INLINE V ceil(V x) { return round_to_integer<UP>(x); }
+template <class V> LOOM_INLINE V trunc(V x) { return round_to_integer<TOWARD_ZERO>(x); }
+
+template <class V> constexpr unsigned_of<typename lane<V>::type> sign_bit = ~(~(unsigned_of<typename lane<V>::type>)0 >> 1);
+template <class V> LOOM_INLINE V abs(V x) {
+  typedef unsigned_of<V> U;
+  if constexpr (is_float<typename lane<V>::type>) return bits<V>(bits<U>(x) & (U)splat<U>(~sign_bit<V>));
+  else return x < 0 ? (V)(0 - x) : x;
+}
+template <class V> LOOM_INLINE V copysign(V x, V sign) {
+  typedef unsigned_of<V> U;
+  U bit = splat<U>(sign_bit<V>);
+  return bits<V>((bits<U>(x) & ~bit) | (bits<U>(sign) & bit));
+}
+template <class V> LOOM_INLINE V round(V x) {  // halves away from zero
+  V whole = trunc(x);
+  return abs(x - whole) >= splat<V>(0.5f) ? whole + copysign(splat<V>(1), x) : whole;
+}
+
+template <class V> LOOM_INLINE V saturate_to_1(V x) { return lesser(greater(x, splat<V>(0)), splat<V>(1)); }
+
+// One instruction does it with AVX-512, where a signalling NaN gives NaN; elsewhere it counts as a quiet one.
+#ifdef LOOM_AVX512
+enum { MINIMUM = 4, MAXIMUM = 5 };
+template <int WHICH> LOOM_INLINE f32x4 extreme(f32x4 a, f32x4 b) { return __builtin_ia32_rangeps128_mask(a, b, WHICH, a, -1); }
+template <int WHICH> LOOM_INLINE f64x2 extreme(f64x2 a, f64x2 b) { return __builtin_ia32_rangepd128_mask(a, b, WHICH, a, -1); }
+template <int WHICH> LOOM_INLINE f32x8 extreme(f32x8 a, f32x8 b) { return __builtin_ia32_rangeps256_mask(a, b, WHICH, a, -1); }
+template <int WHICH> LOOM_INLINE f64x4 extreme(f64x4 a, f64x4 b) { return __builtin_ia32_rangepd256_mask(a, b, WHICH, a, -1); }
+template <int WHICH> LOOM_INLINE f32x16 extreme(f32x16 a, f32x16 b) { return __builtin_ia32_rangeps512_mask(a, b, WHICH, a, -1, 4); }
+template <int WHICH> LOOM_INLINE f64x8 extreme(f64x8 a, f64x8 b) { return __builtin_ia32_rangepd512_mask(a, b, WHICH, a, -1, 4); }
+template <class V> LOOM_INLINE V maxnum(V a, V b) {
+  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme<MAXIMUM>(x, y); }, a, b);
+}
+template <class V> LOOM_INLINE V minnum(V a, V b) {
+  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme<MINIMUM>(x, y); }, a, b);
+}
+#else
+template <class V> LOOM_INLINE V maxnum(V a, V b) {
+  typedef unsigned_of<V> U;
+  V number = a == b ? bits<V>(bits<U>(a) & bits<U>(b)) : greater(a, b);  // of two zeros the positive one
+  return b == b ? number : a;
+}
+template <class V> LOOM_INLINE V minnum(V a, V b) {
+  typedef unsigned_of<V> U;
+  V number = a == b ? bits<V>(bits<U>(a) | bits<U>(b)) : lesser(a, b);
+  return b == b ? number : a;
+}
+#endif
+template <class V> LOOM_INLINE V maximum(V a, V b) { return ((a == a) & (b == b)) ? maxnum(a, b) : a + b; }
+template <class V> LOOM_INLINE V minimum(V a, V b) { return ((a == a) & (b == b)) ? minnum(a, b) : a + b; }
+
+// ---- floats: polynomials ----------------------------------------------------------------------------
+
+// c0 + c1 x + c2 x^2 + ...
+template <class V, class T> LOOM_INLINE V polynomial(V, T c0) { return splat<V>(c0); }
+template <class V, class T, class... Ts> LOOM_INLINE V polynomial(V x, T c0, Ts... more) {
+  return fma(x, polynomial(x, more...), splat<V>(c0));
+}
+
+// x 2^n, rounded once; n is a whole number from -200 to 200.
+template <class V> LOOM_INLINE V scale(V x, V n) {
+#ifdef LOOM_AVX512
+  if constexpr (lane<V>::count > 1)
+    return in_pieces<16>([](f32x16 y, f32x16 m) LOOM_LAMBDA { return __builtin_ia32_scalefps512_mask(y, m, y, -1, 4); }, x, n);
+#endif
+  typedef like<V, i32> I;
+  I all = convert<I>(n), half = all >> 1;
+  return x * bits<V>((half + 127) << 23) * bits<V>((all - half + 127) << 23);
+}
+
+constexpr f32 TO_INTEGER = 0x1.8p23f;  // x + TO_INTEGER - TO_INTEGER is x rounded to nearest, |x| < 2^22
+constexpr f32 LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;  // 15 bits, so that products with n are exact
+
+template <class V> LOOM_INLINE V exp(V x, V correction) {  // of the sum, |correction| << 1
+  V y = lesser(splat<V>(89), greater(splat<V>(-104), x));   // beyond, the result is infinite or 0; NaN passes
+  V n = fma(y, splat<V>(0x1.715476p0f), splat<V>(TO_INTEGER)) - TO_INTEGER;
+  V r = fma(n, splat<V>(-LN2_LOW), fma(n, splat<V>(-LN2_HIGH), y)) + correction;
+  return scale(polynomial(r, 1.f, 1.f, 4.9999994e-01f, 1.6666521e-01f, 4.1668255e-02f, 8.368663e-03f, 1.3821468e-03f), n);
+}
+template <class V> LOOM_INLINE V exp(V x) { return exp(x, splat<V>(-0.f)); }
+template <class V> LOOM_INLINE V exp2(V x) {
+  V y = lesser(splat<V>(129), greater(splat<V>(-151), x));
+  V n = y + TO_INTEGER - TO_INTEGER;
+  return scale(polynomial(y - n, 1.f, 6.931472e-01f, 2.4022648e-01f, 5.55036e-02f, 9.618506e-03f, 1.3390806e-03f, 1.5326463e-04f), n);
+}
+
+// x = m 2^e with m around 1, from sqrt(1/2) to sqrt(2), for positive finite x.
+template <class V> struct parts { V m, e; };
+template <class V> LOOM_INLINE parts<V> split(V x) {
+  constexpr f32 root_half = 0x1.6a09e6p-1f;
+#ifdef LOOM_AVX512
+  if constexpr (lane<V>::count > 1) {
+    V m = in_pieces<16>([](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getmantps512_mask(y, 0, y, -1, 4); }, x);
+    V e = in_pieces<16>([](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getexpps512_mask(y, y, -1, 4); }, x);
+    auto upper = m >= splat<V>(2 * root_half);
+    return {upper ? m * 0.5f : m, upper ? e + 1 : e};
+  }
+#endif
+  typedef like<V, i32> I;
+  auto subnormal = x < splat<V>(0x1p-126f);
+  I u = bits<I>(subnormal ? x * 0x1p23f : x), e = (u - bits<i32>(root_half)) >> 23;
+  return {bits<V>(u - (e << 23)), convert<V>(e) - (subnormal ? splat<V>(23) : splat<V>(0))};
+}
+// A logarithm at 0, infinity, NaN and the negative numbers.
+template <class V> LOOM_INLINE V with_special_cases(V result, V x) {
+#ifdef LOOM_AVX512
+  if constexpr (lane<V>::count > 1)
+    return in_pieces<16>([](f32x16 r, f32x16 y) LOOM_LAMBDA {
+      constexpr int by_class = 0x03530422;
+      return __builtin_ia32_fixupimmps512_mask(r, y, splat<i32x16>(by_class), 0, -1, 4);
+    }, result, x);
+#endif
+  V infinity = splat<V>(__builtin_inff());
+  V r = x > 0 ? result : x == 0 ? -infinity : splat<V>(__builtin_nanf(""));
+  return x < infinity ? r : x;
+}
+// big + small + f2 q + low with nothing lost but the last rounding, where big is 0 or at least as large as small.
+template <class V> LOOM_INLINE V sum_of(V big, V small, V f2, V q, V low) {
+  V sum = big + small, lost = small - (sum - big);
+  return sum + fma(f2, q, lost + low);
+}
+template <class V> LOOM_INLINE V log(V x) {
+  parts<V> p = split(x);
+  V f = p.m - 1;
+  V q = polynomial(f, -0.5f, 3.333333e-01f, -2.500082e-01f, 2.0001242e-01f, -1.6623409e-01f, 1.420158e-01f, -1.315961e-01f, 1.2762217e-01f, -7.636439e-02f);
+  return with_special_cases(sum_of(p.e * LN2_HIGH, f, f * f, q, p.e * LN2_LOW), x);
+}
+template <class V> LOOM_INLINE V log2(V x) {
+  constexpr f32 log2e_high = 0x1.715476p0f, log2e_low = 0x1.4ae0cp-26f;
+  parts<V> p = split(x);
+  V f = p.m - 1, high = f * log2e_high;
+  V low = fma(f, splat<V>(log2e_low), fma(f, splat<V>(log2e_high), -high));
+  V q = polynomial(f, -7.2134733e-01f, 4.808982e-01f, -3.6069867e-01f, 2.8857142e-01f, -2.3956735e-01f, 2.0448658e-01f, -1.9139083e-01f, 1.8708819e-01f, -1.102559e-01f);
+  return with_special_cases(sum_of(p.e, high, f * f, q, low), x);
+}
+
+template <class V> LOOM_INLINE V tanh(V x) {
+  V a = abs(x), a2 = a * a;
+  V small = fma(a * a2, polynomial(a2, -3.3333328e-01f, 1.3333175e-01f, -5.3950716e-02f, 2.1774355e-02f, -8.571075e-03f, 3.048127e-03f, -8.212084e-04f, 1.1621051e-04f), a);
+  V large = 1 - 2 / (exp(2 * lesser(splat<V>(10), a)) + 1);
+  return copysign(a < splat<V>(1) ? small : large, x);
+}
+template <class V> LOOM_INLINE V erf(V x) {
+  V a = abs(x), a2 = a * a;
+  V small = fma(a, polynomial(a2, 1.2837917e-01f, -3.761263e-01f, 1.1283624e-01f, -2.685556e-02f, 5.191753e-03f, -8.039753e-04f, 7.9431e-05f), a);
+  V b = lesser(splat<V>(4), a);  // 1 - erf(4) is below half a unit in the last place
+  V c = polynomial(b, -1.12852e+00f, -6.3569915e-01f, -1.0528716e-01f, 2.2906234e-02f, -3.2200406e-03f, 2.1460291e-04f);
+  V y = b * c, large = 1 - exp(y, fma(b, c, -y));
+  return copysign(a < splat<V>(0.9f) ? small : large, x);
+}
+
+// sin(x + quarters pi / 2) in f64: the reduction is exact enough for |x| < 2^31, and no correction terms are needed.
+template <int QUARTERS, class V> LOOM_INLINE V wave(V x) {
+  typedef like<V, i64> L;
+  constexpr f64 to_integer = 0x1.8p52;
+  V shifted = fma(x, splat<V>(0x1.45f306dc9c883p-1), splat<V>(to_integer)), n = shifted - to_integer;
+  V r = fma(n, splat<V>(-6.123233995736766e-17), fma(n, splat<V>(-1.5707963267948966), x)), r2 = r * r;
+  V sine = r * polynomial(r2, 1., -0.16666666639558214, 0.008333329143942894, -0.00019839256640541482, 2.717564505203308e-06);
+  V cosine = polynomial(r2, 1., -0.4999999966846921, 0.041666617447053786, -0.0013886590548243215, 2.4375071738412143e-05);
+  L quadrant = bits<L>(shifted) + QUARTERS;
+  V value = (quadrant & 1) != 0 ? cosine : sine;
+  return bits<V>(bits<L>(value) ^ (quadrant & 2) << 62);
+}
+template <class M> LOOM_INLINE bool any_lane(M m) {
+  if constexpr (sizeof(M) > 16) return any_lane(low_half(m) | high_half(m));
+  else if constexpr (sizeof(M) == 16) return (bits<u64x2>(m)[0] | bits<u64x2>(m)[1]) != 0;
+  else return bits<integer<sizeof(M), false>>(m) != 0;
+}
+template <int QUARTERS, class V> LOOM_INLINE V circular(V x) {
+  V y = by_registers<f64>([](auto part) LOOM_LAMBDA {
+    typedef decltype(part) P;
+    return convert<P>(wave<QUARTERS>(convert<like<P, f64>>(part)));
+  }, x);
+  auto far = abs(x) >= splat<V>(0x1p31f);
+  if (__builtin_expect(any_lane(far), 0))
+    y = far ? by_lane([](f32 e) { return (f32)(QUARTERS ? __builtin_cos(e) : __builtin_sin(e)); }, x) : y;
+  return y;
+}
+
+// 1 / sqrt(x), its error of up to 1.5 units in the last place removed with the residual 1 - x y^2, in two parts.
+template <class V> LOOM_INLINE V rsqrt(V x) {
+  V y = 1 / sqrt(x), h = x * y, h_low = fma(x, y, -h);
+  V residual = fma(-h_low, y, fma(-h, y, splat<V>(1)));
+  V better = fma(y * splat<V>(0.5f), residual, y);
+  return better == better ? better : y;  // 0 and infinity have no residual
+}
+
+
+// ---- what libm has no name for, in f64 --------------------------------------------------------------
+
+// t with erf(t) = x and erfc(t) = y for x in [0, 1] and y = 1 - x: whichever of the two is small is exact.
+inline f64 inverse_erf(f64 x, f64 y) {
+  constexpr f64 big = 0x1p996, log_of_big = 690.3745997645933, half_root_pi = 0.8862269254527580, a = 0.147;
+  if (!(y > 0)) return y == 0 ? __builtin_inf() : __builtin_nan("");
+  f64 l = __builtin_log(y * (1 + x)), b = 2 / (3.141592653589793 * a) + l / 2;
+  f64 t = __builtin_sqrt(__builtin_sqrt(b * b - l / a) - b);  // within 0.4 %
+  for (int i = 0; i < 4; i++) {                               // Halley's method
+    f64 residual = x < 0.5 ? __builtin_erf(t) - x : y - __builtin_erfc(t);
+    f64 u = residual * big * half_root_pi * __builtin_exp(t * t - log_of_big);
+    t -= u / (1 + t * u);
+  }
+  return t;
+}
+inline f64 erfinv(f64 x) { return __builtin_copysign(inverse_erf(__builtin_fabs(x), 1 - __builtin_fabs(x)), x); }
+inline f64 erfcinv(f64 y) { return y <= 1 ? inverse_erf(1 - y, y) : -inverse_erf(y - 1, 2 - y); }
+inline f64 normcdf(f64 x) {
+  constexpr f64 c = 0.7071067811865476, c_low = -4.833646656726457e-17;
+  f64 z = -x * c, z_low = __builtin_fma(-x, c, -z) - x * c_low, slope = 1.1283791670955126 * __builtin_exp(-z * z);
+  return 0.5 * (slope > 0 ? __builtin_erfc(z) - slope * z_low : __builtin_erfc(z));
+}
+inline f64 erfcx(f64 x) {
+  if (x < 25) {
+    f64 h = x * x, h_low = __builtin_fma(x, x, -h), e = __builtin_exp(h);
+    return e < __builtin_inf() ? e * __builtin_erfc(x) * (1 + h_low) : e;
+  }
+  f64 q = 1 / (2 * x * x), sum = 0;
+  for (int k = 15; k > 0; k -= 2) sum = -q * k * (1 + sum);
+  return 0.5641895835477563 / x * (1 + sum);
+}
+inline f64 bessel_i(int order, f64 x) {
+  if (__builtin_isinf(x)) return order ? x : __builtin_inf();
+  f64 term = order ? x / 2 : 1, sum = term, q = x * x / 4;
+  for (int k = 1; __builtin_fabs(term) > __builtin_fabs(sum) * 0x1p-54; k++) sum += term *= q / ((f64)k * (k + order));
+  return sum;
+}
+inline f64 sine_of_turns(f64 x, int quarters) {  // sin(pi x + quarters pi / 2)
+  f64 whole = __builtin_fmod(x, 2), n = __builtin_rint(2 * whole), r = (whole - n / 2) * 3.141592653589793;
+  int quadrant = ((int)n + quarters) & 3;
+  if (!(x - x == 0)) return x - x;
+  if (r == 0 && !(quadrant & 1)) return __builtin_copysign(0, x);
+  f64 value = quadrant & 1 ? __builtin_cos(r) : __builtin_sin(r);
+  return quadrant & 2 ? -value : value;
+}
+inline f64 lgamma(f64 x) {
+  int sign;
+  return lgamma_r(x, &sign);
+}
+inline i32 permute_bytes(u32 x, u32 y, u32 selectors) {
+  u64 bytes = (u64)y << 32 | x;
+  u32 result = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 selector = selectors >> 4 * i, byte = (u8)(bytes >> 8 * (selector & 7));
+    if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;
+    result |= byte << 8 * i;
+  }
+  return (i32)result;
+}
+
+}  // namespace loom_lanes
+
+// ---- vectors of any width ---------------------------------------------------------------------------
+
+#define LOOM_ANY_WIDTH(NAME, FUNCTION)                                                                     \
+  template <class V, class... Vs> LOOM_INLINE V NAME(V v, Vs... more) {                                    \
+    return by_registers<typename lane<V>::type>(                                                           \
+        [](auto... x) LOOM_LAMBDA { return loom_lanes::FUNCTION(x...); }, v, more...);                     \
+  }
+LOOM_ANY_WIDTH(shl, shl)
+LOOM_ANY_WIDTH(shr, shr)
+LOOM_ANY_WIDTH(sar, sar)
+LOOM_ANY_WIDTH(mulhi_u32, mulhi_u)
+LOOM_ANY_WIDTH(mulhi_u64, mulhi_u)
+LOOM_ANY_WIDTH(mulhi_i32, mulhi_s)
+LOOM_ANY_WIDTH(mulhi_i64, mulhi_s)
+
+template <class I> LOOM_INLINE I quotient(I a, I b) {
+  typedef float_of<(sizeof(typename lane<I>::type) < 4 ? 4 : 8)> F;
+  return by_registers<F>([](auto x, auto y) LOOM_LAMBDA { return loom_lanes::divide(x, y); }, a, b);
+}
+template <class V> LOOM_INLINE V divs(V a, V b) { return (V)quotient((signed_of<V>)a, (signed_of<V>)b); }
+template <class V> LOOM_INLINE V divu(V a, V b) { return (V)quotient((unsigned_of<V>)a, (unsigned_of<V>)b); }
+template <class V> LOOM_INLINE V rems(V a, V b) { return (V)(a - divs(a, b) * b); }
+template <class V> LOOM_INLINE V remu(V a, V b) { return (V)(a - divu(a, b) * b); }
+
+namespace loom_math {
+
+LOOM_ANY_WIDTH(fma, fma)
+LOOM_ANY_WIDTH(sqrt, sqrt)
+LOOM_ANY_WIDTH(rsqrt, rsqrt)
+LOOM_ANY_WIDTH(rint, rint)
+LOOM_ANY_WIDTH(nearbyint, rint)
+LOOM_ANY_WIDTH(floor, floor)
+LOOM_ANY_WIDTH(ceil, ceil)
+LOOM_ANY_WIDTH(trunc, trunc)
+LOOM_ANY_WIDTH(round, round)
+LOOM_ANY_WIDTH(abs, abs)
+LOOM_ANY_WIDTH(copysign, copysign)
+LOOM_ANY_WIDTH(maxnum, maxnum)
+LOOM_ANY_WIDTH(minnum, minnum)
+LOOM_ANY_WIDTH(maximum, maximum)
+LOOM_ANY_WIDTH(minimum, minimum)
+LOOM_ANY_WIDTH(saturatef, saturate_to_1)
+LOOM_ANY_WIDTH(mulhi, mulhi_s)
+LOOM_ANY_WIDTH(umulhi, mulhi_u)
+LOOM_ANY_WIDTH(sad, sad)
+LOOM_ANY_WIDTH(brev, brev)
+#undef LOOM_ANY_WIDTH
+
+// f32 by the polynomials above, f64 by libm.
+#define LOOM_FAST(NAME, FUNCTION)                                                                          \
+  template <class V> LOOM_INLINE V NAME(V v) {                                                             \
+    if constexpr (loom_lanes::is_f32<V>)                                                                   \
+      return by_registers<f32>([](auto x) LOOM_LAMBDA { return loom_lanes::FUNCTION(x); }, v);             \
+    else return by_lane([](f64 x) { return __builtin_##NAME(x); }, v);                                     \
+  }
+LOOM_FAST(exp, exp)
+LOOM_FAST(exp2, exp2)
+LOOM_FAST(log, log)
+LOOM_FAST(log2, log2)
+LOOM_FAST(tanh, tanh)
+LOOM_FAST(erf, erf)
+LOOM_FAST(sin, circular<0>)
+LOOM_FAST(cos, circular<1>)
+#undef LOOM_FAST
+
+// ---- lane by lane, in f64 ---------------------------------------------------------------------------
+
+#define LOOM_OF_1(NAME, ...)                                                                               \
+  template <class V> LOOM_INLINE V NAME(V v) {                                                             \
+    return by_lane([](f64 x) { return (typename lane<V>::type)(__VA_ARGS__); }, v);                        \
+  }
+#define LOOM_OF_2(NAME, ...)                                                                               \
+  template <class V> LOOM_INLINE V NAME(V v, V w) {                                                        \
+    return by_lane([](f64 x, f64 y) { return (typename lane<V>::type)(__VA_ARGS__); }, v, w);              \
+  }
+LOOM_OF_1(tan, __builtin_tan(x))
+LOOM_OF_1(asin, __builtin_asin(x))
+LOOM_OF_1(acos, __builtin_acos(x))
+LOOM_OF_1(atan, __builtin_atan(x))
+LOOM_OF_1(sinh, __builtin_sinh(x))
+LOOM_OF_1(cosh, __builtin_cosh(x))
+LOOM_OF_1(asinh, __builtin_asinh(x))
+LOOM_OF_1(acosh, __builtin_acosh(x))
+LOOM_OF_1(atanh, __builtin_atanh(x))
+LOOM_OF_1(sinpi, loom_lanes::sine_of_turns(x, 0))
+LOOM_OF_1(cospi, loom_lanes::sine_of_turns(x, 1))
+LOOM_OF_1(log10, __builtin_log10(x))
+LOOM_OF_1(log1p, __builtin_log1p(x))
+LOOM_OF_1(expm1, __builtin_expm1(x))
+LOOM_OF_1(exp10, __builtin_pow(10, x))
+LOOM_OF_1(cbrt, __builtin_cbrt(x))
+LOOM_OF_1(rcbrt, 1 / __builtin_cbrt(x))
+LOOM_OF_1(erfc, __builtin_erfc(x))
+LOOM_OF_1(erfcx, loom_lanes::erfcx(x))
+LOOM_OF_1(erfinv, loom_lanes::erfinv(x))
+LOOM_OF_1(erfcinv, loom_lanes::erfcinv(x))
+LOOM_OF_1(normcdf, loom_lanes::normcdf(x))
+LOOM_OF_1(normcdfinv, -1.4142135623730951 * loom_lanes::erfcinv(2 * x))
+LOOM_OF_1(tgamma, __builtin_tgamma(x))
+LOOM_OF_1(lgamma, loom_lanes::lgamma(x))
+LOOM_OF_1(j0, ::j0(x))
+LOOM_OF_1(j1, ::j1(x))
+LOOM_OF_1(y0, ::y0(x))
+LOOM_OF_1(y1, ::y1(x))
+LOOM_OF_1(cyl_bessel_i0, loom_lanes::bessel_i(0, x))
+LOOM_OF_1(cyl_bessel_i1, loom_lanes::bessel_i(1, x))
+LOOM_OF_1(logb, __builtin_logb(x))
+LOOM_OF_2(pow, __builtin_pow(x, y))
+LOOM_OF_2(atan2, __builtin_atan2(x, y))
+LOOM_OF_2(hypot, __builtin_hypot(x, y))
+LOOM_OF_2(rhypot, 1 / __builtin_hypot(x, y))
+LOOM_OF_2(fmod, __builtin_fmod(x, y))
+LOOM_OF_2(remainder, __builtin_remainder(x, y))
+LOOM_OF_2(fdim, __builtin_fdim(x, y))
+#undef LOOM_OF_1
+#undef LOOM_OF_2
+
+template <class V> LOOM_INLINE V nextafter(V v, V w) {
+  return by_lane([](auto x, auto y) {
+    if constexpr (loom_lanes::is_f32<V>) return __builtin_nextafterf(x, y);
+    else return __builtin_nextafter(x, y);
+  }, v, w);
+}
+template <class V, class N> LOOM_INLINE V ldexp(V v, N n) {
+  return by_lane([](f64 x, i32 e) { return (typename lane<V>::type)__builtin_ldexp(x, e); }, v, n);
+}
+template <class V, class N> LOOM_INLINE V powi(V v, N n) {
+  return by_lane([](f64 x, i32 e) { return (typename lane<V>::type)__builtin_pow(x, e); }, v, n);
+}
+template <class N, class V> LOOM_INLINE V jn(N n, V v) {
+  return by_lane([](i32 order, f64 x) { return (typename lane<V>::type)::jn(order, x); }, n, v);
+}
+template <class N, class V> LOOM_INLINE V yn(N n, V v) {
+  return by_lane([](i32 order, f64 x) { return (typename lane<V>::type)::yn(order, x); }, n, v);
+}
+template <class V> LOOM_INLINE V norm3d(V a, V b, V c) {
+  return by_lane([](f64 x, f64 y, f64 z) { return (typename lane<V>::type)__builtin_hypot(__builtin_hypot(x, y), z); }, a, b, c);
+}
+template <class V> LOOM_INLINE V norm4d(V a, V b, V c, V d) { return hypot(hypot(a, b), hypot(c, d)); }
+template <class V> LOOM_INLINE V rnorm3d(V a, V b, V c) { return 1 / norm3d(a, b, c); }
+template <class V> LOOM_INLINE V rnorm4d(V a, V b, V c, V d) { return 1 / norm4d(a, b, c, d); }
+
+// ---- libdevice's names for arithmetic ---------------------------------------------------------------
+
+template <class V> LOOM_INLINE V add_rn(V x, V y) { return x + y; }
+template <class V> LOOM_INLINE V sub_rn(V x, V y) { return x - y; }
+template <class V> LOOM_INLINE V mul_rn(V x, V y) { return x * y; }
+template <class V> LOOM_INLINE V div_rn(V x, V y) { return x / y; }
+template <class V> LOOM_INLINE V rcp_rn(V x) { return 1 / x; }
+
+#define LOOM_TEST(NAME, ...)                                                                               \
+  template <class V> LOOM_INLINE like<V, i32> NAME(V v) {                                                  \
+    return by_registers<typename lane<V>::type>([](auto x) LOOM_LAMBDA {                                   \
+      typedef signed_of<decltype(x)> I;                                                                    \
+      return convert<like<I, i32>>((__VA_ARGS__) ? splat<I>(1) : splat<I>(0));                             \
+    }, v);                                                                                                 \
+  }
+LOOM_TEST(isnan, x != x)
+LOOM_TEST(isinf, loom_lanes::abs(x) == (typename lane<V>::type)__builtin_inf())
+LOOM_TEST(isfinite, x - x == 0)
+LOOM_TEST(signbit, bits<I>(x) < 0)
+#undef LOOM_TEST
+
+// Floats to integers in the four rounding modes, saturated.
+#define LOOM_TO_INTEGER(NAME, RESULT, CONVERSION)                                                          \
+  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rn(V x) { return (like<V, RESULT>)CONVERSION(rint(x)); }  \
+  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rz(V x) { return (like<V, RESULT>)CONVERSION(x); }        \
+  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rd(V x) { return (like<V, RESULT>)CONVERSION(floor(x)); } \
+  template <class V> LOOM_INLINE like<V, RESULT> NAME##_ru(V x) { return (like<V, RESULT>)CONVERSION(ceil(x)); }
+LOOM_TO_INTEGER(float2int, i32, i32_from_f32)
+LOOM_TO_INTEGER(float2uint, i32, u32_from_f32)
+LOOM_TO_INTEGER(float2ll, i64, i64_from_f32)
+LOOM_TO_INTEGER(float2ull, i64, u64_from_f32)
+LOOM_TO_INTEGER(double2int, i32, i32_from_f64)
+LOOM_TO_INTEGER(double2uint, i32, u32_from_f64)
+LOOM_TO_INTEGER(double2ll, i64, i64_from_f64)
+LOOM_TO_INTEGER(double2ull, i64, u64_from_f64)
+#undef LOOM_TO_INTEGER
+template <class V> LOOM_INLINE like<V, i64> llrint(V x) { return i64_from_f64(convert<like<V, f64>>(rint(x))); }
+template <class V> LOOM_INLINE like<V, i64> llround(V x) { return i64_from_f64(convert<like<V, f64>>(round(x))); }
+
+#define LOOM_OF_INTEGER(NAME, SIGNEDNESS, RESULT)                                                          \
+  template <class I> LOOM_INLINE like<I, RESULT> NAME(I x) { return convert<like<I, RESULT>>((SIGNEDNESS<I>)x); }
+LOOM_OF_INTEGER(int2float_rn, signed_of, f32)
+LOOM_OF_INTEGER(uint2float_rn, unsigned_of, f32)
+LOOM_OF_INTEGER(ll2float_rn, signed_of, f32)
+LOOM_OF_INTEGER(ull2float_rn, unsigned_of, f32)
+LOOM_OF_INTEGER(int2double_rn, signed_of, f64)
+LOOM_OF_INTEGER(uint2double_rn, unsigned_of, f64)
+LOOM_OF_INTEGER(ll2double_rn, signed_of, f64)
+LOOM_OF_INTEGER(ull2double_rn, unsigned_of, f64)
+#undef LOOM_OF_INTEGER
+template <class V> LOOM_INLINE like<V, f32> double2float_rn(V x) { return convert<like<V, f32>>(x); }
+
+template <class V> LOOM_INLINE like<V, i32> float_as_int(V x) { return bits<like<V, i32>>(x); }
+template <class I> LOOM_INLINE like<I, f32> int_as_float(I x) { return bits<like<I, f32>>(x); }
+template <class V> LOOM_INLINE like<V, i64> double_as_longlong(V x) { return bits<like<V, i64>>(x); }
+template <class I> LOOM_INLINE like<I, f64> longlong_as_double(I x) { return bits<like<I, f64>>(x); }
+template <class V> LOOM_INLINE like<V, i32> double2loint(V x) { return convert<like<V, i32>>(bits<like<V, i64>>(x)); }
+template <class V> LOOM_INLINE like<V, i32> double2hiint(V x) { return convert<like<V, i32>>(bits<like<V, i64>>(x) >> 32); }
+template <class I> LOOM_INLINE like<I, f64> hiloint2double(I high, I low) {
+  typedef like<I, u64> L;
+  return bits<like<I, f64>>(convert<L>((unsigned_of<I>)high) << 32 | convert<L>((unsigned_of<I>)low));
+}
+
+template <class V> LOOM_INLINE like<V, i32> ilogb(V v) {
+  return by_lane([](f64 x) { return __builtin_ilogb(x); }, v);
+}
+template <class I> LOOM_INLINE like<I, i32> popc(I v) {
+  return by_lane([](auto x) LOOM_LAMBDA { return __builtin_popcountll((unsigned_of<decltype(x)>)x); }, v);
+}
+template <class I> LOOM_INLINE like<I, i32> clz(I v) {
+  constexpr int unused = 64 - loom_lanes::width_of<I>;
+  return by_lane([](auto x) LOOM_LAMBDA {
+    return x == 0 ? 64 - unused : __builtin_clzll((unsigned_of<decltype(x)>)x) - unused;
+  }, v);
+}
+template <class I> LOOM_INLINE like<I, i32> ffs(I v) {
+  return by_lane([](i64 x) LOOM_LAMBDA { return __builtin_ffsll(x); }, v);
+}
+template <class I> LOOM_INLINE I mul24(I a, I b) { return (a << 8 >> 8) * (b << 8 >> 8); }
+template <class I> LOOM_INLINE I umul24(I a, I b) { return (a & 0xFFFFFF) * (b & 0xFFFFFF); }
+template <class I> LOOM_INLINE I hadd(I a, I b) { return (a & b) + ((a ^ b) >> 1); }
+template <class I> LOOM_INLINE I rhadd(I a, I b) { return (a | b) - ((a ^ b) >> 1); }
+template <class I> LOOM_INLINE I uhadd(I a, I b) { return (I)hadd((unsigned_of<I>)a, (unsigned_of<I>)b); }
+template <class I> LOOM_INLINE I urhadd(I a, I b) { return (I)rhadd((unsigned_of<I>)a, (unsigned_of<I>)b); }
+template <class I> LOOM_INLINE I usad(I a, I b, I c) {
+  typedef unsigned_of<I> U;
+  return (I)sad((U)a, (U)b, (U)c);
+}
+template <class I> LOOM_INLINE I byte_perm(I a, I b, I selectors) {
+  return by_lane([](u32 x, u32 y, u32 s) { return loom_lanes::permute_bytes(x, y, s); }, a, b, selectors);
+}
+
+}  // namespace loom_math

@@ -1,0 +1,463 @@
+"""The operations on tiles: each runs its loop nest where it stands."""
+
+from __future__ import annotations
+
+from .control import ControlFlow
+from .frame import Buffer
+from .nest import I1, I32, Form, Index, LoopNest, constant_index
+from .ops import (
+    ELEMENTWISE,
+    IGNORED,
+    Unsupported,
+    c_type,
+    literal,
+    narrow,
+    size_of,
+    stored_type,
+    vector_of,
+    widen,
+)
+from .schedule import lane_dimension
+from .ttir import Op, Scalar, Tensor, Value, element_of, shape_of
+
+F32, F64, I8 = Scalar("f32"), Scalar("f64"), Scalar("i8")
+
+
+class FunctionEmitter(ControlFlow):
+    # -- memory --
+
+    def on_tt_load(self, op: Op) -> None:
+        pointer, *masked = (self.scalar(v) for v in op.operands)
+        text = f"*{pointer}{' != 0' if op.result.type == I1 else ''}"
+        if masked:
+            rest = masked[1] if len(masked) > 1 else literal(op.result.type, 0)
+            text = f"{masked[0]} ? {text} : {rest}"
+        self.let(op.result, text)
+
+    def on_tt_unsplat(self, op: Op) -> None:
+        (value,) = op.operands
+        self.prepare([value], None)
+        nest = LoopNest(self, ())
+        form = nest.eval(value, tuple(constant_index(0) for _ in shape_of(value.type)))
+        name = self.variable(op.result)
+        nest.do(f"{name} = {form.expr};", 0)
+        self.run_nest(nest)
+
+    def on_tt_store(self, op: Op) -> None:
+        self.comment(op)
+        home = self.plan.nest(op)
+        self.prepare(op.operands, home)
+        asked = self.plan.ask.get(home, []) if home else []
+        if not asked:
+            self.store_tile(op)
+            return
+        apart = self.unit.unique("apart")
+        self.lines += [f"bool {apart} = true;", *self.compare_addresses(op, asked, apart)]
+        self.lines.append(f"if ({apart}) {{")
+        self.store_tile(op)
+        self.lines.append("} else {  // overlapping views of one tensor: all is loaded before any is stored")
+        for value in asked:
+            self.plan.buffered.add(value)
+            self.fill(value)
+        self.store_tile(op)
+        self.lines.append("}")
+
+    def store_tile(self, op: Op) -> None:
+        nest = LoopNest(self, shape_of(op.operands[1].type), values=op.operands)
+        nest.store(op)
+        self.run_nest(nest)
+
+    def compare_addresses(self, store: Op, loads: list[Value], apart: str) -> list[str]:
+        """Clears `apart` unless the tile of each load is exactly where the store's is, or clear of it."""
+        shape = shape_of(store.operands[0].type)
+        corners: list[Index] = [
+            tuple(constant_index(0) for _ in shape),
+            tuple(constant_index(extent - 1) for extent in shape),
+        ]
+        nest = LoopNest(self, ())
+        ends = [nest.eval(store.operands[0], corner).expr for corner in corners]
+        for value in loads:
+            assert value.producer
+            mine = [nest.eval(value.producer.operands[0], corner).expr for corner in corners]
+            nest.do(f"{apart} &= same_or_apart({', '.join(mine + ends)});", 0)
+        return nest.render()
+
+    def on_tt_atomic_rmw(self, op: Op) -> None:
+        element = element_of(op.result.type)
+        update = _ATOMICS.get(op.attrs["flags"][0])
+        if update is None or not isinstance(element, Scalar):
+            raise Unsupported(op, f"{op.attrs['flags'][0]} on {element}")
+        update_text = widened(element, update)
+        change = f"[&]({c_type(element)} old) {{ return {update_text}; }}"
+        self.atomic(
+            op, f"atomic_update({{0}}, {change.replace('{', '{{').replace('}', '}}')})".replace("@", "{1}")
+        )
+
+    def on_tt_atomic_cas(self, op: Op) -> None:
+        self.atomic(op, f"atomic_cas<{c_type(element_of(op.result.type))}>({{0}}, {{1}}, {{2}})")
+
+    def atomic(self, op: Op, template: str) -> None:
+        """One element after another, an indivisible update each; 0 where the mask is off."""
+        self.comment(op)
+        self.prepare(op.operands, self.plan.nest(op))
+        shape = shape_of(op.result.type)
+        nest = LoopNest(self, shape, lanes=1, values=op.operands)
+        forms = [nest.at_own_index(v).expr for v in op.operands]
+        text = template.format(*forms)
+        if op.name == "tt.atomic_rmw" and len(forms) > 2:
+            text = f"{forms[2]} ? {text} : {literal(element_of(op.result.type), 0)}"
+        if not shape:
+            nest.do(f"{self.variable(op.result)} = {text};", 0)
+        elif op.result in self.plan.uses:
+            buffer = self.buffer_for(op.result)
+            buffer.filled = True
+            nest.do(f"{buffer.name}[{nest.linear(nest.index, shape).expr}] = {text};", nest.depth)
+        else:
+            nest.do(f"(void)({text});", nest.depth)
+        self.run_nest(nest)
+
+    # -- messages --
+
+    def on_tt_assert(self, op: Op) -> None:
+        message = op.attrs.get("text") or op.attrs.get("message") or ""
+        text = _c_string(f"{op.location}: {message}" if op.location else str(message))
+        self.prepare(op.operands, self.plan.nest(op))
+        nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
+        form = nest.at_own_index(op.operands[0])
+        nest.do(f"if (!all({nest.vec(form)})) fail(p, {text});", nest.depth)
+        self.run_nest(nest)
+
+    def on_tt_print(self, op: Op) -> None:
+        prefix = _c_string(op.attrs.get("text", ""))
+        signed = op.attrs.get("isSigned") or [1] * len(op.operands)
+        if not op.operands:
+            self.lines.append(f"print_line(p, {prefix});")
+        for value, is_signed in zip(op.operands, signed, strict=True):
+            self.prepare([value], None)
+            nest = LoopNest(self, shape_of(value.type), lanes=1)
+            element = element_of(value.type)
+            text = nest.at_own_index(value).expr
+            if isinstance(element, Scalar):
+                text = widen(element.name, text)
+                if not element.is_float and not is_signed and element != I1:
+                    text = f"(u{element.bits}){text}"
+            place = ", ".join([*(i.expr for i in nest.index), "0"])  # C++ has no empty arrays
+            hexadecimal = "true" if op.attrs.get("hex") else "false"
+            nest.do(f"print_value(p, {prefix}, {{{place}}}, {text}, {hexadecimal});", nest.depth)
+            self.run_nest(nest)
+
+    # -- reductions and scans --
+
+    def combiner(self, ops: list[Op]) -> str:
+        """The combining regions as one C++ struct template: what reductions or a scan carry in W lanes."""
+        name = self.unit.unique("combine")
+        names: dict[Value, str] = {}
+        fields: list[str] = []
+        lines: list[str] = []
+        results: list[str] = []
+        for op in ops:
+            block = op.regions[0].block
+            half = len(block.args) // 2
+            for i, arg in enumerate(block.args[:half], len(fields)):
+                names[arg], names[block.args[i - len(fields) + half]] = f"a{i}", f"b.a{i}"
+            fields += [
+                f"{c_type(element_of(a.type), 'W')} a{len(fields) + i};"
+                for i, a in enumerate(block.args[:half])
+            ]
+            *inner, terminator = block.ops
+            for each in inner:
+                lines += _lane_code(each, names)
+            results += [_lane_value(v, names) for v in terminator.operands]
+        if len(results) > 1:  # every result is computed from the old values
+            lines += [f"const auto r{i} = {text};" for i, text in enumerate(results)]
+            results = [f"r{i}" for i in range(len(results))]
+        halves = []
+        if ops[0].name == "tt.reduce":
+            for side in ("lower", "upper"):
+                values = ", ".join(f"::{side}(a{i})" for i in range(len(fields)))
+                halves.append(f"LOOM_ALWAYS {name}<W / 2> {side}() const {{ return {{{values}}}; }}")
+        self.unit.top += [
+            f"template <int W> struct {name} {{",
+            *fields,
+            f"LOOM_ALWAYS void take(const {name} &b) {{",
+            *lines,
+            *(f"a{i} = {text};" for i, text in enumerate(results)),
+            "}",
+            *halves,
+            "};",
+            "",
+        ]
+        return name
+
+    def on_tt_reduce(self, op: Op) -> None:
+        """Chunks are combined lane by lane, then the lanes; reductions of one shape share a nest."""
+        ops = self.plan.siblings[op]
+        if op is not ops[0]:
+            return  # done with the first of them
+        self.comment(op)
+        axis = op.attrs["axis"]
+        shape = shape_of(op.operands[0].type)
+        operands = [v for each in ops for v in each.operands]
+        combine = self.combiner(ops)
+        self.prepare(operands, self.plan.nest(op))
+        nest = LoopNest(self, shape, innermost=axis, values=operands)
+        values = ", ".join(nest.vec(nest.at_own_index(v)) for v in operands)
+        along_lanes = nest.lane_dim == axis and nest.lanes > 1
+        total = f"reduce<{nest.step_of(axis)}, {shape[axis]}>(chunk)"
+        body = [
+            f"auto chunk = [&](i32 {nest.variables[axis]}) LOOM_ALWAYS -> {combine}<{nest.lanes}> {{",
+            *nest.code[-1],
+            f"return {{{values}}};",
+            "};",
+            f"const auto total = {f'across_lanes({total})' if along_lanes else total};",
+        ]
+        nest.code[-1] = []
+        lanes = nest.lanes
+        nest.lanes = 1 if along_lanes else lanes
+        index = tuple(form for d, form in enumerate(nest.index) if d != axis)
+        for i, result in enumerate(r for each in ops for r in each.results):
+            self.keep(nest, index, result, f"total.a{i}")
+        nest.lanes = lanes
+        body += nest.code[-1]
+        nest.code[-1] = []
+        self.run_nest(nest, body)
+
+    def keep(self, nest: LoopNest, index: Index, result: Value, text: str) -> None:
+        """result[index] = text, in the innermost loop."""
+        if not isinstance(result.type, Tensor):
+            nest.do(f"{self.variable(result)} = {text};", nest.depth)
+            return
+        buffer = self.buffer_for(result)
+        buffer.filled = True
+        form = Form("uniform" if nest.lanes == 1 else "vector", buffer.element, text, nest.depth)
+        nest.write(buffer, nest.linear(index, buffer.shape), form)
+
+    def on_tt_scan(self, op: Op) -> None:
+        self.comment(op)
+        axis = op.attrs["axis"]
+        shape = shape_of(op.operands[0].type)
+        combine = self.combiner([op])
+        self.prepare(op.operands, self.plan.nest(op))
+        lanes = 1 if lane_dimension(shape) == axis else None
+        nest = LoopNest(self, shape, innermost=axis, lanes=lanes, values=op.operands)
+        variable = nest.variables[axis]
+        if op.attrs.get("reverse"):
+            flipped = Form("uniform", I32, f"({shape[axis] - 1} - {variable})", nest.depth)
+            nest.index = tuple(flipped if d == axis else form for d, form in enumerate(nest.index))
+        values = ", ".join(nest.vec(nest.at_own_index(v)) for v in op.operands)
+        nest.do(f"{combine}<{nest.lanes}> running;", nest.depth - 1)
+        nest.do(f"const {combine}<{nest.lanes}> next = {{{values}}};", nest.depth)
+        nest.do(f"if ({variable} == 0) running = next;", nest.depth)
+        nest.do("else running.take(next);", nest.depth)
+        for i, result in enumerate(op.results):
+            self.keep(nest, nest.index, result, f"running.a{i}")
+        self.run_nest(nest)
+
+    # -- matrix products --
+
+    def on_tt_dot(self, op: Op) -> None:
+        self.comment(op)
+        a, b, _ = op.operands
+        element, out = element_of(a.type), element_of(op.result.type)
+        if element == I8 and out == I32:
+            work, accumulate = I8, I32
+        elif element == F64:
+            work, accumulate = F64, F64
+        elif element.is_float and element_of(b.type).is_float:
+            work, accumulate = F32, F32
+        else:
+            raise Unsupported(op, f"{element} x {element_of(b.type)} -> {out}")
+        left = self.stored(a, self.plan.nest(op, 0), work)
+        right = self.stored(b, self.plan.nest(op, 1), work)
+        self.multiply(op, left, right, accumulate)
+
+    def multiply(self, op: Op, left: Buffer, right: Buffer, accumulate: Scalar) -> None:
+        """result = c + left x right, accumulated in place; a narrower result is rounded once, at the end."""
+        c = op.operands[2]
+        target, out = self.buffer_for(op.result), element_of(op.result.type)
+        into = target if out == accumulate else self.new_buffer(op.result.name, accumulate, target.shape)
+        if self.aliases.get(target, target) is not self.buffers.get(c):
+            self.write_to([(into, c)], self.plan.nest(op, 2))
+        *batch, m, n = target.shape
+        k = left.shape[-1]
+        kernel = "dot_i8" if left.element == I8 else "dot"
+        template = f"{m}, {n}, {k}" if left.element == I8 else f"{c_type(accumulate)}, {m}, {n}, {k}"
+        names = [left.name, right.name, into.name]
+        if batch:
+            self.lines.append(f"for (i32 batch = 0; batch < {batch[0]}; ++batch)")
+            names = [
+                f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
+            ]
+        self.lines.append(f"{kernel}<{template}>({', '.join(names)});")
+        if into is not target:
+            assert isinstance(out, Scalar)
+            nest = LoopNest(self, target.shape, values=[])
+            linear = nest.linear(nest.index, target.shape)
+            wide = nest.read(into, linear, "wide")
+            nest.write(target, linear, wide, narrow(out.name, nest.vec(wide)))
+            self.run_nest(nest)
+        target.filled = True
+
+    def on_tt_dot_scaled(self, op: Op) -> None:
+        self.comment(op)
+        left, right = (
+            self.dequantized(op, side, v) for side, v in zip(("lhs", "rhs"), op.operands, strict=False)
+        )
+        self.multiply(op, left, right, F32)
+
+    def dequantized(self, op: Op, side: str, value: Value) -> Buffer:
+        """An operand of dot_scaled as fp32: decoded, unpacked, times its scale per group along K.
+
+        lhs is [.., M, K] and rhs [.., K, N]; e2m1 packs two neighbours along K (or, by attribute, along the
+        other dimension) into a byte, the first in the low half. Scales are [.., M, K / group] and
+        [.., N, K / group].
+        """
+        kind = op.attrs[side]
+        raw = self.stored(value)
+        slot = op.attrs[f"{side}_scale"]
+        scale = self.stored(op.operands[slot]) if slot is not None else None
+        *batch, rows, columns = raw.shape
+        k_last = side == "lhs"
+        packed_row = packed_column = False
+        if kind == "e2m1":
+            packed_column = k_last == (op.attrs.get(f"{side}_k_pack", True) is not False)
+            packed_row = not packed_column
+            rows, columns = rows * (1 + packed_row), columns * (1 + packed_column)
+        wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
+        row, column = f"r{' / 2' if packed_row else ''}", f"c{' / 2' if packed_column else ''}"
+        place = f"(b * {raw.shape[-2]} + {row}) * {raw.shape[-1]} + {column}"
+        code = f"{raw.name}[{place}]"
+        if kind == "e2m1":
+            decoded = f"f32_from_e2m1((u8)({code} >> ({'r' if packed_row else 'c'} % 2 * 4) & 15))"
+        elif kind in _SCALED_KINDS:
+            decoded = f"f32_from_{_SCALED_KINDS[kind]}(({'u16' if kind in ('bf16', 'fp16') else 'u8'}){code})"
+        else:
+            raise Unsupported(op, f"operands of kind {kind}")
+        if scale is not None:
+            lines, groups = scale.shape[-2:]
+            line, position = ("r", "c") if k_last else ("c", "r")
+            per_group = (columns if k_last else rows) // groups
+            format_ = "e4m3" if str(scale.element) == "f8E4M3FN" else "e8m0"
+            code = f"{scale.name}[(b * {lines} + {line}) * {groups} + {position} / {per_group}]"
+            decoded += f" * f32_from_{format_}((u8){code})"
+        self.lines += [
+            f"for (i32 b = 0; b < {batch[0] if batch else 1}; ++b)",
+            f"for (i32 r = 0; r < {rows}; ++r)",
+            f"for (i32 c = 0; c < {columns}; ++c)",
+            f"{wide.name}[(b * {rows} + r) * {columns} + c] = {decoded};",
+        ]
+        wide.filled = True
+        return wide
+
+    # -- the rest --
+
+    def on_tt_histogram(self, op: Op) -> None:
+        self.comment(op)
+        source = self.stored(op.operands[0])
+        mask = self.stored(op.operands[1]) if len(op.operands) > 1 else None
+        target = self.buffer_for(op.result)
+        self.lines += [
+            f"__builtin_memset({target.name}, 0, {target.size * size_of(target.element)});",
+            f"for (i32 i = 0; i < {source.size}; ++i) {{",
+            f"const u64 bin = (u64)(i64){source.name}[i];",
+            f"if ({f'{mask.name}[i] && ' if mask else ''}bin < {target.size}) ++{target.name}[bin];",
+            "}",
+        ]
+        target.filled = True
+
+    def on_tt_join(self, op: Op) -> None:
+        self.prepare(op.operands, self.plan.nest(op))
+        target = self.buffer_for(op.result)
+        nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
+        sides = [nest.vec(nest.at_own_index(v)) for v in op.operands]
+        stored = stored_type(target.element)
+        type_ = vector_of(stored, nest.lanes)
+        if target.element == I1:
+            sides = [f"convert<{type_}>({x})" if nest.lanes > 1 else f"(i8)-(i8){x}" for x in sides]
+        linear = nest.linear(nest.index, nest.shape)
+        place = f"({stored} *){target.name} + 2 * ({linear.expr})"
+        nest.do(f"store_interleaved<{type_}>({place}, {', '.join(sides)});", nest.depth)
+        self.run_nest(nest)
+        target.filled = True
+
+    def on_tt_cat(self, op: Op) -> None:
+        target = self.buffer_for(op.result)
+        for half, value in enumerate(op.operands):
+            place = f"({target.name} + {half * target.size // 2})"
+            self.write_to(
+                [(Buffer(place, target.element, shape_of(value.type)), value)], self.plan.nest(op, half)
+            )
+        target.filled = True
+
+    def on_tt_map_elementwise(self, op: Op) -> None:
+        self.comment(op)
+        pack = op.attrs.get("pack", 1)
+        region = op.regions[0]
+        name = self.unit.unique("element")
+        self.unit.define(
+            name, region.blocks[0].args, [element_of(r.type) for r in op.results for _ in range(pack)], region
+        )
+        sources = [self.stored(v) for v in op.operands]
+        targets = [self.buffer_for(r) for r in op.results]
+        passed = [f"{s.name}[i + {j}]" for s in [*sources, *targets] for j in range(pack)]
+        self.lines.append(
+            f"for (i32 i = 0; i < {targets[0].size}; i += {pack}) {name}(p, {', '.join(passed)});"
+        )
+        for target in targets:
+            target.filled = True
+
+
+def _lane_value(value: Value, names: dict[Value, str]) -> str:
+    """An operand inside a combining region, as W lanes."""
+    if value in names:
+        return names[value]
+    op = value.producer
+    if op is None or op.name != "arith.constant":
+        raise Unsupported(op or Op("tt.reduce", []), "a combining function may only use its arguments")
+    element = element_of(value.type)
+    type_ = c_type(element, "W")
+    if element == I1:
+        return f"({type_})({type_}{{}} == {0 if op.attrs['value'] else 1})"
+    return f"splat<{type_}>({literal(element, op.attrs['value'])})"
+
+
+def _lane_code(op: Op, names: dict[Value, str]) -> list[str]:
+    if op.name == "arith.constant" or op.name in IGNORED:
+        return []
+    if op.name not in ELEMENTWISE:
+        raise Unsupported(op, "inside a combining function")
+    text = ELEMENTWISE[op.name].write(op, [_lane_value(v, names) for v in op.operands], "W")
+    names[op.result] = f"v{len(names)}"
+    return [f"const {c_type(element_of(op.result.type), 'W')} {names[op.result]} = {text};"]
+
+
+_SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "bf16": "bf16", "fp16": "f16"}
+
+# The new value of an atomic update, from `old` and the operand `@`; U casts to unsigned.
+_ATOMICS = {
+    "fadd": "old + @",
+    "add": "old + @",
+    "and": "old & @",
+    "or": "old | @",
+    "xor": "old ^ @",
+    "max": "old > @ ? old : @",
+    "min": "old < @ ? old : @",
+    "umax": "(U)old > (U)@ ? old : @",
+    "umin": "(U)old < (U)@ ? old : @",
+    "exch": "@",
+}
+
+
+def widened(element: Scalar, update: str) -> str:
+    """An atomic update on a type that C++ lacks goes through f32, with one rounding."""
+    if element.is_float and update != "@":
+        return narrow(
+            element.name,
+            update.replace("old", widen(element.name, "old")).replace("@", widen(element.name, "@")),
+        )
+    return f"({c_type(element)})({update.replace('(U)', f'(u{element.bits})')})"
+
+
+def _c_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
