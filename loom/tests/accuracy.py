@@ -26,12 +26,16 @@ def assert_rounded_once(got: torch.Tensor, truth: torch.Tensor, noise: torch.Ten
     check(got, truth, noise + ulp(truth, got.dtype) / 2)
 
 
-def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, ulps: float) -> None:
-    """In every row, the error is at most twice that of the same computation in eager PyTorch, plus `ulps`
-    units in the last place of the row's largest value."""
-    truth, rows = truth.double(), _rows(truth.double())
-    eager_error = (_rows(eager.double()) - rows).abs().amax(1, keepdim=True)
-    limit = 2 * eager_error + ulps * ulp(rows.abs().amax(1, keepdim=True), got.dtype)
+def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, factor: float = 2) -> None:
+    """In every row the error is at most `factor` times that of eager PyTorch in the same dtype, plus the rounding
+    of the result and eight of float32, which is what another order of adding up a thousand terms amounts to (a
+    random walk of sqrt(1000) steps of a quarter). Eager's error in a row counts as no smaller than it is overall,
+    relative to the largest values: a row where it was lucky sets no standard."""
+    rows, eager_rows = _rows(truth.double()), _rows(eager.double())
+    largest = rows.abs().amax(1, keepdim=True)
+    error = (eager_rows - rows).abs().amax(1, keepdim=True)
+    error = torch.maximum(error, largest * (error.max() / largest.max()))
+    limit = factor * error + 8 * EPS32 * largest + ulp(largest, got.dtype)
     check(got, truth, limit.expand_as(rows).reshape(truth.shape))
 
 

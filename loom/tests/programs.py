@@ -255,10 +255,6 @@ def _negative(x: Array) -> Array:
     return -x if triton.__version__ >= "3.9" or x.dtype.kind != "f" else 0 - x
 
 
-def _nonzero(x: Array) -> Array:
-    return np.where(x == 0, np.ones_like(x), x)
-
-
 # i1 is an integer modulo 2
 elementwise("add", "{0} + {1}", lambda a, b: a ^ b if a.dtype == bool else a + b)
 elementwise("sub", "{0} - {1}", lambda a, b: a ^ b if a.dtype == bool else a - b)
@@ -279,11 +275,13 @@ elementwise("sqrt", "tl.sqrt({0})", np.sqrt)
 elementwise("sqrt_rn", "tl.sqrt_rn({0})", np.sqrt)
 elementwise("div_rn", "tl.div_rn({0}, {1})", np.divide)
 elementwise("umulhi", "tl.umulhi({0}, {1})", lambda a, b: _high_half(a, b))
-# the sign of a quotient and a remainder is as in C
-elementwise(
-    "quotient", "{0} // tl.where({1} == 0, 1, {1}).to({dtype})", lambda a, b: (a - np.fmod(a, _nonzero(b))) // _nonzero(b)
-)
-elementwise("remainder", "{0} % tl.where({1} == 0, 1, {1}).to({dtype})", lambda a, b: np.fmod(a, _nonzero(b)))
+elementwise("quotient", "{0} // {1}", lambda a, b: _quotient(a, b))
+elementwise("remainder", "{0} % {1}", lambda a, b: np.where(b == 0, a, np.fmod(a, b)))
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    """Rounded toward zero; of a division by zero, all bits are set."""
+    return np.where(b == 0, ~np.zeros_like(b), (a - np.fmod(a, b)) // b)
 
 
 def _high_half(a: Array, b: Array) -> Array:
@@ -347,7 +345,7 @@ def _fma(s: Step, a: Array, b: Array, c: Array) -> Array:
     if s.target is F64:
         return np.asarray(_fma64(a, b, c), np.float64)
     product = np.multiply(a, b, dtype=np.float64)  # exact
-    total = _odd_sum(*(np.ascontiguousarray(x) for x in np.broadcast_arrays(product, c.astype(np.float64))))
+    total = _odd_sum(*np.broadcast_arrays(product, c.astype(np.float64)))
     return total.astype(np.float32) if s.target is F32 else s.target.round(total)
 
 
@@ -386,13 +384,7 @@ def _cast_step(s: Step, x: Array) -> Array:
 
 @operation("bits", "{0}.to({dtype}, bitcast=True)")
 def _bits(s: Step, x: Array) -> Array:
-    return s.target.decode(s.source.encode(np.ascontiguousarray(x)).reshape(x.shape))
-
-
-@operation("bits_of_number", "tl.where({0} == {0}, {0}, 0.0).to({dtype}, bitcast=True)")
-def _bits_of_number(s: Step, x: Array) -> Array:
-    """The bits of a NaN are anyone's guess."""
-    return np.asarray(_bits(s, np.where(np.isnan(x), np.zeros_like(x), x)))
+    return s.target.decode(s.source.encode(x))
 
 
 # -- functions that are not exact --
@@ -466,9 +458,13 @@ def _total(s: Step, x: Array, add: Callable[[Array], Array], terms: int) -> Arra
     unit = np.longdouble(2) ** -8
     whole = add((finite / unit != np.rint(finite / unit)).astype(np.longdouble)) == 0
     exact = whole & (magnitude < unit * 2 ** (s.target.precision))
-    margin = np.where(exact, 0, (terms - 1) * magnitude * np.ldexp(np.longdouble(1), -s.target.precision) * 1.001)
+    margin = np.where(
+        exact, 0, (terms - 1) * magnitude * np.ldexp(np.longdouble(1), -s.target.precision) * 1.001
+    )
     result = Within.around(add(x.astype(np.longdouble)), margin)
-    return replace(result, open=magnitude >= s.target.overflow * (1 - np.longdouble(2) ** -s.target.precision))
+    return replace(
+        result, open=magnitude >= s.target.overflow * (1 - np.longdouble(2) ** -s.target.precision)
+    )
 
 
 def _axes(s: Step) -> dict[str, Any]:
@@ -530,7 +526,9 @@ def _argmin(s: Step, x: Array) -> Array:
 
 # -- values from nowhere --
 
-operation("range", "tl.arange({start}, {end})")(lambda s: np.arange(s.params["start"], s.params["end"], dtype=np.int32))
+operation("range", "tl.arange({start}, {end})")(
+    lambda s: np.arange(s.params["start"], s.params["end"], dtype=np.int32)
+)
 operation("full", "tl.full({shape}, {text}, {dtype})")(
     lambda s: np.full(s.result.shape, s.params["value"], s.target.array)
 )
@@ -587,12 +585,13 @@ class Machine:
             assert step.access
             touched, where = self.touched(step.access), self.addresses(step.access)
             read = step.target.decode(self.memory[step.access.buffer.name][np.where(touched, where, 0)])
-            self.values[step.result.name] = np.where(touched, read, self.value(step.args[0])) if step.args else read
+            self.values[step.result.name] = (
+                np.where(touched, read, self.value(step.args[0])) if step.args else read
+            )
         elif step.op == "store":
             assert step.access
-            value = np.ascontiguousarray(np.broadcast_to(self.value(step.args[0]), step.access.shape))
             touched, where = self.touched(step.access), self.addresses(step.access)
-            encoded = step.source.encode(value).reshape(value.shape)
+            encoded = step.source.encode(self.value(step.args[0]))
             self.memory[step.access.buffer.name][where[touched]] = encoded[touched]
         elif step.op == "loop":
             carried = [self.value(v) for v in step.args]
@@ -613,7 +612,9 @@ class Machine:
         result = OPERATIONS[step.op].evaluate(step, *(self.value(v) for v in step.args))
         var = step.result
         if isinstance(result, Within):
-            stored = self.observed[step.access.buffer.name][self.addresses(step.access)] if step.access else None
+            stored = (
+                self.observed[step.access.buffer.name][self.addresses(step.access)] if step.access else None
+            )
             assert stored is not None
             kernel = var.dtype.decode(stored)
             bad = ~result.holds(var.dtype, kernel)
@@ -621,7 +622,9 @@ class Machine:
                 at = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(bad)))
                 at = at if var.shape else ()
                 low, high = (np.broadcast_to(x, var.shape)[at] for x in (result.low, result.high))
-                operands = [np.broadcast_to(self.value(v), var.shape)[at] for v in step.args if v.shape == var.shape]
+                operands = [
+                    np.broadcast_to(self.value(v), var.shape)[at] for v in step.args if v.shape == var.shape
+                ]
                 raise Mismatch(
                     f"{var.name} = {step.op}: {int(bad.sum())} of {bad.size} elements; {kernel[at]!r} at {at} is not "
                     f"within {low!r} .. {high!r}, operands {operands}"
@@ -687,7 +690,9 @@ class Program:
         memory = {}
         for buffer in self.buffers:
             size = buffer.extent * GRID
-            raw = np.full(size + 2 * GUARD, 0xA5A5A5A5A5A5A5A5, np.uint64).astype(f"u{max(buffer.dtype.bits, 8) // 8}")
+            raw = np.full(size + 2 * GUARD, 0xA5A5A5A5A5A5A5A5, np.uint64).astype(
+                f"u{max(buffer.dtype.bits, 8) // 8}"
+            )
             if buffer.name in loaded:
                 raw[GUARD : GUARD + size] = buffer.dtype.encode(sample(buffer.dtype, size, random))
             memory[buffer.name] = raw
@@ -696,9 +701,7 @@ class Program:
     def run(self, kernel: Any, launch: int) -> dict[str, Array]:
         """Memory after a launch of the kernel."""
         memory = self.memory(launch)
-        tensors = [
-            torch.from_numpy(memory[b.name])[GUARD:].view(b.dtype.torch) for b in self.buffers
-        ]
+        tensors = [torch.from_numpy(memory[b.name])[GUARD:].view(b.dtype.torch) for b in self.buffers]
         scalars = [values[launch] for values in [*self.numbers.values(), *self.reals.values()]]
         kernel[(GRID,)](*tensors, *scalars)
         return memory
@@ -752,7 +755,9 @@ def _written(steps: Sequence[Step], indent: str) -> Iterator[str]:
             yield from _written(step.blocks[0], indent + "    ")
             yield f"{indent}    {names} = {', '.join(v.name for v in step.params['next'])}\n"
         elif step.op == "if":
-            for head, block, end in zip((f"if {args}:", "else:"), step.blocks, step.params["ends"], strict=True):
+            for head, block, end in zip(
+                (f"if {args}:", "else:"), step.blocks, step.params["ends"], strict=True
+            ):
                 yield f"{indent}{head}\n"
                 yield from _written(block, indent + "    ")
                 yield f"{indent}    {names} = {end.name}\n"
@@ -808,7 +813,9 @@ def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
         extreme = random.choice(np.array([low, low + 1, 0, 1, 2, high - 1, high], object), size)
         anything = random.integers(low, high, size, dtype.array, endpoint=True).astype(object)
         kinds = [small.astype(object), near, extreme, anything]
-        chosen = _mixed(kinds, [0.97, 0.01, 0.01, 0.01] if random.random() < 0.3 else [0.3, 0.3, 0.1, 0.3], random)
+        chosen = _mixed(
+            kinds, [0.97, 0.01, 0.01, 0.01] if random.random() < 0.3 else [0.3, 0.3, 0.1, 0.3], random
+        )
         return np.asarray(chosen & ((1 << dtype.bits) - 1), f"u{dtype.bits // 8}").view(dtype.array)
     with np.errstate(all="ignore"):
         normal = random.standard_normal(size) * 2.0 ** random.integers(-3, 12)
@@ -816,7 +823,9 @@ def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
         anything = random.integers(0, 2**dtype.bits - 1, size, np.uint64, endpoint=True)
         patterns = dtype.decode(anything.astype(f"u{dtype.bits // 8}")).astype(np.float64)
         tiny, huge = 2.0**dtype.least, float(dtype.overflow * (1 - np.longdouble(2) ** -dtype.precision))
-        extreme = random.choice([0.0, -0.0, np.inf, -np.inf, np.nan, tiny, tiny / 4, -tiny, huge, -huge, 1.0], size)
+        extreme = random.choice(
+            [0.0, -0.0, np.inf, -np.inf, np.nan, tiny, tiny / 4, -tiny, huge, -huge, 1.0], size
+        )
         mild = random.random() < 0.5
         weights = [0.4, 0.3, 0.3, 0, 0] if mild else [0.15, 0.25, 0.1, 0.3, 0.2]
         return dtype.round(_mixed([small.astype(float), normal, halves, patterns, extreme], weights, random))
@@ -832,7 +841,7 @@ def _mixed(kinds: list[Array], weights: list[float], random: np.random.Generator
 LIMIT = 2048  # elements of a tile
 EXACT_MATH = {"floor": WIDE_FLOATS, "ceil": WIDE_FLOATS, "sqrt": WIDE_FLOATS, "sqrt_rn": (F32,)}
 INEXACT_MATH = ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "rsqrt", "sigmoid")
-ARITHMETIC = ("add", "sub", "mul", "minimum", "maximum")
+ORDERING = ("minimum", "maximum", "least", "most")  # bf16 is compared as f32
 
 
 class Author:
@@ -938,7 +947,9 @@ class Author:
 
     def strides(self, shape: Shape, unique: bool, launches: int) -> list[list[int]]:
         """Strides for each launch: the elements of the tile in some order, at some distance."""
-        order = self.choose([tuple(range(len(shape))), tuple(reversed(range(len(shape)))), *_permutations(len(shape))])
+        order = self.choose(
+            [tuple(range(len(shape))), tuple(reversed(range(len(shape)))), *_permutations(len(shape))]
+        )
         signs = [-1 if self.chance(8) else 1 for _ in shape]
         zero = self.integer(0, len(shape) - 1) if shape and not unique and self.chance(10) else None
         found = []
@@ -1019,9 +1030,7 @@ class Author:
 
     def store_in_place(self) -> None:
         """Over an input, each element where it was loaded from."""
-        accesses = [
-            s.access for s in self.steps if s.op == "load" and s.access and s.access.unique
-        ]
+        accesses = [s.access for s in self.steps if s.op == "load" and s.access and s.access.unique]
         if self.depth or not accesses:
             return
         access = self.choose(accesses)
@@ -1063,9 +1072,11 @@ class Author:
 
     def binary(self) -> Var:
         op = self.choose(["add", "sub", "mul", "minimum", "maximum", "and", "or", "xor", "least", "most"])
-        dtypes: Sequence[DType] = {"and": (*INTS, BOOL), "or": (*INTS, BOOL), "xor": (*INTS, BOOL)}.get(op, DTYPES)
+        dtypes: Sequence[DType] = {"and": (*INTS, BOOL), "or": (*INTS, BOOL), "xor": (*INTS, BOOL)}.get(
+            op, DTYPES
+        )
         a = self.get(FLOATS if op in ("least", "most") else dtypes)
-        return self.pair(op, a, a.dtype)
+        return self.pair(op, a, F32 if op in ORDERING and a.dtype is BF16 else a.dtype)
 
     def pair(self, op: str, a: Var, result: DType, literal: bool = True, **params: Any) -> Var:
         """A binary step; now and then with a Python number on the right, or with the operands swapped."""
@@ -1089,7 +1100,9 @@ class Author:
     def shift(self) -> Var:
         op = self.choose(["shl_some", "shr_some", "shl", "shr"])
         a = self.get(INTS)
-        return self.pair(op, a, a.dtype, literal=False, **({"last": a.dtype.bits - 1} if "some" in op else {}))
+        return self.pair(
+            op, a, a.dtype, literal=False, **({"last": a.dtype.bits - 1} if "some" in op else {})
+        )
 
     def high_product(self) -> Var:
         a = self.get((I32, U32, I64, U64))
@@ -1109,9 +1122,19 @@ class Author:
         if self.chance(25) and x.dtype is not BOOL:
             same = [d for d in NUMBERS if d.bits == x.dtype.bits and d is not x.dtype]
             target = self.choose(same)
-            keeps_nan = x.dtype.kind == "f" and target.kind != "f"
-            return self.do("bits_of_number" if keeps_nan else "bits", [x], x.shape, target)
+            if x.dtype.kind == "f":
+                x = self.numbers_of(x)
+            cast = self.do("bits", [x], x.shape, target)
+            if target.kind != "f":
+                return cast
+            self.visible.remove(cast)
+            return self.numbers_of(cast)
         return self.cast(x, self.choose(DTYPES))
+
+    def numbers_of(self, x: Var) -> Var:
+        """x without NaNs: their bits, and which of them come first, are nobody's promise."""
+        number = self.do("compare", [x, x], x.shape, BOOL, sign="==")
+        return self.do("where", [number, x, self.full(0.5, x.dtype, ())], x.shape, x.dtype)
 
     def selection(self) -> Var:
         condition = self.get((BOOL,))
@@ -1128,7 +1151,8 @@ class Author:
     def clamp(self) -> Var:
         x = self.get(FLOATS)
         low = self.choose([-1.0, 0.0, -8.5])
-        return self.do("clamp", [x], x.shape, x.dtype, low=low, high=low + self.choose([2.0, 0.0, 16.0]))
+        target = F32 if x.dtype is BF16 else x.dtype
+        return self.do("clamp", [x], x.shape, target, low=low, high=low + self.choose([2.0, 0.0, 16.0]))
 
     def function(self) -> Var | None:
         if self.depth:
@@ -1147,7 +1171,10 @@ class Author:
             return self.do(kind, [x], (*x.shape[:axis], 1, *x.shape[axis:]), x.dtype, axis=axis)
         if kind == "broadcast" and 1 in x.shape:
             room = LIMIT // math.prod(x.shape)
-            shape = tuple(min(self.extent(), room) if e == 1 and d == x.shape.index(1) else e for d, e in enumerate(x.shape))
+            shape = tuple(
+                min(self.extent(), room) if e == 1 and d == x.shape.index(1) else e
+                for d, e in enumerate(x.shape)
+            )
             return self.do(kind, [x], shape, x.dtype)
         if kind == "permute" and rank > 1:
             order = self.choose(_permutations(rank))
@@ -1190,13 +1217,13 @@ class Author:
             target = F32 if x.dtype.kind == "f" else I32
         if op in ("argmax", "argmin"):
             target = I32
-            if x.dtype.kind == "f":  # among NaNs, the order of comparisons decides
-                number = self.do("compare", [x, x], x.shape, BOOL, sign="==")
-                x = self.do("where", [number, x, self.full(0.5, x.dtype, ())], x.shape, x.dtype)
+            x = self.numbers_of(x) if x.dtype.kind == "f" else x
         axis = self.integer(0, len(x.shape) - 1)
         everything = op in ("sum", "max", "min", "xor_sum") and self.chance(10)
         keep = not everything and self.chance(25)
-        shape = tuple(1 if d == axis else e for d, e in enumerate(x.shape)) if keep else _without(x.shape, axis)
+        shape = (
+            tuple(1 if d == axis else e for d, e in enumerate(x.shape)) if keep else _without(x.shape, axis)
+        )
         params = {"axis": None if everything else axis, "keep": keep}
         make = self.near if op == "sum" and target.kind == "f" else self.do
         return make(op, [x], () if everything else shape, target, **params)
@@ -1233,7 +1260,8 @@ class Author:
     def loop(self) -> Var | None:
         if self.depth > 1:
             return None
-        inits = [self.get(DTYPES) for _ in range(self.integer(1, 3))]
+        # distinct ones: of two variables that start as one value, Triton 3.7 carries only the first
+        inits = list(dict.fromkeys(self.get(DTYPES) for _ in range(self.integer(1, 3))))
         results = [Var(self.name(), v.shape, v.dtype) for v in inits]
         counter = Var(self.name(), (), I32)
         trips: Number = self.integer(0, 3)
@@ -1291,11 +1319,18 @@ class Author:
         used = {v for step in _walk(self.steps) for v in (*step.args, *step.params.get("next", ()))}
         for var in [v for v in self.visible if v not in used]:
             self.output(var)
-        return Program(tuple(self.steps), tuple(self.buffers), self.numbers, self.reals, self.integer(0, 2**32 - 1))
+        return Program(
+            tuple(self.steps), tuple(self.buffers), self.numbers, self.reals, self.integer(0, 2**32 - 1)
+        )
 
 
 def _permutations(rank: int) -> list[tuple[int, ...]]:
-    return {0: [()], 1: [(0,)], 2: [(1, 0), (0, 1)], 3: [(0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)]}[rank]
+    return {
+        0: [()],
+        1: [(0,)],
+        2: [(1, 0), (0, 1)],
+        3: [(0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)],
+    }[rank]
 
 
 def _without(shape: Shape, axis: int) -> Shape:

@@ -46,7 +46,9 @@ def count_trips(out_ptr, start, stop, step):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("start", "stop", "step"), [(0, 10, 1), (3, 3, 2), (7, 2, 3), (-5, 14, 4), (2, 3, 100)])
+@pytest.mark.parametrize(
+    ("start", "stop", "step"), [(0, 10, 1), (3, 3, 2), (7, 2, 3), (-5, 14, 4), (2, 3, 100)]
+)
 def test_loop_bounds(start: int, stop: int, step: int) -> None:
     def rolled(numbers: range) -> int:
         total = 0
@@ -354,7 +356,13 @@ def test_inlined_and_called_functions() -> None:
     want = []
     for pid, row in enumerate(x.long()):
         before = int((row[:n] ** 2).sum())
-        numbers = [before, 9 * before, *two(before, 9 * before + pid), sum(two(pid, 2)) + 1, sum(two(2, pid)) + 1]
+        numbers = [
+            before,
+            9 * before,
+            *two(before, 9 * before + pid),
+            sum(two(pid, 2)) + 1,
+            sum(two(2, pid)) + 1,
+        ]
         want.append(torch.cat([row * row - offs * offs, torch.tensor(numbers)]))
     given, out = x.clone(), torch.empty(count, block + 6, dtype=torch.int32)
     call_functions[(count,)](given, out, n, BLOCK=block)
@@ -468,7 +476,9 @@ def test_views_as_arguments() -> None:
 
 
 @triton.jit
-def constants(out_ptr, A: tl.constexpr, B: tl.constexpr, F: tl.constexpr, DTYPE: tl.constexpr, FUNCTION: tl.constexpr):
+def constants(
+    out_ptr, A: tl.constexpr, B: tl.constexpr, F: tl.constexpr, DTYPE: tl.constexpr, FUNCTION: tl.constexpr
+):
     value = tl.full([4], A * B + len(F), DTYPE)
     tl.store(out_ptr + tl.arange(0, 4), FUNCTION(value, F[1])[1])
 
@@ -692,7 +702,9 @@ def test_hints_and_barriers_change_nothing() -> None:
 @triton.jit
 def use_assembly(x_ptr):
     x = tl.load(x_ptr)
-    y = tl.inline_asm_elementwise("ex2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    y = tl.inline_asm_elementwise(
+        "ex2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
     tl.store(x_ptr, y)
 
 

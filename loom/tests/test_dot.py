@@ -29,7 +29,9 @@ def dot_kernel(
 
 
 @triton.jit
-def batched_dot_kernel(a_ptr, b_ptr, out_ptr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def batched_dot_kernel(
+    a_ptr, b_ptr, out_ptr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
     b, m, n, k = tl.arange(0, B), tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = tl.load(a_ptr + b[:, None, None] * M * K + m[None, :, None] * K + k[None, None, :])
     right = tl.load(b_ptr + b[:, None, None] * K * N + k[None, :, None] * N + n[None, None, :])
@@ -153,7 +155,12 @@ def scaled_operand(kind: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Te
         codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
         values = torch.from_numpy(E2M1[codes.numpy()])
         return codes[:, ::2] | codes[:, 1::2] << 4, values
-    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = {
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }
     stored = torch.randn(rows, k).to(dtype[kind])
     return stored, exact(stored)
 
@@ -166,7 +173,14 @@ def scales(kind: str, rows: int, groups: int) -> tuple[torch.Tensor, torch.Tenso
     return stored, exact(stored)
 
 
-PAIRS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e2m1"), ("e4m3", "e2m1"), ("bf16", "e2m1"), ("fp16", "e2m1")]
+PAIRS = [
+    ("e4m3", "e4m3"),
+    ("e5m2", "e4m3"),
+    ("e2m1", "e2m1"),
+    ("e4m3", "e2m1"),
+    ("bf16", "e2m1"),
+    ("fp16", "e2m1"),
+]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +220,9 @@ def test_scale_codes_at_the_ends() -> None:
     out = torch.empty(m, n)
     b_scale = torch.full((n, 2), 127, dtype=torch.uint8)
     kernel = scaled_kernel[(1,)]
-    kernel(a, codes, a.t().contiguous(), b_scale, out, A="e4m3", B="e4m3", M=m, N=n, K=k, KA=k, KB=k, GROUP=32)
+    kernel(
+        a, codes, a.t().contiguous(), b_scale, out, A="e4m3", B="e4m3", M=m, N=n, K=k, KA=k, KB=k, GROUP=32
+    )
     assert out[2].isnan().all()
     assert (out[0] == 64).all()
     assert (out[1].double() == 32 + 32 * 2.0**-127).all() or (out[1] == 32).all()

@@ -7,12 +7,13 @@ plan of `schedule` says; the few that are kept get a buffer here.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .nest import LoopNest, declare_const
+from .nest import I1, Form, LoopNest, constant_index, declare_const, operand_dims
 from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, size_of, vector_of, widen
-from .schedule import Nest, Plan, is_virtual, is_write
+from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write
 from .ttir import Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
 
 F64 = Scalar("f64")
@@ -79,6 +80,7 @@ class Frame:
         self.declared: set[Value] = set()  # scalars whose declaration stands at the top of the function
         self.buffers: dict[Value, Buffer] = {}
         self.aliases: dict[Buffer, Buffer] = {}  # a buffer that is another one under the name of a new value
+        self.kept = 0  # the number of buffers so far
         self.pending: list[Value] = []  # buffered values met but not computed yet
 
     # -- names and scalars --
@@ -87,7 +89,7 @@ class Frame:
         name = re.sub(r"\W", "_", name)
         if name[0].isdigit():
             name = f"v{name}"
-        return f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|result|a)\d+", name) else name
+        return f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|result|a)\d+|kept\d+_.*", name) else name
 
     def bind(self, value: Value, name: str) -> str:
         name = self.identifier(name)
@@ -121,9 +123,9 @@ class Frame:
     # -- buffers --
 
     def new_buffer(self, name: str, element: Scalar | Pointer, shape: tuple[int, ...]) -> Buffer:
-        buffer = Buffer(self.unit.unique(self.identifier(name)), element, shape)
+        self.kept += 1
+        buffer = Buffer(f"kept{self.kept}_{self.identifier(name)}", element, shape)
         offset = self.unit.allocate(buffer.size * size_of(element))
-        self.scalar_names.add(buffer.name)
         type_ = memory_type(element)
         self.declarations.append(
             f"{type_} *const {buffer.name} = ({type_} *)(p.scratch + {offset});"
@@ -189,31 +191,86 @@ class Frame:
     def fill(self, value: Value) -> None:
         """Computes a buffered value in a nest of its own."""
         buffer = self.buffer_for(value)
-        assert value.producer
-        self.prepare(value.producer.operands, None)
-        self.comment(value.producer)
-        nest = LoopNest(self, buffer.shape, values=[value])
-        form = nest.define(value.producer, value, nest.index)
-        nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
-        self.run_nest(nest)
+        op = value.producer
+        assert op
+        self.prepare(op.operands, None)
+        self.comment(op)
+        if (dim := self.transposed(value)) is not None:
+            self.write_columns(buffer, dim, value, lambda nest: nest.define(op, value, nest.index))
+        else:
+            nest = LoopNest(self, buffer.shape, values=[value])
+            form = nest.define(op, value, nest.index)
+            nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
+            self.run_nest(nest)
         self.is_there(value)
 
-    def write_to(self, moves: list[tuple[Buffer, Value]], home: Nest | None = None) -> None:
-        """buffer = value for tiles of one shape, all of them read before any is written in each chunk.
+    def transposed(self, value: Value) -> int | None:
+        """The dimension along which this tile is contiguous in its source, if that is not the last one."""
+        shape = shape_of(value.type)
+        last = len(shape) - 1
+        if last < 1 or element_of(value.type) == I1 or shape[last] < CHUNK:
+            return None
+        directions = {contiguous_dim(leaf, dims) for leaf, dims in self.sources(value)}
+        if last in directions or len(directions - {None}) != 1:
+            return None
+        (dim,) = directions - {None}
+        return dim if dim is not None and shape[dim] >= CHUNK else None
 
-        A value is converted where the buffer's element type is wider (operands of a dot).
-        """
+    def sources(self, value: Value) -> set[tuple[Value, tuple[int | None, ...]]]:
+        """The loads and stored tiles that a tile is read from, and which of its dimensions theirs follow."""
+        found: set[tuple[Value, tuple[int | None, ...]]] = set()
+        seen: set[tuple[Value, tuple[int | None, ...]]] = set()
+
+        def visit(value: Value, dims: tuple[int | None, ...]) -> None:
+            if not isinstance(value.type, Tensor) or (value, dims) in seen:
+                return
+            seen.add((value, dims))
+            op = value.producer
+            if op is None or not is_virtual(value) or self.is_filled(value) or op.name == "tt.load":
+                found.add((value, dims))
+            elif op.name in ELEMENTWISE or op.name in ("tt.broadcast", "tt.expand_dims", "tt.trans"):
+                for operand in op.operands:
+                    visit(operand, operand_dims(op, operand, dims))
+
+        visit(value, tuple(range(len(shape_of(value.type)))))
+        return found
+
+    def write_columns(
+        self, buffer: Buffer, dim: int, value: Value, evaluate: Callable[[LoopNest], Form]
+    ) -> None:
+        """buffer = value, read in chunks along `dim` and turned 16 by 16 on the way."""
+        last = len(buffer.shape) - 1
+        nest = LoopNest(self, buffer.shape, innermost=last, lanes=CHUNK, lane_dim=dim, values=[value])
+        text = self.converted(nest.vec(evaluate(nest)), element_of(value.type), buffer.element, CHUNK)
+        corner = nest.linear((*nest.index[:-1], constant_index(0)), buffer.shape)
+        body = [
+            f"auto column = [&](i32 {nest.variables[last]}) LOOM_ALWAYS {{",
+            *nest.code[-1],
+            f"return {text};",
+            "};",
+            f"store_columns<{buffer.shape[last]}>({buffer.name} + {corner.expr}, {corner.step}, column);",
+        ]
+        nest.code[-1] = []
+        self.run_nest(nest, body)
+
+    def converted(self, text: str, source: Scalar | Pointer, target: Scalar | Pointer, lanes: int) -> str:
+        """Operands of a dot are kept in the type that it computes in."""
+        if source == target or not isinstance(source, Scalar):
+            return text
+        text = widen(source.name, text)
+        return f"convert<{vector_of('f64', lanes)}>({text})" if target == F64 else text
+
+    def write_to(self, moves: list[tuple[Buffer, Value]], home: Nest | None = None) -> None:
+        """buffer = value for tiles of one shape, all of them read before any is written in each chunk."""
         values = [value for _, value in moves]
         self.prepare(values, home)
+        if len(moves) == 1 and (dim := self.transposed(values[0])) is not None:
+            self.write_columns(moves[0][0], dim, values[0], lambda nest: nest.at_own_index(values[0]))
+            return
         nest = LoopNest(self, moves[0][0].shape, values=values)
         forms = [nest.at_own_index(value) for value in values]
         for (buffer, value), form in zip(moves, forms, strict=True):
-            text = nest.vec(form)
-            source = element_of(value.type)
-            if source != buffer.element and isinstance(source, Scalar):
-                text = widen(source.name, text)
-                if buffer.element == F64:
-                    text = f"convert<{vector_of('f64', nest.lanes)}>({text})"
+            text = self.converted(nest.vec(form), element_of(value.type), buffer.element, nest.lanes)
             nest.write(buffer, nest.linear(nest.index, buffer.shape), form, text)
         self.run_nest(nest)
 
@@ -259,19 +316,26 @@ class Frame:
             visit(value)
         return found
 
-    def reads(self, value: Value, found: dict[Buffer, bool], direct: bool = True) -> None:
+    def reads(self, value: Value) -> dict[Buffer, bool]:
         """Buffers that evaluating `value` reads; True where only at the nest's own index."""
-        if not isinstance(value.type, Tensor):
-            return
-        if self.is_filled(value) or not is_virtual(value):
-            buffer = self.buffers[value]
-            found[buffer] = found.get(buffer, True) and direct
-            return
-        op = value.producer
-        assert op is not None
-        direct = direct and (op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr"))
-        for operand in op.operands:
-            self.reads(operand, found, direct)
+        found: dict[Buffer, bool] = {}
+        seen: set[tuple[Value, bool]] = set()
+
+        def visit(value: Value, direct: bool) -> None:
+            if not isinstance(value.type, Tensor) or (value, direct) in seen:
+                return
+            seen.add((value, direct))
+            op = value.producer
+            if op is None or self.is_filled(value) or not is_virtual(value):
+                buffer = self.buffers[value]
+                found[buffer] = found.get(buffer, True) and direct
+                return
+            direct = direct and (op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr"))
+            for operand in op.operands:
+                visit(operand, direct)
+
+        visit(value, True)
+        return found
 
     # -- assignment --
 
@@ -303,9 +367,7 @@ class Frame:
             here = self.buffers.get(value)
             if here is not None and self.aliases.get(here, here) is target.buffer:
                 continue
-            found: dict[Buffer, bool] = {}
-            self.reads(value, found)
-            if any(buffer in mine and not direct for buffer, direct in found.items()):
+            if any(buffer in mine and not direct for buffer, direct in self.reads(value).items()):
                 copy = self.new_buffer("next", target.buffer.element, target.buffer.shape)
                 self.write_to([(copy, value)], home)
                 copies.append((target.buffer, copy))

@@ -1,9 +1,9 @@
 """The CPU's side of `triton.language.extra.libdevice`: each function is one of `loom_math` in include/math.h.
 
 Signatures are those of the CUDA library, so a kernel that compiles here compiles there. Letters stand for
-types: i, l are int32, int64; I, L the unsigned ones; f, d are fp32, fp64. `name=symbol` gives a function
-another name in C++: the fast variants of a GPU are the exact ones here, and TTIR has forgotten which integers
-are unsigned. `name_*` stands for the four rounding modes.
+types: i, l are int32, int64; I, L the unsigned ones; f, d are fp32, fp64; b is int1. `name=symbol` gives a
+function another name in C++: the fast variants of a GPU are the exact ones here, and TTIR has forgotten which
+integers are unsigned. `name_*` stands for the four rounding modes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ FUNCTIONS = {
     "ffff>f dddd>d": "norm4d rnorm4d",
     "fi>f di>d": "pow=powi ldexp scalbn=ldexp",
     "if>f id>d": "jn yn",
-    "f>i d>i": "isnan isinf signbit ilogb",
+    "f>b d>b": "isnan isinf",
+    "f>b": "finitef=isfinite",
+    "d>b": "isfinited=isfinite",
+    "f>i d>i": "signbit ilogb",
     "f>l d>l": "llrint llround",
-    "f>i": "finitef=isfinite float_as_int float_as_uint=float_as_int float2int_* float2uint_*",
+    "f>i": "float_as_int float_as_uint=float_as_int float2int_* float2uint_*",
     "f>l": "float2ll_* float2ull_*",
-    "d>i": "isfinited=isfinite double2hiint double2loint double2int_* double2uint_*",
+    "d>i": "double2hiint double2loint double2int_* double2uint_*",
     "i>f": "int_as_float int2float_rn",
     "I>f": "uint_as_float=int_as_float uint2float_rn",
     "l>f": "ll2float_rn",
@@ -58,6 +61,7 @@ FUNCTIONS = {
 }
 
 TYPES = {
+    "b": core.int1,
     "i": core.int32,
     "l": core.int64,
     "I": core.uint32,

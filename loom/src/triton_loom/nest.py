@@ -86,7 +86,7 @@ def merged(
                 visit(op.operands[1], dims)
             return
         for operand in op.operands:
-            visit(operand, _operand_dims(op, operand, dims))
+            visit(operand, operand_dims(op, operand, dims))
 
     whole = tuple(d if extent > 1 else None for d, extent in enumerate(shape))
     for value in values:
@@ -102,7 +102,7 @@ def merged(
 _INDEX_LEAVES = ("tt.make_range", "tt.reshape", "tt.gather", "tt.split")
 
 
-def _operand_dims(op: Op, operand: Value, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def operand_dims(op: Op, operand: Value, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Which dimension of the nest each dimension of the operand follows (None: it has one element)."""
     shape = shape_of(operand.type)
     if op.name == "tt.expand_dims":
@@ -130,12 +130,13 @@ class LoopNest:
         shape: tuple[int, ...],
         innermost: int | None = None,
         lanes: int | None = None,
+        lane_dim: int | None = None,
         values: list[Value] | None = None,
     ) -> None:
         self.function = function
         shape = merged(function, shape, values, innermost) if values is not None and len(shape) > 1 else shape
         self.shape = shape
-        self.lane_dim = lane_dimension(shape)
+        self.lane_dim = lane_dimension(shape) if lane_dim is None else lane_dim
         extent = shape[self.lane_dim] if shape else 1
         self.lanes = lanes or min(CHUNK, extent)
         loops = [d for d, e in enumerate(shape) if e > 1 and d not in (self.lane_dim, innermost)]
@@ -149,6 +150,7 @@ class LoopNest:
         self.code: list[list[str]] = [[] for _ in range(len(loops) + 1)]
         self.after: list[list[str]] = [[] for _ in range(len(loops) + 1)]
         self.memo: dict[object, Form] = {}
+        self.positions: dict[tuple[Index, tuple[int, ...]], Form] = {}
         self.taken: dict[str, int] = {}
         self.teed: list[Value] = []
         self.index: Index = tuple(self._own_index(d) for d in range(len(shape)))
@@ -269,6 +271,9 @@ class LoopNest:
         return replace(a, expr=expr, step=_mul(a.step, factor), multiple=a.multiple * factor)
 
     def linear(self, index: Index, shape: tuple[int, ...]) -> Form:
+        """The row-major position of an index; what `delinear` took apart is put together again as it was."""
+        if (index, shape) in self.positions:
+            return self.positions[index, shape]
         total, stride = constant_index(0), 1
         for form, extent in zip(reversed(index), reversed(shape), strict=True):
             if extent > 1:
@@ -306,6 +311,7 @@ class LoopNest:
                     Form("uniform", I32, wrapped, linear.level, multiple=max(1, linear.multiple // stride))
                 )
             stride *= extent
+        self.positions[tuple(reversed(index)), shape] = linear
         return tuple(reversed(index))
 
     def view_index(self, op: Op, index: Index) -> Index:

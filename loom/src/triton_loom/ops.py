@@ -305,7 +305,8 @@ def _float_cast(op: Op, args: list[str], lanes: Lanes) -> str:
         return f"convert<{vector_of('f64', lanes)}>({widen(source.name, args[0])})"
     if source.name == "f64":
         if target.name == "f32":
-            return f"convert<{vector_of('f32', lanes)}>({args[0]})"
+            to = vector_of("f32", lanes)
+            return f"f32_from_f64_rtz({args[0]})" if toward_zero else f"convert<{to}>({args[0]})"
         args = [f"f32_odd_from_f64({args[0]})"]
     wide = widen(source.name, args[0])
     if target.name == "f32":
@@ -324,9 +325,10 @@ def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
             )
         elif not signed:
             text = f"({vector_of(f'u{source.bits}', lanes)}){text}"
-        # 64-bit integers reach a 16-bit float through f64 rounded to odd: one rounding in all
-        if target.name in _FORMATS:
-            return narrow(target.name, f"f32_odd_from_f64(convert<{vector_of('f64', lanes)}>({text}))")
+        if target.name in _FORMATS:  # through f64 and f32 rounded to odd: one rounding in all
+            exact = f"convert<{vector_of('f64', lanes)}>({text})"
+            wide = f"f64_odd_from_i64({text})" if source.bits == 64 else exact
+            return narrow(target.name, f"f32_odd_from_f64({wide})")
         return f"convert<{c_type(target, lanes)}>({text})"
 
     return write

@@ -221,12 +221,17 @@ class _Scheduler:
 
     def known_at(self, here: Op, value: Value) -> bool:
         """Whether a tile can be computed at an earlier operation of its block."""
-        op = value.producer
-        if op is None or self.plan.position[op] < self.plan.position[here]:
-            return True
-        if not isinstance(value.type, Tensor) or not is_virtual(value):
-            return op.name == "arith.constant"
-        return all(self.known_at(here, v) for v in op.operands)
+        todo, seen = [value], {value}
+        while todo:
+            value = todo.pop()
+            op = value.producer
+            if op is None or self.plan.position[op] < self.plan.position[here] or op.name == "arith.constant":
+                continue
+            if not isinstance(value.type, Tensor) or not is_virtual(value):
+                return False
+            todo += [v for v in op.operands if v not in seen]
+            seen |= set(op.operands)
+        return True
 
     # -- decisions --
 
@@ -359,8 +364,15 @@ def _broadcast_factor(op: Op) -> float:
 Stride = object  # 0, an int, a hashable description of a runtime stride, or None where there is none
 
 
-def strides(value: Value) -> tuple[Stride, ...]:
+def strides(value: Value, memo: dict[Value, tuple[Stride, ...]] | None = None) -> tuple[Stride, ...]:
     """Per dimension, by how much neighbouring elements of an integer or pointer tile differ."""
+    memo = {} if memo is None else memo
+    if value not in memo:
+        memo[value] = _strides(value, memo)
+    return memo[value]
+
+
+def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Stride, ...]:
     shape = shape_of(value.type)
     op = value.producer
     nothing: tuple[Stride, ...] = (None,) * len(shape)
@@ -371,29 +383,37 @@ def strides(value: Value) -> tuple[Stride, ...]:
     if op.name == "tt.make_range":
         return (1,)
     if op.name == "tt.expand_dims":
-        inner = list(strides(op.operands[0]))
+        inner = list(strides(op.operands[0], memo))
         inner.insert(op.attrs["axis"], 0)
         return tuple(inner)
     if op.name == "tt.broadcast":
         source = shape_of(op.operands[0].type)
-        inner = list(strides(op.operands[0]))
+        inner = list(strides(op.operands[0], memo))
         return tuple(0 if s == 1 else i for s, i in zip(source, inner, strict=True))
     if op.name == "tt.trans":
-        inner = list(strides(op.operands[0]))
+        inner = list(strides(op.operands[0], memo))
         return tuple(inner[d] for d in op.attrs["order"])
     if op.name in ("arith.extsi", "arith.trunci", "arith.extui", "tt.bitcast"):
-        return strides(op.operands[0])
+        return strides(op.operands[0], memo)
     if op.name in ("tt.addptr", "arith.addi"):
-        left, right = (strides(v) for v in op.operands)
+        left, right = (strides(v, memo) for v in op.operands)
         return tuple(_plus(a, b) for a, b in zip(left, right, strict=True))
     if op.name == "arith.muli":
         for tile, factor in (op.operands, op.operands[::-1]):
             by = factor.producer
             if by and by.name == "tt.splat":
-                return tuple(_times(s, by.operands[0]) for s in strides(tile))
+                return tuple(_times(s, by.operands[0]) for s in strides(tile, memo))
             if by and by.name == "arith.constant" and isinstance(by.attrs["value"], int):
-                return tuple(_times(s, by.attrs["value"]) for s in strides(tile))
+                return tuple(_times(s, by.attrs["value"]) for s in strides(tile, memo))
     return nothing
+
+
+def contiguous_dim(source: Value, dims: tuple[int | None, ...]) -> int | None:
+    """Of the dimensions that a load or stored tile is read along, the one with neighbours in memory."""
+    if source.producer and source.producer.name == "tt.load":
+        steps = strides(source.producer.operands[0])
+        return next((d for d, step in zip(dims, steps, strict=True) if step == 1), None)
+    return dims[-1] if dims else None
 
 
 def _plus(a: Stride, b: Stride) -> Stride:

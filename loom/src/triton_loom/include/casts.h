@@ -200,16 +200,26 @@ template <class C> LOOM_INLINE like<C, f32> widen_from_e8m0(C x) {
   return bits<like<C, f32>>(c == 255 ? splat<U>(0x7FC00000) : u);
 }
 
-// Round to odd: what f32 cannot hold goes to the neighbour with an odd mantissa, which no narrower type holds
-// and which lies on the same side of all their midpoints, so that rounding again gives what rounding once would.
-template <class V> LOOM_INLINE like<V, f32> round_to_odd(V x) {
+// Toward zero, or to odd: what f32 cannot hold goes to the neighbour with an odd mantissa, which no narrower
+// type holds and which lies on the same side of all their midpoints, so that rounding again gives what rounding
+// once would.
+template <bool ODD, class V> LOOM_INLINE like<V, f32> round_inward(V x) {
   typedef like<V, i64> L;
   typedef like<V, i32> I;
   like<V, f32> nearest = convert<like<V, f32>>(x);
   V back = convert<V>(nearest);
-  L inexact = back == x ? splat<L>(0) : splat<L>(1);
   L beyond = x > 0 ? (back > x ? splat<L>(1) : splat<L>(0)) : (back < x ? splat<L>(1) : splat<L>(0));
-  return bits<like<V, f32>>((bits<I>(nearest) - convert<I>(beyond)) | convert<I>(inexact));
+  I toward_zero = bits<I>(nearest) - convert<I>(beyond);
+  if constexpr (!ODD) return bits<like<V, f32>>(toward_zero);
+  L inexact = back == x ? splat<L>(0) : splat<L>(1);
+  return bits<like<V, f32>>(toward_zero | convert<I>(inexact));
+}
+// The same for a 64-bit integer on its way to f64: beyond 2^53, the lowest bit that f64 keeps stands for all below.
+template <class L> LOOM_INLINE L keep_53_bits(L x) {
+  typedef like<L, u64> U;
+  constexpr u64 below = is_signed<typename lane<L>::type> ? 1ull << 53 : 0;
+  L odd = ((x >> 11) | ((x & 0x7FF) != 0 ? splat<L>(1) : splat<L>(0))) << 11;
+  return (U)x + below <= below + (1ull << 53) ? x : odd;
 }
 
 template <class T> constexpr T lowest_of = is_signed<T> ? (T)((T)1 << (sizeof(T) * 8 - 1)) : (T)0;
@@ -259,7 +269,9 @@ LOOM_CONVERSION(f32_from_e5m2fnuz, f32, widen_from_fp8<format_e5m2fnuz>(x))
 LOOM_CONVERSION(f32_from_e2m1, f32, widen_from_e2m1(x))  // a code in the low four bits
 LOOM_CONVERSION(f32_from_e8m0, f32, widen_from_e8m0(x))
 
-LOOM_CONVERSION(f32_odd_from_f64, f64, round_to_odd(x))
+LOOM_CONVERSION(f32_from_f64_rtz, f64, round_inward<false>(x))
+LOOM_CONVERSION(f32_odd_from_f64, f64, round_inward<true>(x))
+LOOM_CONVERSION(f64_odd_from_i64, i64, convert<like<decltype(x), f64>>(keep_53_bits(x)))
 
 LOOM_CONVERSION(i32_from_f32, f32, saturate<i32>(x))
 LOOM_CONVERSION(u32_from_f32, f32, saturate<u32>(x))

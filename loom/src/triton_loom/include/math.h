@@ -444,7 +444,6 @@ inline i32 permute_bytes(u32 x, u32 y, u32 selectors) {
   u32 result = 0;
   for (int i = 0; i < 4; i++) {
     u32 selector = selectors >> 4 * i, byte = (u8)(bytes >> 8 * (selector & 7));
-    if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;
     result |= byte << 8 * i;
   }
   return (i32)result;
