@@ -27,10 +27,10 @@ def assert_rounded_once(got: torch.Tensor, truth: torch.Tensor, noise: torch.Ten
 
 
 def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, factor: float = 2) -> None:
-    """In every row the error is at most `factor` times that of eager PyTorch in the same dtype, plus the rounding
-    of the result and eight of float32, which is what another order of adding up a thousand terms amounts to (a
-    random walk of sqrt(1000) steps of a quarter). Eager's error in a row counts as no smaller than it is overall,
-    relative to the largest values: a row where it was lucky sets no standard."""
+    """In every row the error is at most `factor` times that of eager PyTorch in the same dtype, plus the
+    rounding of the result and eight of float32, which is what another order of adding up a thousand terms
+    amounts to (a random walk of sqrt(1000) steps of a quarter). Eager's error in a row counts as no smaller
+    than it is overall, relative to the largest values: a row where it was lucky sets no standard."""
     rows, eager_rows = _rows(truth.double()), _rows(eager.double())
     largest = rows.abs().amax(1, keepdim=True)
     error = (eager_rows - rows).abs().amax(1, keepdim=True)

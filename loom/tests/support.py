@@ -1,4 +1,4 @@
-"""What the tests of Loom's semantics share: dtypes, exact comparison, memory that notices every stray access."""
+"""What the tests of Loom's semantics share: dtypes, exact comparison, memory that notices stray accesses."""
 
 from __future__ import annotations
 

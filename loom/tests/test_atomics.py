@@ -1,4 +1,4 @@
-"""Atomic updates: every kind and type, old values, contention, locks, barriers, and results that don't waver."""
+"""Atomic updates: every kind and type, old values, contention, locks, barriers, reproducible results."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def grid_barrier(arrived_ptr, target):
 
 @triton.jit
 def neighbours(x_ptr, y_ptr, arrived_ptr, rounds, BLOCK: tl.constexpr):
-    """Each round adds the right neighbour's tile of the round before, which takes a barrier of all programs."""
+    """Each round adds the right neighbour's tile of the round before: all programs wait for each other."""
     pid, count = tl.program_id(0), tl.num_programs(0)
     offs = tl.arange(0, BLOCK)
     for i in range(rounds):

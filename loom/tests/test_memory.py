@@ -1,4 +1,4 @@
-"""Loads and stores: masks, strides, gathers, wide offsets, tables of pointers, block pointers, descriptors."""
+"""Loads and stores: masks, strides, gathers, wide offsets, pointers in memory, descriptors."""
 
 from __future__ import annotations
 
@@ -697,7 +697,7 @@ def test_descriptors_update_atomically() -> None:
     described = [TensorDescriptor(t, [m, n], [n, 1], [8, 32]) for t in [*(g.tensor for g in targets), x]]
     update_described[(3, 2)](*described, M=8, N=32)
     want = [start + x, start.minimum(x), start.maximum(x), start & x, start | x, start ^ x]
-    for name, target, value in zip("add min max and or xor".split(), targets, want, strict=True):
+    for name, target, value in zip(["add", "min", "max", "and", "or", "xor"], targets, want, strict=True):
         assert_same(target.check(), value, name)
 
 

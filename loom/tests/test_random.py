@@ -13,7 +13,7 @@ SEEDS = [0, 1, 42, 0x9E3779B9, 2**31 - 1, 2**40 + 12345, 2**63 - 1]
 
 
 def philox(seed: int, offsets: np.ndarray, rounds: int = 10) -> list[np.ndarray]:
-    """Philox 4x32 from its definition (Salmon et al. 2011), with the offset as counter and the seed as key."""
+    """Philox 4x32 by its definition (Salmon et al. 2011): the offset is the counter, the seed the key."""
     low, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     offsets = offsets.astype(np.uint64)
     zero = np.zeros_like(offsets)

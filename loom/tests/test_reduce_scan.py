@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -385,7 +386,7 @@ def sequential_scan(function, operands: list[np.ndarray], axis: int, reverse: bo
     rows = [np.moveaxis(operand, axis, 0).copy() for operand in operands]
     steps = range(len(rows[0]))
     order = list(reversed(steps)) if reverse else list(steps)
-    for before, now in zip(order, order[1:], strict=False):
+    for before, now in itertools.pairwise(order):
         for row, value in zip(
             rows, function(*(r[before] for r in rows), *(r[now] for r in rows)), strict=True
         ):

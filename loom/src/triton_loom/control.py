@@ -195,7 +195,13 @@ class ControlFlow(Frame):
             self.lines.append(f"if (!{self.scalar(condition.operands[0])}) break;")
 
         self.comment(op)
+        waits = any(
+            inner.name.startswith("tt.atomic") or inner.attrs.get("isVolatile") for inner in op.walk()
+        )
+        rounds = self.unit.unique("rounds")
+        self.lines += [f"i64 {rounds} = 0;"] if waits else []
         self.lines.append("while (true) {")
+        self.lines += [f"if (waits_in_vain(p, {rounds})) return;"] if waits else []
         self.region(before, leave_or_go_on)
         self.region(after, lambda end: self.assign(carried, end.operands, end))
         self.lines.append("}")

@@ -198,7 +198,7 @@ def _fma(op: Op, args: list[str], lanes: Lanes) -> str:
     if name not in _FORMATS:
         return f"loom_math::fma({', '.join(args)})"
     wide = [f"convert<{vector_of('f64', lanes)}>({widen(name, a)})" for a in args]
-    return narrow(name, f"f32_odd_from_f64(loom_math::fma({', '.join(wide)}))")
+    return narrow(name, f"f32_odd_from_f64(loom_math::fma_to_odd({', '.join(wide)}))")
 
 
 def _integer(template: str, cost: float = 1, mask: str | None = None) -> Elementwise:

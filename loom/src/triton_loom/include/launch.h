@@ -18,6 +18,7 @@ struct Program {
   i32 grid[3];
   char *scratch;   // SCRATCH_BYTES of this thread's own, aligned to 64
   Status *status;  // this thread's own
+  i32 threads;     // how many programs run at a time
 };
 
 // Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
@@ -28,6 +29,18 @@ __attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *mess
   int n = 0;
   for (; message[n] && n < (int)sizeof status->message - 1; ++n) status->message[n] = message[n];
   status->message[n] = 0;
+}
+
+extern "C" int sched_yield();
+
+// One more round of a loop that waits for memory to change. Lets other threads run; gives up, with an error, when
+// what it waits for can't happen: the program that would do it begins only after this one.
+LOOM_INLINE bool waits_in_vain(const Program &p, i64 &rounds) {
+  if (++rounds % 256 == 0) sched_yield();
+  const i64 programs = (i64)p.grid[0] * p.grid[1] * p.grid[2];
+  if (p.threads >= programs || rounds < (p.threads == 1 ? 1 << 20 : 1 << 28)) return false;
+  fail(p, "a program waits for one that has not begun: launch with launch_cooperative_grid=True");
+  return true;
 }
 
 namespace loom {
@@ -71,7 +84,7 @@ template <class Args, void (*program)(const Args &, const Program &), i64 SCRATC
   char *scratch = launch.scratch + __atomic_fetch_add(&launch.workers, 1, __ATOMIC_RELAXED) * SCRATCH;
   Status own;
   own.code = 0;
-  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, scratch, &own};
+  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, scratch, &own, launch.threads};
   for (i64 i, end; take(launch, i, end);) {
     p.id[0] = (i32)(i % gx), p.id[1] = (i32)(i / gx % gy), p.id[2] = (i32)(i / gx / gy);
     for (; i < end; ++i) {

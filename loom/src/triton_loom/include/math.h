@@ -145,6 +145,17 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
   else if constexpr (__is_same(V, f64)) return __builtin_fma(a, b, c);
   else return in_registers([](auto x, auto y, auto z) LOOM_LAMBDA { return fused(x, y, z); }, a, b, c);
 }
+// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it again to such a type is exact: the
+// product is exact, and where the sum is not, of its two neighbours the odd one is taken.
+template <class V> LOOM_INLINE V fma_to_odd(V a, V b, V c) {
+  typedef like<V, i64> L;
+  V product = a * b, sum = product + c, part = sum - product;
+  V error = (product - (sum - part)) + (c - part);
+  L code = bits<L>(sum), up = (error > 0) == (sum > 0) ? splat<L>(1) : splat<L>(-1);
+  L even = (code & 1) == 0 ? splat<L>(1) : splat<L>(0);
+  L inexact = error < 0 ? splat<L>(1) : error > 0 ? splat<L>(1) : splat<L>(0);
+  return bits<V>(code + up * (even & inexact));
+}
 
 #if __has_builtin(__builtin_elementwise_sqrt)
 template <class V> LOOM_INLINE V root(V x) { return __builtin_elementwise_sqrt(x); }
@@ -223,7 +234,7 @@ template <class V> LOOM_INLINE V round(V x) {  // halves away from zero
 
 template <class V> LOOM_INLINE V saturate_to_1(V x) { return lesser(greater(x, splat<V>(0)), splat<V>(1)); }
 
-// One instruction does it with AVX-512, where a signalling NaN gives NaN; elsewhere it counts as a quiet one.
+// One instruction does it with AVX-512, once signalling NaNs, which it lets through, have been made quiet.
 #ifdef LOOM_AVX512
 enum { MINIMUM = 4, MAXIMUM = 5 };
 template <int WHICH> LOOM_INLINE f32x4 extreme(f32x4 a, f32x4 b) { return __builtin_ia32_rangeps128_mask(a, b, WHICH, a, -1); }
@@ -232,11 +243,12 @@ template <int WHICH> LOOM_INLINE f32x8 extreme(f32x8 a, f32x8 b) { return __buil
 template <int WHICH> LOOM_INLINE f64x4 extreme(f64x4 a, f64x4 b) { return __builtin_ia32_rangepd256_mask(a, b, WHICH, a, -1); }
 template <int WHICH> LOOM_INLINE f32x16 extreme(f32x16 a, f32x16 b) { return __builtin_ia32_rangeps512_mask(a, b, WHICH, a, -1, 4); }
 template <int WHICH> LOOM_INLINE f64x8 extreme(f64x8 a, f64x8 b) { return __builtin_ia32_rangepd512_mask(a, b, WHICH, a, -1, 4); }
+template <int WHICH, class V> LOOM_INLINE V extreme_number(V a, V b) { return extreme<WHICH>(extreme<WHICH>(a, a), extreme<WHICH>(b, b)); }
 template <class V> LOOM_INLINE V maxnum(V a, V b) {
-  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme<MAXIMUM>(x, y); }, a, b);
+  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme_number<MAXIMUM>(x, y); }, a, b);
 }
 template <class V> LOOM_INLINE V minnum(V a, V b) {
-  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme<MINIMUM>(x, y); }, a, b);
+  return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme_number<MINIMUM>(x, y); }, a, b);
 }
 #else
 template <class V> LOOM_INLINE V maxnum(V a, V b) {
@@ -478,6 +490,7 @@ template <class V> LOOM_INLINE V remu(V a, V b) { return (V)(a - divu(a, b) * b)
 namespace loom_math {
 
 LOOM_ANY_WIDTH(fma, fma)
+LOOM_ANY_WIDTH(fma_to_odd, fma_to_odd)
 LOOM_ANY_WIDTH(sqrt, sqrt)
 LOOM_ANY_WIDTH(rsqrt, rsqrt)
 LOOM_ANY_WIDTH(rint, rint)
