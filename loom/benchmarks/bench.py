@@ -125,7 +125,9 @@ def layer_norm() -> Contest:
     def compare(ours: Any, theirs: Any) -> None:
         for mine, other in zip(ours, theirs, strict=True):
             # Two bf16 roundings of nearly the same number, each within half an ulp of it.
-            torch.testing.assert_close(mine, other, rtol=2**-7, atol=2**-7 * float(other.detach().abs().mean()))
+            torch.testing.assert_close(
+                mine, other, rtol=2**-7, atol=2**-7 * float(other.detach().abs().mean())
+            )
 
     return Contest(
         "layer norm fwd+bwd, 4096x4096 bf16",
@@ -139,7 +141,9 @@ def cross_entropy() -> Contest:
     logits, labels = torch.randn(1024, 157_184).bfloat16(), torch.randint(0, 157_184, (1024,))
 
     def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        torch.testing.assert_close(ours, kernels.cross_entropy_torch(logits.float(), labels), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            ours, kernels.cross_entropy_torch(logits.float(), labels), rtol=1e-5, atol=0
+        )
         # Eager rounds its losses, around 12, to bf16: first the log-probabilities, then the loss.
         torch.testing.assert_close(ours, theirs.float(), rtol=2**-7, atol=0)
 

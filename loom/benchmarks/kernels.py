@@ -21,19 +21,19 @@ E4M3_MAX = 448.0
 def rms_norm_quant_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, eps, COLS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """y = x * rsqrt(mean(x^2) + eps) * weight, stored as e4m3 codes of y / scale with scale = amax / 448 of
-    each GROUP neighbours."""
+    """y = x * rsqrt(mean(x^2) + eps) * weight, stored as e4m3 codes of y * (448 / amax), amax being that of each
+    GROUP neighbours, and amax / 448."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)
     x = tl.load(x_ptr + row * COLS + cols).to(tl.float32)  # [COLS]
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / COLS + eps)
     y = x * rstd * tl.load(weight_ptr + cols).to(tl.float32)
     y = tl.reshape(y, (COLS // GROUP, GROUP))
-    scale = tl.max(tl.abs(y), axis=1) / 448.0  # [COLS // GROUP]
-    codes = (y / scale[:, None]).to(out_ptr.dtype.element_ty)
+    amax = tl.max(tl.abs(y), axis=1)  # [COLS // GROUP]
+    codes = (y * (448.0 / amax)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * COLS + cols, tl.reshape(codes, (COLS,)))
     groups = tl.arange(0, COLS // GROUP)
-    tl.store(scale_ptr + row * (COLS // GROUP) + groups, scale)
+    tl.store(scale_ptr + row * (COLS // GROUP) + groups, amax / 448.0)
 
 
 def rms_norm_quant(
@@ -52,8 +52,9 @@ def rms_norm_quant_torch(
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
     groups = y.unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1) / E4M3_MAX
-    return (groups / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale
+    amax = groups.abs().amax(-1)
+    codes = (groups * (E4M3_MAX / amax)[..., None]).flatten(-2).to(torch.float8_e4m3fn)
+    return codes, amax / E4M3_MAX
 
 
 # ---- row softmax ---------------------------------------------------------------------------------------

@@ -1,19 +1,16 @@
-"""Random Triton programs: how they are drawn, written as source, and evaluated by NumPy alone.
+"""Random Triton programs: drawn, written as source, and evaluated step by step by the reference.
 
-A program is a list of steps. Each applies one operation to earlier values and names its result; loads and stores
-are steps too, and loops and conditionals are steps that contain steps. The same list is written out as a Triton
-kernel (`Program.source`) and executed step by step on NumPy arrays (`Machine`), which shares no code with the
-compiler under test.
+A program is a list of steps. Each applies one operation to earlier values and names its result; loads and
+stores are steps too, and loops and conditionals are steps that contain steps. One such list is both a Triton
+kernel (`Program.source`) and a computation on NumPy arrays (`Machine`).
 
-Most operations have exactly one right result, and all that follows from them is compared bit for bit. The result
-of the others (transcendental functions, sums of floats in an order of the compiler's choice) lies in an interval,
-`Within`. Such a result is always stored; the evaluation checks what was stored against the interval and goes on
-from that, so that the error allowed to one operation never blurs the check of the next.
+What follows from exact operations is compared bit for bit. The result of any other operation is always
+stored; the evaluation checks what the kernel stored against what the reference allows, and goes on from that.
+So the error allowed to one operation never blurs the check of the next.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import math
 import zlib
@@ -22,112 +19,40 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import mpmath
 import numpy as np
 import torch
-import triton
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from reference import (
+    BF16,
+    BITS,
+    BOOL,
+    COMPARISONS,
+    DTYPES,
+    F32,
+    F64,
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    NUMBERS,
+    OPERATIONS,
+    U32,
+    U64,
+    WIDE_FLOATS,
+    Array,
+    DType,
+    Shape,
+    Within,
+    sample,
+)
 
 T = TypeVar("T")
-Array = NDArray[Any]
-Shape = tuple[int, ...]
-
-# ---- number types --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DType:
-    """A number type, and how its values are held while a program is evaluated."""
-
-    name: str  # as in `tl.NAME`
-    kind: Literal["b", "i", "u", "f"]
-    bits: int
-    array: type[Any]  # NumPy's type for its values: bf16 is held as float32
-    precision: int = 0  # bits of a float's significand, the leading one counted
-    least: int = 0  # the smallest normal number is 2 ** least
-
-    def __repr__(self) -> str:
-        return f"tl.{self.name}"
-
-    @property
-    def torch(self) -> torch.dtype:
-        found = getattr(torch, "bool" if self is BOOL else self.name)
-        assert isinstance(found, torch.dtype)
-        return found
-
-    def encode(self, values: Array) -> Array:
-        """Values as they lie in memory, as unsigned integers."""
-        if self is BF16:
-            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        return values.view(f"u{max(self.bits, 8) // 8}")
-
-    def decode(self, memory: Array) -> Array:
-        if self is BF16:
-            return (memory.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return memory != 0 if self is BOOL else memory.view(self.array)
-
-    @property
-    def overflow(self) -> np.longdouble:
-        """The power of two that the largest finite number falls short of."""
-        return np.longdouble(2) ** (2 - self.least)
-
-    def ulp(self, x: Array) -> Array:
-        """The distance between neighbouring numbers of this type around x."""
-        _, exponent = np.frexp(np.where(np.isfinite(x), x, 1))
-        return np.ldexp(np.longdouble(1), np.maximum(exponent - 1, self.least) - self.precision + 1)
-
-    def round(self, x: Array) -> Array:
-        """The nearest number of this float type, ties to even."""
-        x = x.astype(np.longdouble)
-        unit = self.ulp(x)
-        nearest = np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
-        nearest = np.where(np.abs(nearest) >= self.overflow, np.copysign(np.inf, nearest), nearest)
-        return nearest.astype(self.array)
-
-    def apply(self, f: Callable[..., Array], *args: Array) -> Array:
-        """f on values of this type, rounded once. 16-bit floats are worked on in float64, whose precision is
-        more than twice theirs, so that rounding its result again is harmless."""
-        if self in (F16, BF16):
-            return self.round(np.asarray(f(*(a.astype(np.float64) for a in args))))
-        return np.asarray(f(*args)).astype(self.array, copy=False)
-
-
-BOOL = DType("int1", "b", 1, np.bool_)
-I8, I16, I32, I64 = (DType(f"int{n}", "i", n, getattr(np, f"int{n}")) for n in (8, 16, 32, 64))
-U8, U16, U32, U64 = (DType(f"uint{n}", "u", n, getattr(np, f"uint{n}")) for n in (8, 16, 32, 64))
-F16 = DType("float16", "f", 16, np.float16, 11, -14)
-BF16 = DType("bfloat16", "f", 16, np.float32, 8, -126)
-F32 = DType("float32", "f", 32, np.float32, 24, -126)
-F64 = DType("float64", "f", 64, np.float64, 53, -1022)
-INTS, FLOATS, WIDE_FLOATS = (I32, I64, I8, I16, U8, U16, U32, U64), (F32, F16, BF16, F64), (F32, F64)
-NUMBERS = (*FLOATS, *INTS)
-DTYPES = (*NUMBERS, BOOL)
-
-
-@dataclass(frozen=True)
-class Within:
-    """A result known up to an interval. Where its ends are NaN it is NaN; where `open` is set, anything."""
-
-    low: Array
-    high: Array
-    open: Array | bool = False
-
-    @staticmethod
-    def around(exact: Array, margin: Array) -> Within:
-        margin = np.where(np.isfinite(exact), margin, 0)
-        return Within(exact - margin, exact + margin)
-
-    def holds(self, dtype: DType, values: Array) -> Array:
-        """Whether each value is as it should be; infinity stands for the first number that is too large."""
-        low, value, high = (
-            np.clip(x, -dtype.overflow, dtype.overflow)
-            for x in (self.low, values.astype(np.longdouble), self.high)
-        )
-        return np.where(np.isnan(low), np.isnan(values), (low <= value) & (value <= high)) | self.open
-
+GRID = 2  # instances of a program in one launch
+LAUNCHES = 2  # with other data, strides, bounds and trip counts
+ROWS = 4  # parts of a buffer that an index selects from
+GUARD = 16  # elements on both sides of a buffer that nobody may touch
 
 # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -144,7 +69,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Buffer:
-    """An argument that points to memory: a stretch of `extent` elements for each instance of the program."""
+    """An argument that points to memory: `extent` elements for each instance of the program."""
 
     name: str
     dtype: DType
@@ -164,10 +89,10 @@ class Access:
     strides: tuple[Number, ...] = ()
     wide: bool = False  # 64-bit offsets
     bounds: tuple[Number | None, ...] = ()  # touched where index < bound, per dimension
+    mask: Var | None = None  # touched where it is set
     row: Var | None = None  # a scalar that selects one of ROWS parts of the buffer
     offsets: Var | None = None  # a tile of integers, in place of strides
-    mask: Var | None = None
-    pointer: str = ""  # the variable of a loop that holds the address and moves by `pace` in each turn
+    pointer: str = ""  # a loop's variable that holds the addresses, which move by `pace` in each turn
     pace: Number = 0
     turn: Var | None = None
 
@@ -183,12 +108,8 @@ class Step:
     results: tuple[Var, ...] = ()
     args: tuple[Var, ...] = ()
     params: dict[str, Any] = field(default_factory=dict)
-    access: Access | None = None
+    access: Access | None = None  # of a load or store; of an inexact result, where it is stored
     blocks: tuple[tuple[Step, ...], ...] = ()
-
-    @property
-    def result(self) -> Var:
-        return self.results[0]
 
     @property
     def source(self) -> DType:
@@ -199,352 +120,29 @@ class Step:
         return self.results[0].dtype
 
     @property
-    def axis(self) -> int:
-        axis = self.params["axis"]
-        assert isinstance(axis, int)
-        return axis
+    def shape(self) -> Shape:
+        return self.results[0].shape
 
+    @property
+    def axis(self) -> Any:
+        return self.params["axis"]
 
-ROWS = 4
-GUARD = 16  # untouched elements on both sides of a buffer
+    @property
+    def place(self) -> Access:
+        assert self.access
+        return self.access
 
-# ---- operations --------------------------------------------------------------------------------------------
 
-Evaluation = Callable[..., "Array | Within"]  # of the step and the values of its operands
+def walk(steps: Sequence[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield step
+        for block in step.blocks:
+            yield from walk(block)
 
 
-@dataclass(frozen=True)
-class Operation:
-    text: str  # a Triton expression, in which {0}, {1}, ... are operands, and other names parameters
-    evaluate: Evaluation
+# ---- evaluation ------------------------------------------------------------------------------------------
 
-
-OPERATIONS: dict[str, Operation] = {}
-
-
-def operation(name: str, text: str) -> Callable[[Evaluation], Evaluation]:
-    def define(evaluate: Evaluation) -> Evaluation:
-        OPERATIONS[name] = Operation(text, evaluate)
-        return evaluate
-
-    return define
-
-
-def elementwise(name: str, text: str, f: Callable[..., Array]) -> None:
-    """Operands and result are of one type."""
-    operation(name, text)(lambda s, *args: s.target.apply(f, *args))
-
-
-def _smaller(a: Array, b: Array) -> Array:
-    """The minimum. A NaN loses to a number, and +0 to -0."""
-    return np.where((a < b) | np.isnan(b) | ((a == b) & np.signbit(a)), a, b)
-
-
-def _greater(a: Array, b: Array) -> Array:
-    return np.where((a > b) | np.isnan(b) | ((a == b) & np.signbit(b)), a, b)
-
-
-def _or_nan(f: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    return lambda a, b: np.where(np.isnan(a) | np.isnan(b), np.nan, f(a, b))
-
-
-def _minimum(a: Array, b: Array) -> Array:
-    return _smaller(a, b) if a.dtype.kind == "f" else np.minimum(a, b)
-
-
-def _maximum(a: Array, b: Array) -> Array:
-    return _greater(a, b) if a.dtype.kind == "f" else np.maximum(a, b)
-
-
-def _negative(x: Array) -> Array:
-    """Triton had no negation before 3.9: -x was 0 - x, which makes +0 of +0."""
-    return -x if triton.__version__ >= "3.9" or x.dtype.kind != "f" else 0 - x
-
-
-# i1 is an integer modulo 2
-elementwise("add", "{0} + {1}", lambda a, b: a ^ b if a.dtype == bool else a + b)
-elementwise("sub", "{0} - {1}", lambda a, b: a ^ b if a.dtype == bool else a - b)
-elementwise("mul", "{0} * {1}", lambda a, b: a & b if a.dtype == bool else a * b)
-elementwise("and", "{0} & {1}", np.bitwise_and)
-elementwise("or", "{0} | {1}", np.bitwise_or)
-elementwise("xor", "{0} ^ {1}", np.bitwise_xor)
-elementwise("not", "~{0}", np.invert)
-elementwise("neg", "-{0}", _negative)
-elementwise("abs", "tl.abs({0})", np.abs)
-elementwise("minimum", "tl.minimum({0}, {1})", _minimum)
-elementwise("maximum", "tl.maximum({0}, {1})", _maximum)
-elementwise("least", "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _or_nan(_smaller))
-elementwise("most", "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _or_nan(_greater))
-elementwise("floor", "tl.floor({0})", np.floor)
-elementwise("ceil", "tl.ceil({0})", np.ceil)
-elementwise("sqrt", "tl.sqrt({0})", np.sqrt)
-elementwise("sqrt_rn", "tl.sqrt_rn({0})", np.sqrt)
-elementwise("div_rn", "tl.div_rn({0}, {1})", np.divide)
-elementwise("umulhi", "tl.umulhi({0}, {1})", lambda a, b: _high_half(a, b))
-elementwise("quotient", "{0} // {1}", lambda a, b: _quotient(a, b))
-elementwise("remainder", "{0} % {1}", lambda a, b: np.where(b == 0, a, np.fmod(a, b)))
-
-
-def _quotient(a: Array, b: Array) -> Array:
-    """Rounded toward zero; of a division by zero, all bits are set."""
-    return np.where(b == 0, ~np.zeros_like(b), (a - np.fmod(a, b)) // b)
-
-
-def _high_half(a: Array, b: Array) -> Array:
-    width = a.dtype.itemsize * 8
-    product = a.view(f"u{width // 8}").astype(object) * b.view(f"u{width // 8}").astype(object)
-    return np.asarray(product >> width, f"u{width // 8}").view(a.dtype)
-
-
-def _shift(f: Callable[[Array, Array], Array], in_range: bool) -> Evaluation:
-    """After a shift by the width or more, all bits are gone."""
-
-    def evaluate(s: Step, a: Array, b: Array) -> Array:
-        last = s.source.bits - 1
-        amount = b.view(f"u{s.source.bits // 8}")
-        amount = amount & last if in_range else amount
-        part = np.minimum(amount, last).astype(b.dtype)
-        return np.asarray(f(f(a, part), (amount > last).astype(b.dtype)))
-
-    return evaluate
-
-
-operation("shl", "{0} << {1}")(_shift(np.left_shift, in_range=False))
-operation("shr", "{0} >> {1}")(_shift(np.right_shift, in_range=False))
-operation("shl_some", "{0} << ({1} & {last})")(_shift(np.left_shift, in_range=True))
-operation("shr_some", "{0} >> ({1} & {last})")(_shift(np.right_shift, in_range=True))
-
-
-@operation("clamp", "tl.clamp({0}, {low}, {high})")
-def _clamp(s: Step, x: Array) -> Array:
-    low, high = (np.asarray(s.params[bound]) for bound in ("low", "high"))
-    return _smaller(_greater(x, low), high)
-
-
-@operation("divide", "{0} / {1}")
-def _divide(s: Step, a: Array, b: Array) -> Array:
-    """Integers and 16-bit floats are divided as f32."""
-    return np.divide(*(_cast(x, arg.dtype, s.target) for x, arg in zip((a, b), s.args, strict=True)))
-
-
-@operation("fmod", "{0} % {1}")
-def _fmod(s: Step, a: Array, b: Array) -> Array:
-    return np.fmod(a.astype(s.target.array), b.astype(s.target.array))
-
-
-def _odd_sum(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: when it is rounded again to less precision, the sum is rounded once."""
-    total = a + b
-    rest = total - a
-    error = (a - (total - rest)) + (b - rest)
-    inexact = np.isfinite(total) & (error != 0) & (total.view(np.int64) & 1 == 0)
-    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
-
-
-_libm = ctypes.CDLL("libm.so.6")
-_libm.fma.restype, _libm.fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
-_fma64 = np.frompyfunc(_libm.fma, 3, 1)
-
-
-@operation("fma", "tl.fma({0}, {1}, {2})")
-def _fma(s: Step, a: Array, b: Array, c: Array) -> Array:
-    if s.target is F64:
-        return np.asarray(_fma64(a, b, c), np.float64)
-    product = np.multiply(a, b, dtype=np.float64)  # exact
-    total = _odd_sum(*np.broadcast_arrays(product, c.astype(np.float64)))
-    return total.astype(np.float32) if s.target is F32 else s.target.round(total)
-
-
-COMPARISONS = {
-    "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal, "==": np.equal, "!=": np.not_equal,
-}  # fmt: skip
-
-
-@operation("compare", "{0} {sign} {1}")
-def _compare(s: Step, a: Array, b: Array) -> Array:
-    return np.asarray(COMPARISONS[s.params["sign"]](a, b))
-
-
-@operation("where", "tl.where({0}, {1}, {2})")
-def _where(s: Step, condition: Array, a: Array, b: Array) -> Array:
-    return np.where(condition, a, b)
-
-
-def _cast(x: Array, source: DType, target: DType) -> Array:
-    if target is BOOL:
-        return np.asarray(x != 0)
-    if target.kind == "f":
-        return x.astype(target.array) if target is F64 else target.round(x)
-    if source.kind == "f":
-        # toward zero; saturates at 32 or 64 bits, of which narrower integers take the low ones; NaN gives 0
-        wide = np.dtype(f"{target.kind}{8 if target.bits == 64 else 4}")
-        whole = np.trunc(np.nan_to_num(x.astype(np.longdouble), nan=0, posinf=np.inf, neginf=-np.inf))
-        return np.clip(whole, np.iinfo(wide).min, np.iinfo(wide).max).astype(wide).astype(target.array)
-    return x.astype(target.array)
-
-
-@operation("cast", "{0}.to({dtype})")
-def _cast_step(s: Step, x: Array) -> Array:
-    return _cast(x, s.source, s.target)
-
-
-@operation("bits", "{0}.to({dtype}, bitcast=True)")
-def _bits(s: Step, x: Array) -> Array:
-    return s.target.decode(s.source.encode(x))
-
-
-# -- functions that are not exact --
-
-
-def _erf(x: Array) -> Array:
-    def precise(value: float) -> np.longdouble:
-        with mpmath.workprec(80):
-            exact = mpmath.erf(value)
-            return np.longdouble(float(exact)) + np.longdouble(float(exact - float(exact)))
-
-    finite = np.nan_to_num(x, nan=0, posinf=99, neginf=-99).astype(np.float64)
-    exact = np.frompyfunc(precise, 1, 1)(finite)
-    return np.where(np.isnan(x), np.nan, np.asarray(exact, np.longdouble))
-
-
-def _transcendental(name: str, f: Callable[[Array], Array]) -> None:
-    """Correct to one unit in the last place, as an evaluation in 80-bit floats sees it."""
-
-    def evaluate(s: Step, x: Array) -> Within:
-        exact = np.asarray(f(x.astype(np.longdouble)))
-        return Within.around(exact, s.target.ulp(exact))
-
-    operation(name, f"tl.{name}({{0}})")(evaluate)
-
-
-_transcendental("exp", np.exp)
-_transcendental("exp2", np.exp2)
-_transcendental("log", np.log)
-_transcendental("log2", np.log2)
-_transcendental("sin", np.sin)
-_transcendental("cos", np.cos)
-_transcendental("erf", _erf)
-_transcendental("rsqrt", lambda x: 1 / np.sqrt(x))
-
-
-@operation("sigmoid", "tl.sigmoid({0})")
-def _sigmoid(s: Step, x: Array) -> Within:
-    """exp within an ulp, a sum and a quotient: four ulps. Where exp overflows, nothing is left of it."""
-    exact = 1 / (1 + np.exp(-x.astype(np.longdouble)))
-    return Within.around(exact, 4 * s.target.ulp(exact) + np.ldexp(np.longdouble(1), s.target.least))
-
-
-# -- shapes --
-
-operation("expand", "tl.expand_dims({0}, {axis})")(lambda s, x: np.expand_dims(x, s.axis))
-operation("index", "{0}[{index}]")(lambda s, x: x.reshape(s.result.shape))
-operation("broadcast", "tl.broadcast_to({0}, {shape})")(lambda s, x: np.broadcast_to(x, s.result.shape))
-operation("reshape", "tl.reshape({0}, {shape})")(lambda s, x: x.reshape(s.result.shape))
-operation("permute", "tl.permute({0}, {order})")(lambda s, x: x.transpose(s.params["order"]))
-operation("join", "tl.join({0}, {1})")(lambda s, a, b: np.stack(np.broadcast_arrays(a, b), -1))
-operation("split", "tl.split({0})[{half}]")(lambda s, x: x[..., s.params["half"]])
-
-
-operation("gather", "tl.gather({0}, {1} & {last}, {axis})")(
-    lambda s, x, index: np.take_along_axis(x, index & (x.shape[s.axis] - 1), s.axis)
-)
-
-
-# -- reductions and scans --
-
-
-def _total(s: Step, x: Array, add: Callable[[Array], Array], terms: int) -> Array | Within:
-    """A sum over `terms` terms, which `add` carries out. Integers wrap. The error of a float sum in any order is
-    bounded by (terms - 1) roundings of the sum of magnitudes; multiples of one unit that fit are exact."""
-    if s.target.kind != "f":
-        return add(x.astype(s.target.array))
-    finite = np.where(np.isfinite(x), x, 0).astype(np.longdouble)
-    magnitude = add(np.abs(finite))
-    unit = np.longdouble(2) ** -8
-    whole = add((finite / unit != np.rint(finite / unit)).astype(np.longdouble)) == 0
-    exact = whole & (magnitude < unit * 2 ** (s.target.precision))
-    margin = np.where(
-        exact, 0, (terms - 1) * magnitude * np.ldexp(np.longdouble(1), -s.target.precision) * 1.001
-    )
-    result = Within.around(add(x.astype(np.longdouble)), margin)
-    return replace(
-        result, open=magnitude >= s.target.overflow * (1 - np.longdouble(2) ** -s.target.precision)
-    )
-
-
-def _axes(s: Step) -> dict[str, Any]:
-    return {"axis": s.params["axis"], "keepdims": s.params["keep"]}
-
-
-@operation("sum", "tl.sum({0}, axis={axis}, keep_dims={keep})")
-def _sum(s: Step, x: Array) -> Array | Within:
-    terms = x.size if s.params["axis"] is None else x.shape[s.axis]
-    return _total(s, x, lambda terms: np.add.reduce(terms, dtype=terms.dtype, **_axes(s)), terms)
-
-
-@operation("cumsum", "tl.cumsum({0}, axis={axis}, reverse={reverse})")
-def _cumsum(s: Step, x: Array) -> Array | Within:
-    return _total(s, x, _scan(s, np.add), x.shape[s.axis])
-
-
-def _scan(s: Step, f: np.ufunc) -> Callable[[Array], Array]:
-    def run(x: Array) -> Array:
-        x = np.flip(x, s.axis) if s.params["reverse"] else x
-        scanned: Array = f.accumulate(x, s.axis, dtype=x.dtype)
-        return np.flip(scanned, s.axis) if s.params["reverse"] else scanned
-
-    return run
-
-
-@operation("cumprod", "tl.cumprod({0}, axis={axis}, reverse={reverse})")
-def _cumprod(s: Step, x: Array) -> Array:
-    return _scan(s, np.multiply)(x)
-
-
-def _reduction(name: str, text: str, f: Callable[[Array, Array], Array]) -> None:
-    def evaluate(s: Step, x: Array) -> Array:
-        x = _cast(x, s.source, s.target)
-        flat = x.reshape(-1) if s.params["axis"] is None else np.moveaxis(x, s.axis, 0)
-        result = flat[0]
-        for part in flat[1:]:
-            result = f(result, part)
-        return np.asarray(result).reshape(s.result.shape)
-
-    operation(name, text)(evaluate)
-
-
-_reduction("max", "tl.max({0}, axis={axis}, keep_dims={keep})", _maximum)
-_reduction("min", "tl.min({0}, axis={axis}, keep_dims={keep})", _minimum)
-_reduction("xor_sum", "tl.xor_sum({0}, axis={axis}, keep_dims={keep})", np.bitwise_xor)
-_reduction("all_bits", "tl.reduce({0}, {axis}, both, keep_dims={keep})", np.bitwise_and)
-
-
-@operation("top", "tl.max({0}, {axis}, return_indices=True, keep_dims={keep})[0]")
-def _top(s: Step, x: Array) -> Array:
-    where = np.expand_dims(np.argmax(x, s.axis), s.axis)
-    return np.take_along_axis(x, where, s.axis).reshape(s.result.shape)
-
-
-@operation("argmax", "tl.argmax({0}, {axis}, keep_dims={keep})")
-def _argmax(s: Step, x: Array) -> Array:
-    return np.argmax(x, **_axes(s)).astype(np.int32)
-
-
-@operation("argmin", "tl.argmin({0}, {axis}, keep_dims={keep})")
-def _argmin(s: Step, x: Array) -> Array:
-    return np.argmin(x, **_axes(s)).astype(np.int32)
-
-
-# -- values from nowhere --
-
-operation("range", "tl.arange({start}, {end})")(
-    lambda s: np.arange(s.params["start"], s.params["end"], dtype=np.int32)
-)
-operation("full", "tl.full({shape}, {text}, {dtype})")(
-    lambda s: np.full(s.result.shape, s.params["value"], s.target.array)
-)
-
-# ---- evaluation ----------------------------------------------------------------------------------------------
+Memory = dict[str, Array]  # buffers by name, with what guards them
 
 
 class Mismatch(AssertionError):
@@ -553,104 +151,108 @@ class Mismatch(AssertionError):
 
 @dataclass
 class Machine:
-    """One instance of a program: executes its steps on `memory` (buffers by name, encoded), next to what the
-    kernel made of the same memory."""
+    """One instance of a program, executed on `memory`, next to the memory that the kernel left behind."""
 
-    memory: dict[str, Array]
-    observed: dict[str, Array]
+    memory: Memory
+    observed: Memory
     values: dict[str, Array]
-    pid: int
 
     def run(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            self.step(step)
-
-    def number(self, number: Number) -> int:
-        return number if isinstance(number, int) else int(self.values[number])
+            match step.op:
+                case "load":
+                    self.load(step)
+                case "store":
+                    self.store(step)
+                case "loop":
+                    self.loop(step)
+                case "if":
+                    self.branch(step)
+                case _:
+                    self.values[step.results[0].name] = self.result(step)
 
     def value(self, var: Var) -> Array:
         if var.literal is not None:
             return var.dtype.apply(np.asarray, np.asarray(var.literal))
         return self.values[var.name]
 
+    def number(self, number: Number) -> int:
+        return number if isinstance(number, int) else int(self.values[number])
+
     def addresses(self, access: Access) -> Array:
-        where = np.full(access.shape, GUARD + access.base + self.pid * access.buffer.extent, np.int64)
+        start = GUARD + access.base + int(self.values["pid"]) * access.buffer.extent
         if access.row is not None:
-            where = where + int(self.value(access.row) & (ROWS - 1)) * (access.buffer.extent // ROWS)
+            start += int(self.value(access.row) & (ROWS - 1)) * (access.buffer.extent // ROWS)
+        if access.turn is not None:
+            start += int(self.value(access.turn)) * self.number(access.pace)
         if access.offsets is not None:
             offsets = self.value(access.offsets)
-            return where + (offsets & np.asarray(access.buffer.extent - 1, offsets.dtype)).astype(np.int64)
+            return np.asarray(
+                start + (offsets & offsets.dtype.type(access.buffer.extent - 1)).astype(np.int64)
+            )
+        where = np.full(access.shape, start)
         for index, stride in zip(np.indices(access.shape), access.strides, strict=True):
             where = where + index * self.number(stride)
-        if access.turn is not None:
-            where = where + int(self.value(access.turn)) * self.number(access.pace)
         return where
 
     def touched(self, access: Access) -> Array:
         touched = np.ones(access.shape, bool)
         for index, bound in zip(np.indices(access.shape), access.bounds, strict=False):
-            if bound is not None:
-                touched &= index < self.number(bound)
+            touched &= index < self.number(bound) if bound is not None else True
         return touched & self.value(access.mask) if access.mask is not None else touched
 
-    def step(self, step: Step) -> None:
-        if step.op == "load":
-            assert step.access
-            touched, where = self.touched(step.access), self.addresses(step.access)
-            read = step.target.decode(self.memory[step.access.buffer.name][np.where(touched, where, 0)])
-            self.values[step.result.name] = (
-                np.where(touched, read, self.value(step.args[0])) if step.args else read
-            )
-        elif step.op == "store":
-            assert step.access
-            touched, where = self.touched(step.access), self.addresses(step.access)
-            encoded = step.source.encode(self.value(step.args[0]))
-            self.memory[step.access.buffer.name][where[touched]] = encoded[touched]
-        elif step.op == "loop":
-            carried = [self.value(v) for v in step.args]
-            for trip in range(self.number(step.params["trips"])):
-                self.values |= {v.name: x for v, x in zip(step.results, carried, strict=True)}
-                self.values[step.params["turn"].name] = np.asarray(trip, np.int32)
-                self.run(step.blocks[0])
-                carried = [self.value(v) for v in step.params["next"]]
-            self.values |= {v.name: x for v, x in zip(step.results, carried, strict=True)}
-        elif step.op == "if":
-            taken = 0 if self.value(step.args[0]) else 1
-            self.run(step.blocks[taken])
-            self.values[step.result.name] = self.value(step.params["ends"][taken])
-        else:
-            self.values[step.result.name] = self.apply(step)
+    def load(self, step: Step) -> None:
+        touched, where = self.touched(step.place), self.addresses(step.place)
+        value = step.target.decode(self.memory[step.place.buffer.name][np.where(touched, where, 0)])
+        if step.args:
+            value = np.where(touched, value, self.value(step.args[0]))
+        self.values[step.results[0].name] = value
 
-    def apply(self, step: Step) -> Array:
+    def store(self, step: Step) -> None:
+        touched, where = self.touched(step.place), self.addresses(step.place)
+        encoded = step.source.encode(self.value(step.args[0]))
+        self.memory[step.place.buffer.name][where[touched]] = encoded[touched]
+
+    def loop(self, step: Step) -> None:
+        carried = [self.value(v) for v in step.args]
+        names = [v.name for v in step.results]
+        for trip in range(self.number(step.params["trips"])):
+            self.values |= dict(zip(names, carried, strict=True))
+            self.values[step.params["turn"].name] = np.asarray(trip, np.int32)
+            self.run(step.blocks[0])
+            carried = [self.value(v) for v in step.params["next"]]
+        self.values |= dict(zip(names, carried, strict=True))
+
+    def branch(self, step: Step) -> None:
+        taken = 0 if self.value(step.args[0]) else 1
+        self.run(step.blocks[taken])
+        self.values[step.results[0].name] = self.value(step.params["ends"][taken])
+
+    def result(self, step: Step) -> Array:
         result = OPERATIONS[step.op].evaluate(step, *(self.value(v) for v in step.args))
-        var = step.result
         if isinstance(result, Within):
-            stored = (
-                self.observed[step.access.buffer.name][self.addresses(step.access)] if step.access else None
+            return self.confirmed(step, result)
+        assert result.shape == step.shape, (step, result.shape)
+        return result.astype(step.target.array, copy=False)
+
+    def confirmed(self, step: Step, right: Within) -> Array:
+        """What the kernel has stored, if that is right."""
+        stored = self.observed[step.place.buffer.name][self.addresses(step.place)]
+        kernel = step.target.decode(stored)
+        wrong = ~right.holds(step.target, kernel)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            low, high = (np.broadcast_to(end, step.shape).flat[first] for end in (right.low, right.high))
+            operands = [self.value(v).flat[first] for v in step.args if v.shape == step.shape]
+            raise Mismatch(
+                f"{step.results[0].name} = {step.op}: {int(wrong.sum())} elements are wrong, first "
+                f"number {first}: {kernel.flat[first]!r} is not within {low!r} and {high!r} for {operands}"
             )
-            assert stored is not None
-            kernel = var.dtype.decode(stored)
-            bad = ~result.holds(var.dtype, kernel)
-            if bad.any():
-                at = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(bad)))
-                at = at if var.shape else ()
-                low, high = (np.broadcast_to(x, var.shape)[at] for x in (result.low, result.high))
-                operands = [
-                    np.broadcast_to(self.value(v), var.shape)[at] for v in step.args if v.shape == var.shape
-                ]
-                raise Mismatch(
-                    f"{var.name} = {step.op}: {int(bad.sum())} of {bad.size} elements; {kernel[at]!r} at {at} is not "
-                    f"within {low!r} .. {high!r}, operands {operands}"
-                )
-            return kernel
-        assert result.shape == var.shape, (step, result.shape)
-        return result.astype(var.dtype.array, copy=False)
+        return kernel
 
 
-# ---- programs --------------------------------------------------------------------------------------------------
+# ---- programs --------------------------------------------------------------------------------------------
 
-GRID = 2  # instances in one launch
-LAUNCHES = 2  # with other data, strides, bounds and trip counts
 HEAD = """\
 import triton
 import triton.language as tl
@@ -667,13 +269,16 @@ def kernel({arguments}):
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
     numbers: dict[str, tuple[int, ...]]  # i32 arguments: their values in each launch
     reals: dict[str, tuple[float, ...]]  # f32 arguments
     seed: int  # of the data
+
+    def __repr__(self) -> str:
+        return f"\n{self.source}    # launched with {self.numbers | self.reals}"
 
     @property
     def source(self) -> str:
@@ -682,11 +287,15 @@ class Program:
         return HEAD.format(numbers=numbers, arguments=arguments) + "".join(_written(self.steps, "    "))
 
     @property
-    def stores(self) -> int:
-        return sum(step.op == "store" for step in self.steps)
+    def operations(self) -> set[str]:
+        return {step.op for step in walk(self.steps)}
 
-    def load(self, directory: Path) -> Any:
-        """The kernel, compiled from a file as Triton wants it."""
+    @property
+    def stores(self) -> int:
+        return sum(step.op == "store" for step in walk(self.steps))
+
+    def kernel(self, directory: Path) -> Any:
+        """The kernel, from a file of its own: Triton reads the source of a function from where it came."""
         path = directory / f"program_{zlib.crc32(self.source.encode()):08x}.py"
         path.write_text(self.source)
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -696,104 +305,97 @@ class Program:
         spec.loader.exec_module(module)
         return module.kernel
 
-    def memory(self, launch: int) -> dict[str, Array]:
-        """Buffers before a launch: inputs hold numbers of all sizes, and what is there to be overwritten, 0xA5."""
+    def memory(self, launch: int) -> Memory:
+        """Before a launch: numbers in what is loaded, and 0xA5 everywhere else."""
+        with np.errstate(all="ignore"):
+            return dict(self.filled(launch))
+
+    def filled(self, launch: int) -> Iterator[tuple[str, Array]]:
         random = np.random.default_rng([self.seed, launch])
-        loaded = {step.access.buffer.name for step in _walk(self.steps) if step.op == "load" and step.access}
-        memory = {}
+        loaded = {step.place.buffer for step in walk(self.steps) if step.op == "load"}
         for buffer in self.buffers:
             size = buffer.extent * GRID
-            raw = np.full(size + 2 * GUARD, 0xA5A5A5A5A5A5A5A5, np.uint64).astype(
-                f"u{max(buffer.dtype.bits, 8) // 8}"
-            )
-            if buffer.name in loaded:
-                raw[GUARD : GUARD + size] = buffer.dtype.encode(sample(buffer.dtype, size, random))
-            memory[buffer.name] = raw
-        return memory
+            content = np.full(size + 2 * GUARD, 0xA5A5A5A5A5A5A5A5, np.uint64).astype(buffer.dtype.word)
+            if buffer in loaded:
+                content[GUARD:-GUARD] = buffer.dtype.encode(sample(buffer.dtype, size, random))
+            yield buffer.name, content
 
-    def run(self, kernel: Any, launch: int) -> dict[str, Array]:
+    def launched(self, kernel: Any, launch: int) -> Memory:
         """Memory after a launch of the kernel."""
         memory = self.memory(launch)
         tensors = [torch.from_numpy(memory[b.name])[GUARD:].view(b.dtype.torch) for b in self.buffers]
-        scalars = [values[launch] for values in [*self.numbers.values(), *self.reals.values()]]
+        scalars = [values[launch] for values in (self.numbers | self.reals).values()]
         kernel[(GRID,)](*tensors, *scalars)
         return memory
 
-    def evaluate(self, launch: int, observed: dict[str, Array]) -> dict[str, Array]:
-        """Memory after a launch, as it should be."""
+    def evaluated(self, launch: int, observed: Memory) -> Memory:
+        """Memory after a launch, by the reference."""
         memory = self.memory(launch)
         for pid in range(GRID):
             values: dict[str, Array] = {"pid": np.asarray(pid, np.int32)}
             values |= {name: np.asarray(v[launch], np.int32) for name, v in self.numbers.items()}
             values |= {name: np.asarray(v[launch], np.float32) for name, v in self.reals.items()}
-            with np.errstate(all="ignore"):
-                Machine(memory, observed, values, pid).run(self.steps)
+            Machine(memory, observed, values).run(self.steps)
         return memory
 
-    def check(self, launch: int, observed: dict[str, Array]) -> None:
-        """Every byte of every buffer is as it should be, but for the bits of NaNs."""
-        expected = self.evaluate(launch, observed)
-        last = {s.access.buffer.name: s for s in self.steps if s.op == "store" and s.access}
-        for buffer in sorted(self.buffers, key=lambda b: [*last].index(b.name) if b.name in last else -1):
+    def check(self, launch: int, observed: Memory) -> None:
+        """Every byte of memory is as it should be, but for those of NaNs."""
+        with np.errstate(all="ignore"):
+            expected = self.evaluated(launch, observed)
+        stored = {step.place.buffer: step.args[0].name for step in walk(self.steps) if step.op == "store"}
+        for buffer in [*stored, *(b for b in self.buffers if b not in stored)]:
             kernel, right = observed[buffer.name], expected[buffer.name]
             a, b = buffer.dtype.decode(kernel), buffer.dtype.decode(right)
-            both_nan = np.isnan(a) & np.isnan(b) if buffer.dtype.kind == "f" else False
-            bad = np.flatnonzero((kernel != right) & ~both_nan)
-            if bad.size:
-                at = int(bad[0])
-                what = last[buffer.name].args[0].name if buffer.name in last else "an input"
+            nan = np.isnan(a) & np.isnan(b) if buffer.dtype.kind == "f" else False
+            wrong = np.flatnonzero((kernel != right) & ~np.asarray(nan))
+            if wrong.size:
+                first = int(wrong[0])
                 raise Mismatch(
-                    f"launch {launch}, {buffer.name} ({what}, {buffer.dtype}): {bad.size} elements, the first at "
-                    f"{at - GUARD} of {GRID} x {buffer.extent}: {a[at]!r} is not {b[at]!r}"
+                    f"launch {launch}, {buffer} with {stored.get(buffer)}: {wrong.size} elements are wrong, "
+                    f"first number {first - GUARD} of {GRID} x {buffer.extent}: {a[first]!r} is not {b[first]!r}"
                 )
-
-
-def _walk(steps: Sequence[Step]) -> Iterator[Step]:
-    for step in steps:
-        yield step
-        for block in step.blocks:
-            yield from _walk(block)
 
 
 # -- as source --
 
 
 def _written(steps: Sequence[Step], indent: str) -> Iterator[str]:
+    inner = indent + "    "
     for step in steps:
         names = ", ".join(v.name for v in step.results)
         args = ", ".join(v.name for v in step.args)
-        if step.op == "loop":
-            turn, trips, walks = (step.params[key] for key in ("turn", "trips", "walks"))
-            for access in walks:
-                yield f"{indent}{access.pointer} = {_address(replace(access, pointer=''))}\n"
-            yield f"{indent}{names} = {args}\n"
-            if step.params["while"]:
-                yield f"{indent}{turn.name} = tl.full((), 0, tl.int32)\n"
-                yield f"{indent}while {turn.name} < {trips}:\n"
-            else:
-                yield f"{indent}for {turn.name} in range({trips}):\n"
-            yield from _written(step.blocks[0], indent + "    ")
-            yield from (f"{indent}    {access.pointer} += {access.pace}\n" for access in walks)
-            yield f"{indent}    {names} = {', '.join(v.name for v in step.params['next'])}\n"
-            if step.params["while"]:
-                yield f"{indent}    {turn.name} += 1\n"
-        elif step.op == "if":
-            for head, block, end in zip(
-                (f"if {args}:", "else:"), step.blocks, step.params["ends"], strict=True
-            ):
-                yield f"{indent}{head}\n"
-                yield from _written(block, indent + "    ")
-                yield f"{indent}    {names} = {end.name}\n"
-        elif step.op == "store":
-            assert step.access
-            yield f"{indent}tl.store({_address(step.access)}, {args}{_mask(step.access)})\n"
-        elif step.op == "load":
-            assert step.access
-            other = f", other={args}" if args else ""
-            yield f"{indent}{names} = tl.load({_address(step.access)}{_mask(step.access)}{other})\n"
-        else:
-            params = {"dtype": repr(step.target), "shape": step.result.shape, **step.params}
-            yield f"{indent}{names} = {OPERATIONS[step.op].text.format(*(v.name for v in step.args), **params)}\n"
+        match step.op:
+            case "load":
+                other = f", other={args}" if args else ""
+                yield f"{indent}{names} = tl.load({_address(step.place)}{_mask(step.place)}{other})\n"
+            case "store":
+                yield f"{indent}tl.store({_address(step.place)}, {args}{_mask(step.place)})\n"
+            case "loop":
+                turn, trips, walks = (step.params[key] for key in ("turn", "trips", "walks"))
+                for access in walks:
+                    yield f"{indent}{access.pointer} = {_address(replace(access, pointer=''))}\n"
+                yield f"{indent}{names} = {args}\n"
+                if step.params["while"]:
+                    yield f"{indent}{turn.name} = tl.full((), 0, tl.int32)\n"
+                    yield f"{indent}while {turn.name} < {trips}:\n"
+                else:
+                    yield f"{indent}for {turn.name} in range({trips}):\n"
+                yield from _written(step.blocks[0], inner)
+                yield f"{inner}{names} = {', '.join(v.name for v in step.params['next'])}\n"
+                for access in walks:
+                    yield f"{inner}{access.pointer} += {access.pace}\n"
+                if step.params["while"]:
+                    yield f"{inner}{turn.name} += 1\n"
+            case "if":
+                heads = (f"if {args}:", "else:")
+                for head, block, end in zip(heads, step.blocks, step.params["ends"], strict=True):
+                    yield f"{indent}{head}\n"
+                    yield from _written(block, inner)
+                    yield f"{inner}{names} = {end.name}\n"
+            case _:
+                params = {"dtype": step.target, "shape": step.shape, **step.params}
+                text = OPERATIONS[step.op].text.format(*(v.name for v in step.args), **params)
+                yield f"{indent}{names} = {text}\n"
 
 
 def _index(access: Access, dim: int) -> str:
@@ -816,65 +418,24 @@ def _address(access: Access) -> str:
 
 
 def _mask(access: Access) -> str:
-    terms = [f"({_index(access, d)} < {bound})" for d, bound in enumerate(access.bounds) if bound is not None]
+    terms = [f"({_index(access, dim)} < {n})" for dim, n in enumerate(access.bounds) if n is not None]
     terms += [access.mask.name] if access.mask is not None else []
     return f", mask={' & '.join(terms)}" if terms else ""
 
 
-# -- data --
-
-
-def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
-    """Numbers of every kind: small, large, on and beside powers of two, extreme; and for floats, halves, NaN,
-    infinities and subnormals. Mild in half of the cases, so that not everything drowns in NaN and overflow."""
-    if dtype is BOOL:
-        return random.random(size) < random.random()
-    small = random.integers(-9, 10, size)
-    if dtype.kind != "f":
-        low, high = np.iinfo(dtype.array).min, np.iinfo(dtype.array).max
-        power = 2 ** random.integers(0, dtype.bits, size).astype(object)
-        near = power + 2 ** random.integers(0, dtype.bits, size).astype(object) + random.integers(-1, 2, size)
-        near *= random.choice([1, -1], size)
-        extreme = random.choice(np.array([low, low + 1, 0, 1, 2, high - 1, high], object), size)
-        anything = random.integers(low, high, size, dtype.array, endpoint=True).astype(object)
-        kinds = [small.astype(object), near, extreme, anything]
-        chosen = _mixed(
-            kinds, [0.97, 0.01, 0.01, 0.01] if random.random() < 0.3 else [0.3, 0.3, 0.1, 0.3], random
-        )
-        return np.asarray(chosen & ((1 << dtype.bits) - 1), f"u{dtype.bits // 8}").view(dtype.array)
-    with np.errstate(all="ignore"):
-        normal = random.standard_normal(size) * 2.0 ** random.integers(-3, 12)
-        halves = random.integers(-(2**12), 2**12, size) / 2
-        anything = random.integers(0, 2**dtype.bits - 1, size, np.uint64, endpoint=True)
-        patterns = dtype.decode(anything.astype(f"u{dtype.bits // 8}")).astype(np.float64)
-        tiny, huge = 2.0**dtype.least, float(dtype.overflow * (1 - np.longdouble(2) ** -dtype.precision))
-        extreme = random.choice(
-            [0.0, -0.0, np.inf, -np.inf, np.nan, tiny, tiny / 4, -tiny, huge, -huge, 1.0], size
-        )
-        mild = random.random() < 0.5
-        weights = [0.4, 0.3, 0.3, 0, 0] if mild else [0.15, 0.25, 0.1, 0.3, 0.2]
-        return dtype.round(_mixed([small.astype(float), normal, halves, patterns, extreme], weights, random))
-
-
-def _mixed(kinds: list[Array], weights: list[float], random: np.random.Generator) -> Array:
-    size = kinds[0].size
-    return np.choose(random.choice(len(kinds), size, p=weights), kinds)
-
-
-# ---- how a program is drawn --------------------------------------------------------------------------------------
+# ---- how a program is drawn ------------------------------------------------------------------------------
 
 STEPS = 40  # of a program, at most, not counting those in loops
 LIMIT = 2048  # elements of a tile
 EXTENTS = (1, 2, 4, 8, 16, 32, 64)
-BITS = (*INTS, BOOL)
 TRIPS = 3  # of a loop, at most
 INEXACT = ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "rsqrt", "sigmoid")
 ORDERING = ("minimum", "maximum", "least", "most")
 
 
 class Author:
-    """Writes one program. What a step does depends on its own source of random numbers and on what is there to
-    work on, so that a program with some steps left out is still much like the whole one."""
+    """Writes one program. What a step does depends on random numbers of its own and on what is there to work
+    on, so that a program with some steps left out is still much like the whole one."""
 
     def __init__(self, salt: int) -> None:
         self.salt = salt
@@ -904,7 +465,7 @@ class Author:
         return shape
 
     def find(self, dtypes: Sequence[DType], fits: Callable[[Var], bool]) -> Var | None:
-        """A visible value of one of these types, rather a late one, or else one that is cast to such a type."""
+        """A visible value of one of these types, rather a late one, or one that is cast to such a type."""
         found = [v for v in self.visible if fits(v)]
         typed = [v for v in found if v.dtype in dtypes]
         if typed and (len(typed) == len(found) or not self.chance(20)):
@@ -981,28 +542,25 @@ class Author:
     # -- memory --
 
     def place(self, dtype: DType, shape: Shape, unique: bool) -> Access:
-        """An access to a new buffer: the elements in any order, at any distance, backwards or all the same."""
+        """An access to a new buffer: the elements in any order, at any distance, backwards, or all one."""
         order = self.choose([tuple(range(len(shape))), *_permutations(len(shape))])
         factors = [-1 if self.chance(8) else 0 if not unique and self.chance(8) else 1 for _ in shape]
         passed = self.chance(30)
         layouts = []
         for _ in range(LAUNCHES if passed else 1):
-            step, strides = self.choose((1, 1, 1, 2, 3)), [0] * len(shape)
+            step, layout = self.choose((1, 1, 1, 2, 3)), [0] * len(shape)
             for dim in reversed(order):
-                strides[dim] = step * factors[dim]
+                layout[dim] = step * factors[dim]
                 step = step * shape[dim] + self.choose((0, 0, 1, 5))
-            layouts.append(strides)
-        spans = [[s * (e - 1) for s, e in zip(strides, shape, strict=True)] for strides in layouts]
+            layouts.append(layout)
+        spans = [[s * (e - 1) for s, e in zip(layout, shape, strict=True)] for layout in layouts]
         base = max(-sum(min(s, 0) for s in span) for span in spans)
         extent = base + max(sum(max(s, 0) for s in span) for span in spans) + 1
         strides: tuple[Number, ...] = tuple(layouts[0])
         if passed:
             strides = tuple(self.number([layout[d] for layout in layouts]) for d in range(len(shape)))
-        return self.into(Buffer(self.name("p"), dtype, extent), shape, base, strides)
-
-    def into(self, buffer: Buffer, *place: Any, **how: Any) -> Access:
-        self.buffers.append(buffer)
-        return Access(buffer, *place, wide=self.chance(20), **how)
+        self.buffers.append(Buffer(self.name("p"), dtype, extent))
+        return Access(self.buffers[-1], shape, base, strides, wide=self.chance(20))
 
     def enlarged(self, access: Access, extent: int) -> Access:
         buffer = replace(access.buffer, extent=extent)
@@ -1038,8 +596,8 @@ class Author:
 
     def load_scattered(self) -> Var:
         offsets = self.get(INTS, tile=True)
-        buffer = Buffer(self.name("p"), self.choose(DTYPES), self.choose((16, 64)))
-        return self.load_from(self.into(buffer, offsets.shape, offsets=offsets))
+        self.buffers.append(Buffer(self.name("p"), self.choose(DTYPES), self.choose((16, 64))))
+        return self.load_from(Access(self.buffers[-1], offsets.shape, offsets=offsets))
 
     def load_again(self) -> Var | None:
         return self.load_from(self.choose(self.accesses)) if self.accesses else None
@@ -1179,8 +737,9 @@ class Author:
         x = self.get(DTYPES, tile=True)
         rank, size = len(x.shape), math.prod(x.shape)
         options = {
-            "reshape": True, "gather": True, "permute": rank > 1, "expand": rank < 3, "broadcast": 1 in x.shape,
-            "join": rank < 3 and size < LIMIT, "split": rank > 1 and x.shape[-1] == 2,
+            "reshape": True, "gather": True, "permute": rank > 1, "expand": rank < 3,
+            "broadcast": 1 in x.shape, "join": rank < 3 and size < LIMIT,
+            "split": rank > 1 and x.shape[-1] == 2,
         }  # fmt: skip
         op = self.choose([op for op, possible in options.items() if possible])
         if op == "expand":
@@ -1216,7 +775,7 @@ class Author:
 
     def reduction(self) -> Var:
         op = self.choose(("sum", "max", "min", "top", "argmax", "argmin", "xor_sum", "all_bits"))
-        exact = (*INTS, BOOL) if self.depth or self.chance(30) else DTYPES
+        exact = BITS if self.depth or self.chance(30) else DTYPES
         x = self.get({"sum": exact, "xor_sum": BITS, "all_bits": BITS}.get(op, DTYPES), tile=True)
         target = x.dtype
         if op == "sum":
@@ -1306,8 +865,8 @@ class Author:
     def step(self) -> None:
         kinds = {
             self.arithmetic: 8, self.bitwise: 3, self.integer: 4, self.high_product: 1, self.division: 3,
-            self.comparison: 3, self.unary: 3, self.conversion: 3, self.reinterpretation: 1, self.selection: 3,
-            self.fused: 2, self.clamp: 1, self.function: 3, self.view: 8, self.reduction: 5, self.scan: 2,
+            self.comparison: 3, self.unary: 3, self.conversion: 3, self.reinterpretation: 1, self.fused: 2,
+            self.selection: 3, self.clamp: 1, self.function: 3, self.view: 8, self.reduction: 5, self.scan: 2,
             self.load: 3, self.load_scattered: 1, self.load_again: 1, self.store_in_place: 1, self.range: 1,
             self.scalar: 1, self.loop: 3, self.conditional: 2,
         }  # fmt: skip
@@ -1320,7 +879,7 @@ class Author:
         for seed in seeds:
             self.random = Random(f"{self.salt} {seed}")
             self.step()
-        used = {v for step in _walk(self.steps) for v in (*step.args, *step.params.get("next", ()))}
+        used = {v for step in walk(self.steps) for v in (*step.args, *step.params.get("next", ()))}
         for var in self.visible:
             if var not in used:
                 self.store(var)

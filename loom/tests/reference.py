@@ -1,7 +1,7 @@
 """What Triton's operations mean, in NumPy: the reference that generated programs are checked against.
 
-It shares no code with the compiler under test. Most operations have exactly one right result. That of the others
-(transcendental functions, sums of floats in an order of the compiler's choice) is known to lie `Within` an
+It shares no code with the compiler under test. Most operations have exactly one right result; that of the
+others (transcendental functions, sums of floats in an order of the compiler's choice) lies `Within` an
 interval.
 """
 
@@ -365,7 +365,7 @@ transcendental("rsqrt", lambda x: 1 / np.sqrt(x))
 
 @operation("sigmoid", "tl.sigmoid({0})")
 def _sigmoid(s: Applied, x: Array) -> Within:
-    """Four ulps: exp may be off by one, then there are a sum and a quotient. Where exp overflows, 0 is left."""
+    """Four ulps: exp may be off by one, then come a sum and a quotient. Where exp overflows, it is 0."""
     exact = 1 / (1 + np.exp(-x.astype(Wide)))
     return Within.around(exact, 4 * s.target.ulp(exact) + np.ldexp(Wide(1), s.target.least))
 
@@ -436,7 +436,7 @@ shaping(
 
 
 def _total(s: Applied, x: Array, add: Callable[[Array], Any], terms: int) -> Array | Within:
-    """A sum of so many terms, by `add`. The error of a float sum, in any order, is at most terms - 1 roundings
+    """A sum of so many terms, by `add`. The error of a float sum in any order is at most terms - 1 roundings
     of the sum of magnitudes; if all terms and sums are multiples of one unit that fit, there is none."""
     if s.target.kind != "f":
         return np.asarray(add(x.astype(s.target.array)))
@@ -474,8 +474,8 @@ def _cumprod(s: Applied, x: Array) -> Array:
 
 
 def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
-    """Numbers of every kind: small ones, extremes, powers of two and their neighbourhood, any bits; for floats
-    also halves, NaN, infinities and subnormals. Often only mild ones, lest NaN and overflow drown everything."""
+    """Numbers of every kind: small, extreme, around powers of two, any bits; for floats also halves, NaN,
+    infinities and subnormals. Often only mild ones, lest everything drown in NaN and overflow."""
     if dtype is BOOL:
         return random.random(size) < random.random()
     return _floats(dtype, size, random) if dtype.kind == "f" else _integers(dtype, size, random)

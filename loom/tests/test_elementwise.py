@@ -16,8 +16,11 @@ import triton.language as tl
 from formats import FORMATS, exact, rounded
 from support import FLOATS, INTEGERS, TRITON, assert_same, numpy_dtype, random_values, short
 
+# NumPy's overflows and NaN are what is being compared.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
 SCALARS = 0  # as a block size: one program per element, and no tile anywhere
-WIDTHS = [SCALARS, 1, 2, 4, 8, 16]
+WIDTHS = [1, 2, 4, 8, 16]
 
 
 @triton.jit
@@ -127,8 +130,16 @@ def pairs(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", INTEGERS, ids=short)
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_integers(dtype: torch.dtype) -> None:
+    check_integers(dtype, [SCALARS, 256])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64], ids=short)
+def test_integers_in_every_width(dtype: torch.dtype) -> None:
+    check_integers(dtype, WIDTHS)
+
+
+def check_integers(dtype: torch.dtype, blocks: list[int]) -> None:
     x, y = pairs(dtype)
     kind = x.dtype.type
     distance = y & kind(x.dtype.itemsize * 8 - 1)
@@ -143,7 +154,7 @@ def test_integers(dtype: torch.dtype) -> None:
         want.append(np.array(high, word).view(x.dtype))
     defined = np.ones((len(want), len(x)), bool)
     defined[16:18] = (y != 0) & ~((y == kind(-1 if x.dtype.kind == "i" else 0)) & (x == np.iinfo(kind).min))
-    for block in WIDTHS if dtype in (torch.int32, torch.uint64) else [SCALARS, 256]:
+    for block in blocks:
         out = np.zeros((len(want), len(x)), x.dtype)
         launch(integer_arithmetic, len(x), block, *map(torch.from_numpy, (x, y, out)))
         for row, (got, expected, fine) in enumerate(zip(out, want, defined, strict=True)):
@@ -309,8 +320,16 @@ def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray, dtype: torch.dtype) -> to
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_exact_float_operations(dtype: torch.dtype) -> None:
+    check_floats(dtype, [SCALARS, 128])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_exact_float_operations_in_every_width(dtype: torch.dtype) -> None:
+    check_floats(dtype, WIDTHS)
+
+
+def check_floats(dtype: torch.dtype, blocks: list[int]) -> None:
     count = 4096
     x, z = numbers_of(dtype, count), numbers_of(dtype, count)[torch.randperm(count)]
     y = numbers_of(dtype, count)
@@ -331,7 +350,7 @@ def test_exact_float_operations(dtype: torch.dtype) -> None:
     wanted_wide += [quotient, wanted_wide[3]]
     wanted_wide = wanted_wide[: {torch.float32: 8, torch.float64: 6}.get(dtype, 2)]
 
-    for block in WIDTHS if dtype in (torch.float32, torch.bfloat16) else [SCALARS, 128]:
+    for block in blocks:
         out = torch.zeros(len(want), count, dtype=dtype)
         wide_out = torch.zeros(len(wanted_wide), count, dtype=wide)
         launch(float_arithmetic, count, block, x, y, z, out, wide_out)
@@ -464,7 +483,6 @@ def last_place(truth: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("block", [SCALARS, 128, 4])
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_float32_functions_within_one_ulp(block: int) -> None:
     x = spread(torch.float32, 20_000 if block == 128 else 2_000)
     out = torch.zeros(len(MATH), len(x))
@@ -474,7 +492,6 @@ def test_float32_functions_within_one_ulp(block: int) -> None:
         check_ulps(name, a, got, reference(a), 0.0, np.dtype(np.float32))
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_float64_functions_within_one_ulp() -> None:
     x = spread(torch.float64, 60)
     x = x[x.abs() < 1e20][::4].contiguous()
@@ -573,7 +590,6 @@ def mix(i8, u8, i32, i64, f16, bf16, f32, out_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("block", [SCALARS, 64])
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_types_that_meet(block: int) -> None:
     n = 64
     a, b = random_values(n, torch.int8), random_values(n, torch.uint8)

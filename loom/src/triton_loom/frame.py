@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from .nest import I1, Form, LoopNest, constant_index, declare_const, operand_dims
@@ -44,10 +45,7 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 # ---- types -------------------------------------------------------------------------------------------
@@ -56,10 +57,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape)
 
     def __str__(self) -> str:
         return f"tensor<{''.join(f'{d}x' for d in self.shape)}{self.element}>"
@@ -233,13 +231,16 @@ class _Reader:
         self.pos = 0
         self.locations = _Locations(text)
         self.scopes: list[dict[str, list[Value]]] = []
+        self.labels: dict[str, Block] = {}
+        self.in_operation = False
 
     # -- characters --
 
     def fail(self, expected: str) -> ParseError:
-        start = self.after_space()
+        # an operation ends with its line: what it lacks is missing there, not on the next one
+        start = self.pos if self.in_operation and self.at_line_end() else self.after_space()
         line = self.text.count("\n", 0, start) + 1
-        rest = self.text[start : start + 60].split("\n")[0]
+        rest = self.text[start : start + 60].split("\n")[0].strip()
         return ParseError(f"TTIR line {line}: expected {expected}, found {rest!r}")
 
     def after_space(self) -> int:
@@ -392,6 +393,15 @@ class _Reader:
             raise self.fail("a value")
         return self.use(match)
 
+    def values(self) -> list[Value]:
+        """`(%a, %b)`"""
+        found: list[Value] = []
+        self.need("(")
+        while not self.take(")"):
+            found.append(self.value())
+            self.take(",")
+        return found
+
     def typed_args(self, closing: str) -> tuple[list[Value], list[dict[str, Any]]]:
         """`%a: i32 {attrs} loc(..), %b: ...` up to the closing bracket; the values are defined."""
         args: list[Value] = []
@@ -455,7 +465,8 @@ class _Reader:
         region = Region()
         self.scopes.append({v.name: [v] for v in entry_args or []})
         labels: dict[str, Block] = {}
-        outer, self.labels = getattr(self, "labels", {}), labels
+        outer, self.labels = self.labels, labels
+        self.in_operation = False
         block = Block(list(entry_args or []), region=region)
         region.blocks.append(block)
         while not self.take("}"):
@@ -492,6 +503,7 @@ class _Reader:
                 count = int(number[0])
             names.append((match[1], count))
             self.take(",")
+        self.in_operation = True
         if names:
             self.need("=")
         op = self.generic_operation() if self.peek('"') else self.custom_operation(self.word())
@@ -508,17 +520,14 @@ class _Reader:
                 value.name = name if count == 1 else f"{name}_{i}"
                 value.producer = op
             self.define(name, values)
+        self.in_operation = False
         return op
 
     def generic_operation(self) -> Op:
         """`"tt.reduce"(%x) <{axis = 0 : i32}> ({ region }) : (types) -> types`"""
         match = self.match(_STRING)
         assert match
-        op = Op(match[1], [])
-        self.need("(")
-        while not self.take(")"):
-            op.operands.append(self.value())
-            self.take(",")
+        op = Op(match[1], self.values())
         if self.take("<{"):
             op.attrs = self.attributes("}>")
         if self.take("("):
@@ -528,6 +537,10 @@ class _Reader:
                 self.take(",")
         if self.take("{"):
             op.attrs.update(self.attributes("}"))
+        return self.functional_type(op)
+
+    def functional_type(self, op: Op) -> Op:
+        """`: (types) -> types`, the latter being those of the results."""
         self.need(":")
         self.types()
         self.need("->")
@@ -719,18 +732,10 @@ class _Reader:
         symbol = self.match(_SYMBOL)
         if not symbol:
             raise self.fail("a function name")
-        op = Op(name, [], attrs={"callee": symbol[1] or symbol[2]})
-        self.need("(")
-        while not self.take(")"):
-            op.operands.append(self.value())
-            self.take(",")
+        op = Op(name, self.values(), attrs={"callee": symbol[1] or symbol[2]})
         if self.take("{"):
             op.attrs.update(self.attributes("}"))
-        self.need(":")
-        self.types()
-        self.need("->")
-        op.results = [Value("", t) for t in self.types()]
-        return op
+        return self.functional_type(op)
 
     def dot_scaled(self, name: str) -> Op:
         """`%a [scale %sa], %b [scale %sb], %c lhs = e4m3 rhs = e2m1 {..} : types -> type`

@@ -1,0 +1,256 @@
+"""Random programs, compiled and run by Loom, against an evaluation by NumPy.
+
+`programs` says how programs are made and compared, `reference` what each operation means. One case is one
+store of one program by one instance on data of its own: with GRID instances in each of LAUNCHES launches, a
+program with n stores makes n * GRID * LAUNCHES cases. LOOM_FUZZ_CASES sets how many there are in all, and
+LOOM_TEST_SEED chooses others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SEED
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
+from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
+
+CASES = int(os.environ.get("LOOM_FUZZ_CASES", "4000"))
+SHARDS = 8
+QUOTA = -(-CASES // SHARDS)
+
+
+def each_program(shard: int, do: Callable[[Program], bool], phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+    """Gives `do` programs, always the same ones for a shard, until it says that it has enough."""
+    enough = False
+
+    @seed(SEED * SHARDS + shard)
+    @settings(
+        max_examples=max(QUOTA, 1000), phases=phases, database=None, deadline=None, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(programs())
+    def draw(program: Program) -> None:
+        nonlocal enough
+        enough = enough or do(program)
+
+    draw()
+
+
+def launches(program: Program, directory: Path) -> list[Memory]:
+    kernel = program.kernel(directory)
+    return [program.launched(kernel, launch) for launch in range(LAUNCHES)]
+
+
+@pytest.mark.parametrize(
+    "shard", [pytest.param(0, marks=pytest.mark.compat), *range(1, SHARDS)], ids=lambda shard: f"shard{shard}"
+)
+def test_programs(shard: int, tmp_path: Path) -> None:
+    cases = 0
+
+    def check(program: Program) -> bool:
+        nonlocal cases
+        for launch, observed in enumerate(launches(program, tmp_path)):
+            program.check(launch, observed)
+        cases += program.stores * GRID * LAUNCHES
+        return cases >= QUOTA
+
+    each_program(shard, check)
+    assert cases >= QUOTA
+
+
+# ---- the test can fail -------------------------------------------------------------------------------------
+
+Results = list[tuple[Program, list[Memory]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Programs that together use every operation several times, and what the kernels made of them."""
+    directory = tmp_path_factory.mktemp("programs")
+    found: Results = []
+    uses = dict.fromkeys(OPERATIONS, 0)
+
+    def collect(program: Program) -> bool:
+        found.append((program, launches(program, directory)))
+        uses.update({name: uses[name] + 1 for name in program.operations if name in uses})
+        return min(uses.values()) >= 4
+
+    each_program(0, collect, phases=(Phase.generate,))
+    return found
+
+
+def noticed(results: Results) -> bool:
+    """Whether any of the programs fails."""
+    for program, memories in results:
+        for launch, observed in enumerate(memories):
+            try:
+                program.check(launch, observed)
+            except Mismatch:
+                return True
+    return False
+
+
+def damaged(evaluate: Evaluation) -> Evaluation:
+    """The same, with the last bit wrong."""
+
+    def wrong(step: Step, *args: Array) -> Array | Within:
+        result = evaluate(step, *args)
+        if isinstance(result, Within):
+            unit = np.where(np.isfinite(result.high), step.target.ulp(result.high), 0)
+            return Within(result.high + unit, result.high + 2 * unit, result.open)
+        if step.target.kind == "f":
+            return step.target.round(np.where(np.isfinite(result), result + step.target.ulp(result), 0))
+        return np.asarray(result ^ np.asarray(1, result.dtype))
+
+    return wrong
+
+
+def test_damage_to_any_operation_is_noticed(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not noticed(results)
+    missed = []
+    for name, operation in OPERATIONS.items():
+        using = [(program, memories) for program, memories in results if name in program.operations]
+        with monkeypatch.context() as patch:
+            patch.setitem(OPERATIONS, name, replace(operation, evaluate=damaged(operation.evaluate)))
+            if not noticed(using):
+                missed.append(name)
+    assert missed == []
+
+
+# ---- and notices what a compiler might get wrong -----------------------------------------------------------
+
+RIGHT = {name: operation.evaluate for name, operation in OPERATIONS.items()}
+
+
+def rounded_twice(s: Step, a: Array, b: Array, c: Array) -> Array:
+    return s.target.apply(np.add, s.target.apply(np.multiply, a, b), c)
+
+
+def rounded_down(s: Step, x: Array) -> Array | Within:
+    return RIGHT["cast"](s, np.floor(x) if s.source.kind == "f" and s.target.kind in "iu" else x)
+
+
+def truncated(s: Step, x: Array) -> Array | Within:
+    result = np.asarray(RIGHT["cast"](s, x))
+    if s.source.kind != "f" or s.target not in (F16, F32):
+        return result
+    return np.where(np.abs(result) > np.abs(x), np.nextafter(result, np.zeros_like(result)), result)
+
+
+def shift_filled_with_zeros(s: Step, a: Array, b: Array) -> Array:
+    last = b.dtype.type(s.source.bits - 1)
+    return np.asarray(a.view(s.source.word) >> (b & last).view(s.source.word)).view(a.dtype)
+
+
+def divided_as_such(s: Step, a: Array, b: Array) -> Array:
+    quotient = np.asarray(RIGHT["divide"](s, a, b))
+    return s.source.round(quotient).astype(s.target.array) if s.source in (F16, BF16) else quotient
+
+
+def without_last_term(s: Step, x: Array) -> Array | Within:
+    x = x.copy()
+    np.moveaxis(x, -1 if s.axis is None else s.axis, 0)[-1] = 0
+    return RIGHT["sum"](s, x)
+
+
+def last_of_equals(s: Step, x: Array) -> Array:
+    before = np.argmax(np.flip(x, s.axis), s.axis, keepdims=s.params["keep"])
+    return np.asarray(x.shape[s.axis] - 1 - before, np.int32)
+
+
+MISTAKES: dict[str, tuple[str, Evaluation]] = {
+    "addition subtracts": ("add", lambda s, a, b: s.target.apply(np.subtract, a, b)),
+    "quotients are rounded down": ("quotient", lambda s, a, b: np.where(b == 0, ~np.zeros_like(b), a // b)),
+    "remainders have the divisor's sign": ("remainder", lambda s, a, b: np.where(b == 0, a, np.mod(a, b))),
+    "shift distances wrap around": ("shl", lambda s, a, b: a << (b & b.dtype.type(s.source.bits - 1))),
+    "right shifts are unsigned": ("shr_some", shift_filled_with_zeros),
+    "maximum spreads NaN": ("maximum", lambda s, a, b: s.target.apply(np.maximum, a, b)),
+    "maximum drops NaN though told not to": ("most", lambda s, a, b: s.target.apply(np.fmax, a, b)),
+    "minimum takes the first of two zeros": ("minimum", lambda s, a, b: s.target.apply(np.fmin, a, b)),
+    "fma rounds twice": ("fma", rounded_twice),
+    "16-bit floats are divided as such": ("divide", divided_as_such),
+    "conversion to integers rounds down": ("cast", rounded_down),
+    "conversion to narrower floats truncates": ("cast", truncated),
+    "less means less or equal": (
+        "compare", lambda s, a, b: a <= b if s.params["sign"] == "<" else RIGHT["compare"](s, a, b)
+    ),
+    "exp is off by two ulps": ("exp", lambda s, x: damaged(RIGHT["exp"])(s, x)),
+    "sums leave out the last term": ("sum", without_last_term),
+    "scans run forward only": (
+        "cumsum", lambda s, x: RIGHT["cumsum"](replace(s, params={**s.params, "reverse": False}), x)
+    ),
+    "argmax takes the last of equals": ("argmax", last_of_equals),
+    "gather wraps early": ("gather", lambda s, x, index: RIGHT["gather"](s, x, index & s.params["last"] // 2)),
+}  # fmt: skip
+
+
+def test_mistakes_are_noticed(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = []
+    for mistake, (name, evaluate) in MISTAKES.items():
+        using = [(program, memories) for program, memories in results if name in program.operations]
+        with monkeypatch.context() as patch:
+            patch.setitem(OPERATIONS, name, replace(OPERATIONS[name], evaluate=evaluate))
+            if not noticed(using):
+                missed.append(mistake)
+    assert missed == []
+
+
+def test_accesses_are_checked(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything(machine: Machine, access: Access) -> Array:
+        return np.ones(access.shape, bool)
+
+    def in_row_major_order(machine: Machine, access: Access) -> Array:
+        contiguous = tuple(int(np.prod(access.shape[dim + 1 :])) for dim in range(len(access.shape)))
+        return addresses(machine, replace(access, strides=contiguous))
+
+    addresses = Machine.addresses
+    with monkeypatch.context() as patch:
+        patch.setattr(Machine, "touched", everything)
+        assert noticed(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(Machine, "addresses", in_row_major_order)
+        assert noticed(results)
+
+
+# ---- the reference itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [F16, BF16, F32], ids=repr)
+@pytest.mark.parametrize("source", [F64, F32], ids=repr)
+def test_rounding(source: DType, target: DType) -> None:
+    """As PyTorch rounds; but that takes two steps from f64 to 16 bits, so f64 is no more precise than f32 here."""
+    x = sample(source, 20000, np.random.default_rng(SEED))
+    if source is F64 and target is not F32:
+        x = x.astype(np.float32).astype(np.float64)
+    with np.errstate(all="ignore"):
+        ours = target.encode(cast(x, source, target))
+    theirs = (
+        torch.from_numpy(x).to(target.torch).view(torch.uint32 if target is F32 else torch.uint16).numpy()
+    )
+    np.testing.assert_array_equal(ours[~np.isnan(x)], theirs[~np.isnan(x)])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=repr)
+def test_fma(dtype: DType) -> None:
+    """Off by at most half an ulp from the exact result, as rational arithmetic has it."""
+    a, b, c = (sample(dtype, 3000, np.random.default_rng([SEED, i])) for i in range(3))
+    c[::3] = (a * b * 2.0**-20)[::3].astype(dtype.array)  # next to a product, hardly more than nothing
+    c = dtype.round(c)
+    var = Var("", (), dtype)
+    with np.errstate(all="ignore"):
+        result = np.asarray(RIGHT["fma"](Step("fma", (var,), (var,)), a, b, c))
+        unit = dtype.ulp(result)
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(result)
+    assert finite.sum() > 1000
+    for x, y, z, r, ulp in zip(*(v[finite].tolist() for v in (a, b, c, result, unit)), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        assert abs(Fraction(r) - exact) <= Fraction(ulp) / 2, (x, y, z, r)
