@@ -478,7 +478,8 @@ def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
     infinities and subnormals. Often only mild ones, lest everything drown in NaN and overflow."""
     if dtype is BOOL:
         return random.random(size) < random.random()
-    return _floats(dtype, size, random) if dtype.kind == "f" else _integers(dtype, size, random)
+    with np.errstate(all="ignore"):
+        return _floats(dtype, size, random) if dtype.kind == "f" else _integers(dtype, size, random)
 
 
 def _integers(dtype: DType, size: int, random: np.random.Generator) -> Array:

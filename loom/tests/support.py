@@ -28,6 +28,11 @@ def short(parameter: object) -> str | None:
     return str(parameter).removeprefix("torch.") if isinstance(parameter, torch.dtype) else None
 
 
+def compat(parameters: Sequence[object], *chosen: object) -> list[object]:
+    """The same parameters, of which the chosen ones belong to the quick subset."""
+    return [pytest.param(p, marks=pytest.mark.compat) if p in chosen else p for p in parameters]
+
+
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
     return np.dtype(short(dtype))
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from formats import BF16, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, F16, FORMATS, exact, rounded
-from support import FLOAT8, FLOATS, INTEGERS, SIGNED, assert_same, numpy_dtype, short
+from support import FLOAT8, FLOATS, INTEGERS, SIGNED, assert_same, compat, numpy_dtype, short
 
 EVERY_FLOAT = [*FLOATS, *FLOAT8]
 
@@ -70,8 +70,9 @@ def test_tables_agree_with_the_definitions() -> None:
     assert F16.encode(np.array([65520.0, np.inf, -1.9]), True).tolist() == [0x7BFF, 0x7C00, 0xBF99]
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("dtype", [*FLOAT8, torch.float16, torch.bfloat16], ids=short)
+@pytest.mark.parametrize(
+    "dtype", compat([*FLOAT8, torch.float16, torch.bfloat16], torch.float8_e4m3fn, torch.bfloat16), ids=short
+)
 def test_every_input_of_a_small_type(dtype: torch.dtype) -> None:
     check_casts(every_code(dtype), [other for other in EVERY_FLOAT if other != dtype])
 
@@ -160,9 +161,8 @@ def floats_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([neighbours, spread.to(dtype)])
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("block", [256, 1], ids=["tiles", "scalars"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("dtype", compat(FLOATS, torch.float32), ids=short)
 def test_floats_to_integers(dtype: torch.dtype, block: int) -> None:
     """Towards zero. To 32 and 64 bits: too large saturates, NaN is 0."""
     x = floats_of(dtype)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from formats import FORMATS, exact, rounded
-from support import FLOATS, INTEGERS, TRITON, assert_same, numpy_dtype, random_values, short
+from support import FLOATS, INTEGERS, TRITON, assert_same, compat, numpy_dtype, random_values, short
 
 # NumPy's overflows and NaN are what is being compared.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -128,8 +128,7 @@ def pairs(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("dtype", INTEGERS, ids=short)
+@pytest.mark.parametrize("dtype", compat(INTEGERS, torch.int32, torch.uint8), ids=short)
 def test_integers(dtype: torch.dtype) -> None:
     check_integers(dtype, [SCALARS, 256])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import FLOATS, INTEGERS, TRITON, assert_same, load_tile, put, random_values, short
+from support import FLOATS, INTEGERS, TRITON, assert_same, compat, load_tile, put, random_values, short
 
 SHAPES = [(1,), (2,), (16,), (256,), (4096,), (1, 32), (32, 1), (8, 64), (64, 8), (2, 2)]
 SHAPES += [(4, 8, 16), (16, 4, 2), (2, 4, 8, 16), (4, 2, 2, 4), (1, 16, 1, 2)]
@@ -70,8 +70,7 @@ def test_every_axis(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     check_reductions(x.numpy(), x)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=short)
+@pytest.mark.parametrize("dtype", compat([*INTEGERS, *FLOATS], torch.int16, torch.bfloat16), ids=short)
 def test_every_dtype(dtype: torch.dtype) -> None:
     if dtype in FLOATS:
         x = torch.randint(-8, 8, (8, 32)).to(dtype)  # sums up to 256 are exact in bf16 too
@@ -335,8 +334,7 @@ def test_scans_of_every_axis(shape: tuple[int, ...]) -> None:
     check_scans(x.numpy(), x)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=short)
+@pytest.mark.parametrize("dtype", compat([*INTEGERS, *FLOATS], torch.int8, torch.bfloat16), ids=short)
 def test_scans_of_every_dtype(dtype: torch.dtype) -> None:
     if dtype in FLOATS:
         x = torch.randint(-3, 4, (4, 16)).to(dtype)

@@ -15,37 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .ops import ELEMENTWISE, IGNORED, SHAPES
-from .ttir import Block, Function, Op, Scalar, Tensor, Value, element_of, shape_of
+from .ttir import Block, Function, Op, Tensor, Value, element_of, shape_of
 
 _WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
+# On ranges and scalars these make offsets and masks, which are cheaper to compute again than to read back.
 _CHEAP_INDEX = {
-    "arith.addi",
-    "arith.subi",
-    "arith.muli",
-    "arith.andi",
-    "arith.ori",
-    "arith.xori",
-    "arith.extsi",
-    "arith.extui",
-    "arith.trunci",
-    "arith.index_cast",
-    "arith.cmpi",
-    "arith.select",
-    "arith.shli",
-    "arith.shrsi",
-    "arith.shrui",
-    "tt.addptr",
-    "tt.bitcast",
-    "tt.splat",
-    "tt.make_range",
-    "tt.expand_dims",
-    "tt.broadcast",
-    "tt.reshape",
-    "tt.trans",
-    "arith.constant",
-    "ub.poison",
+    *("tt.make_range", "tt.splat", "arith.constant", "ub.poison"),
+    *("tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans"),
+    *("tt.addptr", "tt.bitcast", "arith.cmpi", "arith.select", "arith.index_cast"),
+    *(f"arith.{name}" for name in ("addi", "subi", "muli", "andi", "ori", "xori", "shli", "shrsi", "shrui")),
+    *(f"arith.{name}" for name in ("extsi", "extui", "trunci")),
 }
-_COPIED = {"tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.split", "tt.unsplat"}
 # Recomputing a value dearer than this (in vector adds) for a second time loses to a store and a load.
 _DEAR = 6.0
 _EVERY_ITERATION = 1000.0
@@ -78,12 +58,10 @@ class Plan:
     uses: dict[Value, dict[Nest, Use]] = field(default_factory=dict)
     nests: dict[tuple[Op, int], Nest] = field(default_factory=dict)
     position: dict[Op, int] = field(default_factory=dict)
-    ask: dict[Nest, list[Value]] = field(
-        default_factory=dict
-    )  # loads fused into a store if their tiles are apart
-    reads_memory: set[Value] = field(default_factory=set)  # virtual values whose computation loads
-
     siblings: dict[Op, list[Op]] = field(default_factory=dict)  # reductions that share a nest
+    # loads that a store fuses if their tiles and its own turn out to be the same, or apart, at run time
+    ask: dict[Nest, list[Value]] = field(default_factory=dict)
+    reads_memory: set[Value] = field(default_factory=set)  # virtual values whose computation loads
 
     def key(self, op: Op, slot: int) -> tuple[Op, int]:
         """Which nest an operand is consumed in: tiles of one shape that are assigned together share one."""
@@ -281,16 +259,10 @@ class _Scheduler:
             return True
         if value not in self.free_memo:
             op = value.producer
-            self.free_memo[value] = (
-                op is not None
-                and op.name in _CHEAP_INDEX
-                and not (
-                    isinstance(element_of(value.type), Scalar)
-                    and element_of(value.type).is_float
-                    and op.name not in ("arith.constant", *_COPIED)
-                )
-                and all(self.free(v) for v in op.operands)
-            )
+            if op is None or op.name not in _CHEAP_INDEX:
+                self.free_memo[value] = False
+            else:
+                self.free_memo[value] = all(self.free(v) for v in op.operands)
         return self.free_memo[value]
 
     def cost(self, value: Value) -> float:

@@ -2,8 +2,8 @@
 // namespace loom_math the functions of libm and of CUDA's libdevice by their names there.
 //
 // Everything takes scalars and vectors alike, and a vector gives bit for bit what its lanes give one by one.
-// exp, exp2, log, log2, sin, cos, tanh and erf of f32 are vector code with an error below one unit in the last
-// place over the whole range, subnormals included; what is rarer asks libm lane by lane, in f64.
+// exp, exp2, log, log2, sin, cos, tanh and erf of f32 are vector code with an error below one unit in the
+// last place over the whole range, subnormals included; what is rarer asks libm lane by lane, in f64.
 #pragma once
 #include "casts.h"
 
@@ -52,8 +52,9 @@ template <class I> LOOM_INLINE I divide(I a, I b) {
     if (b == 0) return (T)-1;
     if (is_signed<T> && b == (T)-1) return (T)(0 - a);
     return (T)(a / b);
-  } else if constexpr (sizeof(T) == 8) return by_lane([](T x, T y) LOOM_LAMBDA { return divide<T>(x, y); }, a, b);
-  else {
+  } else if constexpr (sizeof(T) == 8) {
+    return by_lane([](T x, T y) LOOM_LAMBDA { return divide<T>(x, y); }, a, b);
+  } else {
     constexpr bool small = sizeof(T) < 4;
     typedef like<I, integer<4, small || is_signed<T>>> W;
     typedef like<I, float_of<small ? 4 : 8>> F;
@@ -67,9 +68,13 @@ template <class I> LOOM_INLINE I divide(I a, I b) {
 
 // The upper half of a product.
 #if defined __SSE2__ && !defined __clang__  // GCC 12 does not find vpmuludq in a product of 64-bit lanes
-LOOM_INLINE u64x2 even_products(u32x4 a, u32x4 b) { return (u64x2)__builtin_ia32_pmuludq128((i32x4)a, (i32x4)b); }
+LOOM_INLINE u64x2 even_products(u32x4 a, u32x4 b) {
+  return (u64x2)__builtin_ia32_pmuludq128((i32x4)a, (i32x4)b);
+}
 #ifdef __AVX2__
-LOOM_INLINE u64x4 even_products(u32x8 a, u32x8 b) { return (u64x4)__builtin_ia32_pmuludq256((i32x8)a, (i32x8)b); }
+LOOM_INLINE u64x4 even_products(u32x8 a, u32x8 b) {
+  return (u64x4)__builtin_ia32_pmuludq256((i32x8)a, (i32x8)b);
+}
 #endif
 #ifdef __AVX512BW__
 LOOM_INLINE u64x8 even_products(u32x16 a, u32x16 b) {
@@ -102,7 +107,8 @@ template <class V> LOOM_INLINE V mulhi_u(V a, V b) {
   else return mulhi_u64(a, b);
 }
 template <class V> LOOM_INLINE V mulhi_s(V a, V b) {
-  V a_negative = (V)((signed_of<V>)a >> (width_of<V> - 1)), b_negative = (V)((signed_of<V>)b >> (width_of<V> - 1));
+  typedef signed_of<V> S;
+  V a_negative = (V)((S)a >> (width_of<V> - 1)), b_negative = (V)((S)b >> (width_of<V> - 1));
   return mulhi_u(a, b) - (a_negative & b) - (b_negative & a);
 }
 
@@ -130,8 +136,12 @@ LOOM_INLINE f64x2 fused(f64x2 a, f64x2 b, f64x2 c) { return __builtin_ia32_vfmad
 LOOM_INLINE f32x8 fused(f32x8 a, f32x8 b, f32x8 c) { return __builtin_ia32_vfmaddps256(a, b, c); }
 LOOM_INLINE f64x4 fused(f64x4 a, f64x4 b, f64x4 c) { return __builtin_ia32_vfmaddpd256(a, b, c); }
 #ifdef __AVX512BW__
-LOOM_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
-LOOM_INLINE f64x8 fused(f64x8 a, f64x8 b, f64x8 c) { return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4); }
+LOOM_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
+}
+LOOM_INLINE f64x8 fused(f64x8 a, f64x8 b, f64x8 c) {
+  return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4);
+}
 #endif
 #else
 LOOM_INLINE f32 fused_lane(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
@@ -145,8 +155,8 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
   else if constexpr (__is_same(V, f64)) return __builtin_fma(a, b, c);
   else return in_registers([](auto x, auto y, auto z) LOOM_LAMBDA { return fused(x, y, z); }, a, b, c);
 }
-// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it again to such a type is exact: the
-// product is exact, and where the sum is not, of its two neighbours the odd one is taken.
+// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it again to such a type is exact:
+// the product is exact, and where the sum is not, of its two neighbours the odd one is taken.
 template <class V> LOOM_INLINE V fma_to_odd(V a, V b, V c) {
   typedef like<V, i64> L;
   V product = a * b, sum = product + c, part = sum - product;
@@ -174,8 +184,8 @@ LOOM_INLINE f32x16 root(f32x16 x) { return __builtin_ia32_sqrtps512_mask(x, x, -
 LOOM_INLINE f64x8 root(f64x8 x) { return __builtin_ia32_sqrtpd512_mask(x, x, -1, 4); }
 #endif
 #else
-template <class V> LOOM_INLINE V root(V v) {
-  return by_lane([](auto x) LOOM_LAMBDA { return (decltype(x))__builtin_sqrt(x); }, v);  // f64 rounds to the f32 root
+template <class V> LOOM_INLINE V root(V v) {  // an f64 root rounds to the f32 root
+  return by_lane([](auto x) LOOM_LAMBDA { return (decltype(x))__builtin_sqrt(x); }, v);
 }
 #endif
 template <class V> LOOM_INLINE V sqrt(V v) {
@@ -186,10 +196,12 @@ template <class V> LOOM_INLINE V sqrt(V v) {
 
 enum rounding { NEAREST = 8, DOWN = 9, UP = 10, TOWARD_ZERO = 11 };  // as the instructions encode it
 template <int MODE> LOOM_INLINE f32 rounded_lane(f32 x) {
-  return MODE == NEAREST ? __builtin_rintf(x) : MODE == DOWN ? __builtin_floorf(x) : MODE == UP ? __builtin_ceilf(x) : __builtin_truncf(x);
+  return MODE == NEAREST ? __builtin_rintf(x) : MODE == DOWN ? __builtin_floorf(x)
+       : MODE == UP ? __builtin_ceilf(x) : __builtin_truncf(x);
 }
 template <int MODE> LOOM_INLINE f64 rounded_lane(f64 x) {
-  return MODE == NEAREST ? __builtin_rint(x) : MODE == DOWN ? __builtin_floor(x) : MODE == UP ? __builtin_ceil(x) : __builtin_trunc(x);
+  return MODE == NEAREST ? __builtin_rint(x) : MODE == DOWN ? __builtin_floor(x)
+       : MODE == UP ? __builtin_ceil(x) : __builtin_trunc(x);
 }
 #ifdef __SSE4_1__
 template <int MODE> LOOM_INLINE f32x4 rounded(f32x4 x) { return __builtin_ia32_roundps(x, MODE); }
@@ -199,8 +211,12 @@ template <int MODE> LOOM_INLINE f32x8 rounded(f32x8 x) { return __builtin_ia32_r
 template <int MODE> LOOM_INLINE f64x4 rounded(f64x4 x) { return __builtin_ia32_roundpd256(x, MODE); }
 #endif
 #ifdef __AVX512BW__
-template <int MODE> LOOM_INLINE f32x16 rounded(f32x16 x) { return __builtin_ia32_rndscaleps_mask(x, MODE, x, -1, 4); }
-template <int MODE> LOOM_INLINE f64x8 rounded(f64x8 x) { return __builtin_ia32_rndscalepd_mask(x, MODE, x, -1, 4); }
+template <int MODE> LOOM_INLINE f32x16 rounded(f32x16 x) {
+  return __builtin_ia32_rndscaleps_mask(x, MODE, x, -1, 4);
+}
+template <int MODE> LOOM_INLINE f64x8 rounded(f64x8 x) {
+  return __builtin_ia32_rndscalepd_mask(x, MODE, x, -1, 4);
+}
 #endif
 #else
 template <int MODE, class V> LOOM_INLINE V rounded(V v) {
@@ -216,7 +232,8 @@ template <class V> LOOM_INLINE V floor(V x) { return round_to_integer<DOWN>(x); 
 template <class V> LOOM_INLINE V ceil(V x) { return round_to_integer<UP>(x); }
 template <class V> LOOM_INLINE V trunc(V x) { return round_to_integer<TOWARD_ZERO>(x); }
 
-template <class V> constexpr unsigned_of<typename lane<V>::type> sign_bit = ~(~(unsigned_of<typename lane<V>::type>)0 >> 1);
+template <class V> using bits_of = unsigned_of<typename lane<V>::type>;
+template <class V> constexpr bits_of<V> sign_bit = (bits_of<V>)1 << (width_of<V> - 1);
 template <class V> LOOM_INLINE V abs(V x) {
   typedef unsigned_of<V> U;
   if constexpr (is_float<typename lane<V>::type>) return bits<V>(bits<U>(x) & (U)splat<U>(~sign_bit<V>));
@@ -237,13 +254,18 @@ template <class V> LOOM_INLINE V saturate_to_1(V x) { return lesser(greater(x, s
 // One instruction does it with AVX-512, once signalling NaNs, which it lets through, have been made quiet.
 #ifdef LOOM_AVX512
 enum { MINIMUM = 4, MAXIMUM = 5 };
-template <int WHICH> LOOM_INLINE f32x4 extreme(f32x4 a, f32x4 b) { return __builtin_ia32_rangeps128_mask(a, b, WHICH, a, -1); }
-template <int WHICH> LOOM_INLINE f64x2 extreme(f64x2 a, f64x2 b) { return __builtin_ia32_rangepd128_mask(a, b, WHICH, a, -1); }
-template <int WHICH> LOOM_INLINE f32x8 extreme(f32x8 a, f32x8 b) { return __builtin_ia32_rangeps256_mask(a, b, WHICH, a, -1); }
-template <int WHICH> LOOM_INLINE f64x4 extreme(f64x4 a, f64x4 b) { return __builtin_ia32_rangepd256_mask(a, b, WHICH, a, -1); }
-template <int WHICH> LOOM_INLINE f32x16 extreme(f32x16 a, f32x16 b) { return __builtin_ia32_rangeps512_mask(a, b, WHICH, a, -1, 4); }
-template <int WHICH> LOOM_INLINE f64x8 extreme(f64x8 a, f64x8 b) { return __builtin_ia32_rangepd512_mask(a, b, WHICH, a, -1, 4); }
-template <int WHICH, class V> LOOM_INLINE V extreme_number(V a, V b) { return extreme<WHICH>(extreme<WHICH>(a, a), extreme<WHICH>(b, b)); }
+#define LOOM_RANGE(V, ...) \
+  template <int WHICH> LOOM_INLINE V extreme(V a, V b) { return __builtin_ia32_range##__VA_ARGS__; }
+LOOM_RANGE(f32x4, ps128_mask(a, b, WHICH, a, -1))
+LOOM_RANGE(f64x2, pd128_mask(a, b, WHICH, a, -1))
+LOOM_RANGE(f32x8, ps256_mask(a, b, WHICH, a, -1))
+LOOM_RANGE(f64x4, pd256_mask(a, b, WHICH, a, -1))
+LOOM_RANGE(f32x16, ps512_mask(a, b, WHICH, a, -1, 4))
+LOOM_RANGE(f64x8, pd512_mask(a, b, WHICH, a, -1, 4))
+#undef LOOM_RANGE
+template <int WHICH, class V> LOOM_INLINE V extreme_number(V a, V b) {
+  return extreme<WHICH>(extreme<WHICH>(a, a), extreme<WHICH>(b, b));
+}
 template <class V> LOOM_INLINE V maxnum(V a, V b) {
   return in_registers([](auto x, auto y) LOOM_LAMBDA { return extreme_number<MAXIMUM>(x, y); }, a, b);
 }
@@ -277,7 +299,9 @@ template <class V, class T, class... Ts> LOOM_INLINE V polynomial(V x, T c0, Ts.
 template <class V> LOOM_INLINE V scale(V x, V n) {
 #ifdef LOOM_AVX512
   if constexpr (lane<V>::count > 1)
-    return in_pieces<16>([](f32x16 y, f32x16 m) LOOM_LAMBDA { return __builtin_ia32_scalefps512_mask(y, m, y, -1, 4); }, x, n);
+    return in_pieces<16>([](f32x16 y, f32x16 m) LOOM_LAMBDA {
+      return __builtin_ia32_scalefps512_mask(y, m, y, -1, 4);
+    }, x, n);
 #endif
   typedef like<V, i32> I;
   I all = convert<I>(n), half = all >> 1;
@@ -285,19 +309,23 @@ template <class V> LOOM_INLINE V scale(V x, V n) {
 }
 
 constexpr f32 TO_INTEGER = 0x1.8p23f;  // x + TO_INTEGER - TO_INTEGER is x rounded to nearest, |x| < 2^22
-constexpr f32 LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;  // 15 bits, so that products with n are exact
+constexpr f32 LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;  // HIGH n is exact, having 15 bits
 
 template <class V> LOOM_INLINE V exp(V x, V correction) {  // of the sum, |correction| << 1
   V y = lesser(splat<V>(89), greater(splat<V>(-104), x));   // beyond, the result is infinite or 0; NaN passes
   V n = fma(y, splat<V>(0x1.715476p0f), splat<V>(TO_INTEGER)) - TO_INTEGER;
   V r = fma(n, splat<V>(-LN2_LOW), fma(n, splat<V>(-LN2_HIGH), y)) + correction;
-  return scale(polynomial(r, 1.f, 1.f, 4.9999994e-01f, 1.6666521e-01f, 4.1668255e-02f, 8.368663e-03f, 1.3821468e-03f), n);
+  V p = polynomial(r, 1.f, 1.f, 4.9999994e-01f, 1.6666521e-01f, 4.1668255e-02f, 8.368663e-03f,
+                   1.3821468e-03f);
+  return scale(p, n);
 }
 template <class V> LOOM_INLINE V exp(V x) { return exp(x, splat<V>(-0.f)); }
 template <class V> LOOM_INLINE V exp2(V x) {
   V y = lesser(splat<V>(129), greater(splat<V>(-151), x));
   V n = y + TO_INTEGER - TO_INTEGER;
-  return scale(polynomial(y - n, 1.f, 6.931472e-01f, 2.4022648e-01f, 5.55036e-02f, 9.618506e-03f, 1.3390806e-03f, 1.5326463e-04f), n);
+  V p = polynomial(y - n, 1.f, 6.931472e-01f, 2.4022648e-01f, 5.55036e-02f, 9.618506e-03f, 1.3390806e-03f,
+                   1.5326463e-04f);
+  return scale(p, n);
 }
 
 // x = m 2^e with m around 1, from sqrt(1/2) to sqrt(2), for positive finite x.
@@ -306,8 +334,9 @@ template <class V> LOOM_INLINE parts<V> split(V x) {
   constexpr f32 root_half = 0x1.6a09e6p-1f;
 #ifdef LOOM_AVX512
   if constexpr (lane<V>::count > 1) {
-    V m = in_pieces<16>([](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getmantps512_mask(y, 0, y, -1, 4); }, x);
-    V e = in_pieces<16>([](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getexpps512_mask(y, y, -1, 4); }, x);
+    auto mantissa = [](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getmantps512_mask(y, 0, y, -1, 4); };
+    auto exponent = [](f32x16 y) LOOM_LAMBDA { return __builtin_ia32_getexpps512_mask(y, y, -1, 4); };
+    V m = in_pieces<16>(mantissa, x), e = in_pieces<16>(exponent, x);
     auto upper = m >= splat<V>(2 * root_half);
     return {upper ? m * 0.5f : m, upper ? e + 1 : e};
   }
@@ -330,7 +359,7 @@ template <class V> LOOM_INLINE V with_special_cases(V result, V x) {
   V r = x > 0 ? result : x == 0 ? -infinity : splat<V>(__builtin_nanf(""));
   return x < infinity ? r : x;
 }
-// big + small + f2 q + low with nothing lost but the last rounding, where big is 0 or at least as large as small.
+// big + small + f2 q + low, where big is 0 or |big| >= |small|, and the other two are smaller still.
 template <class V> LOOM_INLINE V sum_of(V big, V small, V f2, V q, V low) {
   V sum = big + small, lost = small - (sum - big);
   return sum + fma(f2, q, lost + low);
@@ -338,7 +367,8 @@ template <class V> LOOM_INLINE V sum_of(V big, V small, V f2, V q, V low) {
 template <class V> LOOM_INLINE V log(V x) {
   parts<V> p = split(x);
   V f = p.m - 1;
-  V q = polynomial(f, -0.5f, 3.333333e-01f, -2.500082e-01f, 2.0001242e-01f, -1.6623409e-01f, 1.420158e-01f, -1.315961e-01f, 1.2762217e-01f, -7.636439e-02f);
+  V q = polynomial(f, -0.5f, 3.333333e-01f, -2.500082e-01f, 2.0001242e-01f, -1.6623409e-01f, 1.420158e-01f,
+                   -1.315961e-01f, 1.2762217e-01f, -7.636439e-02f);
   return with_special_cases(sum_of(p.e * LN2_HIGH, f, f * f, q, p.e * LN2_LOW), x);
 }
 template <class V> LOOM_INLINE V log2(V x) {
@@ -346,33 +376,39 @@ template <class V> LOOM_INLINE V log2(V x) {
   parts<V> p = split(x);
   V f = p.m - 1, high = f * log2e_high;
   V low = fma(f, splat<V>(log2e_low), fma(f, splat<V>(log2e_high), -high));
-  V q = polynomial(f, -7.2134733e-01f, 4.808982e-01f, -3.6069867e-01f, 2.8857142e-01f, -2.3956735e-01f, 2.0448658e-01f, -1.9139083e-01f, 1.8708819e-01f, -1.102559e-01f);
+  V q = polynomial(f, -7.2134733e-01f, 4.808982e-01f, -3.6069867e-01f, 2.8857142e-01f, -2.3956735e-01f,
+                   2.0448658e-01f, -1.9139083e-01f, 1.8708819e-01f, -1.102559e-01f);
   return with_special_cases(sum_of(p.e, high, f * f, q, low), x);
 }
 
 template <class V> LOOM_INLINE V tanh(V x) {
   V a = abs(x), a2 = a * a;
-  V small = fma(a * a2, polynomial(a2, -3.3333328e-01f, 1.3333175e-01f, -5.3950716e-02f, 2.1774355e-02f, -8.571075e-03f, 3.048127e-03f, -8.212084e-04f, 1.1621051e-04f), a);
-  V large = 1 - 2 / (exp(2 * lesser(splat<V>(10), a)) + 1);
+  V p = polynomial(a2, -3.3333328e-01f, 1.3333175e-01f, -5.3950716e-02f, 2.1774355e-02f, -8.571075e-03f,
+                   3.048127e-03f, -8.212084e-04f, 1.1621051e-04f);
+  V small = fma(a * a2, p, a), large = 1 - 2 / (exp(2 * lesser(splat<V>(10), a)) + 1);
   return copysign(a < splat<V>(1) ? small : large, x);
 }
 template <class V> LOOM_INLINE V erf(V x) {
   V a = abs(x), a2 = a * a;
-  V small = fma(a, polynomial(a2, 1.2837917e-01f, -3.761263e-01f, 1.1283624e-01f, -2.685556e-02f, 5.191753e-03f, -8.039753e-04f, 7.9431e-05f), a);
+  V p = polynomial(a2, 1.2837917e-01f, -3.761263e-01f, 1.1283624e-01f, -2.685556e-02f, 5.191753e-03f,
+                   -8.039753e-04f, 7.9431e-05f);
   V b = lesser(splat<V>(4), a);  // 1 - erf(4) is below half a unit in the last place
-  V c = polynomial(b, -1.12852e+00f, -6.3569915e-01f, -1.0528716e-01f, 2.2906234e-02f, -3.2200406e-03f, 2.1460291e-04f);
-  V y = b * c, large = 1 - exp(y, fma(b, c, -y));
+  V c = polynomial(b, -1.12852e+00f, -6.3569915e-01f, -1.0528716e-01f, 2.2906234e-02f, -3.2200406e-03f,
+                   2.1460291e-04f);  // log(1 - erf(b)) / b
+  V y = b * c, small = fma(a, p, a), large = 1 - exp(y, fma(b, c, -y));
   return copysign(a < splat<V>(0.9f) ? small : large, x);
 }
 
-// sin(x + quarters pi / 2) in f64: the reduction is exact enough for |x| < 2^31, and no correction terms are needed.
+// sin(x + quarters pi / 2) in f64, where a reduction in two steps serves all |x| < 2^31.
 template <int QUARTERS, class V> LOOM_INLINE V wave(V x) {
   typedef like<V, i64> L;
   constexpr f64 to_integer = 0x1.8p52;
   V shifted = fma(x, splat<V>(0x1.45f306dc9c883p-1), splat<V>(to_integer)), n = shifted - to_integer;
   V r = fma(n, splat<V>(-6.123233995736766e-17), fma(n, splat<V>(-1.5707963267948966), x)), r2 = r * r;
-  V sine = r * polynomial(r2, 1., -0.16666666639558214, 0.008333329143942894, -0.00019839256640541482, 2.717564505203308e-06);
-  V cosine = polynomial(r2, 1., -0.4999999966846921, 0.041666617447053786, -0.0013886590548243215, 2.4375071738412143e-05);
+  V sine = r * polynomial(r2, 1., -0.16666666639558214, 0.008333329143942894, -0.00019839256640541482,
+                          2.717564505203308e-06);
+  V cosine = polynomial(r2, 1., -0.4999999966846921, 0.041666617447053786, -0.0013886590548243215,
+                        2.4375071738412143e-05);
   L quadrant = bits<L>(shifted) + QUARTERS;
   V value = (quadrant & 1) != 0 ? cosine : sine;
   return bits<V>(bits<L>(value) ^ (quadrant & 2) << 62);
@@ -393,14 +429,13 @@ template <int QUARTERS, class V> LOOM_INLINE V circular(V x) {
   return y;
 }
 
-// 1 / sqrt(x), its error of up to 1.5 units in the last place removed with the residual 1 - x y^2, in two parts.
+// 1 / sqrt(x) is 1.5 units in the last place off at worst; the residual 1 - x y^2 corrects it.
 template <class V> LOOM_INLINE V rsqrt(V x) {
   V y = 1 / sqrt(x), h = x * y, h_low = fma(x, y, -h);
   V residual = fma(-h_low, y, fma(-h, y, splat<V>(1)));
   V better = fma(y * splat<V>(0.5f), residual, y);
   return better == better ? better : y;  // 0 and infinity have no residual
 }
-
 
 // ---- what libm has no name for, in f64 --------------------------------------------------------------
 
@@ -417,11 +452,15 @@ inline f64 inverse_erf(f64 x, f64 y) {
   }
   return t;
 }
-inline f64 erfinv(f64 x) { return __builtin_copysign(inverse_erf(__builtin_fabs(x), 1 - __builtin_fabs(x)), x); }
+inline f64 erfinv(f64 x) {
+  f64 a = __builtin_fabs(x);
+  return __builtin_copysign(inverse_erf(a, 1 - a), x);
+}
 inline f64 erfcinv(f64 y) { return y <= 1 ? inverse_erf(1 - y, y) : -inverse_erf(y - 1, 2 - y); }
 inline f64 normcdf(f64 x) {
   constexpr f64 c = 0.7071067811865476, c_low = -4.833646656726457e-17;
-  f64 z = -x * c, z_low = __builtin_fma(-x, c, -z) - x * c_low, slope = 1.1283791670955126 * __builtin_exp(-z * z);
+  f64 z = -x * c, z_low = __builtin_fma(-x, c, -z) - x * c_low;
+  f64 slope = 1.1283791670955126 * __builtin_exp(-z * z);
   return 0.5 * (slope > 0 ? __builtin_erfc(z) - slope * z_low : __builtin_erfc(z));
 }
 inline f64 erfcx(f64 x) {
@@ -436,7 +475,8 @@ inline f64 erfcx(f64 x) {
 inline f64 bessel_i(int order, f64 x) {
   if (__builtin_isinf(x)) return order ? x : __builtin_inf();
   f64 term = order ? x / 2 : 1, sum = term, q = x * x / 4;
-  for (int k = 1; __builtin_fabs(term) > __builtin_fabs(sum) * 0x1p-54; k++) sum += term *= q / ((f64)k * (k + order));
+  for (int k = 1; __builtin_fabs(term) > __builtin_fabs(sum) * 0x1p-54; k++)
+    sum += term *= q / ((f64)k * (k + order));
   return sum;
 }
 inline f64 sine_of_turns(f64 x, int quarters) {  // sin(pi x + quarters pi / 2)
@@ -600,7 +640,9 @@ template <class N, class V> LOOM_INLINE V yn(N n, V v) {
   return by_lane([](i32 order, f64 x) { return (typename lane<V>::type)::yn(order, x); }, n, v);
 }
 template <class V> LOOM_INLINE V norm3d(V a, V b, V c) {
-  return by_lane([](f64 x, f64 y, f64 z) { return (typename lane<V>::type)__builtin_hypot(__builtin_hypot(x, y), z); }, a, b, c);
+  return by_lane([](f64 x, f64 y, f64 z) {
+    return (typename lane<V>::type)__builtin_hypot(__builtin_hypot(x, y), z);
+  }, a, b, c);
 }
 template <class V> LOOM_INLINE V norm4d(V a, V b, V c, V d) { return hypot(hypot(a, b), hypot(c, d)); }
 template <class V> LOOM_INLINE V rnorm3d(V a, V b, V c) { return 1 / norm3d(a, b, c); }
@@ -629,10 +671,10 @@ LOOM_TEST(signbit, bits<I>(x) < 0)
 
 // Floats to integers in the four rounding modes, saturated.
 #define LOOM_TO_INTEGER(NAME, RESULT, CONVERSION)                                                          \
-  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rn(V x) { return (like<V, RESULT>)CONVERSION(rint(x)); }  \
-  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rz(V x) { return (like<V, RESULT>)CONVERSION(x); }        \
-  template <class V> LOOM_INLINE like<V, RESULT> NAME##_rd(V x) { return (like<V, RESULT>)CONVERSION(floor(x)); } \
-  template <class V> LOOM_INLINE like<V, RESULT> NAME##_ru(V x) { return (like<V, RESULT>)CONVERSION(ceil(x)); }
+  template <class V> LOOM_INLINE auto NAME##_rn(V x) { return (like<V, RESULT>)CONVERSION(rint(x)); }      \
+  template <class V> LOOM_INLINE auto NAME##_rz(V x) { return (like<V, RESULT>)CONVERSION(x); }            \
+  template <class V> LOOM_INLINE auto NAME##_rd(V x) { return (like<V, RESULT>)CONVERSION(floor(x)); }     \
+  template <class V> LOOM_INLINE auto NAME##_ru(V x) { return (like<V, RESULT>)CONVERSION(ceil(x)); }
 LOOM_TO_INTEGER(float2int, i32, i32_from_f32)
 LOOM_TO_INTEGER(float2uint, i32, u32_from_f32)
 LOOM_TO_INTEGER(float2ll, i64, i64_from_f32)
@@ -642,11 +684,11 @@ LOOM_TO_INTEGER(double2uint, i32, u32_from_f64)
 LOOM_TO_INTEGER(double2ll, i64, i64_from_f64)
 LOOM_TO_INTEGER(double2ull, i64, u64_from_f64)
 #undef LOOM_TO_INTEGER
-template <class V> LOOM_INLINE like<V, i64> llrint(V x) { return i64_from_f64(convert<like<V, f64>>(rint(x))); }
-template <class V> LOOM_INLINE like<V, i64> llround(V x) { return i64_from_f64(convert<like<V, f64>>(round(x))); }
+template <class V> LOOM_INLINE auto llrint(V x) { return i64_from_f64(convert<like<V, f64>>(rint(x))); }
+template <class V> LOOM_INLINE auto llround(V x) { return i64_from_f64(convert<like<V, f64>>(round(x))); }
 
 #define LOOM_OF_INTEGER(NAME, SIGNEDNESS, RESULT)                                                          \
-  template <class I> LOOM_INLINE like<I, RESULT> NAME(I x) { return convert<like<I, RESULT>>((SIGNEDNESS<I>)x); }
+  template <class I> LOOM_INLINE auto NAME(I x) { return convert<like<I, RESULT>>((SIGNEDNESS<I>)x); }
 LOOM_OF_INTEGER(int2float_rn, signed_of, f32)
 LOOM_OF_INTEGER(uint2float_rn, unsigned_of, f32)
 LOOM_OF_INTEGER(ll2float_rn, signed_of, f32)
@@ -662,8 +704,12 @@ template <class V> LOOM_INLINE like<V, i32> float_as_int(V x) { return bits<like
 template <class I> LOOM_INLINE like<I, f32> int_as_float(I x) { return bits<like<I, f32>>(x); }
 template <class V> LOOM_INLINE like<V, i64> double_as_longlong(V x) { return bits<like<V, i64>>(x); }
 template <class I> LOOM_INLINE like<I, f64> longlong_as_double(I x) { return bits<like<I, f64>>(x); }
-template <class V> LOOM_INLINE like<V, i32> double2loint(V x) { return convert<like<V, i32>>(bits<like<V, i64>>(x)); }
-template <class V> LOOM_INLINE like<V, i32> double2hiint(V x) { return convert<like<V, i32>>(bits<like<V, i64>>(x) >> 32); }
+template <class V> LOOM_INLINE like<V, i32> double2loint(V x) {
+  return convert<like<V, i32>>(double_as_longlong(x));
+}
+template <class V> LOOM_INLINE like<V, i32> double2hiint(V x) {
+  return convert<like<V, i32>>(double_as_longlong(x) >> 32);
+}
 template <class I> LOOM_INLINE like<I, f64> hiloint2double(I high, I low) {
   typedef like<I, u64> L;
   return bits<like<I, f64>>(convert<L>((unsigned_of<I>)high) << 32 | convert<L>((unsigned_of<I>)low));

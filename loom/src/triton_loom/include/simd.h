@@ -72,7 +72,7 @@ template <class To, class From> LOOM_INLINE To bits(From x) {
 // ---- vectors of other widths ------------------------------------------------------------------------
 
 // Bytes of the widest vector register. A wider vector is lowered by the compiler to several registers; GCC
-// does that well for arithmetic and memcpy but sends its shuffles through the stack, hence the two ways below.
+// does that well for arithmetic and memory but sends shuffles through the stack, hence the two ways below.
 #if defined __AVX512BW__
 #define LOOM_REGISTER 64
 #elif defined __AVX2__
@@ -92,7 +92,8 @@ template <int N> using lanes_up_to = sequence<int, __integer_pack(N)...>;
 template <int FROM, int STEP, class V, int... I> LOOM_INLINE auto strided(V x, sequence<int, I...>) {
   return __builtin_shufflevector(x, x, (FROM + STEP * I < lane<V>::count ? FROM + STEP * I : -1)...);
 }
-template <int FROM, int STEP, int COUNT, class V> LOOM_INLINE vec<typename lane<V>::type, COUNT> strided(V x) {
+template <int FROM, int STEP, int COUNT, class V>
+LOOM_INLINE vec<typename lane<V>::type, COUNT> strided(V x) {
   if constexpr (COUNT == 1) return x[FROM];
   else return strided<FROM, STEP>(x, lanes_up_to<COUNT>());
 }
@@ -134,8 +135,8 @@ template <int N, class V> LOOM_INLINE vec<typename lane<V>::type, N> resize(V x)
 
 #define LOOM_LAMBDA __attribute__((always_inline))
 
-// by_registers<T>(f, x, ...): f on as many lanes at a time as a register holds Ts. It keeps GCC 12 from compiling
-// a comparison or a selection of vectors that are wider than a register lane by lane.
+// by_registers<T>(f, x, ...): f on as many lanes at a time as a register holds Ts. Without it, comparing and
+// selecting vectors wider than a register goes lane by lane in GCC 12.
 template <class T, class F, class V, class... Vs> LOOM_INLINE auto by_registers(F f, V x, Vs... more) {
   if constexpr (lane<V>::count * sizeof(T) <= LOOM_REGISTER) return f(x, more...);
   else
@@ -148,7 +149,9 @@ template <int N, class F, class V, class... Vs> LOOM_INLINE auto in_pieces(F f, 
   constexpr int n = lane<V>::count;
   if constexpr (n == N) return f(x, more...);
   else if constexpr (n < N) return resize<n>(f(resize<N>(x), resize<N>(more)...));
-  else return join(in_pieces<N>(f, low_half(x), low_half(more)...), in_pieces<N>(f, high_half(x), high_half(more)...));
+  else
+    return join(in_pieces<N>(f, low_half(x), low_half(more)...),
+                in_pieces<N>(f, high_half(x), high_half(more)...));
 }
 template <class F, class V, class... Vs> LOOM_INLINE auto in_registers(F f, V x, Vs... more) {
   constexpr int bytes = sizeof(V) < 16 ? 16 : sizeof(V) > LOOM_REGISTER ? LOOM_REGISTER : sizeof(V);
@@ -215,7 +218,9 @@ template <class T> constexpr bool is_float = (T)0.5 != 0;
 template <class T> constexpr bool is_signed = (T)-1 < (T)0;
 
 #if defined __clang__ || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-template <class To, class From> LOOM_INLINE To convert_lanes(From x) { return __builtin_convertvector(x, To); }
+template <class To, class From> LOOM_INLINE To convert_lanes(From x) {
+  return __builtin_convertvector(x, To);
+}
 #else
 // GCC 12 widens bytes to words one lane at a time and cuts every other widening into two halves, so the
 // instructions that widen are named here; narrowing inside a register is a shuffle, which it does well.
@@ -274,7 +279,8 @@ template <class To, class From> LOOM_INLINE To convert_lanes(From x) {
   else if constexpr (integers) {
     typedef vec<integer<to, is_signed<F>>, n> Extended;
     if constexpr (widening<Extended, From>::native) return (To)widening<Extended, From>::of(x);
-    else if constexpr (to > 2 * from) return convert_lanes<To>(convert_lanes<vec<integer<to / 2, is_signed<F>>, n>>(x));
+    else if constexpr (to > 2 * from)
+      return convert_lanes<To>(convert_lanes<vec<integer<to / 2, is_signed<F>>, n>>(x));
     else return __builtin_convertvector(x, To);
   } else if constexpr (widening<To, From>::native) return widening<To, From>::of(x);
   else return __builtin_convertvector(x, To);
