@@ -316,7 +316,7 @@ def main() -> None:
         parser.error(f"no row has {options.only!r} in its name; there are {', '.join(CONTESTS | LATENCIES)}")
     runs = 5 if options.quick else 15
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     facts = machine()
     console.print(", ".join(f"{what} {value}" for what, value in facts.items()))
     torch.manual_seed(0)

@@ -500,7 +500,7 @@ def _floats(dtype: DType, size: int, random: np.random.Generator) -> Array:
     specials = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, tiny, -tiny, tiny / 4, huge, -huge]
     anything = random.integers(0, 2**dtype.bits - 1, size, np.uint64, endpoint=True).astype(dtype.word)
     kinds = [
-        random.integers(-9, 10, size).astype(np.float64),
+        np.copysign(random.integers(0, 5, size), random.choice([1, -1], size)),
         random.standard_normal(size) * 2.0 ** random.integers(-3, 12),
         random.integers(-(2**12), 2**12, size) / 2,
         dtype.decode(anything).astype(np.float64),

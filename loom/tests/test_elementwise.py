@@ -338,7 +338,7 @@ def check_floats(dtype: torch.dtype, blocks: list[int]) -> None:
     larger = -lesser(-a, -b)
     both = ~np.isnan(a) & ~np.isnan(b)
     inside = np.where(np.isnan(a), np.nan, np.clip(a, -1.5, 2.5))
-    rows = [a + b, a - b, a * b, 0.0 - a if TRITON < (3, 9) else -a, np.abs(a), lesser(a, b), larger]
+    rows = [a + b, a - b, a * b, 0.0 - a if TRITON < (3, 8) else -a, np.abs(a), lesser(a, b), larger]
     rows += [np.where(both, lesser(a, b), np.nan), np.where(both, larger, np.nan)]
     rows += [np.where(np.isnan(a), -1.5, inside), inside, np.where(a < b, a, c)]
     want = [*(rounded(row, dtype) for row in rows), fused(a, b, c, dtype)]

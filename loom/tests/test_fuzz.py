@@ -22,18 +22,18 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
 from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
 
-CASES = int(os.environ.get("LOOM_FUZZ_CASES", "4000"))
+CASES = max(4000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
 SHARDS = 8
 QUOTA = -(-CASES // SHARDS)
 
 
-def each_program(shard: int, do: Callable[[Program], bool], phases: Sequence[Phase] = tuple(Phase)) -> None:
+def each_program(shard: int, do: Callable[[Program], bool], phases: Sequence[Phase] = [*Phase]) -> None:
     """Gives `do` programs, always the same ones for a shard, until it says that it has enough."""
     enough = False
 
     @seed(SEED * SHARDS + shard)
     @settings(
-        max_examples=max(QUOTA, 1000), phases=phases, database=None, deadline=None, report_multiple_bugs=False,
+        max_examples=QUOTA, phases=phases, database=None, deadline=None, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())
@@ -73,17 +73,19 @@ Results = list[tuple[Program, list[Memory]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Programs that together use every operation several times, and what the kernels made of them."""
+    """Programs of the first shards (compiled for them already, usually) and what the kernels made of them."""
     directory = tmp_path_factory.mktemp("programs")
     found: Results = []
-    uses = dict.fromkeys(OPERATIONS, 0)
+    for shard in range(SHARDS // 2):
+        cases = 0
 
-    def collect(program: Program) -> bool:
-        found.append((program, launches(program, directory)))
-        uses.update({name: uses[name] + 1 for name in program.operations if name in uses})
-        return min(uses.values()) >= 4
+        def collect(program: Program) -> bool:
+            nonlocal cases
+            found.append((program, launches(program, directory)))
+            cases += program.stores * GRID * LAUNCHES
+            return cases >= QUOTA
 
-    each_program(0, collect, phases=(Phase.generate,))
+        each_program(shard, collect, phases=(Phase.generate,))
     return found
 
 
@@ -138,6 +140,10 @@ def rounded_down_quotient(s: Step, a: Array, b: Array) -> Array:
     return np.where(b == 0, ~np.zeros_like(b), a // b)
 
 
+def rounded_down_remainder(s: Step, a: Array, b: Array) -> Array:
+    return np.where(b == 0, a, np.mod(a, b))
+
+
 def rounded_down(s: Step, x: Array) -> Array | Within:
     return RIGHT["cast"](s, np.floor(x) if s.source.kind == "f" and s.target.kind in "iu" else x)
 
@@ -171,10 +177,10 @@ def last_of_equals(s: Step, x: Array) -> Array:
 
 
 MISTAKES: dict[str, tuple[str, Evaluation]] = {
-    "addition subtracts": ("add", lambda s, a, b: s.target.apply(np.subtract, a, b)),
+    "addition subtracts": ("add", RIGHT["sub"]),
     "quotients are rounded down": ("quotient", rounded_down_quotient),
-    "remainders have the divisor's sign": ("remainder", lambda s, a, b: np.where(b == 0, a, np.mod(a, b))),
-    "shift distances wrap around": ("shl", lambda s, a, b: a << (b & b.dtype.type(s.source.bits - 1))),
+    "remainders have the divisor's sign": ("remainder", rounded_down_remainder),
+    "shift distances wrap around": ("shl", RIGHT["shl_some"]),
     "right shifts are unsigned": ("shr_some", shift_filled_with_zeros),
     "maximum spreads NaN": ("maximum", lambda s, a, b: s.target.apply(np.maximum, a, b)),
     "maximum drops NaN though told not to": ("most", lambda s, a, b: s.target.apply(np.fmax, a, b)),
@@ -230,7 +236,7 @@ def test_accesses_are_checked(results: Results, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("target", [F16, BF16, F32], ids=repr)
 @pytest.mark.parametrize("source", [F64, F32], ids=repr)
 def test_rounding(source: DType, target: DType) -> None:
-    """As PyTorch rounds, which takes two steps from f64 to 16 bits: so f64 is no more precise than f32 here."""
+    """As PyTorch rounds, which takes two steps from f64 to 16 bits: so f64 has the precision of f32 here."""
     x = sample(source, 20000, np.random.default_rng(SEED))
     if source is F64 and target is not F32:
         x = x.astype(np.float32).astype(np.float64)
@@ -246,10 +252,9 @@ def test_rounding(source: DType, target: DType) -> None:
 def test_fma(dtype: DType) -> None:
     """Off by at most half an ulp from the exact result, as rational arithmetic has it."""
     a, b, c = (sample(dtype, 3000, np.random.default_rng([SEED, i])) for i in range(3))
-    c[::3] = (a * b * 2.0**-20)[::3].astype(dtype.array)  # next to a product, hardly more than nothing
-    c = dtype.round(c)
     var = Var("", (), dtype)
     with np.errstate(all="ignore"):
+        c[::3] = dtype.round((a * b)[::3] * 2.0**-12)  # little next to a product
         result = np.asarray(RIGHT["fma"](Step("fma", (var,), (var,)), a, b, c))
         unit = dtype.ulp(result).astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(result)

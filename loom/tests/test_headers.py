@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import operator
+import platform
 import re
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ FLAGS = [
     "-Wno-psabi", "-Wno-unused-function",
 ]  # fmt: skip
 COMPILERS = [name for name in ("g++", "clang++-16") if shutil.which(name)]
-TARGETS = ("native", "x86-64-v3", "x86-64")
+TARGETS = ("native", "x86-64-v3", "x86-64") if platform.machine() == "x86_64" else ("native",)
 
 # ---- the functions, by signature -----------------------------------------------------------------------
 
@@ -77,6 +78,7 @@ MATHS = {
     "f32>f32 f64>f64": f"{EXACT} rsqrt",
     "f32,f32>f32 f64,f64>f64": f"{EXTREME} copysign",
     "f32,f32,f32>f32 f64,f64,f64>f64": "fma",
+    "f64,f64,f64>f64": "fma_to_odd",
 }
 MORE_MATHS = {
     "f64>f64": FAST,
@@ -656,6 +658,39 @@ def sums_of_products(type_: str) -> tuple[Array, ...]:
 def test_fused_multiply_add_rounds_once(library: Library, type_: str) -> None:
     a, b, c, expected = sums_of_products(type_)
     assert_same(library(f"fma_{type_}_{type_}_{type_}", a, b, c), expected, a, b, c)
+
+
+@cases
+def sums_of_narrow_products(name: str) -> tuple[Array, ...]:
+    """a b that is a midpoint of the format, and c that is too small to be seen but for breaking the tie."""
+    form = FORMATS[name]
+    low, high = 2 << form.mantissa, 4 << form.mantissa
+    factors = [
+        (p, q) for p in range(3, 64, 2) for q in range(low // p, high // p) if q % 2 and low < p * q < high
+    ]
+    p, q = np.array([factors[i] for i in RNG.integers(0, len(factors), 1000)], np.float64).T
+    a, b = p * np.where(RNG.random(1000) < 0.5, -1, 1), q / low
+    c = RNG.choice([0, 1, -1], 1000) * 2.0 ** RNG.integers(-23 if name == "f16" else -90, -12, 1000)
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z)
+        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    guess = form.encode(np.array([float(value) for value in exact])) % (1 << 15)
+    around = (
+        (abs(Fraction(float(form.finite[code])) - abs(value)), code % 2, code)
+        for g, value in zip(guess.tolist(), exact, strict=True)
+        for code in (g - 1, g, g + 1)
+    )
+    codes = [min(three)[2] for three in zip(around, around, around, strict=True)]
+    signs = [int(value < 0) << 15 for value in exact]
+    return a, b, c, np.array(codes) | np.array(signs)
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+def test_fused_multiply_add_of_16_bit_floats_rounds_once(library: Library, name: str) -> None:
+    a, b, c, expected = sums_of_narrow_products(name)
+    odd = library("f32_odd_from_f64_f64", library("fma_to_odd_f64_f64_f64", a, b, c))
+    assert_same(library(f"{name}_from_f32_f32", odd), expected, a, b, c)
 
 
 @by_float

@@ -512,6 +512,92 @@ def test_a_program_loads_all_before_it_stores() -> None:
     assert_same(x, numbers[:block].cumsum(0, dtype=torch.int32), "prefix sums")
 
 
+@triton.jit
+def load_early_use_late(x_ptr, index_ptr, out_ptr, n, flag, BLOCK: tl.constexpr):
+    """Each value is loaded before something overwrites its memory, and used after that."""
+    offs = tl.arange(0, BLOCK)
+    # overwritten in one branch
+    a = tl.load(x_ptr + offs) * 2
+    if flag > 0:
+        tl.store(x_ptr + offs, offs)
+    tl.store(out_ptr + offs, a)
+    # overwritten in each round of a loop, which reads it too
+    b = tl.load(x_ptr + offs)
+    total = b * 0
+    for i in range(n):
+        c = tl.load(x_ptr + offs)
+        tl.store(x_ptr + offs, c + b + i)
+        total += c
+    tl.store(out_ptr + BLOCK + offs, b)
+    tl.store(out_ptr + 2 * BLOCK + offs, total)
+    # carried to the next round, while its memory already holds another value
+    ahead = tl.load(x_ptr + offs)
+    sums = ahead * 0
+    for i in range(n):
+        now, ahead = ahead, tl.load(x_ptr + BLOCK - 1 - offs)
+        tl.store(x_ptr + offs, now - i)
+        sums += tl.where(offs % 2 == 0, now, ahead)
+    tl.store(out_ptr + 3 * BLOCK + offs, sums)
+    # an index and a mask, and the `other` of a masked load
+    index = tl.load(index_ptr + offs)
+    other = tl.load(x_ptr + offs)
+    tl.store(index_ptr + offs, BLOCK - 1 - offs)
+    tl.store(x_ptr + offs, offs * 3)
+    picked = tl.load(x_ptr + index, index % 3 != 0, other)
+    tl.store(x_ptr + offs, -offs)
+    tl.store(out_ptr + 4 * BLOCK + offs, picked)
+    # a sum over what an atomic has changed since, and over what it has not
+    d = tl.load(x_ptr + offs)
+    tl.atomic_add(x_ptr + offs, index)
+    tl.store(out_ptr + 5 * BLOCK + offs, d - tl.sum(d, 0))
+    tl.store(out_ptr + 6 * BLOCK + offs, tl.load(x_ptr + offs) - tl.sum(tl.load(x_ptr + offs), 0))
+    # a reduction of the old, a scan of the new
+    e = tl.load(x_ptr + offs)
+    high = tl.max(e, 0)
+    tl.store(x_ptr + offs, e * e)
+    tl.store(out_ptr + 7 * BLOCK + offs, tl.cumsum(tl.load(x_ptr + offs), 0) + high - e)
+    # a gather from a tile whose memory has gone
+    f = tl.load(x_ptr + offs)
+    tl.store(x_ptr + offs, f * 0)
+    tl.store(out_ptr + 8 * BLOCK + offs, tl.gather(f, index, 0))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("n", "flag"), [(0, 0), (1, 5), (4, 0), (3, 5)])
+def test_loaded_values_survive_later_stores(n: int, flag: int) -> None:
+    block = 64
+    start = torch.randint(-99, 99, (block,), dtype=torch.int32)
+    permutation = torch.randperm(block)
+    offs = torch.arange(block, dtype=torch.int32)
+    x, want = start.clone(), []
+    want.append(x * 2)
+    x = offs if flag > 0 else x
+    b, total = x, torch.zeros_like(x)
+    for i in range(n):
+        total, x = total + x, x + b + i
+    want += [b, total]
+    ahead, sums = x, torch.zeros_like(x)
+    for i in range(n):
+        now, ahead = ahead, x.flip(0)
+        x = now - i
+        sums = sums + torch.where(offs % 2 == 0, now, ahead)
+    want.append(sums)
+    want.append(torch.where(permutation % 3 != 0, permutation.int() * 3, x))
+    x = -offs
+    want.append(x - x.sum())
+    x = x + permutation.int()
+    want.append(x - x.sum())
+    want.append((x * x).cumsum(0) + x.max() - x)
+    want.append((x * x)[permutation])
+
+    given, index = start.clone(), permutation.clone()
+    out = torch.empty(9, block, dtype=torch.int32)
+    load_early_use_late[(1,)](given, index, out, n, flag, BLOCK=block)
+    assert_same(out, torch.stack([part.int() for part in want]))
+    assert not given.any()
+    assert_same(index, torch.arange(block).flip(0))
+
+
 @pytest.mark.parametrize("distance", [1, 16, 17])
 def test_arguments_may_be_overlapping_views(distance: int) -> None:
     numbers = torch.arange(200, dtype=torch.int32)

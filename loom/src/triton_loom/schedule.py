@@ -107,6 +107,8 @@ class _Scheduler:
         for op in self.ops:
             if is_write(op):
                 self.writes.setdefault(op.block, []).append(self.plan.position[op])
+            if op.name == "tt.load" or any(v in self.plan.reads_memory for v in op.operands):
+                self.plan.reads_memory |= {v for v in op.results if is_virtual(v)}
 
     def run(self) -> Plan:
         self.group_reductions()
@@ -116,11 +118,6 @@ class _Scheduler:
                 if isinstance(value.type, Tensor):
                     self.decide(value)
             self.record(op)
-        for op in self.ops:
-            if op.name == "tt.load" or any(v in self.plan.reads_memory for v in op.operands):
-                self.plan.reads_memory |= {
-                    v for v in op.results if is_virtual(v) and isinstance(v.type, Tensor)
-                }
         return self.plan
 
     # -- uses --
@@ -239,19 +236,23 @@ class _Scheduler:
             return
         self.plan.buffered.add(value)
         first = min(uses, key=lambda n: n.position)
-        position = first.position
+        write = self.next_write(op) if value in self.plan.reads_memory else None
         whole = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
-        if whole and first.block is op.block and not hazard:
+        in_time = write is None or first.position <= write
+        if whole and first.block is op.block and in_time and not hazard:
             self.plan.tee[value] = first
             self.fills[value] = first
-            return
-        later = [w for w in self.writes.get(op.block, []) if w > self.plan.position[op]]
-        self.fills[value] = Nest(op, -1, min([position, *later]), op.block)
+        else:
+            position = first.position if write is None else min(first.position, write)
+            self.fills[value] = Nest(op, -1, position, op.block)
+
+    def next_write(self, op: Op) -> int | None:
+        """The position of the first operation after this one, in its block, that may write memory."""
+        return next((w for w in self.writes.get(op.block, []) if w > self.plan.position[op]), None)
 
     def crosses_write(self, load: Op, uses: dict[Nest, Use]) -> bool:
-        here = self.plan.position[load]
-        later = [w for w in self.writes.get(load.block, []) if w > here]
-        return bool(later) and any(n.position > later[0] for n in uses)
+        write = self.next_write(load)
+        return write is not None and any(n.position > write for n in uses)
 
     def free(self, value: Value) -> bool:
         """Index and mask arithmetic on ranges and scalars: cheaper to redo than to read back."""

@@ -155,7 +155,7 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
   else if constexpr (__is_same(V, f64)) return __builtin_fma(a, b, c);
   else return in_registers([](auto x, auto y, auto z) LOOM_LAMBDA { return fused(x, y, z); }, a, b, c);
 }
-// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it again to such a type is exact:
+// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it to such a type is exact:
 // the product is exact, and where the sum is not, of its two neighbours the odd one is taken.
 template <class V> LOOM_INLINE V fma_to_odd(V a, V b, V c) {
   typedef like<V, i64> L;
