@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
 from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
 
-CASES = max(4000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
+CASES = max(8000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
 SHARDS = 8
 QUOTA = -(-CASES // SHARDS)
 
@@ -33,7 +33,7 @@ def each_program(shard: int, do: Callable[[Program], bool], phases: Sequence[Pha
 
     @seed(SEED * SHARDS + shard)
     @settings(
-        max_examples=QUOTA, phases=phases, database=None, deadline=None, report_multiple_bugs=False,
+        max_examples=QUOTA // 10, phases=phases, database=None, deadline=None, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())

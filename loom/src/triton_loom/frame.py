@@ -27,7 +27,7 @@ _RESERVED = frozenset(
         register return short signed sizeof static struct switch template this throw true try
         typedef typeid typename union unsigned using virtual void volatile while xor args p program
         total chunk running next main printf W Args Program Status load store mask select invert
-        bits convert splat ramp iota lower upper half vec lane like all any least gather scatter dot
+        bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64 u8 u16 u32 u64
         f32 f64""",
     )

@@ -9,8 +9,8 @@ template <int W> struct combine_1 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_1<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_1<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_1<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_1<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_2 {
@@ -19,8 +19,8 @@ template <int W> struct combine_2 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_2<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_2<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_2<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_2<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_3 {
@@ -29,8 +29,8 @@ template <int W> struct combine_3 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_3<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_3<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_3<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_3<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_4 {
@@ -39,8 +39,8 @@ template <int W> struct combine_4 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_4<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_4<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_4<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_4<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_5 {
@@ -49,8 +49,8 @@ template <int W> struct combine_5 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_5<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_5<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_5<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_5<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_6 {
@@ -59,8 +59,8 @@ template <int W> struct combine_6 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_6<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_6<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_6<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_6<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_7 {
@@ -69,8 +69,8 @@ template <int W> struct combine_7 {
     const vec<f32, W> v2 = loom_math::maxnum(a0, b.a0);
     a0 = v2;
   }
-  LOOM_ALWAYS combine_7<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_7<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_7<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_7<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_8 {
@@ -79,8 +79,8 @@ template <int W> struct combine_8 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_8<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_8<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_8<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_8<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_9 {
@@ -89,8 +89,8 @@ template <int W> struct combine_9 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_9<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_9<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_9<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_9<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_10 {
@@ -99,8 +99,8 @@ template <int W> struct combine_10 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_10<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_10<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_10<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_10<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_11 {
@@ -109,8 +109,8 @@ template <int W> struct combine_11 {
     const vec<f32, W> v2 = loom_math::maxnum(a0, b.a0);
     a0 = v2;
   }
-  LOOM_ALWAYS combine_11<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_11<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_11<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_11<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_12 {
@@ -119,8 +119,8 @@ template <int W> struct combine_12 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_12<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_12<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_12<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_12<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_13 {
@@ -129,8 +129,8 @@ template <int W> struct combine_13 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_13<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_13<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_13<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_13<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_14 {
@@ -139,8 +139,8 @@ template <int W> struct combine_14 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_14<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_14<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_14<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_14<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_15 {
@@ -149,8 +149,8 @@ template <int W> struct combine_15 {
     const vec<f32, W> v2 = loom_math::maxnum(a0, b.a0);
     a0 = v2;
   }
-  LOOM_ALWAYS combine_15<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_15<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_15<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_15<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_16 {
@@ -159,8 +159,8 @@ template <int W> struct combine_16 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_16<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_16<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_16<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_16<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_17 {
@@ -169,8 +169,8 @@ template <int W> struct combine_17 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_17<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_17<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_17<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_17<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_18 {
@@ -179,8 +179,8 @@ template <int W> struct combine_18 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_18<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_18<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_18<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_18<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_19 {
@@ -189,8 +189,8 @@ template <int W> struct combine_19 {
     const vec<f32, W> v2 = loom_math::maxnum(a0, b.a0);
     a0 = v2;
   }
-  LOOM_ALWAYS combine_19<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_19<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_19<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_19<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_20 {
@@ -199,8 +199,8 @@ template <int W> struct combine_20 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_20<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_20<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_20<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_20<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_21 {
@@ -209,8 +209,8 @@ template <int W> struct combine_21 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_21<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_21<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_21<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_21<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 template <int W> struct combine_22 {
@@ -219,8 +219,8 @@ template <int W> struct combine_22 {
     const vec<i32, W> v2 = a0 ^ b.a0;
     a0 = v2;
   }
-  LOOM_ALWAYS combine_22<W / 2> lower() const { return {::lower(a0)}; }
-  LOOM_ALWAYS combine_22<W / 2> upper() const { return {::upper(a0)}; }
+  LOOM_ALWAYS combine_22<W / 2> lower() const { return {low_half(a0)}; }
+  LOOM_ALWAYS combine_22<W / 2> upper() const { return {high_half(a0)}; }
 };
 
 struct Args {

@@ -46,8 +46,9 @@ class FunctionEmitter(ControlFlow):
     def on_tt_store(self, op: Op) -> None:
         self.comment(op)
         home = self.plan.nest(op)
-        self.prepare(op.operands, home)
         asked = self.plan.ask.get(home, []) if home else []
+        # what is computed in one of two branches only can't be kept for later
+        self.prepare(op.operands, None if asked else home)
         if not asked:
             self.store_tile(op)
             return
@@ -173,8 +174,8 @@ class FunctionEmitter(ControlFlow):
             results = [f"r{i}" for i in range(len(results))]
         halves = []
         if ops[0].name == "tt.reduce":
-            for side in ("lower", "upper"):
-                values = ", ".join(f"::{side}(a{i})" for i in range(len(fields)))
+            for side, half_of in (("lower", "low_half"), ("upper", "high_half")):
+                values = ", ".join(f"{half_of}(a{i})" for i in range(len(fields)))
                 halves.append(f"LOOM_ALWAYS {name}<W / 2> {side}() const {{ return {{{values}}}; }}")
         self.unit.top += [
             f"template <int W> struct {name} {{",

@@ -24,27 +24,9 @@ template <class M> LOOM_INLINE M invert(M m) { return ~m; }
 
 template <class T> LOOM_INLINE T select(bool m, T a, T b) { return m ? a : b; }
 template <class M, class V> LOOM_INLINE V select(M m, V a, V b) {
-  typedef like<V, typename int_of<sizeof(typename lane<V>::type)>::type> lanes;
-  return convert<lanes>(m) ? a : b;
-}
-
-// ---- halves --------------------------------------------------------------------------------------------
-
-template <class V> using half = vec<typename lane<V>::type, lane<V>::count / 2>;
-
-template <class V> LOOM_INLINE half<V> lower(V v) {
-  if constexpr (lane<V>::count == 2) return v[0];
-  else if constexpr (lane<V>::count == 4) return __builtin_shufflevector(v, v, 0, 1);
-  else if constexpr (lane<V>::count == 8) return __builtin_shufflevector(v, v, 0, 1, 2, 3);
-  else if constexpr (lane<V>::count == 16) return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
-  else { half<V> h; __builtin_memcpy(&h, &v, sizeof h); return h; }
-}
-template <class V> LOOM_INLINE half<V> upper(V v) {
-  if constexpr (lane<V>::count == 2) return v[1];
-  else if constexpr (lane<V>::count == 4) return __builtin_shufflevector(v, v, 2, 3);
-  else if constexpr (lane<V>::count == 8) return __builtin_shufflevector(v, v, 4, 5, 6, 7);
-  else if constexpr (lane<V>::count == 16) return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  else { half<V> h; __builtin_memcpy(&h, (char *)&v + sizeof h, sizeof h); return h; }
+  typedef typename int_of<sizeof(typename lane<V>::type)>::type word;
+  return by_registers<word>(
+      [](auto n, auto x, auto y) LOOM_LAMBDA { return convert<like<decltype(x), word>>(n) ? x : y; }, m, a, b);
 }
 
 LOOM_INLINE bool all(bool m) { return m; }
@@ -53,7 +35,7 @@ template <class M> LOOM_INLINE bool all(M m) {
   if constexpr (sizeof(M) == 64) return __builtin_ia32_cvtd2mask512((i32x16)m) == 0xFFFF;
 #endif
   if constexpr (lane<M>::count == 2) return (m[0] & m[1]) != 0;
-  else return all(lower(m) & upper(m));
+  else return all(low_half(m) & high_half(m));
 }
 template <class M> LOOM_INLINE bool any(M m) { return !all(invert(m)); }
 
@@ -195,7 +177,7 @@ template <class V> LOOM_INLINE void store_interleaved(pointer_into<V> p, V a, V 
 }
 
 // ---- reductions -------------------------------------------------------------------------------------------
-// S<W> is what a reduction carries in W lanes: generated with the combining function `take`, `lower`, `upper`.
+// S<W> is what a reduction carries in W lanes: generated with the combining function `take`, and its halves.
 // The order is fixed: chunks go round-robin to four running values (which hides the latency of an addition), then
 // those are combined pairwise, then the lanes by halves.
 
