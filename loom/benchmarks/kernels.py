@@ -21,8 +21,8 @@ E4M3_MAX = 448.0
 def rms_norm_quant_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, eps, COLS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """y = x * rsqrt(mean(x^2) + eps) * weight, stored as e4m3 codes of y * (448 / amax), where amax is that of
-    each GROUP neighbours, and as amax / 448."""
+    """y = x * rsqrt(mean(x^2) + eps) * weight, stored as e4m3 codes of y * (448 / amax), and amax / 448; amax
+    is the largest |y| of each GROUP neighbours."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)
     x = tl.load(x_ptr + row * COLS + cols).to(tl.float32)  # [COLS]

@@ -16,7 +16,8 @@ FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.floa
 
 @triton.jit
 def dot_kernel(
-    a_ptr, b_ptr, c_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr
+    a_ptr, b_ptr, c_ptr, out_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])

@@ -17,7 +17,8 @@ from accuracy import EPS32, assert_rounded_once
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FLOATS = [FP32, FP16, BF16]
 
 pytestmark = pytest.mark.compat
 
@@ -51,16 +52,18 @@ def test_knows_nothing_of_the_backend(script: Path) -> None:
     assert "loom" not in script.read_text().lower()
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int32], ids=str)
-@pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 98_432, 100_003])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(n, FP32) for n in (1, 1023, 1024, 1025, 98_432)]
+    + [(2049, d) for d in (FP16, BF16, torch.float64, torch.int32)],
+    ids=str,
+)
 def test_vector_add(n: int, dtype: torch.dtype) -> None:
     x, y = (torch.randn(2, n) * 100).to(dtype)
     assert torch.equal(vector_add.add(x, y), x + y)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 2), (1, 1000), (65, 781), (200, 256), (7, 4097), (2, 20_000)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (65, 781), (200, 256), (7, 4097)], ids=str)
 @pytest.mark.parametrize("values", ["normal", "shifted", "masked"])
 def test_fused_softmax(shape: tuple[int, int], values: str) -> None:
     x = torch.randn(shape)
@@ -95,9 +98,7 @@ def assert_matmul(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(64, 64, 64), (1, 1, 1), (33, 17, 65), (128, 130, 97), (300, 200, 100)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (33, 17, 65), (300, 200, 112)], ids=str)
 def test_matmul(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     M, N, K = shape
     a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
@@ -146,8 +147,11 @@ def test_low_memory_dropout(n: int, seed: int) -> None:
     assert torch.equal(dropout.seeded_dropout(x, float(p), seed), expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 7), (5, 1000), (300, 781), (33, 4097), (2, 3, 8192)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 7), FP32), ((300, 781), FP32), ((2, 3, 8192), FP32), ((33, 4097), FP16), ((300, 781), BF16)],
+    ids=str,
+)
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     N = shape[-1]
     M = int(np.prod(shape[:-1]))
@@ -176,9 +180,12 @@ def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert_rounded_once(db, db64, 4 * EPS32 * M**0.5 * (dy64**2).sum(rows).sqrt())
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("n_ctx", "head_dim"), [(1, 16), (63, 32), (64, 64), (65, 128), (300, 64)])
+@pytest.mark.parametrize(
+    ("n_ctx", "head_dim", "dtype"),
+    [(1, 16, FP32), (64, 32, FP32), (65, 128, FP32), (300, 64, FP16), (300, 64, BF16)],
+    ids=str,
+)
 def test_flash_attention(n_ctx: int, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(3, 2, 3, n_ctx, head_dim).to(dtype).unbind()
     out = flash_attention.attention(q, k, v, causal)

@@ -1,4 +1,4 @@
-"""What the README says is so: its table is the code's, its examples run, and every listed operation has its code."""
+"""What the README says is so: its table is the code's, its examples run, what it lists has its code."""
 
 from __future__ import annotations
 
