@@ -933,7 +933,7 @@ def _expanded(shape: Shape, like: Shape) -> Shape:
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """Hypothesis chooses a seed for each step, and a small one for none, which is what it tries when it looks
-    for a simpler program that fails. Seeds are unique because it otherwise keeps repeating parts of programs."""
+    for a simpler program that fails. Seeds are unique because it else repeats parts of programs."""
     salt = draw(st.integers(0, 2**32 - 1))
     seeds = draw(st.lists(st.integers(0, 2**32 - 1), min_size=STEPS, max_size=STEPS, unique=True))
     return Author(salt).program([seed for seed in seeds if seed >= STEPS])
