@@ -643,6 +643,11 @@ def test_device_assert_raises_after_the_launch() -> None:
         check_values[(101,)](*many, 0, BLOCK=block, debug=True)
     x[3, 30] = 0
     check_values[(count,)](x, out, block, BLOCK=block, debug=True)  # and the next launch is clean again
+    x[0, 0] = -5
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.debug = True  # what TRITON_DEBUG=1 sets
+        with pytest.raises(DeviceAssertion, match="a negative value"):
+            check_values[(count,)](x, out, block, BLOCK=block)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ LOOM_TEST_SEED chooses others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import SEED
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
+from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs, reduced
 from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
 
 CASES = max(8000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
@@ -27,13 +27,13 @@ SHARDS = 8
 QUOTA = -(-CASES // SHARDS)
 
 
-def each_program(shard: int, do: Callable[[Program], bool], phases: Sequence[Phase] = [*Phase]) -> None:
+def each_program(shard: int, do: Callable[[Program], bool]) -> None:
     """Gives `do` programs, always the same ones for a shard, until it says that it has enough."""
     enough = False
 
     @seed(SEED * SHARDS + shard)
     @settings(
-        max_examples=QUOTA // 10, phases=phases, database=None, deadline=None, report_multiple_bugs=False,
+        max_examples=QUOTA // 10, phases=[Phase.generate], database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())
@@ -53,16 +53,28 @@ def launches(program: Program, directory: Path) -> list[Memory]:
     "shard", [pytest.param(0, marks=pytest.mark.compat), *range(1, SHARDS)], ids=lambda shard: f"shard{shard}"
 )
 def test_programs(shard: int, tmp_path: Path) -> None:
-    cases = 0
+    cases, failing = 0, None
+
+    def failure(program: Program) -> Exception | None:
+        try:
+            for launch, observed in enumerate(launches(program, tmp_path)):
+                program.check(launch, observed)
+        except Exception as error:
+            return error
+        return None
 
     def check(program: Program) -> bool:
-        nonlocal cases
-        for launch, observed in enumerate(launches(program, tmp_path)):
-            program.check(launch, observed)
+        nonlocal cases, failing
+        if failure(program):
+            failing = program
         cases += program.stores * GRID * LAUNCHES
-        return cases >= QUOTA
+        return cases >= QUOTA or failing is not None
 
     each_program(shard, check)
+    if failing:
+        kind = type(failure(failing))
+        program = reduced(failing, lambda smaller: type(failure(smaller)) is kind, attempts=200)
+        pytest.fail(f"{failure(program)}\n{program}")
     assert cases >= QUOTA
 
 
@@ -85,7 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
             cases += program.stores * GRID * LAUNCHES
             return cases >= QUOTA
 
-        each_program(shard, collect, phases=(Phase.generate,))
+        each_program(shard, collect)
     return found
 
 
