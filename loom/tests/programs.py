@@ -132,17 +132,6 @@ class Step:
         assert self.access
         return self.access
 
-    @property
-    def needs(self) -> set[str]:
-        """Names of the values that this step, or one inside it, uses."""
-        place = (self.access.row, self.access.offsets, self.access.mask) if self.access else ()
-        used = [*self.args, *self.params.get("next", ()), *self.params.get("ends", ()), *place]
-        return {v.name for v in used if v}.union(*(step.needs for block in self.blocks for step in block))
-
-    @property
-    def inexact(self) -> bool:
-        return self.access is not None and self.op not in ("load", "store")
-
 
 def walk(steps: Sequence[Step]) -> Iterator[Step]:
     for step in steps:
@@ -363,35 +352,6 @@ class Program:
                     f"launch {launch}, {buffer} with {stored.get(buffer)}: {wrong.size} elements are wrong, "
                     f"first number {first - GUARD}: {a[first]!r} is not {b[first]!r}"
                 )
-
-
-def without(steps: tuple[Step, ...], left_out: Step) -> tuple[Step, ...]:
-    """The steps but for one; where an inexact result is left out, so is the store that goes with it."""
-    return tuple(
-        replace(step, blocks=tuple(without(block, left_out) for block in step.blocks))
-        if step.blocks
-        else step
-        for step in steps
-        if step != left_out
-        and not (left_out.inexact and step.op == "store" and step.access == left_out.access)
-    )
-
-
-def reduced(program: Program, fails: Callable[[Program], bool], attempts: int) -> Program:
-    """A smaller program that fails as well, found by leaving out steps that the rest does not need."""
-    kept = [step.access for step in walk(program.steps) if step.inexact]
-    candidates = [*walk(program.steps)]
-    while candidates and attempts:
-        step = candidates.pop()
-        steps = without(program.steps, step)
-        needed = set().union(*(other.needs for other in walk(steps)))
-        if needed & {v.name for v in step.results} or (step.op == "store" and step.access in kept):
-            continue
-        attempts -= 1
-        smaller = replace(program, steps=steps)
-        if fails(smaller):
-            program, candidates = smaller, [*walk(steps)]
-    return program
 
 
 # -- as source --
@@ -972,7 +932,8 @@ def _expanded(shape: Shape, like: Shape) -> Shape:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Each step by a seed of its own; unique ones, because Hypothesis otherwise spends most of its examples on
-    programs that repeat a part of the one before."""
+    """Hypothesis chooses a seed for each step, and a small one for none, which is what it tries when it looks
+    for a simpler program that fails. Seeds are unique because it else repeats parts of programs."""
+    salt = draw(st.integers(0, 2**32 - 1))
     seeds = draw(st.lists(st.integers(0, 2**32 - 1), min_size=STEPS, max_size=STEPS, unique=True))
-    return Author(seeds[0]).program(seeds)
+    return Author(salt).program([seed for seed in seeds if seed >= STEPS])
