@@ -232,8 +232,9 @@ def first_launches(rounds: Iterable[int]) -> Iterable[Latency]:
     median = statistics.median
     yield Latency("cold compile of the RMSNorm kernel", median(each["first_launch"] for each in cold), 0.8)
     yield Latency("warm start from the cache", median(each["first_launch"] for each in warm), 0.05)
-    hashes = [each["hash_of_triton"] for each in cold + warm]
-    yield Latency("Triton's hash of its own sources, once a process", median(hashes), None)
+    for what, key in (("hash of its own sources", "hash_of_triton"), ("import of Gluon", "import_of_gluon")):
+        times = [each[key] for each in cold + warm]
+        yield Latency(f"Triton's {what}, once a process", median(times), None)
 
 
 def launches(rounds: Iterable[int]) -> Iterable[Latency]:

@@ -189,8 +189,8 @@ def _or_nan(f: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Arra
 
 
 def _negative(x: Array) -> Array:
-    """Triton had no negation before 3.9: -x was 0 - x, which makes +0 of +0."""
-    has_negation = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    """Triton had no negation before 3.8: -x was 0 - x, which makes +0 of +0."""
+    has_negation = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
     return np.asarray(-x if has_negation or x.dtype.kind != "f" else 0 - x)
 
 

@@ -609,6 +609,28 @@ def test_arguments_may_be_overlapping_views(distance: int) -> None:
         assert_same(x, want, f"from {source} to {target}")
 
 
+@triton.jit
+def two_outputs(x_ptr, a_ptr, b_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    mask = offs < n
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0)
+    y = tl.exp2(x)  # dear enough to be kept for the second store
+    tl.store(a_ptr + offs, y * 2.0, mask=mask)
+    tl.store(b_ptr + offs, y * (1.0 - y), mask=mask)
+
+
+@pytest.mark.compat
+def test_masked_lanes_may_reach_into_a_neighbour() -> None:
+    """Tiles that overlap only where nothing is loaded or stored; what the first store keeps, both have."""
+    pool = torch.zeros(1024)
+    x, a, b = pool[:100], pool[112:212], pool[512:612]
+    x.copy_(torch.randint(-3, 4, (100,)))
+    two_outputs[(1,)](x, a, b, 100, BLOCK=256)
+    y = torch.exp2(x)
+    assert_same(a, y * 2)
+    assert_same(b, y * (1 - y))
+
+
 # ---- hints -----------------------------------------------------------------------------------------------
 
 
