@@ -3,7 +3,7 @@
 `programs` says how programs are made and compared, `reference` what each operation means. One case is one
 store of one program by one instance on data of its own: with GRID instances in each of LAUNCHES launches, a
 program with n stores makes n * GRID * LAUNCHES cases. LOOM_FUZZ_CASES sets how many there are in all, and
-LOOM_TEST_SEED chooses others.
+LOOM_TEST_SEED chooses others. The programs are in the language of Triton 3.7; 3.9 rejects some of them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def launches(program: Program, directory: Path) -> list[Memory]:
     return [program.launched(kernel, launch) for launch in range(LAUNCHES)]
 
 
-@pytest.mark.parametrize(
-    "shard", [pytest.param(0, marks=pytest.mark.compat), *range(1, SHARDS)], ids=lambda shard: f"shard{shard}"
-)
+@pytest.mark.parametrize("shard", range(SHARDS), ids=lambda shard: f"shard{shard}")
 def test_programs(shard: int, tmp_path: Path) -> None:
     cases = 0
 
