@@ -1,6 +1,20 @@
-"""Weft: fused kernels for training and serving large language models, written once in Triton.
+"""Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
-This release reserves the package and its layout; it has no kernels yet.
-"""
+from .ops import dequantize, layer_norm, quantize, rms_norm
+from .quant import Format, QTensor, layouts
+from .runtime import Capabilities, backend, catalogue
 
-__version__ = "0.0.1"
+__version__ = "0.1.0"
+
+__all__ = [
+    "Capabilities",
+    "Format",
+    "QTensor",
+    "backend",
+    "catalogue",
+    "dequantize",
+    "layer_norm",
+    "layouts",
+    "quantize",
+    "rms_norm",
+]

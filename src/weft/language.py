@@ -1,0 +1,33 @@
+"""Triton's two names as kernels use them, or stand-ins where Triton is not installed.
+
+With the stand-ins a module full of kernels still imports, so that everything else (references, formats,
+layouts) works on any machine that has PyTorch. No kernel is ever launched from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["TRITON", "tl", "triton"]
+
+
+class _Absent:
+    """Anything asked of it, called or used as a decorator, gives itself."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
+        return self
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    TRITON = True
+except ImportError:
+    triton = tl = _Absent()
+    TRITON = False

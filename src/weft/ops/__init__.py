@@ -1,0 +1,6 @@
+"""The ops, one file a family. Importing this package fills the catalogue."""
+
+from .norm import layer_norm, rms_norm
+from .quantize import dequantize, quantize
+
+__all__ = ["dequantize", "layer_norm", "quantize", "rms_norm"]

@@ -1,0 +1,327 @@
+"""How an op writes a quantised result: room for the copies, and the stores that fill it from a tile.
+
+Row-wise codes are [M, K], tight. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
+stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie with M (of
+the column-wise copy: K) contiguous and padded to 4, the others row by row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..language import tl, triton
+from ..quant import Copy, Format
+from ..quant.reference import empty_scale
+from ..runtime import Capabilities, Launch, kernel
+from ..tiles import (
+    CONVERT,
+    CONVERT_CLAMPED,
+    INTEGER,
+    amax,
+    fp32_scale,
+    given_scale,
+    larger,
+    nvfp4_global,
+    pack_pairs,
+    quantize_columns,
+    quantize_rows,
+    quantize_squares,
+    round_to,
+    scaled,
+)
+
+STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
+
+
+def allocate_copies(
+    format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
+) -> list[Tensor]:
+    """[data, scale] of each copy asked for, then nvfp4's global scale."""
+    outputs = []
+    if rowwise:
+        data = torch.empty(format.data_shape(rows, cols), dtype=format.number.dtype, device=device)
+        outputs += [data, empty_scale(format, rows, cols, device)]
+    if columnwise:
+        _, width = format.data_shape(cols, rows)
+        data = torch.empty((cols, -(-width // 16) * 16), dtype=format.number.dtype, device=device)
+        outputs += [data[:, :width], empty_scale(format, cols, rows, device)]
+    if format.block == "nvfp4":
+        outputs.append(torch.empty((), dtype=torch.float32, device=device))
+    return outputs
+
+
+def split_copies(
+    format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool
+) -> tuple[Copy | None, Copy | None]:
+    """The copies among the outputs that begin with those of `allocate_copies`."""
+    end = 2 * (rowwise + columnwise)
+    global_scale = tensors[end] if format.block == "nvfp4" else None
+    pairs = [Copy(tensors[i], tensors[i + 1], global_scale) for i in range(0, end, 2)]
+    return pairs[0] if rowwise else None, pairs[-1] if columnwise else None
+
+
+def count_copies(format: Format, *, rowwise: bool, columnwise: bool) -> int:
+    """How many tensors `allocate_copies` makes."""
+    return 2 * (rowwise + columnwise) + (format.block == "nvfp4")
+
+
+def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+    """A copy as kernels take it: codes, scales, row stride of the codes, row and column stride of the scales."""
+    if copy is None:
+        return None, None, 0, 0, 0
+    return copy.data, copy.scale, copy.data.stride(0), copy.scale.stride(0), copy.scale.stride(1)
+
+
+def cast_mode(capabilities: Capabilities) -> int:
+    """How kernels for this target encode FP8; see `tiles.numbers`."""
+    mode = (
+        INTEGER if not capabilities.fp8_cast else CONVERT if capabilities.fp8_saturates else CONVERT_CLAMPED
+    )
+    return int(mode.value)
+
+
+@triton.jit
+def tensor_factor(given, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, STATIC: tl.constexpr):
+    """The factor of a tensor with one scale: from that scale if it is STATIC, else from the tensor's amax."""
+    if STATIC:
+        return given_scale(given, FORMAT)
+    else:
+        _, factor = fp32_scale(given, INPUT_MAX, FORMAT)
+        return factor
+
+
+@triton.jit
+def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """Which elements of a tile exist: row [R] and col [C] -> [R, C], or None when all do."""
+    if ROWS_MASKED and COLS_MASKED:
+        return (row < rows)[:, None] & (col < cols)[None, :]
+    elif ROWS_MASKED:
+        return (row < rows)[:, None] & (col >= 0)[None, :]
+    elif COLS_MASKED:
+        return (row >= 0)[:, None] & (col < cols)[None, :]
+    else:
+        return None
+
+
+@triton.jit
+def load_tile(ptr, mask):
+    """A tile as fp32, zero where it does not exist."""
+    if mask is None:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(
+    y,  # fp32 [R, C], zero where there is no element
+    random,  # uint32 [R, C] to round stochastically, or None
+    data_ptr,
+    scale_ptr,
+    tensor_amax,
+    row,  # int64 [R]
+    start,  # first column
+    rows,
+    cols,
+    data_stride,
+    scale_row_stride,
+    scale_col_stride,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS_MASKED: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """The row-wise copy of a tile, for formats whose groups lie within it."""
+    codes, scale = quantize_rows(y, random, tensor_amax, INPUT_MAX, FORMAT, CAST)
+    store_codes(codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED)
+    group = start // FORMAT.group + tl.arange(0, y.shape[1] // FORMAT.group)
+    groups = (cols + FORMAT.group - 1) // FORMAT.group
+    mask = tile_mask(row, group, rows, groups, ROWS_MASKED, COLS_MASKED)
+    tl.store(
+        scale_ptr + (row * scale_row_stride)[:, None] + (group * scale_col_stride)[None, :], scale, mask=mask
+    )
+
+
+@triton.jit
+def store_codes(
+    codes,  # uint8 [R, C]
+    data_ptr,
+    row,
+    start,
+    rows,
+    cols,
+    data_stride,
+    FORMAT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS_MASKED: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Codes to a [rows, cols] tensor of bytes, two to a byte if they have four bits."""
+    PACKED: tl.constexpr = FORMAT.packed
+    if PACKED == 2:
+        if COLS_MASKED:  # the unused half of an odd row's last byte is zero
+            codes = tl.where((start + tl.arange(0, codes.shape[1]) < cols)[None, :], codes, 0)
+        codes = pack_pairs(codes)
+    bound = ((cols + PACKED - 1) // PACKED // (ALIGN // PACKED if ALIGN > 1 else 1)) * (
+        ALIGN // PACKED if ALIGN > 1 else 1
+    )
+    col = start // PACKED + tl.arange(0, codes.shape[1])
+    mask = tile_mask(row, col, rows, bound, ROWS_MASKED, COLS_MASKED)
+    row_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
+    tl.store(
+        data_ptr + row_off[:, None] + col[None, :],
+        codes.to(data_ptr.dtype.element_ty, bitcast=True),
+        mask=mask,
+    )
+
+
+@triton.jit
+def store_stripe(
+    y,  # fp32 [STRIPE, C], zero where there is no element
+    random,  # uint32 [STRIPE, C] to round the row-wise copy stochastically, or None
+    random_t,  # and for the column-wise copy
+    data_ptr,  # row-wise copy, or None
+    scale_ptr,
+    data_t_ptr,  # column-wise copy, or None
+    scale_t_ptr,
+    given,  # the tensor's amax; its scale with STATIC; read by the formats that need it
+    stripe,  # number of the stripe, int64
+    start,  # first column
+    rows,
+    cols,
+    data_stride,
+    scale_row_stride,
+    scale_col_stride,
+    data_t_stride,
+    scale_t_row_stride,
+    scale_t_col_stride,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Both copies of a tile that is as tall as the longest group, from one read of it. Where they share their
+    codes (128x128, tensor), `random` serves both."""
+    STRIPE: tl.constexpr = y.shape[0]
+    C: tl.constexpr = y.shape[1]
+    row = stripe * STRIPE + tl.arange(0, STRIPE)
+    if FORMAT.block == "128x128":
+        codes, scale = quantize_squares(y, random, INPUT_MAX, FORMAT, CAST)
+        square = start // STRIPE + tl.arange(0, C // STRIPE)
+        exists = square < (cols + STRIPE - 1) // STRIPE
+        if data_ptr is not None:
+            store_codes(
+                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
+            )
+            tl.store(scale_ptr + stripe * scale_row_stride + square * scale_col_stride, scale, mask=exists)
+        if data_t_ptr is not None:
+            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+            tl.store(
+                scale_t_ptr + square * scale_t_row_stride + stripe * scale_t_col_stride, scale, mask=exists
+            )
+    elif FORMAT.block == "tensor":
+        codes = round_to(
+            scaled(y, tensor_factor(given, INPUT_MAX, FORMAT, STATIC), FORMAT), random, FORMAT, CAST
+        )
+        if data_ptr is not None:
+            store_codes(
+                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
+            )
+        if data_t_ptr is not None:
+            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+    else:
+        if data_ptr is not None:
+            store_rows(
+                y, random, data_ptr, scale_ptr, given, row, start, rows, cols, data_stride, scale_row_stride,
+                scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, True, COLS_MASKED,
+            )  # fmt: skip
+        if data_t_ptr is not None:
+            codes, scale = quantize_columns(y, random_t, given, INPUT_MAX, FORMAT, CAST)
+            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+            G: tl.constexpr = FORMAT.group
+            group = stripe * (STRIPE // G) + tl.arange(0, STRIPE // G)
+            col = start + tl.arange(0, C)
+            exists = (group < (rows + G - 1) // G)[:, None] & (col < cols)[None, :]
+            scale_off = (group * scale_t_col_stride)[:, None] + (col.to(tl.int64) * scale_t_row_stride)[
+                None, :
+            ]
+            tl.store(scale_t_ptr + scale_off, scale, mask=exists)
+
+
+@triton.jit
+def store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT: tl.constexpr):
+    """Codes [STRIPE, C] of rows `stripe` to the column-wise copy, whose rows are padded to 16 bytes."""
+    STRIPE: tl.constexpr = codes.shape[0]
+    PACKED: tl.constexpr = FORMAT.packed
+    codes = tl.trans(codes)  # [C, STRIPE]
+    if PACKED == 2:
+        codes = tl.where((stripe * STRIPE + tl.arange(0, STRIPE) < rows)[None, :], codes, 0)
+        codes = pack_pairs(codes)
+    byte = stripe * (STRIPE // PACKED) + tl.arange(0, STRIPE // PACKED)
+    bound = (((rows + PACKED - 1) // PACKED + 15) // 16) * 16  # into the padding, never past it
+    col = start + tl.arange(0, codes.shape[0])
+    mask = (col < cols)[:, None] & (byte < bound)[None, :]
+    col_off = tl.multiple_of(col.to(tl.int64) * data_t_stride, 16)
+    tl.store(
+        data_t_ptr + col_off[:, None] + byte[None, :],
+        codes.to(data_t_ptr.dtype.element_ty, bitcast=True),
+        mask=mask,
+    )
+
+
+@kernel
+def _tensor_scale_kernel(
+    partial_ptr,  # fp32 [count]: amax of parts of the tensor
+    amax_ptr,  # scalar, or None
+    scale_ptr,  # scalar of the row-wise copy, or None
+    scale_t_ptr,  # scalar of the column-wise copy, or None
+    count,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tensor's amax, and the scale that it makes: d, or nvfp4's g."""
+    largest = tl.zeros((TILE,), tl.float32)
+    for start in range(0, count, TILE):
+        part = start + tl.arange(0, TILE)
+        largest = larger(largest, tl.load(partial_ptr + part, mask=part < count, other=0.0))
+    tensor_amax = amax(largest, axis=0)
+    if amax_ptr is not None:
+        tl.store(amax_ptr, tensor_amax)
+    if FORMAT is not None:
+        if FORMAT.block == "nvfp4":
+            scale = nvfp4_global(tensor_amax, FORMAT)
+        else:
+            scale, _ = fp32_scale(tensor_amax, INPUT_MAX, FORMAT)
+        if scale_ptr is not None:
+            tl.store(scale_ptr, scale)
+        if scale_t_ptr is not None:
+            tl.store(scale_t_ptr, scale)
+
+
+def reduce_amax(
+    partials: Tensor,
+    format: Format | None,
+    input_dtype: torch.dtype,
+    *,
+    amax: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
+) -> None:
+    """From the amax of parts of a tensor to its own, and to its scale in up to two places."""
+    first, second = [*scales, None, None][:2]
+    _tensor_scale_launch(format, torch.finfo(input_dtype).max)(
+        (1, 1, 1), partials, amax, first, second, partials.numel()
+    )
+
+
+@functools.cache
+def _tensor_scale_launch(format: Format | None, input_max: float) -> Launch:
+    return Launch(_tensor_scale_kernel, INPUT_MAX=input_max, FORMAT=format, TILE=1024)

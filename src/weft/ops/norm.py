@@ -1,0 +1,1404 @@
+"""RMSNorm and LayerNorm, with the residual add before them, the modulation after them, and the quantiser last.
+
+    h = round(x + residual)                    to x's dtype; everything below reads h
+    r = 1 / sqrt(mean(h^2) + eps)              rms                       z = h * r
+    r = 1 / sqrt(mean((h - m)^2) + eps)        layer, m = mean(h)        z = (h - m) * r
+    z = round(z)                               to x's dtype, with casting="llama" only
+    y = z * (weight + weight_offset) + bias
+    y = y * (1 + scale) + shift                modulation, per row or per sample
+    out = round(y), or its codes and scales
+
+All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward,
+with d the gradient of y (times 1 + scale if modulated) and t = d * (weight + weight_offset):
+
+    dh = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
+    dx = dresidual_in = dh + dresidual_out
+    dweight = sum d * z      dbias = sum d     dscale = sum dy * (z * (weight + offset) + bias)     dshift = sum dy
+
+The sums over rows are fp32 partial sums, one per program, added up in order: the same bits every run. Rounding
+steps are passed straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..language import tl, triton
+from ..quant import Format, QTensor
+from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copy
+from ..quant.straight import wrap
+from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
+from .copies import (
+    STRIPE,
+    allocate_copies,
+    cast_mode,
+    copy_arguments,
+    count_copies,
+    load_tile,
+    reduce_amax,
+    split_copies,
+    store_codes,
+    store_rows,
+    store_stripe,
+    tensor_factor,
+    tile_mask,
+)
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _normalized(
+    h: Tensor, eps: float, kind: str, casting: str, io: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(z, rstd, mean) of h [M, K], in h's dtype."""
+    mean = h.mean(1) if kind == "layer" else None
+    centred = h if mean is None else h - mean[:, None]
+    rstd = 1.0 / torch.sqrt(centred.square().mean(1) + eps)
+    z = centred * rstd[:, None]
+    return (z.to(io).to(h.dtype) if casting == "llama" else z), rstd, mean
+
+
+def _per_row(modulation: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Per-sample rows repeated for each of the sample's rows."""
+    return modulation.to(dtype).repeat_interleave(rows // max(modulation.shape[0], 1), 0)
+
+
+def norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None,
+    shift: Tensor | None, eps: float, weight_offset: float, kind: str, casting: str, stats: bool,
+    out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None,
+    return_amax: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The definition. x [..., K], residual like x, scale and shift [M or samples, K], weight and bias [K]."""
+    dtype = _compute_dtype(x)
+    flat = x.reshape(-1, x.shape[-1])
+    h = flat if residual is None else (flat.to(dtype) + residual.reshape(flat.shape).to(dtype)).to(x.dtype)
+    y, rstd, mean = _normalized(h.to(dtype), eps, kind, casting, x.dtype)
+    if weight is not None:
+        y = y * (weight.to(dtype) + weight_offset)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if scale is not None:
+        y = y * (1.0 + _per_row(scale, len(flat), dtype))
+    if shift is not None:
+        y = y + _per_row(shift, len(flat), dtype)
+    outputs = []
+    if format is None:
+        outputs.append(y.to(out_dtype).view(x.shape))
+    else:
+        f = Format.of(format)
+        largest = amax_reference(y) if f.needs_tensor_amax or return_amax else None
+        outputs.append(x.new_empty(1).expand(x.shape))
+        copies = [
+            quantize_copy(v, f, tensor_amax=largest, scale=quant_scale, input_dtype=torch.float32)
+            for v in ([y.float()] if rowwise else []) + ([y.float().t()] if columnwise else [])
+        ]
+        outputs += [part for copy in copies for part in copy[:2]]
+        if f.block == "nvfp4":
+            assert largest is not None
+            outputs.append(nvfp4_global_reference(largest, f))
+        if return_amax:
+            assert largest is not None
+            outputs.append(largest)
+    if residual is not None:
+        outputs.append(h.view(x.shape))
+    if stats:
+        outputs += [rstd] if mean is None else [rstd, mean]
+    return outputs
+
+
+def norm_backward_reference(
+    h: Tensor, dy: Tensor, dresidual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    scale: Tensor | None, rstd: Tensor, mean: Tensor | None, weight_offset: float, casting: str,
+    needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Of dx, dweight, dbias, dscale and dshift those that are needed."""
+    dtype = _compute_dtype(h)
+    flat = h.reshape(-1, h.shape[-1])
+    rows, cols = flat.shape
+    v, d = flat.to(dtype), dy.reshape(flat.shape).to(dtype)
+    exact = (v if mean is None else v - mean.to(dtype)[:, None]) * rstd.to(dtype)[:, None]
+    z = exact.to(h.dtype).to(dtype) if casting == "llama" else exact
+    w = 1.0 if weight is None else weight.to(dtype) + weight_offset
+    sums: list[Tensor] = []
+    need_x, need_weight, need_bias, need_scale, need_shift = needs
+    before = d
+    if scale is not None:
+        d = d * (1.0 + _per_row(scale, rows, dtype))
+    if need_weight:
+        assert weight is not None
+        sums.append((d * z).sum(0).to(weight.dtype))
+    if need_bias:
+        assert bias is not None
+        sums.append(d.sum(0).to(bias.dtype))
+    if need_scale or need_shift:
+        assert scale is not None
+        samples = scale.shape[0]
+        y = z * w + (0.0 if bias is None else bias.to(dtype))
+        if need_scale:
+            sums.append((before * y).view(samples, rows // max(samples, 1), cols).sum(1).to(scale.dtype))
+        if need_shift:
+            sums.append(before.view(samples, rows // max(samples, 1), cols).sum(1).to(scale.dtype))
+    if not need_x:
+        return sums
+    t = d * w
+    dh = t - exact * (t * exact).mean(1, keepdim=True)
+    if mean is not None:
+        dh = dh - t.mean(1, keepdim=True)
+    dh = dh * rstd.to(dtype)[:, None]
+    if dresidual is not None:
+        dh = dh + dresidual.reshape(flat.shape).to(dtype)
+    return [dh.to(h.dtype).view(h.shape), *sums]
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+# Rows are numbered 0 .. rows - 1. A tensor of more than two dimensions whose rows do not lie at one stride (the
+# heads of a slice of packed QKV) has two: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride.
+
+
+FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def _row_off(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr, ALIGN: tl.constexpr):
+    if NESTED:
+        return tl.multiple_of((row // inner) * outer_stride + (row % inner) * inner_stride, ALIGN)
+    else:
+        return tl.multiple_of(row * outer_stride, ALIGN)
+
+
+@triton.jit
+def _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask):
+    """h [R, C] in fp32, rounded to x's dtype if it is a sum."""
+    h = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+    if residual_ptr is not None:
+        h += load_tile(residual_ptr + residual_off[:, None] + col[None, :], mask)
+        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _statistics(h, mask, count, LAYER: tl.constexpr):
+    """(mean, sum of squared deviations) of each row of a tile with `count` elements; rms takes them from 0."""
+    if LAYER:
+        mean = tl.sum(h, axis=1) / count
+        centred = h - mean[:, None]
+        if mask is not None:
+            centred = tl.where(mask, centred, 0.0)  # a lane without an element would add mean^2
+        return mean, tl.sum(centred * centred, axis=1)
+    else:
+        return tl.zeros((h.shape[0],), tl.float32), tl.sum(h * h, axis=1)
+
+
+@triton.jit
+def _vector(ptr, col, cols, COLS_MASKED: tl.constexpr):
+    """A piece [C] of a vector of length cols, in fp32."""
+    if COLS_MASKED:
+        return tl.load(ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+    else:
+        return tl.load(ptr + col).to(tl.float32)
+
+
+@triton.jit
+def _affine(
+    h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask, weight_offset,
+    DTYPE: tl.constexpr, LAYER: tl.constexpr, LLAMA: tl.constexpr, COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """y [R, C] from h, zero where there is no element."""
+    y = h
+    if LAYER:
+        y = y - mean[:, None]
+    y = y * rstd[:, None]
+    if LLAMA:
+        y = y.to(DTYPE).to(tl.float32)
+    if weight_ptr is not None:
+        y = y * (_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)[None, :]
+    if bias_ptr is not None:
+        y = y + _vector(bias_ptr, col, cols, COLS_MASKED)[None, :]
+    if scale_ptr is not None:
+        y = y * (1.0 + load_tile(scale_ptr + modulation_off[:, None] + col[None, :], mask))
+    if shift_ptr is not None:
+        y = y + load_tile(shift_ptr + modulation_off[:, None] + col[None, :], mask)
+    if mask is not None and (LAYER or bias_ptr is not None):
+        y = tl.where(mask, y, 0.0)
+    return y
+
+
+@kernel
+def _norm_kernel(
+    x_ptr,  # [rows, cols]
+    residual_ptr,  # like x, or None
+    weight_ptr,  # [cols], or None
+    bias_ptr,  # [cols], or None
+    scale_ptr,  # [samples, cols], or None
+    shift_ptr,  # [samples, cols], or None
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    y_ptr,  # [rows, cols], or None
+    residual_out_ptr,  # [rows, cols], or None
+    rstd_ptr,  # [rows], or None
+    mean_ptr,  # [rows], or None
+    amax_ptr,  # [programs], or None
+    data_ptr,  # row-wise codes, or None
+    data_scale_ptr,
+    rows,
+    cols,
+    inner,
+    x_outer_stride,
+    x_inner_stride,
+    residual_stride,
+    modulation_stride,
+    rows_per_sample,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    eps,
+    weight_offset,
+    LAYER: tl.constexpr,
+    LLAMA: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the quantised copy, or None
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    ROWS: tl.constexpr,  # rows of a program
+    TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
+    LOOP: tl.constexpr,
+    NESTED: tl.constexpr,  # x has two row strides
+    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
+):
+    """Rows in full, ROWS to a program: y, or its row-wise copy."""
+    cols = (cols // ALIGN) * ALIGN
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    ROWS_MASKED: tl.constexpr = ROWS > 1
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    x_off = _row_off(row, inner, x_outer_stride, x_inner_stride, NESTED, ALIGN)
+    residual_off = tl.multiple_of(row * residual_stride, ALIGN)
+    modulation_off = tl.multiple_of((row // rows_per_sample) * modulation_stride, ALIGN)
+    y_off = tl.multiple_of(row * cols, ALIGN)
+    piece = tl.arange(0, TILE)
+
+    if LOOP:
+        mean = tl.zeros((ROWS,), tl.float32)
+        squares = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols, TILE):
+            col = start + piece
+            mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+            h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+            if residual_out_ptr is not None:
+                tl.store(residual_out_ptr + y_off[:, None] + col[None, :], h.to(DTYPE), mask=mask)
+            count = tl.minimum(cols - start, TILE).to(tl.float32)
+            tile_mean, tile_squares = _statistics(h, mask, count, LAYER)
+            if LAYER:
+                _, mean, squares = merge_moments(
+                    tl.cast(start, tl.float32), mean, squares, count, tile_mean, tile_squares
+                )
+            else:
+                squares += tile_squares
+    else:
+        mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
+        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, piece, mask)  # [ROWS, TILE]
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + y_off[:, None] + piece[None, :], h.to(DTYPE), mask=mask)
+        mean, squares = _statistics(h, mask, cols.to(tl.float32), LAYER)
+    rstd = tl.div_rn(
+        tl.full((ROWS,), 1.0, tl.float32),
+        tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
+    )
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+
+    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
+    if LOOP and residual_out_ptr is not None:
+        tl.debug_barrier()  # below, h is read back from where it was stored
+    if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
+        largest = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols, TILE):
+            col = start + piece
+            mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+            if residual_out_ptr is not None:
+                h = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
+            else:
+                h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+            y = _affine(
+                h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
+                weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
+            )  # fmt: skip
+            largest = larger(largest, amax(y, axis=1))
+
+    program_amax = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, cols if LOOP else 1, TILE):
+        col = start + piece
+        exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+        if not LOOP:
+            value = h
+        elif residual_out_ptr is not None:
+            value = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], exists)
+        else:
+            value = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, exists)
+        y = _affine(
+            value, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, exists,
+            weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
+        )  # fmt: skip
+        if amax_ptr is not None:
+            program_amax = larger(program_amax, amax(y, axis=1))
+        if y_ptr is not None:
+            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
+        if BY_ROW or BY_TENSOR:
+            if BY_TENSOR:
+                factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+            else:
+                if not LOOP:
+                    largest = amax(y, axis=1)
+                row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+                codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+                tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
+            store_codes(
+                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED
+            )
+        elif FORMAT is not None:
+            store_rows(
+                y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride, data_scale_row_stride,
+                data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED, COLS_MASKED,
+            )  # fmt: skip
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+
+
+@kernel
+def _norm_stripe_kernel(
+    x_ptr,  # [rows, cols]
+    residual_ptr,  # like x, or None
+    weight_ptr,  # [cols], or None
+    bias_ptr,  # [cols], or None
+    scale_ptr,  # [samples, cols], or None
+    shift_ptr,  # [samples, cols], or None
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    residual_out_ptr,  # [rows, cols], or None
+    rstd_ptr,  # [rows], or None
+    mean_ptr,  # [rows], or None
+    amax_ptr,  # [programs], or None
+    data_ptr,  # row-wise codes, or None
+    data_scale_ptr,
+    data_t_ptr,  # column-wise codes, or None
+    data_t_scale_ptr,
+    rows,
+    cols,
+    inner,
+    x_outer_stride,
+    x_inner_stride,
+    residual_stride,
+    modulation_stride,
+    rows_per_sample,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    data_t_stride,
+    data_t_scale_row_stride,
+    data_t_scale_col_stride,
+    eps,
+    weight_offset,
+    LAYER: tl.constexpr,
+    LLAMA: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    ROWS: tl.constexpr,  # rows of a stripe: the longest group along M
+    TILE: tl.constexpr,  # columns at a time
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A stripe of rows: their statistics first, then tile by tile the copies, row-wise and column-wise from the
+    same registers. With several programs to a stripe (grid axis 1) each takes the statistics for itself, out of
+    the cache, and writes its own share of the columns."""
+    cols = (cols // ALIGN) * ALIGN
+    stripe = tl.program_id(0).to(tl.int64)
+    row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    x_off = _row_off(row, inner, x_outer_stride, x_inner_stride, NESTED, ALIGN)
+    residual_off = tl.multiple_of(row * residual_stride, ALIGN)
+    modulation_off = tl.multiple_of((row // rows_per_sample) * modulation_stride, ALIGN)
+    y_off = tl.multiple_of(row * cols, ALIGN)
+    piece = tl.arange(0, TILE)
+    first = tl.program_id(1) == 0
+
+    mean = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, cols, TILE):
+        col = start + piece
+        mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)  # [ROWS, TILE]
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + y_off[:, None] + col[None, :], h.to(DTYPE), mask=mask & first)
+        count = tl.minimum(cols - start, TILE).to(tl.float32)
+        tile_mean, tile_squares = _statistics(h, mask, count, LAYER)
+        if LAYER:
+            _, mean, squares = merge_moments(
+                tl.cast(start, tl.float32), mean, squares, count, tile_mean, tile_squares
+            )
+        else:
+            squares += tile_squares
+    rstd = tl.div_rn(
+        tl.full((ROWS,), 1.0, tl.float32),
+        tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
+    )
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=(row < rows) & first)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=(row < rows) & first)
+
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    program_amax = tl.zeros((ROWS,), tl.float32)
+    for start in range(tl.program_id(1) * TILE, cols, tl.num_programs(1) * TILE):
+        start = tl.multiple_of(start, TILE)
+        col = start + piece
+        mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+        y = _affine(
+            h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
+            weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
+        )  # fmt: skip
+        y = tl.where(mask, y, 0.0)  # rows that do not exist have a bias, too
+        if amax_ptr is not None:
+            program_amax = larger(program_amax, amax(y, axis=1))
+        store_stripe(
+            y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, rows,
+            cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
+            data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
+        )  # fmt: skip
+    if amax_ptr is not None:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(amax_ptr + program, amax(program_amax, axis=0))
+
+
+@kernel
+def _norm_backward_kernel(
+    h_ptr,  # [rows, cols]
+    dy_ptr,  # [rows, cols]
+    dresidual_ptr,  # [rows, cols], or None
+    weight_ptr,  # [cols], or None
+    bias_ptr,  # [cols], or None; read for dscale alone
+    scale_ptr,  # [samples, cols], or None
+    rstd_ptr,  # [rows]
+    mean_ptr,  # [rows], or None
+    dx_ptr,  # [rows, cols], or None
+    dweight_ptr,  # partial sums [programs, cols] in fp32, or None; so the next
+    dbias_ptr,
+    dscale_ptr,  # partial sums like dweight; with PER_ROW the gradients themselves, [rows, cols]
+    dshift_ptr,
+    sample_rows,  # rows of a sample; all rows are one, unless they are modulated by sample
+    sample_programs,  # programs of a sample
+    program_rows,  # rows of a program
+    cols,
+    inner,
+    h_outer_stride,
+    h_inner_stride,
+    dy_outer_stride,
+    dy_inner_stride,
+    dresidual_stride,
+    scale_stride,
+    weight_offset,
+    LAYER: tl.constexpr,
+    LLAMA: tl.constexpr,
+    PER_ROW: tl.constexpr,  # each row has its own modulation
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOOP: tl.constexpr,
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A run of rows of one sample: dx of each, and the sums over them.
+
+    Without LOOP the sums stay in registers until the last row. With it they lie in the program's own row of the
+    partial sums, which it reads and writes for each of its rows.
+    """
+    cols = (cols // ALIGN) * ALIGN
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    SUMS: tl.constexpr = not LOOP
+    program = tl.program_id(0).to(tl.int64)
+    sample = program // sample_programs
+    sums_off = tl.multiple_of(program * cols, ALIGN)
+    first = (program % sample_programs) * program_rows
+    last = tl.minimum(first + program_rows, sample_rows)
+    piece = tl.arange(0, TILE)
+    ROWS_MASKED: tl.constexpr = ROWS > 1
+    count = cols.to(tl.float32)
+
+    sum_weight = tl.zeros((TILE,), tl.float32)
+    sum_bias = tl.zeros((TILE,), tl.float32)
+    sum_scale = tl.zeros((TILE,), tl.float32)
+    sum_shift = tl.zeros((TILE,), tl.float32)
+    for begin in range(first, last, ROWS):
+        local = begin + tl.arange(0, ROWS)  # [ROWS], within the sample
+        row = sample * sample_rows + local
+        h_off = _row_off(row, inner, h_outer_stride, h_inner_stride, NESTED, ALIGN)
+        dy_off = _row_off(row, inner, dy_outer_stride, dy_inner_stride, NESTED, ALIGN)
+        dresidual_off = tl.multiple_of(row * dresidual_stride, ALIGN)
+        dx_off = tl.multiple_of(row * cols, ALIGN)
+        scale_off = tl.multiple_of((row if PER_ROW else row * 0 + sample) * scale_stride, ALIGN)
+        rstd = tl.load(rstd_ptr + row, mask=local < last, other=0.0)[:, None]
+        if LAYER:
+            mean = tl.load(mean_ptr + row, mask=local < last, other=0.0)[:, None]
+        else:
+            mean = 0.0
+
+        tz = tl.zeros((ROWS,), tl.float32)  # sum over the row of t * z
+        ts = tl.zeros((ROWS,), tl.float32)  # sum over the row of t
+        if LOOP:
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
+                z, _, _, t = _gradient_of_z(
+                    h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset,
+                    col, cols, mask, LAYER, COLS_MASKED,
+                )  # fmt: skip
+                tz += tl.sum(t * z, axis=1)
+                if LAYER:
+                    ts += tl.sum(t, axis=1)
+
+        for start in range(0, cols if LOOP else 1, TILE):
+            col = start + piece
+            mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
+            z, dy, d, t = _gradient_of_z(
+                h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset,
+                col, cols, mask, LAYER, COLS_MASKED,
+            )  # fmt: skip
+            if SUMS:
+                tz = tl.sum(t * z, axis=1)
+                if LAYER:
+                    ts = tl.sum(t, axis=1)
+            if dx_ptr is not None:
+                dh = t - z * (tz / count)[:, None]
+                if LAYER:
+                    dh -= (ts / count)[:, None]
+                dh = dh * rstd
+                if dresidual_ptr is not None:
+                    dh += load_tile(dresidual_ptr + dresidual_off[:, None] + col[None, :], mask)
+                tl.store(dx_ptr + dx_off[:, None] + col[None, :], dh.to(DTYPE), mask=mask)
+
+            if LLAMA:
+                z = z.to(DTYPE).to(tl.float32)
+            if dscale_ptr is not None:
+                y = z
+                if weight_ptr is not None:
+                    y = y * (_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)[None, :]
+                if bias_ptr is not None:
+                    y = y + _vector(bias_ptr, col, cols, COLS_MASKED)[None, :]
+            if SUMS:
+                if dweight_ptr is not None:
+                    sum_weight += tl.sum(d * z, axis=0)
+                if dbias_ptr is not None:
+                    sum_bias += tl.sum(d, axis=0)
+                if dscale_ptr is not None and not PER_ROW:
+                    sum_scale += tl.sum(dy * y, axis=0)
+                if dshift_ptr is not None and not PER_ROW:
+                    sum_shift += tl.sum(dy, axis=0)
+            else:
+                more = begin > first
+                if dweight_ptr is not None:
+                    _add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), more, col, cols)
+                if dbias_ptr is not None:
+                    _add_to(dbias_ptr + sums_off, tl.sum(d, axis=0), more, col, cols)
+                if dscale_ptr is not None and not PER_ROW:
+                    _add_to(dscale_ptr + sums_off, tl.sum(dy * y, axis=0), more, col, cols)
+                if dshift_ptr is not None and not PER_ROW:
+                    _add_to(dshift_ptr + sums_off, tl.sum(dy, axis=0), more, col, cols)
+            if PER_ROW and dscale_ptr is not None:
+                scale_grad = (dy * y).to(dscale_ptr.dtype.element_ty)
+                tl.store(dscale_ptr + dx_off[:, None] + col[None, :], scale_grad, mask=mask)
+            if PER_ROW and dshift_ptr is not None:
+                shift_grad = dy.to(dshift_ptr.dtype.element_ty)
+                tl.store(dshift_ptr + dx_off[:, None] + col[None, :], shift_grad, mask=mask)
+    if SUMS:
+        exists = piece < cols
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + sums_off + piece, sum_weight, mask=exists)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + sums_off + piece, sum_bias, mask=exists)
+        if dscale_ptr is not None and not PER_ROW:
+            tl.store(dscale_ptr + sums_off + piece, sum_scale, mask=exists)
+        if dshift_ptr is not None and not PER_ROW:
+            tl.store(dshift_ptr + sums_off + piece, sum_shift, mask=exists)
+
+
+@triton.jit
+def _gradient_of_z(
+    h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset, col, cols, mask,
+    LAYER: tl.constexpr, COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """(z, dy, d, t) [R, C] as the module's formulas name them, zero where there is no element."""
+    z = load_tile(h_ptr + h_off[:, None] + col[None, :], mask)
+    if LAYER:
+        z = z - mean
+    z = z * rstd
+    if LAYER and mask is not None:
+        z = tl.where(mask, z, 0.0)
+    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
+    d = dy
+    if scale_ptr is not None:
+        d = d * (1.0 + load_tile(scale_ptr + scale_off[:, None] + col[None, :], mask))
+    t = d
+    if weight_ptr is not None:
+        t = t * (_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)[None, :]
+    return z, dy, d, t
+
+
+@triton.jit
+def _add_to(sums_ptr, value, more, col, cols):
+    """Add a piece to a sum in memory, or begin the sum with it."""
+    exists = col < cols
+    before = tl.load(sums_ptr + col, mask=exists & more, other=0.0)
+    tl.store(sums_ptr + col, before + value, mask=exists)
+
+
+@kernel
+def _sum_kernel(
+    partial_ptr,  # fp32 [outer, count, cols]
+    out_ptr,  # [outer, cols]
+    count,
+    cols,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The sum over the middle dimension, in order."""
+    cols = (cols // ALIGN) * ALIGN
+    col = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
+    outer = tl.program_id(1).to(tl.int64)
+    exists = col < cols
+    total = tl.zeros((TILE,), tl.float32)
+    for i in range(count):
+        row_off = tl.multiple_of((outer * count + i) * cols, ALIGN)
+        total += tl.load(partial_ptr + row_off + col, mask=exists, other=0.0)
+    tl.store(
+        out_ptr + tl.multiple_of(outer * cols, ALIGN) + col, total.to(out_ptr.dtype.element_ty), mask=exists
+    )
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How rows are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+
+    rows: int
+    tile: int
+    loop: bool
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(cols: int, smallest_tile: int, target: str) -> RowConfig:
+        # A power of two that holds the row, up to what registers hold; 16 to 32 numbers to a thread.
+        tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
+        if target == "cpu":
+            # One row to a program, in pieces that stay in the first-level cache.
+            return RowConfig(1, min(tile, 1024), tile > 1024, 4)
+        loop = tile > 16384
+        tile = min(tile, 8192 if loop else 16384)
+        rows = max(1, 2048 // tile)
+        return RowConfig(rows, tile, loop, min(16, max(4, rows * tile // 512)))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose_backward(cols: int, target: str) -> RowConfig:
+        # Two tiles and up to four sums live at once: half the columns of the forward.
+        tile = max(1 << max(cols - 1, 0).bit_length(), 64)
+        if target == "cpu":
+            return RowConfig(1, min(tile, 8192), tile > 8192, 4)
+        loop = tile > 8192
+        tile = min(tile, 4096 if loop else 8192)
+        rows = max(1, 1024 // tile)
+        return RowConfig(rows, tile, loop, min(16, max(4, rows * tile // 512)))
+
+
+def _row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """(x or a copy of it, inner, outer_stride, inner_stride): where the rows of x lie."""
+    cols = x.shape[-1]
+    if x.is_contiguous():
+        return x, 1, cols, 0
+    if x.stride(-1) == 1 or cols == 1:
+        merged: list[tuple[int, int]] = []
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if size == 1:
+                continue
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            else:
+                merged.append((size, stride))
+        if len(merged) <= 1:
+            return x, 1, merged[0][1] if merged else cols, 0
+        if len(merged) == 2:
+            return x, merged[1][0], merged[0][1], merged[1][1]
+    return x.contiguous(), 1, cols, 0
+
+
+def _one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """A tensor whose rows lie at one stride."""
+    if x is None:
+        return None, 0
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.stride(-1) != 1 and flat.shape[-1] > 1:
+        flat = flat.contiguous()
+    return flat, flat.stride(0)
+
+
+def _align(*sizes: int) -> int:
+    """16 if all sizes are multiples of it: then every access can be 128 bits wide."""
+    combined = 0
+    for size in sizes:
+        combined |= size
+    return 16 if combined % 16 == 0 else 1
+
+
+@functools.cache
+def _forward_launch(
+    layer: bool, llama: bool, spec: str | None, cast: int, static: bool, config: RowConfig, nested: bool, align: int,
+    masked: bool,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _norm_kernel,
+        num_warps=config.num_warps,
+        LAYER=layer,
+        LLAMA=llama,
+        FORMAT=spec and Format.of(spec),
+        CAST=cast,
+        STATIC=static,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=nested,
+        ALIGN=align,
+        COLS_MASKED=masked,
+    )
+
+
+def _allocate_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None,
+    shift: Tensor | None, eps: float, weight_offset: float, kind: str, casting: str, stats: bool,
+    out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None,
+    return_amax: bool,
+) -> list[Tensor]:  # fmt: skip
+    cols = x.shape[-1]
+    rows = x.numel() // cols if cols else 0
+    outputs = []
+    if format is None:
+        outputs.append(torch.empty(x.shape, dtype=out_dtype, device=x.device))
+    else:
+        f = Format.of(format)
+        outputs.append(x.new_empty(1).expand(x.shape))  # what autograd holds on to in place of y
+        outputs += allocate_copies(f, rows, cols, x.device, rowwise=rowwise, columnwise=columnwise)
+        if return_amax:
+            outputs.append(torch.empty((), dtype=torch.float32, device=x.device))
+    if residual is not None:
+        outputs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    if stats:
+        outputs.append(torch.empty(rows, dtype=torch.float32, device=x.device))
+        if kind == "layer":
+            outputs.append(torch.empty(rows, dtype=torch.float32, device=x.device))
+    return outputs
+
+
+def _launch_norm(
+    outputs: list[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, eps: float, weight_offset: float, kind: str, casting: str,
+    stats: bool, out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool,
+    quant_scale: Tensor | None, return_amax: bool,
+) -> None:  # fmt: skip
+    cols = x.shape[-1]
+    rows = x.numel() // cols if cols else 0
+    if rows == 0:
+        return _fill_empty(outputs, format, return_amax)
+    layer, llama = kind == "layer", casting == "llama"
+    mean = outputs[-1] if stats and layer else None
+    rstd = outputs[-2 if layer else -1] if stats else None
+    residual_out = None if residual is None else outputs[-1 - (1 + layer) * stats]
+    target = capabilities_of(x.device)
+
+    x, inner, outer_stride, inner_stride = _row_strides(x)
+    residual, residual_stride = _one_stride(residual)
+    modulation_stride, rows_per_sample = 0, 1
+    if scale is not None or shift is not None:
+        scale, scale_stride = _one_stride(scale)
+        shift, modulation_stride = _one_stride(shift)
+        if scale is not None and shift is not None and scale_stride != modulation_stride:
+            scale, shift = scale.contiguous(), shift.contiguous()
+        one = scale if scale is not None else shift
+        assert one is not None
+        modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
+    align = _align(cols, outer_stride, inner_stride, residual_stride, modulation_stride)
+    nested = inner > 1
+
+    if format is None:
+        config = RowConfig.choose(cols, 1, target.target)
+        launch = _forward_launch(layer, llama, None, 0, False, config, nested, align, cols % config.tile != 0)
+        launch(
+            (-(-rows // config.rows), 1, 1), x, residual, weight, bias, scale, shift, None, outputs[0], residual_out,
+            rstd, mean, None, None, None, rows, cols, inner, outer_stride, inner_stride, residual_stride,
+            modulation_stride, rows_per_sample, 0, 0, 0, eps, weight_offset,
+        )  # fmt: skip
+        return
+
+    f = Format.of(format)
+    cast = cast_mode(target)
+    row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
+    amax_out = outputs[1 + count_copies(f, rowwise=rowwise, columnwise=columnwise)] if return_amax else None
+    rows_config = RowConfig.choose(cols, f.group, target.target)
+    programs = -(-rows // rows_config.rows)
+
+    def rows_pass(spec: str | None, given: Tensor | None, partials: Tensor | None, final: bool) -> None:
+        launch = _forward_launch(
+            layer,
+            llama,
+            spec,
+            cast,
+            quant_scale is not None,
+            rows_config,
+            nested,
+            align,
+            cols % rows_config.tile != 0,
+        )
+        data, data_scale, *data_strides = copy_arguments(row_copy if final else None)
+        launch(
+            (programs, 1, 1), x, residual, weight, bias, scale, shift, given, None, residual_out if final else None,
+            rstd if final else None, mean if final else None, partials, data, data_scale, rows, cols, inner,
+            outer_stride, inner_stride, residual_stride, modulation_stride, rows_per_sample, *data_strides, eps,
+            weight_offset,
+        )  # fmt: skip
+
+    given, partials = quant_scale, None
+    scales = [copy.scale for copy in (row_copy, col_copy) if copy is not None]
+    if f.needs_tensor_amax and quant_scale is None:
+        # Its scale takes the whole tensor's amax: a pass that stores nothing else.
+        first_pass = torch.empty(programs, dtype=torch.float32, device=x.device)
+        rows_pass(None, None, first_pass, final=False)
+        largest = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
+        if f.block == "nvfp4":
+            scales = [outputs[count_copies(f, rowwise=rowwise, columnwise=columnwise)]]
+        given = largest
+        reduce_amax(first_pass, f, torch.float32, amax=largest, scales=scales)
+    elif return_amax:
+        partials = torch.empty(programs, dtype=torch.float32, device=x.device)
+    if quant_scale is not None:
+        for copied in scales:
+            copied.copy_(quant_scale.reshape(1, 1))
+
+    if not columnwise and f.block != "128x128":
+        rows_pass(format, given, partials, final=True)
+    else:
+        cut = StripeConfig.choose(rows, target.target, target.multiprocessors)
+        stripes = -(-rows // STRIPE)
+        if partials is not None:
+            partials = torch.empty(stripes * cut.split, dtype=torch.float32, device=x.device)
+        data, data_scale, *data_strides = copy_arguments(row_copy)
+        data_t, data_t_scale, *data_t_strides = copy_arguments(col_copy)
+        launch = _stripe_launch(
+            layer, llama, format, cast, quant_scale is not None, cut, nested, align, cols % cut.tile != 0
+        )
+        launch(
+            (stripes, cut.split, 1), x, residual, weight, bias, scale, shift, given, residual_out, rstd, mean,
+            partials, data, data_scale, data_t, data_t_scale, rows, cols, inner, outer_stride, inner_stride,
+            residual_stride, modulation_stride, rows_per_sample, *data_strides, *data_t_strides, eps, weight_offset,
+        )  # fmt: skip
+    if partials is not None:
+        reduce_amax(partials, None, torch.float32, amax=amax_out)
+
+
+@dataclass(frozen=True)
+class StripeConfig:
+    """How stripes of 128 rows are cut: `tile` columns at a time, `split` programs to a stripe."""
+
+    tile: int
+    split: int
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(rows: int, target: str, multiprocessors: int) -> StripeConfig:
+        if target == "cpu":
+            return StripeConfig(128, 1, 4)
+        # 128 x 128 in fp32 is 64 registers to each of 256 threads. Too few stripes to fill the GPU are split;
+        # each further program reads the stripe's rows once more for their statistics, from the cache.
+        stripes = -(-rows // STRIPE)
+        split = 1
+        while split < 8 and stripes * split < multiprocessors:
+            split *= 2
+        return StripeConfig(128, split, 8)
+
+
+@functools.cache
+def _stripe_launch(
+    layer: bool, llama: bool, spec: str, cast: int, static: bool, config: StripeConfig, nested: bool, align: int,
+    masked: bool,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _norm_stripe_kernel,
+        num_warps=config.num_warps,
+        LAYER=layer,
+        LLAMA=llama,
+        FORMAT=Format.of(spec),
+        CAST=cast,
+        STATIC=static,
+        ROWS=STRIPE,
+        TILE=config.tile,
+        NESTED=nested,
+        ALIGN=align,
+        COLS_MASKED=masked,
+    )
+
+
+def _fill_empty(outputs: list[Tensor], format: str | None, return_amax: bool) -> None:
+    """Of no rows: scales of whole tensors are those of an amax of 0, everything else is empty."""
+    for output in outputs[1:]:
+        if output.numel() == 1:
+            output.fill_(1.0)
+    if return_amax and format is not None:
+        outputs[-1].zero_()
+
+
+def _allocate_norm_backward(
+    h: Tensor, dy: Tensor, dresidual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    scale: Tensor | None, rstd: Tensor, mean: Tensor | None, weight_offset: float, casting: str,
+    needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    like = (h, weight, bias, scale, scale)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=h.device)
+        for t, need in zip(like, needs, strict=True)
+        if need and t is not None
+    ]
+
+
+def _launch_norm_backward(
+    outputs: list[Tensor], h: Tensor, dy: Tensor, dresidual: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, scale: Tensor | None, rstd: Tensor, mean: Tensor | None, weight_offset: float,
+    casting: str, needs: list[bool],
+) -> None:  # fmt: skip
+    cols = h.shape[-1]
+    rows = h.numel() // cols if cols else 0
+    if rows == 0:
+        for output in outputs:
+            output.zero_()
+        return
+    target = capabilities_of(h.device)
+    h, inner, h_outer, h_inner = _row_strides(h)
+    dy, dy_nest, dy_outer, dy_inner = _row_strides(dy)
+    if inner != dy_nest:  # two ways to nest rows: one of them has to be straightened
+        if inner > 1:
+            h, inner, h_outer, h_inner = h.contiguous(), 1, cols, 0
+        else:
+            dy, dy_outer, dy_inner = dy.contiguous(), cols, 0
+        if h_inner or dy_inner:
+            h, inner, h_outer, h_inner = h.contiguous(), 1, cols, 0
+            dy, dy_outer, dy_inner = dy.contiguous(), cols, 0
+    dresidual, dresidual_stride = _one_stride(dresidual)
+    scale, scale_stride = _one_stride(scale)
+    per_row = scale is not None and scale.shape[0] == rows
+    samples = 1 if scale is None or per_row else scale.shape[0]
+    align = _align(cols, h_outer, h_inner, dy_outer, dy_inner, dresidual_stride, scale_stride)
+    config = RowConfig.choose_backward(cols, target.target)
+    sample_rows = rows // samples
+    wanted = max(1, (target.multiprocessors * 2) // samples)
+    sample_programs = min(-(-sample_rows // config.rows), wanted)
+    program_rows = -(-sample_rows // sample_programs)
+    program_rows = -(-program_rows // config.rows) * config.rows
+    sample_programs = -(-sample_rows // program_rows)
+    programs = samples * sample_programs
+
+    results = iter(outputs)
+    grads = [next(results) if need else None for need in needs]
+    direct = (True, False, False, per_row, per_row)
+    sums = [
+        grad
+        if grad is None or written
+        else torch.empty((programs, cols), dtype=torch.float32, device=h.device)
+        for grad, written in zip(grads, direct, strict=True)
+    ]
+    launch = _backward_launch(
+        mean is not None, casting == "llama", per_row, config, inner > 1, align, cols % config.tile != 0
+    )
+    launch(
+        (programs, 1, 1), h, dy, dresidual, weight, bias if needs[3] else None, scale, rstd, mean, *sums,
+        sample_rows, sample_programs, program_rows, cols, inner, h_outer, h_inner, dy_outer, dy_inner,
+        dresidual_stride, scale_stride, weight_offset,
+    )  # fmt: skip
+    counts = (0, programs, programs, sample_programs, sample_programs)
+    for grad, partial, written, count in zip(grads, sums, direct, counts, strict=True):
+        if grad is not None and not written:
+            tile = 256
+            _sum_launch(_align(cols), tile)(
+                (-(-cols // tile), programs // count, 1), partial, grad, count, cols
+            )
+
+
+@functools.cache
+def _backward_launch(
+    layer: bool, llama: bool, per_row: bool, config: RowConfig, nested: bool, align: int, masked: bool
+) -> Launch:
+    return Launch(
+        _norm_backward_kernel,
+        num_warps=config.num_warps,
+        LAYER=layer,
+        LLAMA=llama,
+        PER_ROW=per_row,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=nested,
+        ALIGN=align,
+        COLS_MASKED=masked,
+    )
+
+
+@functools.cache
+def _sum_launch(align: int, tile: int) -> Launch:
+    return Launch(_sum_kernel, num_warps=4, TILE=tile, ALIGN=align)
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, bias, residual, scale, shift, _, weight_offset, kind, casting = inputs[:10]
+    layer = kind == "layer"
+    mean = output[-1] if layer else None
+    rstd = output[-2 if layer else -1]
+    ctx.residual_index = None if residual is None else len(output) - 2 - layer
+    h = x if residual is None else output[ctx.residual_index]
+    ctx.save_for_backward(h, weight, bias, scale if scale is not None else shift, rstd, mean)
+    ctx.scaled, ctx.shifted = scale is not None, shift is not None
+    ctx.weight_offset, ctx.casting = weight_offset, casting
+    ctx.inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(t for i, t in enumerate(output) if i not in (0, ctx.residual_index)))
+
+
+def _norm_gradients(ctx: Any, grads: Any) -> Any:
+    h, weight, bias, modulation, rstd, mean = ctx.saved_tensors
+    dy = grads[0]
+    dresidual = None if ctx.residual_index is None else grads[ctx.residual_index]
+    nothing = (None,) * ctx.inputs
+    if dy is None and dresidual is None:
+        return nothing
+    if dy is None:
+        dy = h.new_zeros(1).expand(h.shape)
+    wants_x, wants_weight, wants_bias, wants_residual, wants_scale, wants_shift = ctx.needs_input_grad[:6]
+    needs = [wants_x or wants_residual, wants_weight, wants_bias, wants_scale, wants_shift]
+    scale = modulation if ctx.scaled else None
+    if ctx.shifted and not ctx.scaled:
+        scale = torch.zeros_like(modulation)  # a shift alone: as if scaled by 1
+    results = iter(
+        norm_backward_op(
+            h, dy, dresidual, weight, bias, scale, rstd, mean, ctx.weight_offset, ctx.casting, needs
+        )
+    )
+    dx, dweight, dbias, dscale, dshift = (next(results) if need else None for need in needs)
+    return (
+        dx if wants_x else None,
+        dweight,
+        dbias,
+        dx if wants_residual else None,
+        dscale,
+        dshift,
+        *nothing[6:],
+    )
+
+
+norm_backward_op = define_op(
+    "norm_backward(Tensor h, Tensor dy, Tensor? dresidual, Tensor? weight, Tensor? bias, Tensor? scale, Tensor rstd, "
+    "Tensor? mean, float weight_offset, str casting, bool[] needs) -> Tensor[]",
+    allocate=_allocate_norm_backward,
+    launch=_launch_norm_backward,
+    reference=norm_backward_reference,
+    variants=24,
+)
+
+norm_op = define_op(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, "
+    "float weight_offset, str kind, str casting, bool stats, ScalarType out_dtype, str? format, bool rowwise, "
+    "bool columnwise, Tensor? quant_scale, bool return_amax) -> Tensor[]",
+    allocate=_allocate_norm,
+    launch=_launch_norm,
+    reference=norm_reference,
+    setup_context=_setup_norm,
+    backward=_norm_gradients,
+    variants=24,
+)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+Modulation = Tensor | tuple[Tensor | None, Tensor | None]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    modulation: Modulation | None = None,
+    casting: Literal["fp32", "llama"] = "fp32",
+    out_dtype: torch.dtype | None = None,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    quant_scale: Tensor | None = None,
+    return_amax: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """RMSNorm over the last dimension: `y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`.
+
+    x: [..., K] in bf16, fp16 or fp32, of any strides (heads of a packed QKV included). weight, bias: [K], in any
+    of these dtypes. Returns y, or a tuple of y and those of the following that were asked for, in this order.
+
+    - `residual` [..., K]: h = x + residual, rounded to x's dtype, is normalised and also returned. Otherwise h = x.
+    - `modulation`: `(scale, shift)`, each [..., K] with the leading dimensions of x (per row) or the first few of
+      them (per sample): y = y * (1 + scale) + shift. Packed into one tensor [..., 2K], or [..., 3K] whose last
+      third, the gate for the next residual add, is returned.
+    - `return_amax` (with `quantize`): the largest |y|, an fp32 scalar on the device, for delayed scaling.
+
+    - `weight_offset`: 1 for weights stored around zero, as Gemma does.
+    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
+    - `out_dtype`: of y, x's by default.
+    - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
+      `rowwise` and `columnwise` choose its copies, both from one pass. `quant_scale` is a given scale (static or
+      delayed) for block "tensor".
+    - `out`, `residual_out`: write into these instead of new tensors; not with autograd. `residual_out` may be
+      `residual` itself unless a column-wise copy or 128x128 blocks are made.
+
+    >>> import torch, weft
+    >>> x, weight = torch.randn(8, 256, dtype=torch.bfloat16), torch.ones(256)
+    >>> y = weft.rms_norm(x, weight)
+    >>> q, h = weft.rms_norm(x, weight, residual=x, quantize="1x128", columnwise=True)
+    >>> q.rowwise.data.shape, q.columnwise.data.shape
+    (torch.Size([8, 256]), torch.Size([256, 8]))
+    """
+    return _norm(
+        "rms", x, weight, bias, eps, weight_offset, residual, modulation, casting, out_dtype, quantize, rowwise,
+        columnwise, quant_scale, return_amax, out, residual_out,
+    )  # fmt: skip
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    modulation: Modulation | None = None,
+    casting: Literal["fp32", "llama"] = "fp32",
+    out_dtype: torch.dtype | None = None,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    quant_scale: Tensor | None = None,
+    return_amax: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """LayerNorm over the last dimension: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
+
+    Arguments and results are those of `rms_norm`.
+
+    >>> import torch, weft
+    >>> x = torch.randn(2, 16, 128)
+    >>> modulation = torch.randn(2, 3 * 128)  # scale, shift and gate of each sample
+    >>> y, gate = weft.layer_norm(x, modulation=modulation)
+    >>> gate.shape
+    torch.Size([2, 128])
+    """
+    return _norm(
+        "layer", x, weight, bias, eps, weight_offset, residual, modulation, casting, out_dtype, quantize, rowwise,
+        columnwise, quant_scale, return_amax, out, residual_out,
+    )  # fmt: skip
+
+
+def _norm(
+    kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    residual: Tensor | None, modulation: Modulation | None, casting: str, out_dtype: torch.dtype | None,
+    quantize: Format | str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None,
+    return_amax: bool, out: Tensor | None, residual_out: Tensor | None,
+) -> Any:  # fmt: skip
+    shape = x.shape
+    if not shape:
+        raise ValueError("x must have at least one dimension, the one to normalise over")
+    cols = shape[-1]
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != cols):
+            raise ValueError(
+                f"{name} must have the shape ({cols},) of x's last dimension, not {tuple(vector.shape)}"
+            )
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"residual must be like x, {x.dtype} {tuple(shape)}; got {residual.dtype} {tuple(residual.shape)}"
+        )
+    if casting not in ("fp32", "llama"):
+        raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x must be bfloat16, float16, float32 or float64; got {x.dtype}")
+    scale = shift = gate = None
+    if modulation is not None:
+        scale, shift, gate = _split_modulation(modulation, x)
+    format = None
+    if quantize is not None:
+        format = _check_quantize(quantize, rowwise, columnwise, quant_scale, out_dtype)
+    elif quant_scale is not None or return_amax or columnwise:
+        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+    stats = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias, residual, scale, shift)
+    )
+    args = (
+        x, weight, bias, residual, scale, shift, eps, weight_offset, kind, casting, stats, out_dtype or x.dtype,
+        None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
+    )  # fmt: skip
+    if out is None and residual_out is None:
+        outputs = norm_op(*args)
+    else:
+        outputs = _norm_into(out, residual_out, args)
+    if residual is None and gate is None and format is None:
+        return outputs[0]
+    results = []
+    after = 1
+    if format is None:
+        results.append(outputs[0])
+    else:
+        rest = outputs[1:]
+        copies = split_copies(format, rest, rowwise=rowwise, columnwise=columnwise)
+        results.append(wrap(outputs[0], format, *copies))
+        after += count_copies(format, rowwise=rowwise, columnwise=columnwise) + return_amax
+    if residual is not None:
+        results.append(outputs[after])
+    if gate is not None:
+        results.append(gate)
+    if return_amax:
+        results.append(outputs[after - 1])
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _split_modulation(
+    modulation: Modulation, x: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """scale and shift as [samples, K], and the gate as it was packed."""
+    cols = x.shape[-1]
+    gate = None
+    if isinstance(modulation, Tensor):
+        parts = modulation.shape[-1] // max(cols, 1)
+        if modulation.shape[-1] != parts * cols or parts not in (2, 3):
+            raise ValueError(
+                f"a packed modulation ends in {2 * cols} (scale, shift) or {3 * cols} (scale, shift, gate); "
+                f"got {modulation.shape[-1]}"
+            )
+        scale, shift, *rest = modulation.split(cols, dim=-1)
+        gate = rest[0] if rest else None
+    else:
+        scale, shift = modulation
+    flat: list[Tensor | None] = []
+    for name, part in (("scale", scale), ("shift", shift)):
+        if part is None:
+            flat.append(None)
+            continue
+        lead = list(part.shape[:-1])
+        while lead and lead[-1] == 1 and len(lead) > 1:
+            lead.pop()
+        per_row = list(x.shape[:-1])
+        if part.shape[-1] != cols or (per_row[: len(lead)] != lead and lead != [1]):
+            raise ValueError(
+                f"modulation's {name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the "
+                f"first of them (per sample); got {tuple(part.shape)}"
+            )
+        flat.append(part.reshape(-1, cols))
+    if flat[0] is not None and flat[1] is not None and flat[0].shape != flat[1].shape:
+        raise ValueError(
+            f"scale and shift must have one shape; got {tuple(flat[0].shape)}, {tuple(flat[1].shape)}"
+        )
+    return flat[0], flat[1], gate
+
+
+def _check_quantize(
+    quantize: Format | str, rowwise: bool, columnwise: bool, quant_scale: Tensor | None, out_dtype: Any
+) -> Format:
+    format = Format.of(quantize)
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+    if columnwise and format.block == "row":
+        raise ValueError(
+            "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
+            "quantise the result with weft.quantize, or take 1x128"
+        )
+    if quant_scale is not None and format.block != "tensor":
+        raise ValueError(f"quant_scale is one given scale, for block 'tensor'; got block {format.block!r}")
+    if out_dtype is not None:
+        raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
+    return format
+
+
+def _norm_into(out: Tensor | None, residual_out: Tensor | None, args: tuple[Any, ...]) -> list[Tensor]:
+    """The op with its results in the caller's tensors."""
+    x, residual, stats, format, rowwise, columnwise = args[0], args[3], args[10], args[12], args[13], args[14]
+    if stats:
+        raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
+    if residual_out is not None and residual is None:
+        raise ValueError("residual_out= needs residual=")
+    if torch.compiler.is_compiling() or not norm_op.serves(x):
+        outputs = norm_op(*args)
+    else:
+        outputs = norm_op.allocate(*args)
+    mine = list(outputs)
+    if isinstance(out, QTensor):
+        copies = (out.rowwise if rowwise else None, out.columnwise if columnwise else None)
+        parts = [part for copy in copies if copy is not None for part in copy[:2]]
+        held = next(copy for copy in copies if copy is not None)
+        parts += [] if held.global_scale is None else [held.global_scale]
+        if format is None or out.format.spec != format or out.shape != x.shape:
+            raise ValueError(f"out is a {out!r}; the result is {format} of shape {tuple(x.shape)}")
+        mine[1 : 1 + len(parts)] = parts
+    elif out is not None:
+        if format is not None or out.shape != x.shape or out.dtype != args[11] or not out.is_contiguous():
+            raise ValueError(f"out must be a contiguous {args[11]} tensor of shape {tuple(x.shape)}")
+        mine[0] = out
+    if residual_out is not None:
+        if residual_out.shape != x.shape or residual_out.dtype != x.dtype or not residual_out.is_contiguous():
+            raise ValueError(f"residual_out must be a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
+        if residual_out is residual and (columnwise or (format and Format.of(format).block == "128x128")):
+            raise ValueError(
+                "residual_out must not be residual where programs share rows (column-wise, 128x128)"
+            )
+        mine[-1] = residual_out
+    if torch.compiler.is_compiling() or not norm_op.serves(x):
+        for target, value in zip(mine, outputs, strict=True):
+            if target is not value:
+                target.copy_(value)
+    else:
+        norm_op.launch(mine, *args)
+    return mine

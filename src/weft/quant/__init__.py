@@ -1,0 +1,7 @@
+"""Number formats: what a scale means, and where its bytes lie."""
+
+from . import layouts
+from .formats import CONVENTIONS, ELEMENTS, Format
+from .qtensor import Copy, QTensor
+
+__all__ = ["CONVENTIONS", "ELEMENTS", "Copy", "Format", "QTensor", "layouts"]

@@ -1,0 +1,307 @@
+"""What a quantised tensor's bytes mean: the element, the block that shares a scale, and how the scale is made.
+
+    x ≈ q * d            q: element, d: stored (decode) scale, one per block
+    x ≈ q * d * g        NVFP4: d is an e4m3 number and g one fp32 number for the tensor
+
+Six projects compute "1x128 FP8" in six ways. A `Convention` writes each of them as data, with amax the largest
+|x| of a block (NaN if one is among them) and MAX the largest number of the element type:
+
+| convention           | amax is at least | stored d         | q rounds         |
+|----------------------|------------------|------------------|------------------|
+| `te`                 | 0                | 1 / (MAX / amax) | x * (MAX / amax) |
+| `torchao`            | 1e-12            | 1 / (MAX / amax) | x * (MAX / amax) |
+| `deepgemm`           | 1e-4             | amax / MAX       | x * (1 / d)      |
+| `sglang`             | 1e-10            | amax / MAX       | x * (1 / d)      |
+| `sglang_col_major`   | 1e-10            | amax / MAX       | x / d            |
+| `deepep`             | 1e-4             | amax / MAX       | x * (MAX / amax) |
+| `vllm`               | 1e-10            | amax * (1 / MAX) | x / d            |
+
+`te` alone has special cases: an amax of 0, inf or NaN makes the scale 1, and MAX / amax = inf becomes the largest
+number of the input's dtype. Every operation is one IEEE fp32 operation. With power-of-two scales, d (deepep's made
+as amax * (1 / MAX)) is rounded up to a power of two from its exponent bits; `te` and `torchao` clear the mantissa
+of MAX / amax, which is the same. q then rounds x * (1 / d). For the float elements all conventions then agree on
+ordinary data; int8's 1 / 127 rounds down, so `vllm` and `deepep` are a step smaller 1 ulp above 127 * 2^k.
+
+NaN and infinities follow the formulas: what a block with one becomes differs by convention, and is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4"]
+Element = Literal["e4m3", "e5m2", "int8", "e2m1"]
+ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_major", "deepep", "vllm"]
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """An 8- or 4-bit number, and what its encoders need to know of it.
+
+    The names that end in `bits` are fp32 bit patterns. `shift` is how many mantissa bits an fp32 number loses;
+    `magic` is an fp32 number whose ulp is the smallest subnormal.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    bits: int
+    reciprocal: float  # fp32(1 / max)
+    shift: int = 0
+    max_bits: int = 0
+    min_normal_bits: int = 0
+    magic: float = 0.0
+    magic_bits: int = 0
+    max_code: int = 0
+    nan: int = 0
+
+    @property
+    def rebias(self) -> int:
+        """What the exponents differ by, at the place where the code has its exponent."""
+        return ((self.min_normal_bits >> 23) - 1) << (23 - self.shift)
+
+    @property
+    def unbias(self) -> float:
+        """2 to the difference of the exponents' biases."""
+        return 2.0 ** ((self.min_normal_bits >> 23) - 1)
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def sign_shift(self) -> int:
+        """From the sign of an fp32 number to that of the code."""
+        return 32 - self.bits
+
+
+ELEMENTS: dict[str, ElementType] = {
+    number.name: number
+    for number in (
+        ElementType(
+            "e4m3",
+            torch.float8_e4m3fn,
+            max=448.0,
+            bits=8,
+            reciprocal=float.fromhex("0x1.24924ap-9"),
+            shift=20,
+            max_bits=0x43E00000,
+            min_normal_bits=0x3C800000,
+            magic=2.0**14,
+            magic_bits=0x46800000,
+            max_code=0x7E,
+            nan=0x7F,
+        ),
+        ElementType(
+            "e5m2",
+            torch.float8_e5m2,
+            max=57344.0,
+            bits=8,
+            reciprocal=float.fromhex("0x1.24924ap-16"),
+            shift=21,
+            max_bits=0x47600000,
+            min_normal_bits=0x38800000,
+            magic=2.0**7,
+            magic_bits=0x43000000,
+            max_code=0x7B,
+            nan=0x7F,
+        ),
+        ElementType(
+            "e2m1",
+            torch.uint8,
+            max=6.0,
+            bits=4,
+            reciprocal=float.fromhex("0x1.555556p-3"),
+            shift=22,
+            max_bits=0x40C00000,
+            min_normal_bits=0x3F800000,
+            magic=2.0**22,
+            magic_bits=0x4A800000,
+            max_code=0x7,
+            nan=0x7,
+        ),
+        ElementType("int8", torch.int8, max=127.0, bits=8, reciprocal=float.fromhex("0x1.020408p-7")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one project makes a scale; see the table above."""
+
+    name: str
+    amax_floor: float
+    scale: Literal["amax / max", "amax * (1 / max)", "1 / (max / amax)"]
+    data: Literal["x * (1 / d)", "x * (max / amax)", "x / d"]
+
+
+CONVENTIONS: dict[str, Convention] = {
+    c.name: c
+    for c in (
+        Convention("te", 0.0, "1 / (max / amax)", "x * (max / amax)"),
+        Convention("torchao", 1e-12, "1 / (max / amax)", "x * (max / amax)"),
+        Convention("deepgemm", 1e-4, "amax / max", "x * (1 / d)"),
+        Convention("sglang", 1e-10, "amax / max", "x * (1 / d)"),
+        Convention("sglang_col_major", 1e-10, "amax / max", "x / d"),
+        Convention("deepep", 1e-4, "amax / max", "x * (max / amax)"),
+        Convention("vllm", 1e-10, "amax * (1 / max)", "x / d"),
+    )
+}
+
+# Block -> (rows, columns) that share a scale; 0 stands for the whole length.
+_SHAPES: dict[str, tuple[int, int]] = {
+    "tensor": (0, 0),
+    "row": (1, 0),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "mx": (1, 32),
+    "nvfp4": (1, 16),
+}
+_ELEMENTS: dict[str, tuple[str, ...]] = {
+    "tensor": ("e4m3", "e5m2", "int8"),
+    "row": ("e4m3", "e5m2", "int8"),
+    "1x128": ("e4m3", "e5m2", "int8"),
+    "128x128": ("e4m3", "e5m2", "int8"),
+    "mx": ("e4m3", "e5m2", "e2m1"),
+    "nvfp4": ("e2m1",),
+}
+_CONVENTIONS: dict[str, tuple[str, ...]] = {"mx": ("te", "torchao", "deepgemm"), "nvfp4": ("te", "torchao")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantised format. `Format("1x128")` is TransformerEngine's default: e4m3 with power-of-two scales.
+
+    - `block`: which elements share a scale. `mx` is 1x32 with e8m0 scales, `nvfp4` 1x16 with e4m3 scales and one
+      fp32 scale for the tensor.
+    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and `nvfp4`.
+    - `convention`: whose arithmetic; see the table of this module.
+    - `power_of_two`: None takes the block's usual choice (yes for 1x128, 128x128 and mx, no for the others).
+
+    >>> Format("1x128").spec
+    'e4m3:1x128:te:pow2'
+    >>> Format.of("e5m2:1x128:deepgemm") == Format("1x128", "e5m2", "deepgemm", power_of_two=False)
+    True
+    """
+
+    block: Block
+    element: Element | None = None
+    convention: ConventionName = "te"
+    power_of_two: bool | None = None
+
+    def __post_init__(self) -> None:
+        _choose("block", self.block, get_args(Block))
+        if self.element is None:
+            object.__setattr__(self, "element", _ELEMENTS[self.block][0])
+        if self.power_of_two is None:
+            object.__setattr__(self, "power_of_two", self.block in ("1x128", "128x128", "mx"))
+        _choose(f"element of block {self.block!r}", self.element, _ELEMENTS[self.block])
+        known = _CONVENTIONS.get(self.block, tuple(CONVENTIONS))
+        _choose(f"convention of block {self.block!r}", self.convention, known)
+        if self.block == "mx" and not self.power_of_two:
+            raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
+        if self.block == "nvfp4" and self.power_of_two:
+            raise ValueError("nvfp4 scales are e4m3 numbers: power_of_two=True has no meaning")
+
+    # Plain properties: torch.compile traces them, and rebuilds a format from its four fields.
+
+    @property
+    def spec(self) -> str:
+        """The format in one string, which `of` reads back."""
+        pow2 = ":pow2" if self.power_of_two and self.block != "mx" else ""
+        return f"{self.element}:{self.block}:{self.convention}{pow2}"
+
+    @property
+    def number(self) -> ElementType:
+        return ELEMENTS[self.element or ""]
+
+    @property
+    def rule(self) -> Convention:
+        return CONVENTIONS[self.convention]
+
+    @property
+    def group(self) -> int:
+        """Neighbours in a row that share a scale; 0 for all of them."""
+        return _SHAPES[self.block][1]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale; 0 for all of them."""
+        return _SHAPES[self.block][0]
+
+    @property
+    def packed(self) -> int:
+        """Elements in a byte."""
+        return 8 // self.number.bits
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return {"mx": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(self.block, torch.float32)
+
+    @staticmethod
+    def of(value: Format | str) -> Format:
+        """A format from itself, from a block's name, or from a spec like `e4m3:1x128:te:pow2`."""
+        if isinstance(value, Format):
+            return value
+        return _parse(value) if torch.compiler.is_compiling() else _parsed(value)  # it cannot trace a cache
+
+    @staticmethod
+    def all() -> tuple[Format, ...]:
+        """Every format there is."""
+        return _all()
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """Whether the largest |x| of the whole tensor must be known before its first element is encoded."""
+        return self.block in ("tensor", "nvfp4")
+
+    def data_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        return rows, -(-cols // self.packed)
+
+    def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the scales of a [rows, cols] tensor."""
+        return (
+            -(-rows // self.block_rows) if self.block_rows else 1,
+            -(-cols // self.group) if self.group else 1,
+        )
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+@functools.cache
+def _parsed(spec: str) -> Format:
+    return _parse(spec)
+
+
+def _parse(spec: str) -> Format:
+    if spec in _SHAPES:
+        return Format(spec)  # type: ignore[arg-type]
+    element, block, convention, *rest = [*spec.split(":"), "", ""][: max(3, spec.count(":") + 1)]
+    if block not in _SHAPES or rest not in ([], ["pow2"]):
+        raise ValueError(
+            f"unknown format {spec!r}: give a Format, one of {', '.join(_SHAPES)}, or "
+            "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2"
+        )
+    power_of_two = rest == ["pow2"] or block == "mx"
+    return Format(block, element, convention or "te", power_of_two)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _all() -> tuple[Format, ...]:
+    return tuple(
+        Format(block, element, convention, power_of_two)  # type: ignore[arg-type]
+        for block in _SHAPES
+        for element in _ELEMENTS[block]
+        for convention in _CONVENTIONS.get(block, tuple(CONVENTIONS))
+        for power_of_two in {"mx": (True,), "nvfp4": (False,)}.get(block, (False, True))
+    )
+
+
+def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")

@@ -1,0 +1,586 @@
+"""One quantised tensor as the buffers that other libraries' matrix products take, and back.
+
+    buffers = to_layout(copy, format, "deepgemm_sm90", operand="a")
+    copy = from_layout(buffers, format, "deepgemm_sm90", (rows, cols), operand="a")
+
+A `Copy` is the row-wise copy of a [rows, cols] matrix; a column-wise copy is the row-wise copy of the
+transpose, so (rows, cols) below is (M, K) for the one and (K, M) for the other. Elements are never decoded or
+rounded again: data and scales only change their order, strides, padding and the dtype by which their bytes
+are called. Where our bytes already agree with what the consumer wants, the buffers are views of the copy.
+
+| layout           | block          | scale                                                                |
+|------------------|----------------|----------------------------------------------------------------------|
+| `torch_v1`       | tensor         | fp32, one element                                                    |
+| (`_scaled_mm`)   | row            | fp32, A [rows, 1], B [1, rows]                                       |
+|                  | 1x128          | fp32, A [rows, k] strides (1, rows), B its transpose                 |
+|                  | 128x128        | fp32, A [r, k] row-major, B its transpose                            |
+|                  | mx, nvfp4      | e8m0 or e4m3, flat, swizzled 32x4x4                                  |
+| `torch_v2`       | tensor, row    | as `torch_v1`                                                        |
+| (`F.scaled_mm`)  | 1x128          | fp32, A and B [rows, k] strides (1, rows)                            |
+|                  | 128x128        | fp32, A and B [rup(k, 4), r] strides (1, rup(k, 4))                  |
+|                  | mx, nvfp4      | as `torch_v1`                                                        |
+| `deepgemm_sm90`  | 1x128          | fp32 [rows, k] strides (1, rup(rows, 4))                             |
+|                  | 128x128, B     | fp32 [r, k] row-major                                                |
+| `deepgemm_sm100` | 1x128, 128x128 | int32 of four exponents [rows, cdiv(k, 4)] strides (1, rup(rows, 4)) |
+|                  | mx             | the same; e2m1 data is int8                                          |
+| `te`             | tensor         | `Float8Tensor`: fp32 [1]                                             |
+| (data is uint8)  | 1x128          | `Float8BlockwiseQTensor`: fp32 [k, rup(rows, 4)]                     |
+|                  | 128x128        | `Float8BlockwiseQTensor`: fp32 [r, rup(k, 4)]                        |
+|                  | mx             | `MXFP8Tensor`: uint8 [rup(rows, 128), rup(k, 4)]; for a column-wise  |
+|                  |                | copy data and scale are transposed, hence data is [M, K] again       |
+|                  | nvfp4          | `NVFP4Tensor`: uint8 [rup(rows, 128), rup(k, 4)], tensor amax [1]    |
+| `deepep`         | 1x128          | fp32 [rows, k] row-major                                             |
+| `mx_swizzled`    | mx, nvfp4      | e8m0 or e4m3, flat, swizzled 32x4x4                                  |
+
+k is the number of scales along a row, r that along a column, rup rounds up to a multiple. Torch's B is the
+transposed view of our data; everybody else takes both operands as they are. Pads are zero, except in the
+exponents of `deepgemm_sm100`, where they are 1.0. A consumer may also want sizes that are multiples of 16 or
+128: that is not checked here.
+
+Nothing here waits for the device, except `check=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .formats import Format
+from .qtensor import Copy
+
+Operand = Literal["a", "b"]
+
+_NAN_CODE = 255  # e8m0
+_PAD_CODE = 127  # 1.0 in e8m0
+_PAD_WORD = _PAD_CODE * 0x01010101
+_TINY_BITS = 0x00400000  # 2^-127, which e8m0 writes as 0 and fp32 as a subnormal
+_NVFP4_MAX = 2688.0  # 448 * 6
+
+
+class Buffers(NamedTuple):
+    """What a consumer takes. NVFP4 adds `global_scale` (0-d), or `amax` ([1]) where the consumer is TE."""
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None = None
+    amax: Tensor | None = None
+
+
+class _Case(NamedTuple):
+    format: Format
+    rows: int
+    cols: int
+    operand: Operand
+    columnwise: bool
+    check: bool
+
+    @property
+    def scale_rows(self) -> int:
+        return self.format.scale_shape(self.rows, self.cols)[0]
+
+    @property
+    def scale_cols(self) -> int:
+        return self.format.scale_shape(self.rows, self.cols)[1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one consumer wants its operands; `accepts` lists (block, elements, operands)."""
+
+    name: str
+    takes: str
+    accepts: tuple[tuple[str, tuple[str, ...], str], ...]
+    to: Callable[[Copy, _Case], Buffers]
+    back: Callable[[Buffers, _Case], Copy]
+
+    def supports(self, format: Format | str, operand: Operand = "a") -> bool:
+        format = Format.of(format)
+        if self.name == "deepgemm_sm100" and not format.power_of_two:
+            return False
+        return any(
+            format.block == block and format.element in elements and operand in operands
+            for block, elements, operands in self.accepts
+        )
+
+
+def to_layout(
+    copy: Copy,
+    format: Format | str,
+    name: str,
+    *,
+    operand: Operand = "a",
+    columnwise: bool = False,
+    check: bool = False,
+) -> Buffers:
+    """The buffers that consumer `name` takes for this copy.
+
+    - `operand`: the side of the product, a [M, K] @ b [N, K]^T. Only torch and DeepGEMM on SM90 tell them
+      apart.
+    - `columnwise`: the copy is a column-wise one. Only TE's MXFP8 tells them apart.
+    - `check`: wait for the device and raise ValueError if a scale cannot be packed by `deepgemm_sm100`.
+      Without it such a scale becomes NaN, see `pack_ue8m0`.
+    """
+    format = Format.of(format)
+    layout = _layout(name, format, operand)
+    if copy.data.dim() != 2:
+        raise ValueError(f"data must be 2-D; got {tuple(copy.data.shape)}")
+    rows, cols = copy.data.shape[0], copy.data.shape[1] * format.packed
+    shape = format.scale_shape(rows, cols)
+    # A tensor without elements has a scale all the same if whoever made it gave it one.
+    allowed = {"tensor": (1, 1), "row": (rows, 1)}.get(format.block, shape)
+    if tuple(copy.scale.shape) not in (shape, allowed):
+        raise ValueError(
+            f"scale of {format} data {tuple(copy.data.shape)} must have shape {shape}; "
+            f"got {tuple(copy.scale.shape)}"
+        )
+    _dtype("data", copy.data, format.number.dtype)
+    _dtype("scale", copy.scale, format.scale_dtype)
+    if (format.block == "nvfp4") != (copy.global_scale is not None):
+        raise ValueError("global_scale belongs to nvfp4, and only to it")
+    return layout.to(copy, _Case(format, rows, cols, operand, columnwise, check))
+
+
+def from_layout(
+    buffers: Buffers,
+    format: Format | str,
+    name: str,
+    shape: tuple[int, int],
+    *,
+    operand: Operand = "a",
+    columnwise: bool = False,
+) -> Copy:
+    """The copy behind a consumer's buffers: the inverse of `to_layout`.
+
+    `shape` is (rows, cols) of the copy, hence (K, M) for a column-wise copy of an [M, K] tensor.
+    """
+    format = Format.of(format)
+    layout = _layout(name, format, operand)
+    copy = layout.back(buffers, _Case(format, shape[0], shape[1], operand, columnwise, False))
+    _shape("data", copy.data, format.data_shape(*shape))
+    return copy
+
+
+# Bytes
+
+
+def swizzle_32_4_4(scale: Tensor) -> Tensor:
+    """[rows, cols] block scales in the order of the tensor cores: flat, padded to 128 rows and 4 columns.
+
+    Entry (r, c) moves to
+    ((r // 128) * cdiv(cols, 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4.
+    """
+    tiles_r, tiles_c = _cdiv(scale.shape[0], 128), _cdiv(scale.shape[1], 4)
+    padded = _padded(_bytes(scale), tiles_r * 128, tiles_c * 4)
+    tiles = padded.reshape(tiles_r, 4, 32, tiles_c, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tiles_r * tiles_c * 512).view(scale.dtype)
+
+
+def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of `swizzle_32_4_4`; `flat` may have any shape with the right number of elements."""
+    tiles_r, tiles_c = _cdiv(rows, 128), _cdiv(cols, 4)
+    if flat.numel() != tiles_r * tiles_c * 512:
+        raise ValueError(
+            f"swizzled scales of [{rows}, {cols}] have {tiles_r * tiles_c * 512} elements; got {flat.numel()}"
+        )
+    tiles = _bytes(flat).reshape(tiles_r, tiles_c, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return _row_major(tiles.reshape(tiles_r * 128, tiles_c * 4)[:rows, :cols]).view(flat.dtype)
+
+
+def pack_ue8m0(scale: Tensor, *, check: bool = False) -> Tensor:
+    """Power-of-two scales [rows, cols] as int32 words of four exponents, low byte first.
+
+    The result is [rows, cdiv(cols, 4)] with strides (1, rup(rows, 4)); missing exponents are those of 1.0.
+    The scales are fp32, e8m0 or the codes of e8m0 as uint8. An fp32 scale that is not a power of two from
+    2^-127 to 2^127 becomes the code of NaN in its own byte and never touches a neighbour; 0.0 becomes 2^-127,
+    the smallest there is. `check=True` waits for the device and raises ValueError instead of writing NaN.
+    """
+    return _mn_major(_words(scale, check), _rup(scale.shape[0], 4), _PAD_WORD)
+
+
+def unpack_ue8m0(packed: Tensor, cols: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of `pack_ue8m0`: row-major [rows, cols] of fp32, e8m0 or uint8."""
+    _shape("packed scales", packed, (packed.shape[0], _cdiv(cols, 4)))
+    _dtype("packed scales", packed, torch.int32)
+    parts = torch.stack([(packed >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
+    codes = parts.reshape(packed.shape[0], _cdiv(cols, 4) * 4)[:, :cols]
+    if dtype != torch.float32:
+        return _row_major(codes.to(torch.uint8)).view(dtype)
+    bits = torch.where(codes == 0, _TINY_BITS, codes << 23)
+    return _row_major(torch.where(codes == _NAN_CODE, 0x7FC00000, bits).to(torch.int32)).view(torch.float32)
+
+
+def _words(scale: Tensor, check: bool) -> Tensor:
+    """The words of `pack_ue8m0`, row-major."""
+    if scale.dtype == torch.float32:
+        bits = scale.view(torch.int32)
+        exponent = (bits >> 23) & 255
+        exact = ((bits >= 0) & ((bits & 0x7FFFFF) == 0)) | (bits == _TINY_BITS)
+        codes = torch.where(exact, exponent, _NAN_CODE)
+    elif scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        codes = _bytes(scale).to(torch.int32)
+    else:
+        raise ValueError(f"scales to pack must be fp32, e8m0 or uint8; got {scale.dtype}")
+    if check and bool((codes == _NAN_CODE).any()):
+        raise ValueError(
+            "scales to pack as UE8M0 must be powers of two from 2^-127 to 2^127; "
+            f"{int((codes == _NAN_CODE).sum())} of {codes.numel()} are not. Quantise with power_of_two=True: "
+            "rounding the scales of data that is already quantised changes its values"
+        )
+    rows, words = scale.shape[0], _cdiv(scale.shape[1], 4)
+    c = _padded(codes, rows, words * 4, _PAD_CODE).reshape(rows, words, 4)
+    return c[..., 0] | (c[..., 1] << 8) | (c[..., 2] << 16) | (c[..., 3] << 24)
+
+
+# Strides
+
+
+def _mn_buffer(scale: Tensor, ld: int, value: int = 0) -> Tensor:
+    """[rows, cols] copied into a new buffer [cols, ld]."""
+    rows = scale.shape[0]
+    if ld > rows:
+        return pad(scale.t(), (0, ld - rows), value=value)
+    return scale.t().clone(memory_format=torch.contiguous_format)
+
+
+def _mn_major(scale: Tensor, ld: int, value: int = 0) -> Tensor:
+    """[rows, cols] with strides (1, ld); no copy if it has them, or is one column, which leaves them free."""
+    rows, cols = scale.shape
+    if scale.stride() == (1, ld):
+        return scale
+    if cols == 1 and ld == rows and scale.stride(0) == 1:
+        return scale.select(1, 0).unsqueeze(0).t()
+    return _mn_buffer(scale, ld, value).t()[:rows]
+
+
+def _whole_buffer(scale: Tensor, ld: int) -> Tensor:
+    """The buffer [cols, ld] of which `scale` is the view of its first rows."""
+    rows, cols = scale.shape
+    if scale.stride() != (1, ld) or not scale.numel():
+        return _mn_buffer(scale, ld)
+    if rows == ld:
+        return scale.t()
+    if torch.compiler.is_compiling():  # a traced tensor has no storage to look at
+        return _mn_buffer(scale, ld)
+    end = (scale.storage_offset() + cols * ld) * scale.element_size()
+    if scale.untyped_storage().nbytes() < end:  # strides alone do not promise that the last pad exists
+        return _mn_buffer(scale, ld)
+    return scale.as_strided((cols, ld), (ld, 1))
+
+
+def _padded(x: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:
+    """Row-major, with rows and columns added."""
+    more_rows, more_cols = rows - x.shape[0], cols - x.shape[1]
+    if more_rows or more_cols:
+        return pad(x, (0, more_cols, 0, more_rows), value=value)
+    return _row_major(x)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """[rows, cols] with strides (cols, 1), even in a dimension of size 1: torch's checks look there too."""
+    x = x.contiguous()
+    return x if x.stride() == (x.shape[1], 1) else x.view(-1).view(x.shape)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """One-byte numbers as uint8, because most operations lack the float8 dtypes."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _float4() -> torch.dtype:
+    dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("torch takes e2m1 data as torch.float4_e2m1fn_x2, which this version of torch lacks")
+    return dtype
+
+
+# Torch
+
+
+def _torch_data(copy: Copy, case: _Case) -> Tensor:
+    data = copy.data.view(_float4()) if case.format.element == "e2m1" else copy.data
+    return data if case.operand == "a" else data.t()
+
+
+def _torch_back(buffers: Buffers, case: _Case, scale: Tensor) -> Copy:
+    data = buffers.data if case.operand == "a" else buffers.data.t()
+    return Copy(data.view(case.format.number.dtype), scale, buffers.global_scale)
+
+
+def _to_torch_v1(copy: Copy, case: _Case) -> Buffers:
+    block, scale = case.format.block, copy.scale
+    if block in ("mx", "nvfp4"):
+        scale = swizzle_32_4_4(scale)
+    elif block == "1x128":
+        scale = _mn_major(scale, case.rows)
+    elif block in ("row", "128x128"):
+        scale = _row_major(scale)
+    if block in ("row", "1x128", "128x128") and case.operand == "b":
+        scale = scale.t()
+    return Buffers(_torch_data(copy, case), scale, copy.global_scale)
+
+
+def _from_torch_v1(buffers: Buffers, case: _Case) -> Copy:
+    block, scale = case.format.block, buffers.scale
+    if block in ("row", "1x128", "128x128") and case.operand == "b":
+        scale = scale.t()
+    return _torch_back(buffers, case, _from_torch_scale(scale, case))
+
+
+def _to_torch_v2(copy: Copy, case: _Case) -> Buffers:
+    if case.format.block == "1x128":
+        scale = _mn_major(copy.scale, case.rows)
+    elif case.format.block == "128x128":
+        scale = _padded(copy.scale, case.scale_rows, _rup(case.scale_cols, 4)).t()
+    else:
+        return _to_torch_v1(copy, case)
+    return Buffers(_torch_data(copy, case), scale)
+
+
+def _from_torch_v2(buffers: Buffers, case: _Case) -> Copy:
+    scale = buffers.scale
+    if case.format.block == "128x128":
+        _shape("scale", scale, (_rup(case.scale_cols, 4), case.scale_rows))
+        scale = scale.t()[:, : case.scale_cols]
+    elif case.format.block != "1x128":
+        return _from_torch_v1(buffers, case)
+    return _torch_back(buffers, case, _from_torch_scale(scale, case))
+
+
+def _from_torch_scale(scale: Tensor, case: _Case) -> Tensor:
+    if case.format.block in ("mx", "nvfp4"):
+        return unswizzle_32_4_4(scale, case.scale_rows, case.scale_cols)
+    if case.format.block == "tensor":
+        return scale.reshape(-1, 1)
+    return _stored(scale, case)
+
+
+def _stored(scale: Tensor, case: _Case) -> Tensor:
+    """A scale of the right shape with the strides of a `Copy`."""
+    if not (case.format.block == "row" and tuple(scale.shape) == (case.rows, 1)):
+        _shape("scale", scale, (case.scale_rows, case.scale_cols))
+    return _mn_major(scale, _rup(case.rows, 4)) if case.format.block == "1x128" else _row_major(scale)
+
+
+# DeepGEMM and DeepEP
+
+
+def _to_deepgemm_sm90(copy: Copy, case: _Case) -> Buffers:
+    return Buffers(copy.data, _stored(copy.scale, case))
+
+
+def _from_rows(buffers: Buffers, case: _Case) -> Copy:
+    return Copy(buffers.data, _stored(buffers.scale, case))
+
+
+def _to_deepgemm_sm100(copy: Copy, case: _Case) -> Buffers:
+    words = _words(copy.scale, case.check)
+    if case.format.block == "128x128":
+        rows, cols = words.shape
+        words = words.unsqueeze(1).expand(rows, 128, cols).reshape(rows * 128, cols)[: case.rows]
+    data = copy.data.view(torch.int8) if case.format.element == "e2m1" else copy.data
+    return Buffers(data, _mn_major(words, _rup(case.rows, 4), _PAD_WORD))
+
+
+def _from_deepgemm_sm100(buffers: Buffers, case: _Case) -> Copy:
+    packed = buffers.scale
+    _shape("scale", packed, (case.rows, _cdiv(case.scale_cols, 4)))
+    if case.format.block == "128x128":
+        packed = packed[::128]
+    scale = unpack_ue8m0(packed, case.scale_cols, case.format.scale_dtype)
+    return Copy(buffers.data.view(case.format.number.dtype), _stored(scale, case))
+
+
+def _to_deepep(copy: Copy, case: _Case) -> Buffers:
+    return Buffers(copy.data, _row_major(copy.scale))
+
+
+# TransformerEngine
+
+
+def _to_te(copy: Copy, case: _Case) -> Buffers:
+    block, data = case.format.block, _bytes(copy.data)
+    if block == "tensor":
+        return Buffers(data, copy.scale.reshape(-1))
+    if block == "1x128":
+        return Buffers(data, _whole_buffer(copy.scale, _rup(case.rows, 4)))
+    if block == "128x128":
+        return Buffers(data, _padded(copy.scale, case.scale_rows, _rup(case.scale_cols, 4)))
+    scale = _bytes(copy.scale)
+    rows, cols = _rup(case.rows, 128), _rup(case.scale_cols, 4)
+    if block == "mx" and case.columnwise:
+        return Buffers(data.t().contiguous(), _padded(scale.t(), cols, rows))
+    amax = None if copy.global_scale is None else _amax_of(copy.global_scale, case.format)
+    return Buffers(data, _padded(scale, rows, cols), None, amax)
+
+
+def _from_te(buffers: Buffers, case: _Case) -> Copy:
+    format, data, scale = case.format, buffers.data, buffers.scale
+    _dtype("data", data, torch.uint8)
+    if format.block == "tensor":
+        return Copy(data.view(case.format.number.dtype), scale.reshape(-1, 1))
+    if format.block == "1x128":
+        _shape("scale", scale, (case.scale_cols, _rup(case.rows, 4)))
+        return Copy(data.view(case.format.number.dtype), _stored(scale.t()[: case.rows], case))
+    rows = case.scale_rows if format.block == "128x128" else _rup(case.rows, 128)
+    cols = _rup(case.scale_cols, 4)
+    if format.block == "mx" and case.columnwise:
+        _shape("scale", scale, (cols, rows))
+        data, scale = data.t().contiguous(), scale.t()
+    _shape("scale", scale, (rows, cols))
+    scale = _row_major(scale[: case.scale_rows, : case.scale_cols]).view(case.format.scale_dtype)
+    if format.block != "nvfp4":
+        return Copy(data.view(case.format.number.dtype), scale)
+    if buffers.amax is None:
+        raise ValueError("TE's NVFP4Tensor keeps the tensor's amax: give it as buffers.amax")
+    return Copy(data, scale, _global_of(buffers.amax, format).reshape(()))
+
+
+def _global_of(amax: Tensor, format: Format) -> Tensor:
+    # A division in fp64, rounded once, is the fp32 division, also where a compiler divides approximately.
+    # Both sides are tensors because torch makes number / x a reciprocal and a product, which rounds twice.
+    wide = amax.double()
+    most = torch.full_like(wide, _NVFP4_MAX)
+    if format.convention == "torchao":
+        return torch.where(amax == 0, 1.0, (wide / most).float())
+    encode = (most / wide).float().clamp(max=torch.finfo(torch.float32).max)
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+    return (1.0 / encode.double()).float()
+
+
+def _amax_of(global_scale: Tensor, format: Format) -> Tensor:
+    """An amax from which `_global_of` makes exactly this scale, [1].
+
+    Rounding lets a few neighbours make the same scale. The one that is a bf16 number, if there is one, must
+    be the amax of a bf16 tensor; otherwise the nearest is as good as any. Scale 1 gives 2688, also where the
+    amax was 0.
+    """
+    middle = (global_scale.double() * _NVFP4_MAX).float().reshape(1).view(torch.int32)
+    candidates = torch.cat([middle + step for step in (0, 1, -1, 2, -2, 3, -3, 4, -4)])
+    makes_it = _global_of(candidates.view(torch.float32), format) == global_scale
+    score = makes_it.to(torch.int32) * (1 + ((candidates & 0xFFFF) == 0).to(torch.int32))
+    return candidates.index_select(0, score.argmax(0, keepdim=True)).view(torch.float32)
+
+
+# Swizzled block scales alone
+
+
+def _to_swizzled(copy: Copy, case: _Case) -> Buffers:
+    return Buffers(copy.data, swizzle_32_4_4(copy.scale), copy.global_scale)
+
+
+def _from_swizzled(buffers: Buffers, case: _Case) -> Copy:
+    return Copy(buffers.data, _from_torch_scale(buffers.scale, case), buffers.global_scale)
+
+
+_FP8 = ("e4m3", "e5m2")
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            "torch_v1",
+            "torch._scaled_mm takes e4m3 or e5m2 with tensor, row, 1x128, 128x128 or mx scales, and nvfp4",
+            (
+                ("tensor", _FP8, "ab"),
+                ("row", _FP8, "ab"),
+                ("1x128", _FP8, "ab"),
+                ("128x128", _FP8, "ab"),
+                ("mx", _FP8, "ab"),
+                ("nvfp4", ("e2m1",), "ab"),
+            ),
+            _to_torch_v1,
+            _from_torch_v1,
+        ),
+        Layout(
+            "torch_v2",
+            "torch.nn.functional.scaled_mm takes e4m3 or e5m2 with tensor or row scales, e4m3 with 1x128, "
+            "128x128 or mx scales, e2m1 with mx scales, and nvfp4",
+            (
+                ("tensor", _FP8, "ab"),
+                ("row", _FP8, "ab"),
+                ("1x128", ("e4m3",), "ab"),
+                ("128x128", ("e4m3",), "ab"),
+                ("mx", ("e4m3", "e2m1"), "ab"),
+                ("nvfp4", ("e2m1",), "ab"),
+            ),
+            _to_torch_v2,
+            _from_torch_v2,
+        ),
+        Layout(
+            "deepgemm_sm90",
+            "DeepGEMM on SM90 takes e4m3 with 1x128 scales for a, and with 1x128 or 128x128 scales for b",
+            (("1x128", ("e4m3",), "ab"), ("128x128", ("e4m3",), "b")),
+            _to_deepgemm_sm90,
+            _from_rows,
+        ),
+        Layout(
+            "deepgemm_sm100",
+            "DeepGEMM on SM100 takes e4m3 with 1x128, 128x128 or mx scales that are powers of two, and e2m1 "
+            "with mx scales",
+            (("1x128", ("e4m3",), "ab"), ("128x128", ("e4m3",), "ab"), ("mx", ("e4m3", "e2m1"), "ab")),
+            _to_deepgemm_sm100,
+            _from_deepgemm_sm100,
+        ),
+        Layout(
+            "te",
+            "TransformerEngine takes e4m3 or e5m2 with tensor, 1x128, 128x128 or mx scales, and nvfp4",
+            (
+                ("tensor", _FP8, "ab"),
+                ("1x128", _FP8, "ab"),
+                ("128x128", _FP8, "ab"),
+                ("mx", _FP8, "ab"),
+                ("nvfp4", ("e2m1",), "ab"),
+            ),
+            _to_te,
+            _from_te,
+        ),
+        Layout(
+            "deepep",
+            "DeepEP dispatches e4m3 with 1x128 fp32 scales",
+            (("1x128", ("e4m3",), "ab"),),
+            _to_deepep,
+            _from_rows,
+        ),
+        Layout(
+            "mx_swizzled",
+            "the 32x4x4 swizzle is for mx and nvfp4 scales",
+            (("mx", (*_FP8, "e2m1"), "ab"), ("nvfp4", ("e2m1",), "ab")),
+            _to_swizzled,
+            _from_swizzled,
+        ),
+    )
+}
+
+
+def _layout(name: str, format: Format, operand: Operand) -> Layout:
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {name!r}")
+    if operand not in ("a", "b"):
+        raise ValueError(f"operand must be 'a' or 'b'; got {operand!r}")
+    layout = LAYOUTS[name]
+    if not layout.supports(format, operand):
+        raise ValueError(f"{layout.takes}; got {format} for {operand}")
+    return layout
+
+
+def _shape(what: str, x: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{what} must have shape {shape}; got {tuple(x.shape)}")
+
+
+def _dtype(what: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise ValueError(f"{what} must be {dtype}; got {x.dtype}")
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _rup(a: int, b: int) -> int:
+    return _cdiv(a, b) * b

@@ -1,0 +1,213 @@
+"""The quantiser in plain PyTorch: what a kernel's bytes are compared with, and what runs without Triton.
+
+Everything works on a 2-D tensor; the column-wise copy is the row-wise copy of the transpose.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .formats import ElementType, Format
+from .qtensor import Copy
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def quantize_copy(
+    x: Tensor,
+    format: Format,
+    *,
+    tensor_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    input_dtype: torch.dtype | None = None,
+    random: Tensor | None = None,
+) -> Copy:
+    """The row-wise copy of x [M, K]. `scale` is a given scale, `random` int64 [M, K] draws of 32 bits."""
+    rows, cols = x.shape
+    input_max = torch.finfo(input_dtype or x.dtype).max
+    x = x.float()
+    block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
+    padded = F.pad(x, (0, -cols % group, 0, -rows % block_rows))
+    blocks = padded.reshape(padded.shape[0] // block_rows, block_rows, padded.shape[1] // group, group)
+    blocks = blocks.transpose(1, 2)  # [row blocks, column blocks, block_rows, group]
+    global_scale = None
+    divides = format.rule.data == "x / d"
+    if scale is not None:
+        stored = scale.float().expand(blocks.shape[:2])
+        factor = stored if divides else 1.0 / stored
+    else:
+        amax = amax_reference(blocks, (2, 3))
+        if format.block == "nvfp4":
+            assert tensor_amax is not None
+            stored, factor, global_scale = _nvfp4_scale(amax, tensor_amax.reshape(()).float(), format)
+        elif format.block == "mx":
+            stored, factor = _mx_scale(amax, format)
+        else:
+            if format.block == "tensor" and tensor_amax is not None:
+                amax = tensor_amax.reshape(1, 1).float()
+            stored, factor = _fp32_scale(amax, input_max, format)
+    factor = factor[..., None, None]
+    scaled = blocks / factor if divides and format.block not in ("mx", "nvfp4") else blocks * factor
+    scaled = scaled.transpose(1, 2).reshape(padded.shape)[:rows, :cols]
+    codes = encode_reference(scaled, format.number, random)
+    if format.packed == 2:
+        codes = F.pad(codes, (0, cols % 2))
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return Copy(codes.view(format.number.dtype), _laid_out(stored, format), global_scale)
+
+
+def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The numbers that a copy of a [M, K] tensor stands for: q * d in fp32 (q * (d * g) for nvfp4), rounded once."""
+    rows, cols = shape
+    codes = copy.data.view(torch.uint8)
+    if format.packed == 2:
+        codes = torch.stack((codes & 0xF, codes >> 4), -1).flatten(1)[:, :cols]
+        values = _E2M1.to(codes.device)[codes.long()]
+    else:
+        values = copy.data.float()
+    scale = copy.scale.float()
+    if copy.global_scale is not None:
+        scale = scale * copy.global_scale
+    block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
+    scale = scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(group, 1)[:, :cols]
+    return (values * scale).to(dtype)
+
+
+def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """Largest |x|, NaN if there is one, 0 of nothing."""
+    dims = tuple(range(x.dim())) if dims is None else dims
+    if any(x.shape[d] == 0 for d in dims):
+        return x.new_zeros([n for d, n in enumerate(x.shape) if d not in dims], dtype=torch.float32)
+    return x.float().abs().amax(dims)
+
+
+def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
+    """Room for the scales of a [rows, cols] copy, laid out as `Format` says; pads are zero."""
+    scale_rows, scale_cols = format.scale_shape(rows, cols)
+    if format.block != "1x128":
+        return torch.empty((scale_rows, scale_cols), dtype=format.scale_dtype, device=device)
+    padded = -(-scale_rows // 4) * 4
+    make = torch.empty if padded == scale_rows else torch.zeros
+    return make((scale_cols, padded), dtype=format.scale_dtype, device=device).t()[:scale_rows]
+
+
+def _laid_out(stored: Tensor, format: Format) -> Tensor:
+    if format.block in ("mx", "nvfp4"):
+        return stored.view(format.scale_dtype)
+    if format.block != "1x128":
+        return stored.contiguous()
+    return F.pad(stored.t(), (0, -stored.shape[0] % 4)).contiguous().t()[: stored.shape[0]]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """number / x with one rounding; PyTorch's own multiplies the reciprocal."""
+    return torch.full_like(x, number) / x
+
+
+def _fp32_scale(amax: Tensor, input_max: float, format: Format) -> tuple[Tensor, Tensor]:
+    """(stored, factor): the table of `formats`."""
+    rule, number = format.rule, format.number
+    amax = torch.where(amax < rule.amax_floor, torch.full_like(amax, rule.amax_floor), amax)
+    if rule.scale == "1 / (max / amax)":
+        factor = _over(number.max, amax)
+        if rule.name == "te":
+            usual = (amax > 0) & (amax < torch.inf)
+            factor = torch.where(usual, factor.clamp(max=input_max), 1.0)
+        if format.power_of_two:
+            factor = torch.where(factor.isnan(), factor, (_bits(factor) & 0x7F800000).view(torch.float32))
+        return 1.0 / factor, factor
+    if rule.scale == "amax * (1 / max)" or (format.power_of_two and rule.name == "deepep"):
+        scale = amax * number.reciprocal
+    else:
+        scale = amax / number.max
+    if format.power_of_two:
+        scale = _power_of_two_above(scale)
+        return scale, scale if rule.data == "x / d" else 1.0 / scale
+    factor = {"x * (1 / d)": 1.0 / scale, "x * (max / amax)": _over(number.max, amax), "x / d": scale}[
+        rule.data
+    ]
+    return scale, factor
+
+
+def _power_of_two_above(x: Tensor) -> Tensor:
+    bits = _bits(x)
+    exponent = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
+    return (exponent.clamp(1, 254) << 23).view(torch.float32)
+
+
+def _mx_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    if format.rule.name == "deepgemm":
+        scale = _power_of_two_above(amax.clamp(min=format.rule.amax_floor) / format.number.max)
+        return (_bits(scale) >> 23).to(torch.uint8), 1.0 / scale
+    bits = _bits(amax * format.number.reciprocal) & 0x7FFFFFFF
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    code = torch.where(exponent == 0, (mantissa > 0x400000).int(), exponent + (mantissa != 0).int()).clamp(
+        max=254
+    )
+    code = torch.where(bits == 0x7F800000, 255 if format.rule.name == "torchao" else 254, code)
+    code = torch.where(bits > 0x7F800000, 255, code)
+    inverse = torch.where(code == 254, 0x00400000, (254 - code) << 23)
+    inverse = torch.where(code == 255, 0x7FC00000, inverse)
+    return code.to(torch.uint8), inverse.int().view(torch.float32)
+
+
+def nvfp4_global_reference(tensor_amax: Tensor, format: Format) -> Tensor:
+    if format.rule.name == "te":
+        return 1.0 / _nvfp4_encode(tensor_amax)
+    return torch.where(tensor_amax == 0, 1.0, tensor_amax / 2688.0)
+
+
+def _nvfp4_encode(tensor_amax: Tensor) -> Tensor:
+    encode = _over(2688.0, tensor_amax).clamp(max=_LARGEST)
+    return torch.where((tensor_amax == 0) | (encode == 0), 1.0, encode)
+
+
+def _nvfp4_scale(amax: Tensor, tensor_amax: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    from .formats import ELEMENTS
+
+    decode = nvfp4_global_reference(tensor_amax, format)
+    if format.rule.name == "te":
+        encode = _nvfp4_encode(tensor_amax)
+        code = encode_reference(
+            (amax * (encode * ELEMENTS["e2m1"].reciprocal)).clamp(max=_LARGEST), ELEMENTS["e4m3"]
+        )
+        factor = (1.0 / (code.view(torch.float8_e4m3fn).float() * (1.0 / encode))).clamp(max=_LARGEST)
+    else:
+        code = encode_reference(((amax / 6.0) / decode).clamp(2.0**-6, 448.0), ELEMENTS["e4m3"])
+        factor = (1.0 / decode) / code.view(torch.float8_e4m3fn).float()
+    return code, factor, decode
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def encode_reference(x: Tensor, number: ElementType, random: Tensor | None = None) -> Tensor:
+    """fp32 -> codes in uint8: nearest even, or stochastic with 32 random bits each; saturating."""
+    if number.name == "int8":
+        if random is not None:
+            raise ValueError("stochastic rounding is for float elements; int8 has none")
+        return x.nan_to_num(nan=0.0).clamp(-127, 127).round().to(torch.int8).view(torch.uint8)
+    bits = _bits(x).long()
+    size = bits & 0x7FFFFFFF
+    clamped = size.clamp(max=number.max_bits)
+    shift = number.shift
+    least = number.min_normal_bits >> 23
+    exponent = (clamped >> 23).clamp(min=least)
+    if random is None:
+        half = (1 << (shift - 1)) - 1
+        normal = ((clamped + half + ((clamped >> shift) & 1)) >> shift) - number.rebias
+        subnormal = _bits(clamped.int().view(torch.float32) + number.magic).long() - number.magic_bits
+        code = torch.where(clamped < number.min_normal_bits, subnormal, normal)
+    else:
+        mantissa = torch.where(clamped >= 0x00800000, (clamped & 0x7FFFFF) | 0x800000, 0)
+        units = mantissa >> (exponent - (clamped >> 23)).clamp(max=31)
+        steps = (units + (random & ((1 << shift) - 1))) >> shift
+        code = (((exponent - least) << (23 - shift)) + steps).clamp(max=number.max_code)
+    code = torch.where(bits < 0, code | number.sign, code)
+    return torch.where(size > 0x7F800000, number.nan, code).to(torch.uint8)

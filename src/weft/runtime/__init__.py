@@ -1,0 +1,27 @@
+"""What every op stands on; the only code that knows `torch.library` and Triton's driver."""
+
+from .backend import backend, launch_device, serves
+from .capabilities import Capabilities
+from .launch import Kernel, Launch, capabilities_of, kernel, recording
+from .offline import TARGETS, Binary, CompileError, Variant, compile_all
+from .ops import Op, catalogue, define_op
+
+__all__ = [
+    "TARGETS",
+    "Binary",
+    "Capabilities",
+    "CompileError",
+    "Kernel",
+    "Launch",
+    "Op",
+    "Variant",
+    "backend",
+    "capabilities_of",
+    "catalogue",
+    "compile_all",
+    "define_op",
+    "kernel",
+    "launch_device",
+    "recording",
+    "serves",
+]

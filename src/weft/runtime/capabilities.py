@@ -1,0 +1,160 @@
+"""What a GPU (or the CPU) can do, as far as it changes which kernel is built."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about one target, read off what Triton 3.7 builds for it.
+
+    - `fp8_cast`: an fp32 number becomes e4m3 or e5m2 in hardware with one rounding to nearest even. Without it
+      (sm_80 has no such type, sm_89 rounds twice, gfx942 emulates it) kernels encode with integer arithmetic:
+      the same bytes.
+    - `fp8_saturates`: that conversion also clamps to the largest number and has one code for NaN.
+    - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions that take these operands.
+    - `descriptors`: tensor descriptors become bulk copies.
+    - `multiprocessors`: programs that run at the same time; for a named target that of a typical product.
+    """
+
+    target: str
+    backend: str  # Triton's name: cuda, hip or cpu
+    fp8_cast: bool
+    fp8_saturates: bool
+    fp8_dot: bool
+    mx_dot: bool
+    nvfp4_dot: bool
+    descriptors: bool
+    multiprocessors: int
+    warp_size: int = 32
+    shared_bytes: int = 101_376
+
+    @staticmethod
+    def of(target: str) -> Capabilities:
+        """Those of a named target.
+
+        >>> Capabilities.of("sm_90").fp8_cast, Capabilities.of("sm_89").fp8_cast
+        (True, False)
+        """
+        try:
+            return _TARGETS[target]
+        except KeyError:
+            raise ValueError(f"unknown target {target!r}; known: {', '.join(_TARGETS)}") from None
+
+
+def _row(
+    target: str,
+    *,
+    cast: bool,
+    saturates: bool = False,
+    dot: bool = False,
+    mx: bool = False,
+    nvfp4: bool = False,
+    descriptors: bool = False,
+    multiprocessors: int,
+    shared_bytes: int,
+) -> Capabilities:
+    backend = "hip" if target.startswith("gfx") else "cpu" if target == "cpu" else "cuda"
+    warp_size = {"hip": 64, "cuda": 32, "cpu": 1}[backend]
+    return Capabilities(
+        target,
+        backend,
+        cast,
+        saturates,
+        dot,
+        mx,
+        nvfp4,
+        descriptors,
+        multiprocessors,
+        warp_size,
+        shared_bytes,
+    )
+
+
+_TARGETS = {
+    row.target: row
+    for row in (
+        _row("sm_80", cast=False, multiprocessors=108, shared_bytes=166_912),
+        _row("sm_86", cast=False, multiprocessors=84, shared_bytes=101_376),
+        _row("sm_89", cast=False, dot=True, multiprocessors=142, shared_bytes=101_376),
+        _row(
+            "sm_90",
+            cast=True,
+            saturates=True,
+            dot=True,
+            descriptors=True,
+            multiprocessors=132,
+            shared_bytes=232_448,
+        ),
+        _row(
+            "sm_100",
+            cast=True,
+            saturates=True,
+            dot=True,
+            mx=True,
+            nvfp4=True,
+            descriptors=True,
+            multiprocessors=148,
+            shared_bytes=232_448,
+        ),
+        _row(
+            "sm_103",
+            cast=True,
+            saturates=True,
+            dot=True,
+            mx=True,
+            nvfp4=True,
+            descriptors=True,
+            multiprocessors=148,
+            shared_bytes=232_448,
+        ),
+        _row(
+            "sm_120",
+            cast=True,
+            saturates=True,
+            dot=True,
+            mx=True,
+            nvfp4=True,
+            descriptors=True,
+            multiprocessors=170,
+            shared_bytes=101_376,
+        ),
+        _row("gfx942", cast=False, multiprocessors=304, shared_bytes=65_536),
+        _row("gfx950", cast=True, dot=True, mx=True, multiprocessors=256, shared_bytes=163_840),
+        # Loom: casts are vector code that rounds once, and every dot runs. The number of programs of a
+        # launch must not depend on the number of threads, or sums over programs would.
+        _row(
+            "cpu",
+            cast=True,
+            saturates=True,
+            dot=True,
+            mx=True,
+            nvfp4=True,
+            multiprocessors=16,
+            shared_bytes=1 << 30,
+        ),
+    )
+}
+
+
+@functools.cache
+def of_device(device: torch.device) -> Capabilities:
+    """Those of a device of this machine, asked of PyTorch. A device newer than the table counts as its nearest
+    older relative."""
+    if device.type == "cpu":
+        return Capabilities.of("cpu")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        target = properties.gcnArchName.split(":")[0]
+        known = _TARGETS.get(target, _TARGETS["gfx942"])
+    else:
+        number = 10 * properties.major + properties.minor
+        older = [t for t in _TARGETS if t.startswith("sm_") and int(t[3:]) <= number]
+        if not older:
+            raise RuntimeError(f"{properties.name} is an sm_{number}; Weft's kernels need sm_80 or later")
+        target, known = f"sm_{number}", _TARGETS[max(older, key=lambda t: int(t[3:]))]
+    return replace(known, target=target, multiprocessors=properties.multi_processor_count)

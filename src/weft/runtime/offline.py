@@ -1,0 +1,475 @@
+"""Compile Triton kernels for named GPUs on a machine without one, and read the binaries.
+
+What is read here was compiled, never measured: it says which instructions, registers and spills a kernel
+has, not how fast it is. Few registers together with spills are no virtue: under far too much pressure, ptxas
+12.8 was seen to use 32 registers and kilobytes of stack where 255 were allowed.
+
+Compilation happens in child processes, because some compiler failures end the process instead of raising and
+some compilations do not end at all. A child compiles many variants one after another, since starting it costs
+far more than a small kernel does, and is replaced when it is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+
+# Starting a child imports torch and Triton. This is no part of any compilation, so it has its own limit.
+_START_SECONDS = 120.0
+_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Everything that decides a kernel's code, apart from the target.
+
+    `signature` names every parameter in order with its type ("*bf16", "i32", "fp32", "constexpr");
+    `constants` holds the value of each "constexpr" one, None for an absent pointer. The rest is what Triton
+    would know at launch: with `aligned`, that every pointer is divisible by 16; that the integers named in
+    `divisible` are; and with `small`, that every tensor has less than 2 GiB, which lets the AMD compiler use
+    buffer instructions where it could not prove that offsets fit (it means nothing to the other). `options`
+    are further compiler options, such as ("enable_fp_fusion", False).
+    """
+
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+    aligned: bool
+    num_warps: int
+    num_stages: int
+    divisible: tuple[str, ...] = ()
+    small: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What was read off one binary.
+
+    `registers` are per thread (NVIDIA) or VGPRs per lane, AGPRs included (AMD). `spill_bytes` are per thread:
+    the stores plus loads that ptxas reports, or four times the spilled VGPRs and SGPRs. `stack` is local
+    memory per thread, not all of which is spill; `shared` is per block, and not compared with what the target
+    has.
+
+    `loads` and `stores` count instructions on global (or generic) memory by their width in bits. Copies from
+    global to shared memory count as loads and the reverse as stores; those of TMA move at least 16 bytes at a
+    time and count as 128. Neither atomics nor scalar loads of AMD are counted.
+
+    `uses_fp64` is any float64 arithmetic or conversion. `opcodes` counts the mnemonics of the whole binary.
+    `seconds` is what compiling and reading took, next to nothing when the caches had both.
+    """
+
+    target: str
+    registers: int
+    spill_bytes: int
+    stack: int
+    shared: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+    uses_fp64: bool
+    seconds: float
+    opcodes: Counter[str] = field(repr=False)
+
+    def count(self, pattern: str) -> int:
+        """How many instructions have a mnemonic that begins with this regular expression."""
+        return sum(n for opcode, n in self.opcodes.items() if re.match(pattern, opcode))
+
+
+class CompileError(RuntimeError):
+    """One variant did not compile: it was refused, the compiler died, or it took too long.
+
+    `stderr` is the end of what the compiler wrote meanwhile.
+    """
+
+    def __init__(self, target: str, kernel: str, reason: str, stderr: str) -> None:
+        super().__init__(target, kernel, reason, stderr)
+        self.target = target
+        self.kernel = kernel
+        self.reason = reason
+        self.stderr = stderr
+
+    def __str__(self) -> str:
+        text = f"{self.kernel} for {self.target}: {self.reason}"
+        return f"{text}\n{self.stderr}" if self.stderr else text
+
+
+def compile_all(
+    variants: Iterable[tuple[Variant, str]],
+    *,
+    workers: int = 1,
+    timeout: float = 120,
+    progress: Callable[[int, int, Binary | CompileError], None] | None = None,
+) -> list[Binary | CompileError]:
+    """Compile each (variant, target) and return what came of it, in the order given.
+
+    A failure is returned, not raised, and concerns its own variant only. `timeout` is in seconds for each
+    variant. After each, `progress` is called with how many are done, how many there are, and the result.
+    """
+    jobs = list(variants)
+    unknown = {target for _, target in jobs} - set(TARGETS)
+    if unknown:
+        raise ValueError(f"unknown targets {sorted(unknown)}; known are {', '.join(TARGETS)}")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
+    waiting = deque(range(len(jobs)))
+    results: dict[int, Binary | CompileError] = {}
+    team: list[_Worker] = []
+    try:
+        while len(results) < len(jobs):
+            while waiting and len(team) < workers:
+                team.append(_Worker(timeout))
+            for worker in [w for w in team if w.job is None]:
+                if waiting:
+                    index = waiting.popleft()
+                    worker.give(index, *jobs[index])
+                else:
+                    team.remove(worker)
+                    worker.stop()
+            first = min(worker.deadline for worker in team)
+            heard = wait([worker.pipe for worker in team], max(0.0, first - time.monotonic()))
+            for worker in list(team):
+                job = worker.job
+                assert job is not None
+                result = worker.listen(worker.pipe in heard)
+                if worker.lost:
+                    team.remove(worker)
+                    worker.stop()
+                if result is not None:
+                    results[job] = result
+                    if progress is not None:
+                        progress(len(results), len(jobs), result)
+    finally:
+        for worker in team:
+            worker.stop()
+    return [results[index] for index in range(len(jobs))]
+
+
+class _Worker:
+    """A child process that compiles, seen from the parent."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.job: int | None = None
+        self.lost = False
+        self.target = self.kernel = ""
+        self.ready = False
+        self.deadline = time.monotonic() + _START_SECONDS
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.log_start = 0
+        self.pipe, theirs = multiprocessing.Pipe()
+        # The same path as here, so that the child finds the modules that the parent can import.
+        command = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import {__name__} as offline; offline._serve({theirs.fileno()}, {timeout})"
+        )
+        # A session of its own, so that stopping the child also stops the assembler it may be waiting for.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.log,
+            pass_fds=(theirs.fileno(),),
+            env=_environment(),
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def give(self, index: int, variant: Variant, target: str) -> None:
+        self.job, self.target, self.kernel = index, target, f"{variant.module}.{variant.kernel}"
+        if self.ready:  # else starting it is still under way, with its own deadline and its words of interest
+            self.log_start = self.log.seek(0, os.SEEK_END)
+            self.deadline = time.monotonic() + self.timeout
+        with contextlib.suppress(OSError):  # if it has died meanwhile, listening will tell
+            self.pipe.send((variant, target))
+
+    def listen(self, heard: bool) -> Binary | CompileError | None:
+        """What became of the job, or None while it is being done."""
+        if not heard:
+            if time.monotonic() < self.deadline:
+                return None
+            self.lost = True
+            limit = self.timeout if self.ready else _START_SECONDS
+            return self._failure(f"{'no result' if self.ready else 'not started'} after {limit:g} s")
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            self.lost = True
+            return self._failure(f"the compiler died ({self._ending()})")
+        if message is None:
+            self.ready = True
+            self.deadline = time.monotonic() + self.timeout
+            return None
+        result = message if isinstance(message, Binary) else self._failure(str(message))
+        self.job = None
+        return result
+
+    def stop(self) -> None:
+        # Not yet waited for, so that its id is still its own.
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+        self.log.close()
+
+    def _ending(self) -> str:
+        end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        if end is None or end.si_code == os.CLD_EXITED:
+            return f"exit status {end.si_status if end else 'unknown'}"
+        return signal.Signals(end.si_status).name
+
+    def _failure(self, reason: str) -> CompileError:
+        self.log.seek(self.log_start)
+        text = self.log.read().decode(errors="replace").strip()
+        # Where the compiler prints its whole module after its error, the tail alone would not show the error.
+        error = next((line for line in text.splitlines() if re.search(r"\berror\b", line, re.IGNORECASE)), "")
+        if error and error not in reason:
+            reason = f"{reason}: {error.strip()[:400]}"
+        return CompileError(self.target, self.kernel, reason, text[-_TAIL:])
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # Interpreted kernels cannot be compiled, and a cache of binaries alone has no PTX to read.
+    for name in ("TRITON_INTERPRET", "TRITON_STORE_BINARY_ONLY"):
+        environment.pop(name, None)
+    # Kernels can ask for the GPU that is present, and their code must not depend on it.
+    environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    return environment
+
+
+# From here on: what runs in the child.
+
+
+def _serve(handle: int, timeout: float) -> None:
+    os.set_inheritable(handle, False)  # Triton hands inheritable files to the assembler, which can outlive us
+    pipe = Connection(handle)
+    with contextlib.suppress(ImportError):  # its place differs between releases
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # hashes the compiler once per process, which is no part of the first variant's time
+    pipe.send(None)
+    while True:
+        try:
+            variant, target = pipe.recv()
+        except EOFError:
+            return
+        signal.alarm(int(timeout) + 10)  # for the case that the parent is no longer there to stop us
+        try:
+            result: Binary | str = _compile(variant, target)
+        except Exception as error:
+            traceback.print_exc()
+            result = f"{type(error).__name__}: {error}"[:_TAIL]
+        signal.alarm(0)
+        sys.stderr.flush()
+        pipe.send(result)
+
+
+def _compile(variant: Variant, target: str) -> Binary:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime import JITFunction
+
+    begin = time.perf_counter()
+    kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+    while not isinstance(kernel, JITFunction):  # autotuners and heuristics wrap theirs
+        kernel = kernel.fn
+    signature, constants = dict(variant.signature), dict(variant.constants)
+    if list(signature) != list(kernel.arg_names):
+        raise ValueError(f"the signature names {list(signature)}, the kernel {list(kernel.arg_names)}")
+    expected = {name for name, kind in signature.items() if kind == "constexpr"}
+    if expected != set(constants):
+        raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
+    if wrong := set(variant.divisible) - set(signature):
+        raise ValueError(f"no parameters {sorted(wrong)} that could be divisible")
+    nvidia = target.startswith("sm_")
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (name, kind) in enumerate(variant.signature):
+        pointer = kind.startswith("*")
+        known = (
+            [["tt.divisibility", 16]] if (pointer and variant.aligned) or name in variant.divisible else []
+        )
+        if pointer and variant.small and not nvidia:
+            known.append(["tt.pointer_range", 32])
+        if known:
+            attributes[index,] = known
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **dict(variant.options)}
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+    compiled = triton.compile(source, target=gpu, options=options)
+    if nvidia:
+        found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, options)
+        fp64 = re.search(_PTX_FP64, compiled.asm["ptx"]) is not None
+        classify = _classify_nvidia
+    else:
+        found = _read_amd(compiled.asm["amdgcn"])
+        fp64 = any("_f64" in opcode for opcode in found.opcodes)
+        classify = _classify_amd
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    for opcode, n in found.opcodes.items():
+        if access := classify(opcode):
+            (loads if access[0] == "load" else stores)[access[1]] += n
+    return Binary(
+        target=target,
+        registers=found.registers,
+        spill_bytes=found.spill_bytes,
+        stack=found.stack,
+        shared=compiled.metadata.shared,
+        loads=dict(loads),
+        stores=dict(stores),
+        uses_fp64=fp64,
+        seconds=time.perf_counter() - begin,
+        opcodes=found.opcodes,
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    registers: int
+    spill_bytes: int
+    stack: int
+    opcodes: Counter[str]
+
+
+# Moves of 64-bit values are not arithmetic, whatever type they carry.
+_PTX_FP64 = re.compile(r"(?<![\w.])(?!(?:ld|st|mov|selp)\b)[a-z]\w*(?:[.:]+\w+)*\.f64\b")
+_SASS_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
+_SASS_ACCESS = {
+    "LDG": "load",
+    "LD": "load",
+    "LDGSTS": "load",
+    "UTMALDG": "load",
+    "STG": "store",
+    "ST": "store",
+    "UTMASTG": "store",
+}
+_SASS_WIDTH = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+_GCN_OPCODE = re.compile(r"^\t([a-z]\w*)", re.MULTILINE)
+_GCN_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:lds_)?(\w+)")
+# Names up to gfx9 (dwordx4, sbyte_d16_hi) and from gfx11 on (b128, d16_hi_u8).
+_GCN_WIDTHS = (
+    (re.compile(r"dword(?:x(\d+))?"), 32),
+    (re.compile(r"[us]?short|format_d16_x$"), 16),
+    (re.compile(r"[us]?byte"), 8),
+)
+_GCN_BITS = re.compile(r"(?:^|_)[biu](8|16|32|64|96|128)$")
+
+
+def _read_nvidia(cubin: bytes, ptx: str, gpu: Any, options: dict[str, Any]) -> _Reading:
+    import triton
+    from triton import knobs
+
+    # The disassembler needs half a second whatever it is given, more than a small kernel needs to compile.
+    digest = hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode() + cubin).hexdigest()
+    cached = Path(knobs.cache.dir) / "weft-offline" / f"{digest}.json"
+    if cached.exists():
+        registers, spill_bytes, stack, opcodes = json.loads(cached.read_text())
+        return _Reading(registers, spill_bytes, stack, Counter(opcodes))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
+        sass = _run(knobs.nvidia.nvdisasm.path, "-c", str(path))
+    functions = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    registers = max(int(r) for r, _ in functions)
+    stack = max(int(s) for _, s in functions)
+    spill_bytes = 0
+    if stack:  # spills live on the stack, but so do other things: only the assembler tells them apart
+        spills = re.findall(
+            r"(\d+) bytes spill stores, (\d+) bytes spill loads", _assembler_log(ptx, gpu, options)
+        )
+        if not spills:
+            raise RuntimeError("the assembler's log says nothing about spills")
+        spill_bytes = sum(int(stored) + int(loaded) for stored, loaded in spills)
+    counts = Counter(_SASS_OPCODE.findall(sass))
+    del counts["NOP"]  # padding after the end
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    partial = cached.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps([registers, spill_bytes, stack, counts]))
+    partial.replace(cached)
+    return _Reading(registers, spill_bytes, stack, counts)
+
+
+def _assembler_log(ptx: str, gpu: Any, options: dict[str, Any]) -> str:
+    """What ptxas -v says when it is run exactly as Triton runs it, whose options differ between releases."""
+    from triton import knobs
+    from triton.backends.compiler import Language
+    from triton.compiler import make_backend
+
+    backend = make_backend(gpu)
+    stages: dict[str, Callable[[str, dict[str, Any]], bytes]] = {}
+    backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
+    log = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        stages["cubin"](ptx, {})
+    return log.getvalue()
+
+
+def _read_amd(assembly: str) -> _Reading:
+    def number(key: str) -> int:
+        values = re.findall(rf"^\s*(?:- )?\.{key}:\s+(\d+)$", assembly, re.MULTILINE)
+        if not values:
+            raise RuntimeError(f"the assembly has no .{key}")
+        return max(int(value) for value in values)
+
+    return _Reading(
+        registers=number("vgpr_count"),
+        spill_bytes=4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
+        stack=number("private_segment_fixed_size"),
+        opcodes=Counter(_GCN_OPCODE.findall(assembly)),
+    )
+
+
+def _classify_nvidia(opcode: str) -> tuple[str, int] | None:
+    base, *parts = opcode.split(".")
+    if base == "UBLKCP":  # a bulk copy: to shared from global memory, or the reverse
+        return ("load" if parts[:1] == ["S"] else "store"), 128
+    kind = _SASS_ACCESS.get(base)
+    if kind is None:
+        return None
+    if base.startswith("UTMA"):
+        return kind, 128
+    return kind, next((_SASS_WIDTH[part] for part in parts if part in _SASS_WIDTH), 32)
+
+
+def _classify_amd(opcode: str) -> tuple[str, int] | None:
+    match = _GCN_ACCESS.fullmatch(opcode)
+    if match is None:
+        return None
+    kind, rest = match.groups()
+    if bits := _GCN_BITS.search(rest):
+        return kind, int(bits[1])
+    for pattern, width in _GCN_WIDTHS:
+        if found := pattern.match(rest):
+            many = found[1] if found.re.groups else None
+            return kind, width * int(many or 1)
+    raise ValueError(f"unknown width of {opcode}")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-_TAIL:]}")
+    return done.stdout

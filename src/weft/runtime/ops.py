@@ -1,0 +1,131 @@
+"""An op: its schema, how it is run, traced and differentiated, and its place in the one catalogue.
+
+`define_op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
+Called in eager mode on plain tensors, an op skips the dispatcher: that alone would cost more than the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import serves
+
+Outputs = list[Tensor]
+
+# Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
+catalogue: dict[str, Op] = {}
+
+_library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. Callable with the arguments of its schema; returns a list of tensors.
+
+    - `allocate(*args)` makes the outputs, uninitialised: shapes, dtypes and strides are decided here alone.
+    - `launch(outputs, *args)` fills them with Triton kernels.
+    - `reference(*args)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
+    - `setup_context`, `backward`: as for `torch.library.register_autograd`, with gradients in a list.
+    - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
+      whatever the sizes are.
+    """
+
+    name: str
+    schema: str
+    allocate: Callable[..., Outputs]
+    launch: Callable[..., None]
+    reference: Callable[..., Outputs]
+    variants: int
+    setup_context: Callable[..., None] | None = None
+    backward: Callable[..., Any] | None = None
+    overload: Any = field(default=None, compare=False)
+    function: Any = field(default=None, compare=False)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.backward is not None
+
+    def __call__(self, *args: Any) -> Outputs:
+        if torch.compiler.is_compiling() or not _plain(args):
+            return self.overload(*args)  # type: ignore[no-any-return]
+        if (
+            self.backward is not None
+            and torch.is_grad_enabled()
+            and any(arg.requires_grad for arg in args if isinstance(arg, Tensor))
+        ):
+            return self.function.apply(*args)  # type: ignore[no-any-return]
+        return self.run(*args)
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether kernels compute for x; the reference does in float64, and where there is no driver."""
+        return serves(x.device) and x.dtype is not torch.float64
+
+    def run(self, *args: Any) -> Outputs:
+        """Compute, without autograd or dispatch."""
+        if self.serves(args[0]):
+            outputs = self.allocate(*args)
+            self.launch(outputs, *args)
+            return outputs
+        return self.reference(*args)
+
+
+def define_op(
+    schema: str,
+    *,
+    allocate: Callable[..., Outputs],
+    launch: Callable[..., None],
+    reference: Callable[..., Outputs],
+    variants: int,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Op:
+    """Register an op under `torch.ops.weft` and in the catalogue. The schema ends in `-> Tensor[]`, and the first
+    argument is a tensor: its device decides who serves the call."""
+    name = schema.partition("(")[0]
+    if name in catalogue:
+        raise ValueError(f"the op {name!r} is already defined")
+    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward)
+    _library.define(schema)
+    _library.impl(name, op.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", allocate, lib=_library)
+    object.__setattr__(op, "overload", getattr(torch.ops.weft, name).default)
+    if backward is not None and setup_context is not None:
+        torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=_library)
+        object.__setattr__(op, "function", _eager_function(op, setup_context, backward))
+    catalogue[name] = op
+    return op
+
+
+def _eager_function(
+    op: Op, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """The op as an autograd node for eager calls, made of the same two functions."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+            outputs = op.run(*args)
+            setup_context(ctx, args, outputs)
+            return tuple(outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return backward(ctx, grads)
+
+    Function.__name__ = Function.__qualname__ = f"weft_{op.name}"
+    return Function
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _plain(args: Sequence[Any]) -> bool:
+    """Whether nothing but a plain call is going on: no mode, no functorch transform, no tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    return all(type(arg) in _PLAIN for arg in args if isinstance(arg, Tensor))

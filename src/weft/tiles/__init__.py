@@ -1,0 +1,41 @@
+"""Small `@triton.jit` functions on tiles in registers: no loads, no stores, usable in any kernel."""
+
+from .numbers import (
+    CONVERT,
+    CONVERT_CLAMPED,
+    INTEGER,
+    decode,
+    decode_e4m3,
+    encode,
+    encode_stochastic,
+    pack_pairs,
+    unpack_pairs,
+)
+from .quantize import block_scale, quantize_columns, quantize_rows, quantize_squares, round_to
+from .reduce import amax, larger, merge_moments
+from .scales import fp32_scale, given_scale, nvfp4_global, reciprocal, scaled
+
+__all__ = [
+    "CONVERT",
+    "CONVERT_CLAMPED",
+    "INTEGER",
+    "amax",
+    "block_scale",
+    "decode",
+    "decode_e4m3",
+    "encode",
+    "encode_stochastic",
+    "fp32_scale",
+    "given_scale",
+    "larger",
+    "merge_moments",
+    "nvfp4_global",
+    "pack_pairs",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_squares",
+    "reciprocal",
+    "round_to",
+    "scaled",
+    "unpack_pairs",
+]

@@ -1,0 +1,130 @@
+"""Encoding and decoding of small numbers: e4m3, e5m2, e2m1 and int8, in registers.
+
+Codes are uint8, the same on every target: one rounding to nearest even, saturation at the largest number, and one
+code for NaN (0x7F for the 8-bit floats, +6 for e2m1, 0 for int8). `FORMAT` is a `weft.quant.Format`.
+"""
+
+from ..language import tl, triton
+
+# How a target encodes the 8-bit floats.
+INTEGER = tl.constexpr(0)  # no usable conversion: integer arithmetic
+CONVERT = tl.constexpr(1)  # its conversion rounds once, saturates and has one NaN
+CONVERT_CLAMPED = tl.constexpr(2)  # its conversion rounds once; saturation and NaN are done around it
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, CAST: tl.constexpr):
+    """fp32 [...] -> codes uint8 [...]; e2m1 codes have 4 bits and are not packed yet."""
+    if FORMAT.element == "int8":
+        return _encode_int8(x)
+    if CAST == 0 or FORMAT.element == "e2m1":
+        return _encode_by_integers(x, FORMAT)
+    if CAST == 2:
+        clamped = tl.clamp(x, -FORMAT.number.max, FORMAT.number.max)
+        codes = _convert(clamped, FORMAT)
+        return tl.where(x != x, 0x7F, codes).to(tl.uint8)
+    return _convert(x, FORMAT)
+
+
+@triton.jit
+def _convert(x, FORMAT: tl.constexpr):
+    if FORMAT.element == "e4m3":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _encode_by_integers(x, FORMAT: tl.constexpr):
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    clamped = tl.minimum(size, FORMAT.number.max_bits)
+    # normal: round to nearest even on the dropped bits, then move the exponent
+    half = (1 << (FORMAT.number.shift - 1)) - 1
+    normal = (
+        (clamped + half + ((clamped >> FORMAT.number.shift) & 1)) >> FORMAT.number.shift
+    ) - FORMAT.number.rebias
+    # subnormal: the adder rounds at the place of the smallest one
+    shifted = clamped.to(tl.float32, bitcast=True) + FORMAT.number.magic
+    subnormal = shifted.to(tl.int32, bitcast=True) - FORMAT.number.magic_bits
+    code = tl.where(clamped < FORMAT.number.min_normal_bits, subnormal, normal)
+    code = code | ((bits >> FORMAT.number.sign_shift) & FORMAT.number.sign)
+    return tl.where(size > 0x7F800000, FORMAT.number.nan, code).to(tl.uint8)
+
+
+@triton.jit
+def _encode_int8(x):
+    # Adding 1.5 * 2^23 rounds to nearest even at the units. The clamp between keeps a compiler from contracting
+    # the caller's product and this sum into one rounding.
+    x = tl.where(x != x, 0.0, tl.minimum(tl.maximum(x, -127.0), 127.0))
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def encode_stochastic(x, random, FORMAT: tl.constexpr):
+    """fp32 [...] and uniform random uint32 [...] -> codes that round up with a probability equal to the part cut
+    off (to 2^-`shift` of a step). Never for int8."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, FORMAT.number.max_bits)
+    least = FORMAT.number.min_normal_bits >> 23
+    exponent = tl.maximum(size >> 23, least)
+    # the number in units of 2^-shift of the element's step there; subnormal fp32 is zero to all of them
+    mantissa = tl.where(size >= 0x00800000, (size & 0x7FFFFF) | 0x800000, 0)
+    units = mantissa >> tl.minimum(exponent - (size >> 23), 31)
+    noise = (random & ((1 << FORMAT.number.shift) - 1)).to(tl.int32)
+    steps = (units + noise) >> FORMAT.number.shift
+    code = ((exponent - least) << (23 - FORMAT.number.shift)) + steps
+    code = tl.minimum(code, FORMAT.number.max_code)
+    code = code | ((bits >> FORMAT.number.sign_shift) & FORMAT.number.sign)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, FORMAT.number.nan, code).to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, FORMAT: tl.constexpr):
+    """codes uint8 [...] -> fp32 [...], exactly."""
+    if FORMAT.element == "int8":
+        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        code = codes.to(tl.int32)
+        size = code & (FORMAT.number.sign - 1)
+        # As fp32 bits the magnitude is right but for the exponent's bias; the product is exact for normal and
+        # subnormal numbers.
+        value = (size << FORMAT.number.shift).to(tl.float32, bitcast=True) * FORMAT.number.unbias
+        if FORMAT.element == "e4m3":
+            value = tl.where(size == 0x7F, float("nan"), value)
+        if FORMAT.element == "e5m2":
+            value = tl.where(size == 0x7C, float("inf"), tl.where(size > 0x7C, float("nan"), value))
+        return tl.where((code & FORMAT.number.sign) != 0, -value, value)
+
+
+@triton.jit
+def decode_e4m3(codes):
+    """Block scales of nvfp4, uint8 [...] -> fp32 [...]."""
+    size = (codes & 0x7F).to(tl.int32)
+    value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    value = tl.where(size == 0x7F, float("nan"), value)
+    return tl.where((codes & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Block scales of nvfp4, fp32 [...] >= 0 -> codes uint8 [...]; integer arithmetic on every target."""
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    clamped = tl.minimum(size, 0x43E00000)
+    normal = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - 960
+    subnormal = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(clamped < 0x3C800000, subnormal, normal)
+    return tl.where(size > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def pack_pairs(codes):
+    """4-bit codes [R, C] -> bytes [R, C // 2], the even column in the low nibble."""
+    low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def unpack_pairs(packed):
+    """Bytes [R, C] -> 4-bit codes [R, 2 * C]."""
+    return tl.interleave(packed & 0xF, packed >> 4)

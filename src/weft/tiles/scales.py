@@ -1,0 +1,134 @@
+"""From the largest |x| of a block to its scale, in each convention's own arithmetic.
+
+Every operation is one IEEE fp32 operation (`div_rn`: Triton's `/` is an approximation on NVIDIA). The conventions
+are the table of `weft.quant.formats`.
+"""
+
+from ..language import tl, triton
+from .numbers import decode_e4m3, encode_e4m3
+
+
+@triton.jit
+def fp32_scale(amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
+    """amax fp32 [...] -> (d, factor), both fp32 [...]; `scaled(x, factor)` is what gets rounded."""
+    amax = tl.where(amax < FORMAT.rule.amax_floor, FORMAT.rule.amax_floor, amax)
+    if FORMAT.rule.scale == "1 / (max / amax)":
+        factor = tl.div_rn(tl.full(amax.shape, FORMAT.number.max, tl.float32), amax)
+        if FORMAT.rule.name == "te":
+            usual = (amax > 0.0) & (amax < float("inf"))
+            factor = tl.where(usual, tl.minimum(factor, INPUT_MAX), 1.0)
+        if FORMAT.power_of_two:
+            factor = power_of_two_below(factor)
+        return reciprocal(factor), factor
+    else:
+        if FORMAT.rule.scale == "amax / max" and not (FORMAT.power_of_two and FORMAT.rule.name == "deepep"):
+            scale = tl.div_rn(amax, tl.full(amax.shape, FORMAT.number.max, tl.float32))
+        else:
+            scale = amax * FORMAT.number.reciprocal
+        if FORMAT.power_of_two:
+            scale = power_of_two_above(scale)
+        if FORMAT.rule.data == "x / d":
+            return scale, scale
+        elif FORMAT.rule.data == "x * (1 / d)" or FORMAT.power_of_two:
+            return scale, reciprocal(scale)
+        else:
+            return scale, tl.div_rn(tl.full(amax.shape, FORMAT.number.max, tl.float32), amax)
+
+
+@triton.jit
+def given_scale(scale, FORMAT: tl.constexpr):
+    """The factor that goes with a stored scale made elsewhere."""
+    if FORMAT.rule.data == "x / d":
+        return scale
+    else:
+        return reciprocal(scale)
+
+
+@triton.jit
+def scaled(x, factor, FORMAT: tl.constexpr):
+    """x brought to the range of the elements. `factor` broadcasts."""
+    if FORMAT.rule.data == "x / d":
+        x, factor = tl.broadcast(x, factor)
+        return tl.div_rn(x, factor)
+    else:
+        return x * factor
+
+
+@triton.jit
+def mx_scale(amax, FORMAT: tl.constexpr):
+    """amax fp32 [...] -> (e8m0 code uint8, factor fp32)."""
+    if FORMAT.rule.name == "deepgemm":
+        amax = tl.where(amax < FORMAT.rule.amax_floor, FORMAT.rule.amax_floor, amax)
+        scale = power_of_two_above(tl.div_rn(amax, tl.full(amax.shape, FORMAT.number.max, tl.float32)))
+        return (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), reciprocal(scale)
+    else:
+        bits = (amax * FORMAT.number.reciprocal).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        subnormal = tl.where(mantissa > 0x400000, 1, 0)  # 2^-127 itself has the mantissa 0x400000
+        code = tl.where(exponent == 0, subnormal, exponent + tl.where(mantissa != 0, 1, 0))
+        infinite = 255 if FORMAT.rule.name == "torchao" else 254
+        code = tl.where(bits < 0x7F800000, tl.minimum(code, 254), tl.where(bits == 0x7F800000, infinite, 255))
+        inverse = tl.where(code == 254, 0x00400000, (254 - code) << 23)
+        inverse = tl.where(code == 255, 0x7FC00000, inverse)
+        return code.to(tl.uint8), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nvfp4_global(amax, FORMAT: tl.constexpr):
+    """The tensor's amax, a scalar -> its decode scale g, as stored."""
+    if FORMAT.rule.name == "te":
+        return tl.div_rn(1.0, _nvfp4_encode(amax))
+    else:
+        return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 2688.0))
+
+
+@triton.jit
+def _nvfp4_encode(amax):
+    """TransformerEngine's S: 2688 = 448 * 6 over the tensor's amax, 1 where amax is 0 or infinite."""
+    scale = _at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
+    return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+
+
+@triton.jit
+def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
+    """amax fp32 [...] of blocks and the tensor's -> (e4m3 code uint8 [...], factor fp32 [...])."""
+    LARGEST: tl.constexpr = 3.4028234663852886e38
+    if FORMAT.rule.name == "te":
+        encode = _nvfp4_encode(tensor_amax)
+        code = encode_e4m3(_at_most(amax * (encode * 0.1666666716337204), LARGEST))  # fp32(1 / 6)
+        factor = _at_most(reciprocal(decode_e4m3(code) * tl.div_rn(1.0, encode)), LARGEST)
+        return code, factor
+    else:
+        decode = nvfp4_global(tensor_amax, FORMAT)
+        sixth = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+        scale = tl.div_rn(sixth, tl.zeros_like(sixth) + decode)
+        code = encode_e4m3(tl.where(scale < 0.015625, 0.015625, scale))  # saturates at 448
+        return code, tl.div_rn(tl.zeros_like(sixth) + tl.div_rn(1.0, decode), decode_e4m3(code))
+
+
+@triton.jit
+def _at_most(x, limit):
+    """min(x, limit) that keeps NaN."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def power_of_two_above(x):
+    """The smallest power of two that is not below x > 0, from x's exponent bits; 2^-126 to 2^127, to which inf
+    and NaN go too."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) & 0xFF) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+    return (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two_below(x):
+    """The largest power of two that is not above x >= 0: its mantissa cleared. Keeps 0, inf and NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, bits, bits & 0x7F800000)
+    return bits.to(tl.float32, bitcast=True)

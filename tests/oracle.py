@@ -1,0 +1,453 @@
+"""What the bytes of every quantised format must be, written from the formulas and from nothing else.
+
+This file judges the kernels, so it shares no code with them, and it works by other means than they do:
+
+- An element is encoded by looking for the nearest number in the list of all numbers of its type (`encode`),
+  not by adding and shifting bits. Midpoints are float64, hence exact; a tie goes to the even code.
+- Powers of two come from `frexp` and `ldexp`, not from masks.
+- Scales are numpy float32 arithmetic, where each operation is one IEEE operation: nothing is fused,
+  approximated or flushed to zero.
+
+`numpy.maximum`, `minimum`, `clip` and `max` give NaN if an operand is NaN; the formulas rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+F32 = np.float32
+FLT_MAX = np.finfo(np.float32).max
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Quantized:
+    data: torch.Tensor  # uint8: [M, K], or [M, ceil(K / 2)] with the even column in the low nibble (e2m1)
+    scale: torch.Tensor  # one per block: fp32, or the uint8 codes of e8m0 (mx) and e4m3 (nvfp4)
+    global_scale: torch.Tensor | None = None  # 0-d fp32, nvfp4 only
+
+
+# ------------------------------------------------------------------------------
+# Element types
+# ------------------------------------------------------------------------------
+
+
+def _float_values(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> Array:
+    """The finite non-negative numbers of a small float type; the number at index i has the code i."""
+    values = []
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            fraction = mantissa / 2**mantissa_bits
+            if exponent == 0:
+                values.append(fraction * 2.0 ** (1 - bias))
+            else:
+                values.append((1 + fraction) * 2.0 ** (exponent - bias))
+    return np.array([v for v in values if v <= largest], dtype=np.float64)
+
+
+MAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "e2m1": 6.0}
+VALUES: dict[str, Array] = {
+    "e4m3": _float_values(4, 3, 7, MAX["e4m3"]),
+    "e5m2": _float_values(5, 2, 15, MAX["e5m2"]),
+    "e2m1": _float_values(2, 1, 1, MAX["e2m1"]),
+    "int8": np.arange(128, dtype=np.float64),
+}
+# The code of NaN. e2m1 and int8 have none: conversion gives +6 and 0.
+NAN_CODE: dict[str, int] = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07, "int8": 0x00}
+SIGN_BIT: dict[str, int] = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x08}
+
+
+def encode(x: Array, element: str) -> Array:
+    """The uint8 code of the nearest number of the type, ties to the even code; saturates at +-MAX."""
+    values = VALUES[element]
+    magnitude = np.abs(np.asarray(x, dtype=np.float64))
+    nan = np.isnan(magnitude)
+    magnitude = np.where(nan, 0.0, magnitude)
+    midpoints = (values[:-1] + values[1:]) / 2  # exact in float64
+    # Code i owns what lies between midpoint i - 1 and midpoint i, so it is the number of midpoints below.
+    code = np.searchsorted(midpoints, magnitude, side="left")
+    tie = magnitude == np.append(midpoints, np.nan)[code]
+    code = np.where(tie & (code % 2 == 1), code + 1, code)
+    negative = np.signbit(x)
+    if element == "int8":
+        code = np.where(negative, (256 - code) % 256, code)  # two's complement
+    else:
+        code = np.where(negative, code + SIGN_BIT[element], code)
+    return np.where(nan, NAN_CODE[element], code).astype(np.uint8)
+
+
+def decode(code: Array, element: str) -> Array:
+    """The float64 value of uint8 codes, one code per entry."""
+    code = np.asarray(code).astype(np.int64)
+    if element == "int8":
+        return np.where(code < 128, code, code - 256).astype(np.float64)
+    sign_bit, values = SIGN_BIT[element], VALUES[element]
+    table = np.full(sign_bit, np.nan)
+    table[: len(values)] = values
+    if element == "e5m2":
+        table[0x7C] = np.inf
+    return np.where(code >= sign_bit, -1.0, 1.0) * table[code % sign_bit]
+
+
+def pack(code: Array) -> Array:
+    """Two 4-bit codes in a byte, the even column in the low nibble; a nibble without a column is 0."""
+    if code.shape[1] % 2:
+        code = np.pad(code, ((0, 0), (0, 1)))
+    return (code[:, 0::2] + 16 * code[:, 1::2]).astype(np.uint8)
+
+
+def unpack(data: Array, cols: int) -> Array:
+    return np.stack((data % 16, data // 16), axis=-1).reshape(data.shape[0], -1)[:, :cols]
+
+
+# ------------------------------------------------------------------------------
+# Powers of two
+# ------------------------------------------------------------------------------
+
+
+def ceil_exponent(v: Array) -> Array:
+    """The smallest integer n with v <= 2^n; v finite and positive (0 gives a very small n)."""
+    fraction, exponent = np.frexp(v.astype(np.float64))  # v = fraction * 2^exponent, 0.5 <= fraction < 1
+    exponent = np.where(fraction == 0.5, exponent - 1, exponent)
+    return np.where(v == 0, -10000, exponent)
+
+
+def _power(exponent: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return np.ldexp(1.0, exponent).astype(F32)
+
+
+def ceil_power_field(d: Array) -> Array:
+    """deepgemm's rule: the exponent field of the power of two not below d, in 1..254; inf and NaN: 254."""
+    finite = np.isfinite(d)
+    field = ceil_exponent(np.where(finite, d, F32(1))) + 127
+    return np.where(finite, np.clip(field, 1, 254), 254)
+
+
+def floor_power(s: Array) -> Array:
+    """The power of two not above s; 0, inf and NaN stay as they are."""
+    ordinary = np.isfinite(s) & (s > 0)
+    _, exponent = np.frexp(np.where(ordinary, s, F32(1)).astype(np.float64))
+    return np.where(ordinary, _power(exponent - 1), s).astype(F32)
+
+
+def e8m0_ceil(v: Array, inf_code: int) -> Array:
+    """The e8m0 code of the power of two not below v."""
+    finite = np.isfinite(v)
+    code = np.clip(ceil_exponent(np.where(finite, v, F32(1))) + 127, 0, 254)
+    code = np.where(np.isinf(v), inf_code, code)
+    return np.where(np.isnan(v), 255, code)
+
+
+def e8m0_value(code: Array, sign: int = 1) -> Array:
+    """2^(code - 127) as fp32, or its reciprocal with sign=-1; NaN for code 255."""
+    code = np.asarray(code).astype(np.int64)
+    return np.where(code == 255, F32(np.nan), _power(sign * (code - 127))).astype(F32)
+
+
+# ------------------------------------------------------------------------------
+# Blocks
+# ------------------------------------------------------------------------------
+
+# Rows and columns that share a scale; None is the whole length.
+BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "mx": (1, 32),
+    "nvfp4": (1, 16),
+}
+
+
+def _block_size(shape: tuple[int, int], block: str) -> tuple[int, int]:
+    rows, cols = BLOCKS[block]
+    return rows or max(shape[0], 1), cols or max(shape[1], 1)
+
+
+def block_amax(x: Array, block: str) -> Array:
+    """The largest |x| of each block, NaN if the block holds one."""
+    height, width = _block_size(x.shape, block)
+    down, across = -(-x.shape[0] // height), -(-x.shape[1] // width)
+    padded = np.zeros((down * height, across * width), dtype=F32)  # a zero never raises a maximum of |x|
+    padded[: x.shape[0], : x.shape[1]] = np.abs(x)
+    return padded.reshape(down, height, across, width).max(axis=(1, 3), initial=F32(0))
+
+
+def spread(scale: Array, shape: tuple[int, int], block: str) -> Array:
+    """The scale of every element, from the scale of every block."""
+    height, width = _block_size(shape, block)
+    return scale[np.arange(shape[0]) // height][:, np.arange(shape[1]) // width]
+
+
+# ------------------------------------------------------------------------------
+# Scales
+# ------------------------------------------------------------------------------
+
+FLOOR: dict[str, np.float32] = {
+    "te": F32(0),
+    "torchao": F32(1e-12),
+    "deepgemm": F32(1e-4),
+    "sglang": F32(1e-10),
+    "sglang_col_major": F32(1e-10),
+    "deepep": F32(1e-4),
+    "vllm": F32(1e-10),
+}
+
+
+def te_encode_scale(amax: Array, limit: np.float32, power_of_two: bool, input_max: np.float32) -> Array:
+    s = limit / amax
+    s = np.where(np.isinf(s), input_max, s)
+    s = np.where((amax == 0) | ~np.isfinite(amax), F32(1), s)
+    return floor_power(s) if power_of_two else s
+
+
+def scaled_fp32(
+    amax: Array, element: str, convention: str, power_of_two: bool, input_max: np.float32
+) -> tuple[Array, str, Array]:
+    """The stored scales of tensor, row, 1x128 and 128x128, then "*" or "/" and the operand that x meets."""
+    limit = F32(MAX[element])
+    amax = np.maximum(amax, FLOOR[convention])
+
+    if convention in ("te", "torchao"):
+        if convention == "te":
+            s = te_encode_scale(amax, limit, power_of_two, input_max)
+        else:
+            s = limit / amax
+            s = floor_power(s) if power_of_two else s
+        return F32(1) / s, "*", s
+
+    by_reciprocal = convention == "vllm" or (convention == "deepep" and power_of_two)
+    d = amax * (F32(1) / limit) if by_reciprocal else amax / limit
+    if power_of_two:
+        d = _power(ceil_power_field(d) - 127)
+        return d, "*", F32(1) / d
+    if convention == "deepep":
+        return d, "*", limit / amax
+    if convention in ("vllm", "sglang_col_major"):
+        return d, "/", d
+    return d, "*", F32(1) / d  # deepgemm, sglang
+
+
+def scaled_mx(amax: Array, element: str, convention: str) -> tuple[Array, Array]:
+    """The e8m0 codes and what x is multiplied by."""
+    limit = F32(MAX[element])
+    if convention == "deepgemm":
+        code = ceil_power_field(np.maximum(amax, FLOOR["deepgemm"]) / limit)
+    else:
+        code = e8m0_ceil(amax * (F32(1) / limit), {"te": 0xFE, "torchao": 0xFF}[convention])
+    return code.astype(np.uint8), e8m0_value(code, -1)
+
+
+def scaled_nvfp4(amax: Array, tensor_amax: np.float32, convention: str) -> tuple[Array, np.float32, Array]:
+    """The e4m3 codes of the block scales, the scale of the tensor, and what x is multiplied by."""
+    both_limits = F32(448 * 6)
+    if convention == "te":
+        s = np.minimum(both_limits / tensor_amax, FLT_MAX)
+        if tensor_amax == 0 or s == 0:
+            s = F32(1)
+        g = F32(1) / s
+        code = encode(np.minimum(amax * (s * (F32(1) / F32(6))), FLT_MAX), "e4m3")
+        b = decode(code, "e4m3").astype(F32)
+        return code, g, np.minimum(F32(1) / (b * g), FLT_MAX)
+    g = F32(1) if tensor_amax == 0 else tensor_amax / both_limits
+    code = encode(np.clip((amax / F32(6)) / g, F32(2.0**-6), F32(448)), "e4m3")
+    b = decode(code, "e4m3").astype(F32)
+    return code, g, (F32(1) / g) / b
+
+
+# ------------------------------------------------------------------------------
+# The two functions
+# ------------------------------------------------------------------------------
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    block: str,
+    element: str,
+    convention: str,
+    power_of_two: bool,
+    input_dtype: torch.dtype | None = None,
+    transpose: bool = False,
+    scale: torch.Tensor | float | None = None,
+    amax: torch.Tensor | float | None = None,
+) -> Quantized:
+    """The bytes of x [M, K].
+
+    - `input_dtype`: whose largest number te takes when MAX / amax overflows; x.dtype unless given.
+    - `transpose`: the column-wise copy, which is the row-wise copy of x.t().
+    - `scale`: a given decode scale (fp32-scale blocks), any shape that broadcasts to one number per block.
+    - `amax`: a given amax of the tensor (block tensor and nvfp4).
+    """
+    if block not in BLOCKS or element not in MAX or convention not in FLOOR:
+        raise ValueError(f"unknown format {block} {element} {convention}")
+    if scale is not None and (block in ("mx", "nvfp4") or amax is not None):
+        raise ValueError("a given scale is for fp32-scale blocks, and leaves no use for an amax")
+    if amax is not None and block not in ("tensor", "nvfp4"):
+        raise ValueError("a given amax is for blocks with a tensor amax")
+    if F32(2.0**-126) / F32(2) == 0:
+        raise RuntimeError("this thread flushes denormals to zero: the oracle would not tell the truth")
+
+    with np.errstate(all="ignore"):
+        values: Array = x.detach().to(torch.float32).numpy()  # exact
+        values = np.ascontiguousarray(values.T if transpose else values)
+        shape: tuple[int, int] = values.shape
+        blocks = block_amax(values, block)
+        global_scale: np.float32 | None = None
+        operator = "*"
+
+        if scale is not None:
+            stored = np.broadcast_to(_numpy32(scale), blocks.shape).copy()
+            divides = convention in ("vllm", "sglang_col_major")
+            operator, operand = ("/", stored) if divides else ("*", F32(1) / stored)
+        elif block == "mx":
+            stored, operand = scaled_mx(blocks, element, convention)
+        elif block == "nvfp4":
+            whole = F32(np.abs(values).max(initial=0) if amax is None else _numpy32(amax).item())
+            stored, global_scale, operand = scaled_nvfp4(blocks, whole, convention)
+        else:
+            if amax is not None:
+                blocks = np.broadcast_to(_numpy32(amax), blocks.shape)
+            input_max = F32(torch.finfo(input_dtype or x.dtype).max)
+            stored, operator, operand = scaled_fp32(blocks, element, convention, power_of_two, input_max)
+
+        per_element = spread(operand, shape, block)
+        scaled = values / per_element if operator == "/" else values * per_element
+        assert scaled.dtype == F32
+        code = encode(scaled, element)
+
+    assert stored.dtype == (np.uint8 if block in ("mx", "nvfp4") else F32)
+    return Quantized(
+        torch.from_numpy(pack(code) if element == "e2m1" else code),
+        torch.from_numpy(np.ascontiguousarray(stored)),
+        None if global_scale is None else torch.tensor(float(global_scale), dtype=torch.float32),
+    )
+
+
+def dequantize(q: Quantized, *, block: str, element: str, shape: tuple[int, int]) -> torch.Tensor:
+    """q * d (* g) in float64; `shape` is [rows, columns] of this copy: [K, M] for a column-wise one."""
+    data, stored = q.data.view(torch.uint8).numpy(), q.scale
+    code = unpack(data, shape[1]) if element == "e2m1" else data
+    if block == "mx":
+        scale = e8m0_value(stored.view(torch.uint8).numpy()).astype(np.float64)
+    elif block == "nvfp4":
+        scale = decode(stored.view(torch.uint8).numpy(), "e4m3")
+    else:
+        scale = stored.numpy().astype(np.float64)
+    with np.errstate(all="ignore"):
+        result = decode(code, element) * spread(scale, shape, block)
+        if q.global_scale is not None:
+            result = result * float(q.global_scale)
+    return torch.from_numpy(result)
+
+
+def _numpy32(value: torch.Tensor | float) -> Array:
+    return torch.as_tensor(value, dtype=torch.float32).detach().numpy()
+
+
+# ------------------------------------------------------------------------------
+# Inputs that find mistakes
+# ------------------------------------------------------------------------------
+
+
+def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Named [rows, cols] inputs of a dtype (bf16, f16 or fp32)."""
+    generator = torch.Generator().manual_seed(seed)
+    info = torch.finfo(dtype)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+
+    def uniform() -> torch.Tensor:
+        return torch.rand(rows, cols, generator=generator, dtype=torch.float64)
+
+    def integers(low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randint(low, high + 1, tuple(shape), generator=generator)
+
+    def with_one(value: float) -> torch.Tensor:
+        x = normal()
+        if x.numel():
+            x.view(-1)[int(torch.randint(x.numel(), (1,), generator=generator))] = value
+        return x.to(dtype)
+
+    inputs: dict[str, torch.Tensor] = {"normal": normal().to(dtype)}
+    outliers = normal()
+    outliers[uniform() < 0.01] *= 1000
+    inputs["outliers"] = outliers.to(dtype)
+
+    # Every group of 16 has the amax MAX * 2^k + n ulps, so every larger group has one of them. k changes
+    # little within 128 columns and much from there to the next, so that the large groups meet many k too.
+    for limit in (448, 57344, 6, 127, 240):
+        lowest = int(np.ceil(np.log2(info.tiny) - np.log2(limit))) + 6
+        highest = int(np.floor(np.log2(info.max) - np.log2(limit))) - 1
+        for name, low, high in (("", lowest, highest), ("_near_one", max(lowest, -14), min(highest, 8))):
+            base = integers(low, high, (rows, -(-cols // 128))).repeat_interleave(8, dim=1)
+            groups = base - integers(0, 3, base.shape)
+            peak = (limit * torch.exp2(groups.double())).to(dtype)
+            ulp = torch.nextafter(peak, torch.full_like(peak, float("inf"))).double() - peak.double()
+            peak = (peak.double() + integers(-4, 4, peak.shape) * ulp).to(dtype)
+            x = (uniform() * 2 - 1) * peak.double().repeat_interleave(16, dim=1)[:, :cols]
+            x[:, ::16] = peak.double()[:, : -(-cols // 16)]
+            x[:, ::16] *= integers(0, 1, x[:, ::16].shape) * 2 - 1
+            inputs[f"boundary_{limit}{name}"] = x.to(dtype)
+
+    inputs["zeros"] = torch.zeros(rows, cols, dtype=dtype)
+    inputs["negative_zeros"] = torch.full((rows, cols), -0.0, dtype=dtype)
+    x = normal()
+    x[uniform() < 0.3] = -0.0
+    x[uniform() < 0.3] = 0.0
+    inputs["some_zeros"] = x.to(dtype)
+    # The first block of every format, on a tensor large enough that others remain.
+    x = normal()
+    x[: min(128, -(-rows // 2)), : min(128, -(-cols // 2))] = 0
+    inputs["zero_block"] = x.to(dtype)
+    x = normal()
+    x[::3] = 0
+    inputs["zero_rows"] = x.to(dtype)
+
+    smallest = info.tiny * info.eps
+    inputs["denormals"] = ((uniform() * 2 - 1) * info.tiny).to(dtype)
+    inputs["smallest"] = (integers(-2, 2, (rows, cols)) * smallest).to(dtype)
+    x = normal()
+    x[::2] *= info.tiny / 4
+    inputs["denormal_rows"] = x.to(dtype)
+    inputs["tiny"] = (normal() * max(1e-30, 4 * smallest)).to(dtype)
+    inputs["constant_tiny"] = torch.full((rows, cols), max(1e-30, 4 * smallest), dtype=dtype)
+    inputs["small"] = (normal() * 1e-6).to(dtype)
+    inputs["huge"] = ((0.5 + uniform() / 2) * info.max * (integers(0, 1, (rows, cols)) * 2 - 1)).to(dtype)
+    inputs["largest"] = torch.full((rows, cols), info.max, dtype=dtype)
+    # Neighbouring blocks differ in magnitude, up to the range of the dtype, and so do neighbouring elements.
+    exponent = uniform() * (np.log2(info.max) - np.log2(smallest)) + np.log2(smallest)
+    inputs["range"] = (normal().sign() * torch.exp2(exponent)).to(dtype)
+    exponent = integers(-10, 10, (rows, -(-cols // 16))).repeat_interleave(16, dim=1)[:, :cols]
+    inputs["uneven_blocks"] = (normal() * torch.exp2(exponent.double())).to(dtype)
+
+    for name, value in (("inf", float("inf")), ("minus_inf", -float("inf")), ("nan", float("nan"))):
+        inputs[f"one_{name}"] = with_one(value)
+    # The NaN of all ones: its sign must not survive, and an encoder that adds to its bits wraps around.
+    x = inputs["one_nan"].clone()
+    x.view(torch.int32 if dtype == torch.float32 else torch.int16)[x.isnan()] = -1
+    inputs["one_minus_nan"] = x
+    x = normal()
+    for value in (float("inf"), -float("inf"), float("nan"), 0.0):
+        x[uniform() < 0.01] = value
+    inputs["many_specials"] = x.to(dtype)
+
+    # MAX in every group of 16 makes its scale 1; all others lie half way between two numbers of the type.
+    for element, values in VALUES.items():
+        midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2)
+        x = midpoints[torch.randint(len(midpoints), (rows, cols), generator=generator)]
+        x *= integers(0, 1, (rows, cols)) * 2 - 1
+        x[:, ::16] = MAX[element]
+        inputs[f"ties_{element}"] = x.to(dtype)
+
+    inputs["constant"] = torch.full((rows, cols), 3.14159, dtype=dtype)
+    inputs["ones"] = torch.ones(rows, cols, dtype=dtype)
+    return inputs
