@@ -5,14 +5,18 @@
 The contenders of a row run in one process, in turn, on all cores; a figure is the median of 15 rounds after a
 warm-up. `x copy` is the time in units of copying as many bytes as the op must move, on the same machine in the
 same rounds: 1.0 is the speed of memory. Results are compared before anything is timed, and torch.compile must
-really have made parallel C++.
+really have made parallel C++. The C allocator is told to keep its pages, as the one of a GPU does: otherwise every
+contender spends most of its time on page faults of its fresh outputs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -80,7 +84,9 @@ def rms_norm_both(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
     return quantize_both(rms_norm(x, weight))
 
 
-def residual_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def residual_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     h = x + residual
     return rms_norm(h, weight).to(x.dtype), h
 
@@ -110,7 +116,12 @@ def compiled(function: Callable[..., Any], *inputs: torch.Tensor) -> Callable[..
 
 
 def contest(
-    name: str, ours: Call, theirs: Callable[..., Any], inputs: tuple[torch.Tensor, ...], size: int, target: float
+    name: str,
+    ours: Call,
+    theirs: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    size: int,
+    target: float,
 ) -> Contest:
     fast = compiled(theirs, *inputs)
     mine, expected = ours(), theirs(*inputs)
@@ -126,56 +137,86 @@ def parts(q: weft.QTensor) -> tuple[torch.Tensor, ...]:
     return tuple(part for copy in (q.rowwise, q.columnwise) if copy is not None for part in copy[:2])
 
 
-def contests() -> list[Callable[[], Contest]]:
-    made: list[Callable[[], Contest]] = []
-    for rows, cols in SHAPES:
-        made += [lambda r=rows, c=cols, i=i: _contest(i, r, c) for i in range(6)]  # type: ignore[misc]
-    return made
+def contests(only: str = "") -> list[Callable[[], Contest]]:
+    """Those whose name contains `only`; each is made when it is its turn."""
+    named = [
+        (f"{name} · {rows}x{cols}", make, rows, cols)
+        for rows, cols in SHAPES
+        for name, make in CONTESTS.items()
+    ]
+    return [functools.partial(make, name, rows, cols) for name, make, rows, cols in named if only in name]
 
 
-def _contest(which: int, rows: int, cols: int) -> Contest:
+def tensors(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, another one like it, and a weight."""
     torch.manual_seed(0)
-    n = rows * cols
-    x = torch.randn(rows, cols).bfloat16()
-    other = torch.randn(rows, cols).bfloat16()
-    weight = torch.randn(cols).bfloat16()
-    at = f"{rows}x{cols}"
-    if which == 0:
-        return contest(
-            f"rms_norm + 1x128, rows · {at}",
-            lambda: parts(weft.rms_norm(x, weight, eps=EPS, quantize="1x128")),
-            rms_norm_rows, (x, weight), 3 * n + n // 32, 1.5,
-        )  # fmt: skip
-    if which == 1:
-        return contest(
-            f"rms_norm + 1x128, rows and columns · {at}",
-            lambda: parts(weft.rms_norm(x, weight, eps=EPS, quantize="1x128", columnwise=True)),
-            rms_norm_both, (x, weight), 4 * n + n // 16, 1.5,
-        )  # fmt: skip
-    if which == 2:
-        rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
-        backward = weft.catalogue["norm_backward"]
-        needs = [True, True, False, False, False]
-        return contest(
-            f"rms_norm backward · {at}",
-            lambda: tuple(backward(x, other, None, weight, None, None, rstd, None, 0.0, "fp32", needs)),
-            rms_norm_backward, (x, weight, rstd, other), 6 * n, 1.5,
-        )  # fmt: skip
-    if which == 3:
-        return contest(
-            f"residual + rms_norm · {at}",
-            lambda: weft.rms_norm(x, weight, eps=EPS, residual=other),
-            residual_rms_norm, (x, other, weight), 8 * n, 1.2,
-        )  # fmt: skip
-    if which == 4:
-        return contest(
-            f"quantize 1x128, rows · {at}", lambda: parts(weft.quantize(x, "1x128")), quantize_rows, (x,),
-            3 * n + n // 32, 1.5,
-        )  # fmt: skip
-    return contest(
-        f"quantize 1x128, rows and columns · {at}", lambda: parts(weft.quantize(x, "1x128", columnwise=True)),
-        quantize_both, (x,), 4 * n + n // 16, 1.5,
-    )  # fmt: skip
+    return tuple(torch.randn(shape).bfloat16() for shape in ((rows, cols), (rows, cols), (cols,)))  # type: ignore
+
+
+def norm_rows(name: str, rows: int, cols: int) -> Contest:
+    x, _, weight = tensors(rows, cols)
+
+    def ours() -> Any:
+        return parts(weft.rms_norm(x, weight, eps=EPS, quantize="1x128"))
+
+    return contest(name, ours, rms_norm_rows, (x, weight), 3 * x.numel() + x.numel() // 32, 1.5)
+
+
+def norm_both(name: str, rows: int, cols: int) -> Contest:
+    x, _, weight = tensors(rows, cols)
+
+    def ours() -> Any:
+        return parts(weft.rms_norm(x, weight, eps=EPS, quantize="1x128", columnwise=True))
+
+    return contest(name, ours, rms_norm_both, (x, weight), 4 * x.numel() + x.numel() // 16, 1.5)
+
+
+def norm_backward(name: str, rows: int, cols: int) -> Contest:
+    x, dy, weight = tensors(rows, cols)
+    rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+    op, needs = weft.catalogue["norm_backward"], [True, True, False, False, False]
+
+    def ours() -> Any:
+        return tuple(op(x, dy, None, weight, None, None, rstd, None, 0.0, "fp32", needs))
+
+    return contest(name, ours, rms_norm_backward, (x, weight, rstd, dy), 6 * x.numel(), 1.5)
+
+
+def residual_norm(name: str, rows: int, cols: int) -> Contest:
+    x, residual, weight = tensors(rows, cols)
+
+    def ours() -> Any:
+        return weft.rms_norm(x, weight, eps=EPS, residual=residual)
+
+    return contest(name, ours, residual_rms_norm, (x, residual, weight), 8 * x.numel(), 1.2)
+
+
+def rows_only(name: str, rows: int, cols: int) -> Contest:
+    x, _, _ = tensors(rows, cols)
+
+    def ours() -> Any:
+        return parts(weft.quantize(x, "1x128"))
+
+    return contest(name, ours, quantize_rows, (x,), 3 * x.numel() + x.numel() // 32, 1.5)
+
+
+def rows_and_columns(name: str, rows: int, cols: int) -> Contest:
+    x, _, _ = tensors(rows, cols)
+
+    def ours() -> Any:
+        return parts(weft.quantize(x, "1x128", columnwise=True))
+
+    return contest(name, ours, quantize_both, (x,), 4 * x.numel() + x.numel() // 16, 1.5)
+
+
+CONTESTS = {
+    "rms_norm + 1x128, rows": norm_rows,
+    "rms_norm + 1x128, rows and columns": norm_both,
+    "rms_norm backward": norm_backward,
+    "residual + rms_norm": residual_norm,
+    "quantize 1x128, rows": rows_only,
+    "quantize 1x128, rows and columns": rows_and_columns,
+}
 
 
 def measure(match: Contest, rounds: int) -> Result:
@@ -193,18 +234,28 @@ def measure(match: Contest, rounds: int) -> Result:
     return Result(match.name, *(statistics.median(found) for found in times), target=match.target)
 
 
+def keep_pages() -> None:
+    """Start again with an allocator that never returns memory to the system."""
+    if os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "4294967296") and "WEFT_BENCH" not in os.environ:
+        os.environ |= {"MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_ARENA_MAX": "1", "WEFT_BENCH": "1"}
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 15")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--json", help="also write the results to this file")
     options = parser.parse_args()
+    keep_pages()
     results = []
-    for make in track(contests(), description="measuring", transient=True):
-        match = make()
-        if options.only in match.name:
-            results.append(measure(match, 5 if options.quick else 15))
-    table = Table(title=f"{torch.get_num_threads()} threads, torch {torch.__version__}; milliseconds, measured here")
+    for make in track(contests(options.only), description="measuring", transient=True):
+        results.append(measure(make(), 5 if options.quick else 15))
+    table = Table(
+        title=f"{torch.get_num_threads()} threads, torch {torch.__version__}; milliseconds, measured here"
+    )
     for title in ("", "weft", "torch.compile", "eager", "vs compile", "to reach", "vs eager", "x copy"):
         table.add_column(title, justify="left" if not title else "right")
     for r in results:

@@ -7,7 +7,6 @@ the column-wise copy: K) contiguous and padded to 4, the others row by row.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +53,11 @@ def allocate_copies(
     return outputs
 
 
+def stand_in(x: Tensor) -> Tensor:
+    """What autograd holds on to in place of a quantised result: of x's shape and dtype, and one element."""
+    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+
 def split_copies(
     format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool
 ) -> tuple[Copy | None, Copy | None]:
@@ -74,6 +78,15 @@ def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int
     if copy is None:
         return None, None, 0, 0, 0
     return copy.data, copy.scale, copy.data.stride(0), copy.scale.stride(0), copy.scale.stride(1)
+
+
+def cpu_tile(cols: int, smallest: int = 64) -> int:
+    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: the longest
+    piece that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
+    for tile in (4096, 2048, 1024, 512):
+        if cols % tile == 0 and cols:
+            return tile
+    return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
 
 
 def cast_mode(capabilities: Capabilities) -> int:
@@ -317,11 +330,5 @@ def reduce_amax(
 ) -> None:
     """From the amax of parts of a tensor to its own, and to its scale in up to two places."""
     first, second = [*scales, None, None][:2]
-    _tensor_scale_launch(format, torch.finfo(input_dtype).max)(
-        (1, 1, 1), partials, amax, first, second, partials.numel()
-    )
-
-
-@functools.cache
-def _tensor_scale_launch(format: Format | None, input_max: float) -> Launch:
-    return Launch(_tensor_scale_kernel, INPUT_MAX=input_max, FORMAT=format, TILE=1024)
+    launch = Launch.of(_tensor_scale_kernel, INPUT_MAX=torch.finfo(input_dtype).max, FORMAT=format, TILE=1024)
+    launch((1, 1, 1), (partials, amax, first, second), (partials.numel(),))

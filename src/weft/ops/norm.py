@@ -22,6 +22,7 @@ steps are passed straight through.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Format, QTensor
-from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copy
+from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
@@ -40,9 +41,11 @@ from .copies import (
     cast_mode,
     copy_arguments,
     count_copies,
+    cpu_tile,
     load_tile,
     reduce_amax,
     split_copies,
+    stand_in,
     store_codes,
     store_rows,
     store_stripe,
@@ -55,6 +58,11 @@ from .copies import (
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows(x: Tensor) -> int:
+    """Number of rows, also of rows without columns."""
+    return math.prod(x.shape[:-1])
 
 
 def _normalized(
@@ -81,7 +89,7 @@ def norm_reference(
 ) -> list[Tensor]:  # fmt: skip
     """The definition. x [..., K], residual like x, scale and shift [M or samples, K], weight and bias [K]."""
     dtype = _compute_dtype(x)
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(_rows(x), x.shape[-1])
     h = flat if residual is None else (flat.to(dtype) + residual.reshape(flat.shape).to(dtype)).to(x.dtype)
     y, rstd, mean = _normalized(h.to(dtype), eps, kind, casting, x.dtype)
     if weight is not None:
@@ -98,12 +106,11 @@ def norm_reference(
     else:
         f = Format.of(format)
         largest = amax_reference(y) if f.needs_tensor_amax or return_amax else None
-        outputs.append(x.new_empty(1).expand(x.shape))
-        copies = [
-            quantize_copy(v, f, tensor_amax=largest, scale=quant_scale, input_dtype=torch.float32)
-            for v in ([y.float()] if rowwise else []) + ([y.float().t()] if columnwise else [])
-        ]
-        outputs += [part for copy in copies for part in copy[:2]]
+        outputs.append(stand_in(x))
+        outputs += quantize_copies(
+            y.float(), f, rowwise=rowwise, columnwise=columnwise, tensor_amax=largest, scale=quant_scale,
+            input_dtype=torch.float32,
+        )  # fmt: skip
         if f.block == "nvfp4":
             assert largest is not None
             outputs.append(nvfp4_global_reference(largest, f))
@@ -124,7 +131,7 @@ def norm_backward_reference(
 ) -> list[Tensor]:  # fmt: skip
     """Of dx, dweight, dbias, dscale and dshift those that are needed."""
     dtype = _compute_dtype(h)
-    flat = h.reshape(-1, h.shape[-1])
+    flat = h.reshape(_rows(h), h.shape[-1])
     rows, cols = flat.shape
     v, d = flat.to(dtype), dy.reshape(flat.shape).to(dtype)
     exact = (v if mean is None else v - mean.to(dtype)[:, None]) * rstd.to(dtype)[:, None]
@@ -229,7 +236,7 @@ def _affine(
         y = y * (1.0 + load_tile(scale_ptr + modulation_off[:, None] + col[None, :], mask))
     if shift_ptr is not None:
         y = y + load_tile(shift_ptr + modulation_off[:, None] + col[None, :], mask)
-    if mask is not None and (LAYER or bias_ptr is not None):
+    if mask is not None:
         y = tl.where(mask, y, 0.0)
     return y
 
@@ -479,7 +486,6 @@ def _norm_stripe_kernel(
             h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
             weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
         )  # fmt: skip
-        y = tl.where(mask, y, 0.0)  # rows that do not exist have a bias, too
         if amax_ptr is not None:
             program_amax = larger(program_amax, amax(y, axis=1))
         store_stripe(
@@ -714,8 +720,8 @@ class RowConfig:
         # A power of two that holds the row, up to what registers hold; 16 to 32 numbers to a thread.
         tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
         if target == "cpu":
-            # One row to a program, in pieces that stay in the first-level cache.
-            return RowConfig(1, min(tile, 1024), tile > 1024, 4)
+            tile = cpu_tile(cols, smallest_tile)
+            return RowConfig(1, tile, tile < cols, 4)
         loop = tile > 16384
         tile = min(tile, 8192 if loop else 16384)
         rows = max(1, 2048 // tile)
@@ -727,7 +733,8 @@ class RowConfig:
         # Two tiles and up to four sums live at once: half the columns of the forward.
         tile = max(1 << max(cols - 1, 0).bit_length(), 64)
         if target == "cpu":
-            return RowConfig(1, min(tile, 8192), tile > 8192, 4)
+            tile = cpu_tile(cols)
+            return RowConfig(1, tile, tile < cols, 4)
         loop = tile > 8192
         tile = min(tile, 4096 if loop else 8192)
         rows = max(1, 1024 // tile)
@@ -774,25 +781,15 @@ def _align(*sizes: int) -> int:
 
 
 @functools.cache
-def _forward_launch(
-    layer: bool, llama: bool, spec: str | None, cast: int, static: bool, config: RowConfig, nested: bool, align: int,
-    masked: bool,
+def _rows_launch(
+    layer: bool, llama: bool, spec: str | None, cast: int, static: bool, config: RowConfig, nested: bool,
+    align: int, masked: bool,
 ) -> Launch:  # fmt: skip
-    return Launch(
-        _norm_kernel,
-        num_warps=config.num_warps,
-        LAYER=layer,
-        LLAMA=llama,
-        FORMAT=spec and Format.of(spec),
-        CAST=cast,
-        STATIC=static,
-        ROWS=config.rows,
-        TILE=config.tile,
-        LOOP=config.loop,
-        NESTED=nested,
-        ALIGN=align,
-        COLS_MASKED=masked,
-    )
+    return Launch.of(
+        _norm_kernel, num_warps=config.num_warps, LAYER=layer, LLAMA=llama, FORMAT=spec and Format.of(spec),
+        CAST=cast, STATIC=static, ROWS=config.rows, TILE=config.tile, LOOP=config.loop, NESTED=nested,
+        ALIGN=align, COLS_MASKED=masked,
+    )  # fmt: skip
 
 
 def _allocate_norm(
@@ -801,14 +798,13 @@ def _allocate_norm(
     out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None,
     return_amax: bool,
 ) -> list[Tensor]:  # fmt: skip
-    cols = x.shape[-1]
-    rows = x.numel() // cols if cols else 0
+    cols, rows = x.shape[-1], _rows(x)
     outputs = []
     if format is None:
         outputs.append(torch.empty(x.shape, dtype=out_dtype, device=x.device))
     else:
         f = Format.of(format)
-        outputs.append(x.new_empty(1).expand(x.shape))  # what autograd holds on to in place of y
+        outputs.append(stand_in(x))
         outputs += allocate_copies(f, rows, cols, x.device, rowwise=rowwise, columnwise=columnwise)
         if return_amax:
             outputs.append(torch.empty((), dtype=torch.float32, device=x.device))
@@ -828,9 +824,7 @@ def _launch_norm(
     quant_scale: Tensor | None, return_amax: bool,
 ) -> None:  # fmt: skip
     cols = x.shape[-1]
-    rows = x.numel() // cols if cols else 0
-    if rows == 0:
-        return _fill_empty(outputs, format, return_amax)
+    rows = x.numel() // cols
     layer, llama = kind == "layer", casting == "llama"
     mean = outputs[-1] if stats and layer else None
     rstd = outputs[-2 if layer else -1] if stats else None
@@ -850,15 +844,33 @@ def _launch_norm(
         modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
     align = _align(cols, outer_stride, inner_stride, residual_stride, modulation_stride)
     nested = inner > 1
+    integers = (
+        rows, cols, inner, outer_stride, inner_stride, residual_stride, modulation_stride, rows_per_sample
+    )  # fmt: skip
 
     if format is None:
         config = RowConfig.choose(cols, 1, target.target)
-        launch = _forward_launch(layer, llama, None, 0, False, config, nested, align, cols % config.tile != 0)
-        launch(
-            (-(-rows // config.rows), 1, 1), x, residual, weight, bias, scale, shift, None, outputs[0], residual_out,
-            rstd, mean, None, None, None, rows, cols, inner, outer_stride, inner_stride, residual_stride,
-            modulation_stride, rows_per_sample, 0, 0, 0, eps, weight_offset,
-        )  # fmt: skip
+        _rows_launch(layer, llama, None, 0, False, config, nested, align, cols % config.tile != 0)(
+            (-(-rows // config.rows), 1, 1),
+            (
+                x,
+                residual,
+                weight,
+                bias,
+                scale,
+                shift,
+                None,
+                outputs[0],
+                residual_out,
+                rstd,
+                mean,
+                None,
+                None,
+                None,
+            ),
+            (*integers, 0, 0, 0),
+            (eps, weight_offset),
+        )
         return
 
     f = Format.of(format)
@@ -869,24 +881,17 @@ def _launch_norm(
     programs = -(-rows // rows_config.rows)
 
     def rows_pass(spec: str | None, given: Tensor | None, partials: Tensor | None, final: bool) -> None:
-        launch = _forward_launch(
-            layer,
-            llama,
-            spec,
-            cast,
-            quant_scale is not None,
-            rows_config,
-            nested,
-            align,
-            cols % rows_config.tile != 0,
+        data, data_scale, *strides = copy_arguments(row_copy if final else None)
+        kept = (residual_out, rstd, mean) if final else (None, None, None)
+        static = quant_scale is not None
+        _rows_launch(
+            layer, llama, spec, cast, static, rows_config, nested, align, cols % rows_config.tile != 0
+        )(
+            (programs, 1, 1),
+            (x, residual, weight, bias, scale, shift, given, None, *kept, partials, data, data_scale),
+            (*integers, *strides),
+            (eps, weight_offset),
         )
-        data, data_scale, *data_strides = copy_arguments(row_copy if final else None)
-        launch(
-            (programs, 1, 1), x, residual, weight, bias, scale, shift, given, None, residual_out if final else None,
-            rstd if final else None, mean if final else None, partials, data, data_scale, rows, cols, inner,
-            outer_stride, inner_stride, residual_stride, modulation_stride, rows_per_sample, *data_strides, eps,
-            weight_offset,
-        )  # fmt: skip
 
     given, partials = quant_scale, None
     scales = [copy.scale for copy in (row_copy, col_copy) if copy is not None]
@@ -912,15 +917,21 @@ def _launch_norm(
         stripes = -(-rows // STRIPE)
         if partials is not None:
             partials = torch.empty(stripes * cut.split, dtype=torch.float32, device=x.device)
-        data, data_scale, *data_strides = copy_arguments(row_copy)
-        data_t, data_t_scale, *data_t_strides = copy_arguments(col_copy)
-        launch = _stripe_launch(
-            layer, llama, format, cast, quant_scale is not None, cut, nested, align, cols % cut.tile != 0
-        )
+        data, data_scale, *strides = copy_arguments(row_copy)
+        data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
+        launch = Launch.of(
+            _norm_stripe_kernel, num_warps=cut.num_warps, LAYER=layer, LLAMA=llama, FORMAT=f, CAST=cast,
+            STATIC=quant_scale is not None, ROWS=STRIPE, TILE=cut.tile, NESTED=nested, ALIGN=align,
+            COLS_MASKED=cols % cut.tile != 0,
+        )  # fmt: skip
         launch(
-            (stripes, cut.split, 1), x, residual, weight, bias, scale, shift, given, residual_out, rstd, mean,
-            partials, data, data_scale, data_t, data_t_scale, rows, cols, inner, outer_stride, inner_stride,
-            residual_stride, modulation_stride, rows_per_sample, *data_strides, *data_t_strides, eps, weight_offset,
+            (stripes, cut.split, 1),
+            (
+                x, residual, weight, bias, scale, shift, given, residual_out, rstd, mean, partials, data, data_scale,
+                data_t, data_t_scale,
+            ),
+            (*integers, *strides, *strides_t),
+            (eps, weight_offset),
         )  # fmt: skip
     if partials is not None:
         reduce_amax(partials, None, torch.float32, amax=amax_out)
@@ -948,36 +959,6 @@ class StripeConfig:
         return StripeConfig(128, split, 8)
 
 
-@functools.cache
-def _stripe_launch(
-    layer: bool, llama: bool, spec: str, cast: int, static: bool, config: StripeConfig, nested: bool, align: int,
-    masked: bool,
-) -> Launch:  # fmt: skip
-    return Launch(
-        _norm_stripe_kernel,
-        num_warps=config.num_warps,
-        LAYER=layer,
-        LLAMA=llama,
-        FORMAT=Format.of(spec),
-        CAST=cast,
-        STATIC=static,
-        ROWS=STRIPE,
-        TILE=config.tile,
-        NESTED=nested,
-        ALIGN=align,
-        COLS_MASKED=masked,
-    )
-
-
-def _fill_empty(outputs: list[Tensor], format: str | None, return_amax: bool) -> None:
-    """Of no rows: scales of whole tensors are those of an amax of 0, everything else is empty."""
-    for output in outputs[1:]:
-        if output.numel() == 1:
-            output.fill_(1.0)
-    if return_amax and format is not None:
-        outputs[-1].zero_()
-
-
 def _allocate_norm_backward(
     h: Tensor, dy: Tensor, dresidual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     scale: Tensor | None, rstd: Tensor, mean: Tensor | None, weight_offset: float, casting: str,
@@ -997,11 +978,7 @@ def _launch_norm_backward(
     casting: str, needs: list[bool],
 ) -> None:  # fmt: skip
     cols = h.shape[-1]
-    rows = h.numel() // cols if cols else 0
-    if rows == 0:
-        for output in outputs:
-            output.zero_()
-        return
+    rows = h.numel() // cols
     target = capabilities_of(h.device)
     h, inner, h_outer, h_inner = _row_strides(h)
     dy, dy_nest, dy_outer, dy_inner = _row_strides(dy)
@@ -1036,45 +1013,25 @@ def _launch_norm_backward(
         else torch.empty((programs, cols), dtype=torch.float32, device=h.device)
         for grad, written in zip(grads, direct, strict=True)
     ]
-    launch = _backward_launch(
-        mean is not None, casting == "llama", per_row, config, inner > 1, align, cols % config.tile != 0
-    )
+    launch = Launch.of(
+        _norm_backward_kernel, num_warps=config.num_warps, LAYER=mean is not None, LLAMA=casting == "llama",
+        PER_ROW=per_row, ROWS=config.rows, TILE=config.tile, LOOP=config.loop, NESTED=inner > 1, ALIGN=align,
+        COLS_MASKED=cols % config.tile != 0,
+    )  # fmt: skip
     launch(
-        (programs, 1, 1), h, dy, dresidual, weight, bias if needs[3] else None, scale, rstd, mean, *sums,
-        sample_rows, sample_programs, program_rows, cols, inner, h_outer, h_inner, dy_outer, dy_inner,
-        dresidual_stride, scale_stride, weight_offset,
+        (programs, 1, 1),
+        (h, dy, dresidual, weight, bias if needs[3] else None, scale, rstd, mean, *sums),
+        (
+            sample_rows, sample_programs, program_rows, cols, inner, h_outer, h_inner, dy_outer, dy_inner,
+            dresidual_stride, scale_stride,
+        ),
+        (weight_offset,),
     )  # fmt: skip
     counts = (0, programs, programs, sample_programs, sample_programs)
     for grad, partial, written, count in zip(grads, sums, direct, counts, strict=True):
         if grad is not None and not written:
-            tile = 256
-            _sum_launch(_align(cols), tile)(
-                (-(-cols // tile), programs // count, 1), partial, grad, count, cols
-            )
-
-
-@functools.cache
-def _backward_launch(
-    layer: bool, llama: bool, per_row: bool, config: RowConfig, nested: bool, align: int, masked: bool
-) -> Launch:
-    return Launch(
-        _norm_backward_kernel,
-        num_warps=config.num_warps,
-        LAYER=layer,
-        LLAMA=llama,
-        PER_ROW=per_row,
-        ROWS=config.rows,
-        TILE=config.tile,
-        LOOP=config.loop,
-        NESTED=nested,
-        ALIGN=align,
-        COLS_MASKED=masked,
-    )
-
-
-@functools.cache
-def _sum_launch(align: int, tile: int) -> Launch:
-    return Launch(_sum_kernel, num_warps=4, TILE=tile, ALIGN=align)
+            launch = Launch.of(_sum_kernel, num_warps=4, TILE=256, ALIGN=_align(cols))
+            launch((-(-cols // 256), programs // count, 1), (partial, grad), (count, cols))
 
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -1276,7 +1233,8 @@ def _norm(
         t is not None and t.requires_grad for t in (x, weight, bias, residual, scale, shift)
     )
     args = (
-        x, weight, bias, residual, scale, shift, eps, weight_offset, kind, casting, stats, out_dtype or x.dtype,
+        x, weight, bias, residual, scale, shift, float(eps), float(weight_offset), kind, casting, stats,
+        out_dtype or x.dtype,
         None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
     )  # fmt: skip
     if out is None and residual_out is None:

@@ -15,6 +15,7 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copy
+from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
@@ -32,9 +33,11 @@ from .copies import (
     cast_mode,
     copy_arguments,
     count_copies,
+    cpu_tile,
     load_tile,
     reduce_amax,
     split_copies,
+    stand_in,
     store_codes,
     store_rows,
     store_stripe,
@@ -52,20 +55,17 @@ def quantize_reference(
 ) -> list[Tensor]:  # fmt: skip
     """x [..., K] -> [stand-in for autograd, copies, amax]."""
     f = Format.of(format)
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     largest = amax_reference(flat)
-    outputs = [x.new_empty(1).expand(x.shape)]
-    draws = None
-    for transposed in [False] * rowwise + [True] * columnwise:
-        source = flat.t() if transposed else flat
-        if seed is not None:
-            draws = philox_reference(
-                seed, flat.shape[0], flat.shape[1], int(transposed and not _shares_codes(f)), x.device
-            )
-            draws = draws.t() if transposed else draws
-        given = scale if scale is None or not (transposed and f.block == "row") else scale.t()
-        copy = quantize_copy(source, f, tensor_amax=largest, scale=given, input_dtype=x.dtype, random=draws)
-        outputs += copy[:2]
+    outputs = [stand_in(x)]
+    options = {"tensor_amax": largest, "scale": scale, "input_dtype": x.dtype}
+    if seed is None:
+        outputs += quantize_copies(flat, f, rowwise=rowwise, columnwise=columnwise, **options)
+    else:
+        for transposed in [False] * rowwise + [True] * columnwise:
+            which = int(transposed and not _shares_codes(f))
+            options["random"] = philox_reference(seed, flat.shape[0], flat.shape[1], which, x.device)
+            outputs += quantize_copies(flat, f, rowwise=not transposed, columnwise=transposed, **options)
     if f.block == "nvfp4":
         outputs.append(nvfp4_global_reference(largest, f))
     return [*outputs, largest] if return_amax else outputs
@@ -129,6 +129,7 @@ def _quantize_rows_kernel(
     scale_ptr,
     rows,
     cols,
+    row_programs,
     x_stride,
     data_stride,
     scale_row_stride,
@@ -145,15 +146,15 @@ def _quantize_rows_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The row-wise copy. A program has ROWS rows and every num_programs(1)-th tile of them: all of them if a
-    scale belongs to the whole row."""
+    """The row-wise copy. ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale
+    belongs to the whole row."""
     cols = (cols // ALIGN) * ALIGN
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    row = (tl.program_id(0) // row_programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
     x_off = tl.multiple_of(row * x_stride, ALIGN)
     piece = tl.arange(0, TILE)
-    first = tl.program_id(1) * TILE
-    step = tl.num_programs(1) * TILE
+    first = (tl.program_id(0) % row_programs) * TILE
+    step = row_programs * TILE
     WHOLE: tl.constexpr = FORMAT.block == "row" or FORMAT.block == "tensor"
     if FORMAT.block == "row":
         if not STATIC:
@@ -209,8 +210,7 @@ def _quantize_rows_kernel(
                     scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED, COLS_MASKED,
                 )  # fmt: skip
     if amax_ptr is not None:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(amax_ptr + program, amax(program_amax, axis=0))
+        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
 
 @kernel
@@ -247,9 +247,10 @@ def _quantize_stripe_kernel(
 ):
     """A tile as tall as the longest group: both copies. For block "row" the amax are known already."""
     cols = (cols // ALIGN) * ALIGN
-    stripe = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(cols, TILE)
+    stripe = (tl.program_id(0) // tiles).to(tl.int64)
     row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = tl.program_id(1) * TILE
+    start = (tl.program_id(0) % tiles) * TILE
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     x_off = tl.multiple_of(row * x_stride, ALIGN)
@@ -282,8 +283,7 @@ def _quantize_stripe_kernel(
             INPUT_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
         )  # fmt: skip
     if amax_ptr is not None:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(amax_ptr + program, amax(amax(x, axis=1), axis=0))
+        tl.store(amax_ptr + tl.program_id(0), amax(amax(x, axis=1), axis=0))
 
 
 @kernel
@@ -301,14 +301,16 @@ def _amax_kernel(
 ):
     """amax of the rows and columns of a tile, from one read."""
     cols = (cols // ALIGN) * ALIGN
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    col = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
+    tiles = tl.cdiv(cols, TILE)
+    stripe, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     x_off = tl.multiple_of(row * x_stride, ALIGN)
     x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
     if row_ptr is not None:
-        tl.store(row_ptr + tl.program_id(1).to(tl.int64) * rows + row, amax(x, axis=1), mask=row < rows)
-    tl.store(col_ptr + tl.program_id(0).to(tl.int64) * cols + col, amax(x, axis=0), mask=col < cols)
+        tl.store(row_ptr + tile.to(tl.int64) * rows + row, amax(x, axis=1), mask=row < rows)
+    tl.store(col_ptr + stripe * cols + col, amax(x, axis=0), mask=col < cols)
 
 
 @kernel
@@ -330,9 +332,11 @@ def _dequantize_kernel(
 ):
     """q * d in fp32 (q * (d * g) for nvfp4), rounded once to the result's dtype."""
     PACKED: tl.constexpr = FORMAT.packed
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    col = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
-    byte = tl.program_id(1) * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
+    tiles = tl.cdiv(cols, TILE)
+    tile = tl.program_id(0) % tiles
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
     width = (cols + PACKED - 1) // PACKED
     mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
     data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
@@ -351,7 +355,7 @@ def _dequantize_kernel(
         values = decode(codes, FORMAT) * tl.load(scale_ptr + scale_off, mask=(row < rows)[:, None], other=0.0)
     else:
         GROUP: tl.constexpr = FORMAT.group
-        group = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+        group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         there = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
         scale_off = (row_block * scale_row_stride)[:, None] + (group * scale_col_stride)[None, :]
         scale = tl.load(scale_ptr + scale_off, mask=there, other=0)  # [ROWS, TILE // GROUP]
@@ -383,22 +387,18 @@ def _align(*sizes: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _rows_tile(cols: int, target: str) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile that is quantised along its rows: 4096 numbers, or on a CPU one row."""
+    if target == "cpu":
+        return 1, cpu_tile(cols, 128), 4
     tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-    return (1, tile, 4) if target == "cpu" else (4096 // tile, tile, 4)
-
-
-@functools.cache
-def _launch_of(kernel: Any, num_warps: int, **constants: Any) -> Launch:
-    return Launch(kernel, num_warps=num_warps, **constants)
+    return 4096 // tile, tile, 4
 
 
 def _allocate_quantize(
     x: Tensor, format: str, rowwise: bool, columnwise: bool, scale: Tensor | None, return_amax: bool,
     seed: int | None,
 ) -> list[Tensor]:  # fmt: skip
-    cols = x.shape[-1]
-    rows = x.numel() // cols if cols else 0
-    outputs = [x.new_empty(1).expand(x.shape)]  # what autograd holds on to
+    rows, cols = math.prod(x.shape[:-1]), x.shape[-1]
+    outputs = [stand_in(x)]
     outputs += allocate_copies(
         Format.of(format), rows, cols, x.device, rowwise=rowwise, columnwise=columnwise
     )
@@ -415,14 +415,6 @@ def _launch_quantize(
     row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
     amax_out = outputs[-1] if return_amax else None
     copies = [copy for copy in (row_copy, col_copy) if copy is not None]
-    if x.numel() == 0:
-        for copied in copies:
-            copied.scale.view(torch.uint8 if f.block in ("mx", "nvfp4") else torch.float32).fill_(1)
-            if copied.global_scale is not None:
-                copied.global_scale.fill_(1.0)
-        if amax_out is not None:
-            amax_out.zero_()
-        return
     x = _flat(x)
     rows, cols = x.shape
     target = capabilities_of(x.device)
@@ -430,15 +422,21 @@ def _launch_quantize(
     input_max = torch.finfo(x.dtype).max
     seeds = (0, 0) if seed is None else (seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF)
     tile_rows, tile, warps = _rows_tile(cols, target.target)
-    grid = (-(-rows // tile_rows), 1 if f.block == "row" else -(-cols // tile), 1)
+    row_programs = 1 if f.block == "row" or target.target == "cpu" else -(-cols // tile)
+    programs = -(-rows // tile_rows) * row_programs
 
     def rows_pass(given: Tensor | None, partials: Tensor | None, copy: Copy | None) -> None:
         data, data_scale, *strides = copy_arguments(copy)
-        _launch_of(
-            _quantize_rows_kernel, warps, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
+        launch = Launch.of(
+            _quantize_rows_kernel, num_warps=warps, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
             STATIC=scale is not None, STOCHASTIC=seed is not None, ROWS=tile_rows, TILE=tile, ALIGN=align,
             COLS_MASKED=cols % tile != 0,
-        )(grid, x, given, partials, data, data_scale, rows, cols, x.stride(0), *strides, *seeds)  # fmt: skip
+        )  # fmt: skip
+        launch(
+            (programs, 1, 1),
+            (x, given, partials, data, data_scale),
+            (rows, cols, row_programs, x.stride(0), *strides, *seeds),
+        )
 
     given = scale
     if scale is not None:
@@ -446,7 +444,7 @@ def _launch_quantize(
         for copied in copies:
             copied.scale.copy_(scale.reshape(copied.scale.shape))
     elif f.needs_tensor_amax:
-        pieces_amax = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=x.device)
+        pieces_amax = torch.empty(programs, dtype=torch.float32, device=x.device)
         rows_pass(None, pieces_amax, None)
         largest = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
         tensor_scales = (
@@ -458,7 +456,7 @@ def _launch_quantize(
     partials = None
     if not columnwise and f.block != "128x128":
         if amax_out is not None:
-            partials = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=x.device)
+            partials = torch.empty(programs, dtype=torch.float32, device=x.device)
         rows_pass(given, partials, row_copy)
     else:
         stripes, tiles = -(-rows // STRIPE), -(-cols // 128)
@@ -467,19 +465,22 @@ def _launch_quantize(
         if f.block == "row":
             pieces = [torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if rowwise else None]
             pieces.append(torch.empty((stripes, cols), dtype=torch.float32, device=x.device))
-            _launch_of(_amax_kernel, 8, **constants)((stripes, tiles, 1), x, *pieces, rows, cols, x.stride(0))
+            find = Launch.of(_amax_kernel, num_warps=8, **constants)
+            find((stripes * tiles, 1, 1), (x, *pieces), (rows, cols, x.stride(0)))
             largest_of = [piece if piece is None else piece.amax(0) for piece in pieces]
         if amax_out is not None:
             partials = torch.empty(stripes * tiles, dtype=torch.float32, device=x.device)
         data, data_scale, *strides = copy_arguments(row_copy)
         data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
-        _launch_of(
-            _quantize_stripe_kernel, 8, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
+        launch = Launch.of(
+            _quantize_stripe_kernel, num_warps=8, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
             STATIC=scale is not None, STOCHASTIC=seed is not None, **constants,
-        )(
-            (stripes, tiles, 1), x, given, *largest_of, partials, data, data_scale, data_t,
-            data_t_scale, rows, cols, x.stride(0), *strides, *strides_t, *seeds,
         )  # fmt: skip
+        launch(
+            (stripes * tiles, 1, 1),
+            (x, given, *largest_of, partials, data, data_scale, data_t, data_t_scale),
+            (rows, cols, x.stride(0), *strides, *strides_t, *seeds),
+        )
     if partials is not None:
         reduce_amax(partials, None, x.dtype, amax=amax_out)
 
@@ -496,17 +497,18 @@ def _launch_dequantize(
 ) -> None:  # fmt: skip
     f = Format.of(format)
     rows = data.shape[0]
-    if rows == 0 or cols == 0:
-        return
     data = _flat(data)
     align = _align(cols, data.stride(0) * f.packed)
     tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
-    _launch_of(
-        _dequantize_kernel, warps, FORMAT=f, ROWS=tile_rows, TILE=tile, ALIGN=align, COLS_MASKED=cols % tile != 0
-    )(
-        (-(-rows // tile_rows), -(-cols // tile), 1), data, scale, global_scale, outputs[0], rows, cols,
-        data.stride(0), scale.stride(0), scale.stride(1),
+    launch = Launch.of(
+        _dequantize_kernel, num_warps=warps, FORMAT=f, ROWS=tile_rows, TILE=tile, ALIGN=align,
+        COLS_MASKED=cols % tile != 0,
     )  # fmt: skip
+    launch(
+        (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
+        (data, scale, global_scale, outputs[0]),
+        (rows, cols, data.stride(0), scale.stride(0), scale.stride(1)),
+    )
 
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -605,5 +607,4 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not isinstance(q, QTensor):
         raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
-    values = q.dequantize()
-    return values if dtype is None else values.to(dtype)
+    return q.dequantize(dtype)

@@ -64,11 +64,12 @@ class QTensor(Tensor):
     def format(self) -> Format:
         return Format.of(self.spec)
 
-    def dequantize(self) -> Tensor:
-        """The numbers, in `dtype`: from the row-wise copy if there is one. Gradients pass straight through."""
-        return _Unwrap.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one. Gradients
+        pass straight through."""
+        return _Unwrap.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _values(self) -> Tensor:
+    def _decoded(self, dtype: torch.dtype) -> Tensor:
         held = self.rowwise or self.columnwise
         assert held is not None
         cols = self.shape[-1]
@@ -76,7 +77,7 @@ class QTensor(Tensor):
         length = cols if self.rowwise is not None else rows
         # By its registered name: the op is defined above this package.
         values: Tensor
-        (values,) = torch.ops.weft.dequantize(*held, self.spec, length, self.dtype)
+        (values,) = torch.ops.weft.dequantize(*held, self.spec, length, dtype)
         return (values if self.rowwise is not None else values.t()).reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -141,15 +142,16 @@ class QTensor(Tensor):
             if shape[-1:] == args[0].shape[-1:]:
                 q = args[0]
                 return QTensor(shape, q.dtype, q.format, q.rowwise, q.columnwise)
-        plain = lambda t: t._values() if isinstance(t, QTensor) else t  # noqa: E731
+        plain = lambda t: t._decoded(t.dtype) if isinstance(t, QTensor) else t  # noqa: E731
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: QTensor) -> Tensor:
-        return q._values()
+    def forward(ctx: Any, q: QTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = q.dtype
+        return q._decoded(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

@@ -5,6 +5,8 @@ Everything works on a 2-D tensor; the column-wise copy is the row-wise copy of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +31,10 @@ def quantize_copy(
     input_max = torch.finfo(input_dtype or x.dtype).max
     x = x.float()
     block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
-    padded = F.pad(x, (0, -cols % group, 0, -rows % block_rows))
+    # One scale for all, or for a row, there is even if there are no elements.
+    fill_cols = -cols % group if format.group or cols else 1
+    fill_rows = -rows % block_rows if format.block_rows or rows else 1
+    padded = F.pad(x, (0, fill_cols, 0, fill_rows))
     blocks = padded.reshape(padded.shape[0] // block_rows, block_rows, padded.shape[1] // group, group)
     blocks = blocks.transpose(1, 2)  # [row blocks, column blocks, block_rows, group]
     global_scale = None
@@ -55,7 +60,25 @@ def quantize_copy(
     if format.packed == 2:
         codes = F.pad(codes, (0, cols % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return Copy(codes.view(format.number.dtype), _laid_out(stored, format), global_scale)
+    return Copy(codes.contiguous().view(format.number.dtype), _laid_out(stored, format), global_scale)
+
+
+def quantize_copies(
+    x: Tensor, format: Format, *, rowwise: bool, columnwise: bool, **options: Any
+) -> list[Tensor]:
+    """[data, scale] of the copies of x [M, K] that are asked for, laid out as kernels do; `options` are those of
+    `quantize_copy`, a given scale or random draws as they go with x."""
+    parts: list[Tensor] = []
+    if rowwise:
+        parts += quantize_copy(x, format, **options)[:2]
+    if columnwise:
+        if options.get("random") is not None:
+            options["random"] = options["random"].t()
+        data, scale, _ = quantize_copy(x.t(), format, **options)
+        codes = data.view(torch.uint8)
+        codes = F.pad(codes, (0, -codes.shape[1] % 16)).contiguous()[:, : codes.shape[1]]
+        parts += [codes.view(data.dtype), scale]
+    return parts
 
 
 def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -118,7 +141,8 @@ def _fp32_scale(amax: Tensor, input_max: float, format: Format) -> tuple[Tensor,
         factor = _over(number.max, amax)
         if rule.name == "te":
             usual = (amax > 0) & (amax < torch.inf)
-            factor = torch.where(usual, factor.clamp(max=input_max), 1.0)
+            factor = torch.where(factor.isinf(), input_max, factor)
+            factor = torch.where(usual, factor, 1.0)
         if format.power_of_two:
             factor = torch.where(factor.isnan(), factor, (_bits(factor) & 0x7F800000).view(torch.float32))
         return 1.0 / factor, factor

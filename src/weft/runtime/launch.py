@@ -8,13 +8,15 @@ the op.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..language import TRITON
 from . import capabilities
@@ -55,7 +57,12 @@ class Kernel:
         self.variants: dict[tuple[Variant, str], Any] = {}  # (variant, target) -> compiled, in this process
         self._lock = threading.Lock()
 
-    def compiled(self, variant: Variant, driver: Any, index: int) -> Any:
+    def compiled(self, variant: Variant, driver: Any, index: int | None) -> Any:
+        """The binary for a driver's device, loaded there."""
+        with _on_device(index):
+            return self._compiled(variant, driver, index)
+
+    def _compiled(self, variant: Variant, driver: Any, index: int | None) -> Any:
         target = driver.get_current_target()
         key = (variant, f"{target}/{index}")
         with self._lock:
@@ -67,12 +74,20 @@ class Kernel:
                     )
                 options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
                 self.variants[key] = compile(source(self.fn, variant), target=target, options=options)
+                self.variants[key]._init_handles()
             return self.variants[key]
 
 
+def _on_device(index: int | None) -> Any:
+    """A context in which a GPU is the current one; the CPU has no index."""
+    return nullcontext() if index is None else torch.cuda.device(index)
+
+
 def kernel(fn: Any) -> Any:
-    """Decorates a Triton kernel; put it above nothing, `@kernel` stands for `@triton.jit` as well."""
-    if not TRITON:
+    """Decorates a Triton kernel: `@kernel` in place of `@triton.jit`."""
+    if (
+        not TRITON or knobs.runtime.interpret
+    ):  # Weft's launcher compiles; the interpreter has nothing to launch
         return fn
     from triton import jit
 
@@ -88,116 +103,126 @@ def source(fn: Any, variant: Variant) -> Any:
 
 
 class Launch:
-    """A kernel with its constants and its launch configuration chosen; calling it with a grid and the arguments
-    launches it. Ops keep these in a cache of their own, so the constants are hashed once and not per call.
+    """A kernel with its constants and its launch configuration chosen. Calling it launches.
+
+    `Launch.of` finds the one with these constants again, so that a call does not have to look at them all.
+    A kernel's parameters come in the order pointers, integers, floats, constants.
     """
 
     __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
-        if TRITON and set(constants) != kernel.constants:
+        if set(constants) != kernel.constants:
             wrong = sorted(set(constants) ^ kernel.constants)
             raise TypeError(f"{kernel.name} and its launch disagree about the constants {', '.join(wrong)}")
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
         self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
-        """`args` are the kernel's parameters before its constants, in order: tensors, ints, floats or None."""
+    @staticmethod
+    @functools.cache
+    def of(kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> Launch:
+        return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **constants)
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        pointers: tuple[Tensor | None, ...],
+        integers: tuple[int, ...],
+        floats: tuple[float, ...] = (),
+    ) -> None:
+        """Launch `grid` programs; a pointer that is None is absent at compile time. The first one is a tensor."""
+        wide = max(integers) > 2147483647
         if _recorder is not None:
-            _recorder.append(self.variant(args))
+            _recorder.append(self.variant(pointers, wide, len(integers)))
             return
         key: list[Any] = []
-        values: list[Any] = []
+        addresses: list[Any] = []
         low_bits = 0
-        device = None
-        for arg in args:
-            kind = type(arg)
-            if kind is int:
-                key.append(arg < 2147483648)
-                values.append(arg)
-            elif arg is None or kind is float:
-                key.append(kind)
-                values.append(arg)
+        for tensor in pointers:
+            if tensor is None:
+                key.append(None)
+                addresses.append(None)
             else:
-                if device is None:
-                    device = arg.device
-                address = arg.data_ptr()
+                key.append(tensor.dtype)
+                address = tensor.data_ptr()
                 low_bits |= address
-                key.append(arg.dtype)
-                values.append(address)
+                addresses.append(address)
         driver = drivers.active
-        index = device.index  # type: ignore[union-attr]
-        identity = (driver, index, low_bits & 15 == 0, *key)
+        index = pointers[0].device.index  # type: ignore[union-attr]
+        identity = (driver, index, low_bits & 15, wide, *key)
         found = self._known.get(identity)
         if found is None:
-            found = self._prepare(identity, driver, index, args)
+            found = self._prepare(identity, driver, index, pointers, wide, len(integers))
         run, function, metadata, constants = found
         enter = knobs.runtime.launch_enter_hook
-        if index is not None and index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                return self._run(found, grid, driver.get_current_stream(index), values)
-        if enter is not None:
-            return self._run(found, grid, driver.get_current_stream(index), values)
-        run(
-            grid[0],
-            grid[1],
-            grid[2],
-            driver.get_current_stream(index),
-            function,
-            metadata,
-            None,
-            None,
-            None,
-            *values,
-            *constants,
-        )
+        if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
+            stream = driver.get_current_stream(index)
+            run(
+                *grid,
+                stream,
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *integers,
+                *floats,
+                *constants,
+            )
+        else:
+            with _on_device(index):
+                stream = driver.get_current_stream(index)
+                told = {"name": self.kernel.name, "function": function, "stream": stream}
+                leave = knobs.runtime.launch_exit_hook
+                run(
+                    *grid,
+                    stream,
+                    function,
+                    metadata,
+                    told,
+                    enter,
+                    leave,
+                    *addresses,
+                    *integers,
+                    *floats,
+                    *constants,
+                )
 
-    def _run(self, found: Any, grid: tuple[int, int, int], stream: Any, values: list[Any]) -> None:
-        """The uncommon launch: on another device than the current one, or watched by a profiler."""
-        run, function, metadata, constants = found
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        described = (
-            None if enter is None else {"name": self.kernel.name, "function": function, "stream": stream}
-        )
-        run(*grid, stream, function, metadata, described, enter, leave, *values, *constants)
-
-    def variant(self, args: tuple[Any, ...]) -> Variant:
-        """What is compiled for these arguments."""
-        signature: list[tuple[str, str]] = []
-        constants = dict(self.constants)
-        low_bits = 0
-        for name, arg in zip(self.kernel.parameters, args, strict=False):
-            if arg is None:
-                signature.append((name, "constexpr"))
-                constants[name] = None
-            elif isinstance(arg, int):
-                signature.append((name, "i32" if arg < 2**31 else "i64"))
-            elif isinstance(arg, float):
-                signature.append((name, "fp32"))
-            else:
-                signature.append((name, _POINTERS[arg.dtype]))
-                low_bits |= arg.data_ptr()
-        signature += [(name, "constexpr") for name in self.kernel.parameters[len(args) :]]
-        missing = [name for name, kind in signature if kind == "constexpr" and name not in constants]
-        if missing:
-            raise TypeError(f"{self.kernel.name} was launched without {', '.join(missing)}")
+    def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
+        """What is compiled for these arguments. Integers have 64 bits if one of them needs that."""
+        kinds = ["constexpr" if tensor is None else _POINTERS[tensor.dtype] for tensor in pointers]
+        kinds += ["i64" if wide else "i32"] * integers
+        names = self.kernel.parameters
+        floats = len(names) - len(self.constants) - len(kinds)
+        if floats < 0:
+            raise TypeError(f"{self.kernel.name} takes {-floats} arguments less than it was launched with")
+        kinds += ["fp32"] * floats + ["constexpr"] * len(self.constants)
+        absent = {name: None for name, kind in zip(names, kinds, strict=True) if kind == "constexpr"}
+        low_bits = functools.reduce(int.__or__, (t.data_ptr() for t in pointers if t is not None), 0)
         return Variant(
             module=self.kernel.module,
             kernel=self.kernel.name,
-            signature=tuple(signature),
-            constants=tuple(constants.items()),
+            signature=tuple(zip(names, kinds, strict=True)),
+            constants=tuple((absent | self.constants).items()),
             aligned=low_bits % 16 == 0,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
 
-    def _prepare(self, identity: Any, driver: Any, index: int | None, args: tuple[Any, ...]) -> Any:
-        variant = self.variant(args)
-        compiled = self.kernel.compiled(variant, driver, -1 if index is None else index)
-        run = compiled.run  # loads the binary on the current device
-        constants = tuple(self.constants[name] for name in self.kernel.parameters[len(args) :])
-        found = (run, compiled.function, compiled.packed_metadata, constants)
+    def _prepare(
+        self,
+        identity: Any,
+        driver: Any,
+        index: int | None,
+        pointers: tuple[Tensor | None, ...],
+        wide: bool,
+        integers: int,
+    ) -> Any:
+        compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
+        constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
+        found = (compiled.run, compiled.function, compiled.packed_metadata, constants)
         self._known[identity] = found
         return found
 

@@ -6,12 +6,13 @@ Called in eager mode on plain tensors, an op skips the dispatcher: that alone wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .backend import serves
 
@@ -51,19 +52,27 @@ class Op:
         return self.backward is not None
 
     def __call__(self, *args: Any) -> Outputs:
-        if torch.compiler.is_compiling() or not _plain(args):
+        if torch.compiler.is_compiling() or _in_a_mode():
             return self.overload(*args)  # type: ignore[no-any-return]
-        if (
-            self.backward is not None
-            and torch.is_grad_enabled()
-            and any(arg.requires_grad for arg in args if isinstance(arg, Tensor))
-        ):
+        requires_grad = False
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                requires_grad = requires_grad or arg.requires_grad
+            elif isinstance(arg, Tensor):
+                return self.overload(*args)  # type: ignore[no-any-return]
+        if requires_grad and torch.is_grad_enabled():
+            if self.backward is None:
+                raise RuntimeError(
+                    f"weft::{self.name} has no derivative: a gradient that Weft computed cannot be differentiated "
+                    "twice (create_graph=True)"
+                )
             return self.function.apply(*args)  # type: ignore[no-any-return]
         return self.run(*args)
 
     def serves(self, x: Tensor) -> bool:
-        """Whether kernels compute for x; the reference does in float64, and where there is no driver."""
-        return serves(x.device) and x.dtype is not torch.float64
+        """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver."""
+        return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
     def run(self, *args: Any) -> Outputs:
         """Compute, without autograd or dispatch."""
@@ -106,26 +115,19 @@ def _eager_function(
 ) -> type[torch.autograd.Function]:
     """The op as an autograd node for eager calls, made of the same two functions."""
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-            outputs = op.run(*args)
-            setup_context(ctx, args, outputs)
-            return tuple(outputs)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        outputs = op.run(*args)
+        setup_context(ctx, args, outputs)
+        return tuple(outputs)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return backward(ctx, grads)
+    def backwards(ctx: Any, *grads: Tensor | None) -> Any:
+        return backward(ctx, grads)
 
-    Function.__name__ = Function.__qualname__ = f"weft_{op.name}"
-    return Function
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backwards)}
+    # autograd names the node when the class is made
+    return type(f"weft_{op.name}", (torch.autograd.Function,), methods)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _plain(args: Sequence[Any]) -> bool:
-    """Whether nothing but a plain call is going on: no mode, no functorch transform, no tensor subclass."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
-        return False
-    return all(type(arg) in _PLAIN for arg in args if isinstance(arg, Tensor))
+def _in_a_mode() -> bool:
+    """Whether something watches or transforms calls: a dispatch mode (fake tensors among them) or functorch."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None)

@@ -16,7 +16,8 @@ def fp32_scale(amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
         factor = tl.div_rn(tl.full(amax.shape, FORMAT.number.max, tl.float32), amax)
         if FORMAT.rule.name == "te":
             usual = (amax > 0.0) & (amax < float("inf"))
-            factor = tl.where(usual, tl.minimum(factor, INPUT_MAX), 1.0)
+            factor = tl.where(factor == float("inf"), INPUT_MAX, factor)
+            factor = tl.where(usual, factor, 1.0)
         if FORMAT.power_of_two:
             factor = power_of_two_below(factor)
         return reciprocal(factor), factor

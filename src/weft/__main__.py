@@ -1,0 +1,5 @@
+"""`python -m weft`: the command line, also where the `weft` script is not on the PATH."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,22 @@
+"""What a person types: `weft doctor`, or `python -m weft doctor`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .. import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    from . import doctor
+
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
+    )
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor.add_command(commands)
+    args = parser.parse_args(argv)
+    return int(args.run(args))

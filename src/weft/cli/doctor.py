@@ -1,0 +1,551 @@
+"""`weft doctor`: what this machine has, what runs where, whether it works, and what to do if it does not.
+
+Everything is gathered first, each question by itself so that a broken answer to one leaves the others standing,
+into a `Report` of plain data. The table on the screen and `--json` show the same report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__, backend, quantize, rms_norm
+from ..language import TRITON
+from ..runtime import capabilities_of, launch_device
+
+T = TypeVar("T")
+
+SUPPORTED_TRITON = ("3.7", "3.10")  # from the first, below the second
+
+# What changes how kernels are compiled or found. Nothing else of the environment is reported.
+VARIABLES = (
+    "CC",
+    "CUDA_VISIBLE_DEVICES",
+    "CXX",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+)
+PREFIXES = ("TRITON_", "WEFT_", "LOOM_")
+
+
+@dataclass
+class Fact:
+    """One line of what the machine has."""
+
+    name: str
+    value: str
+    ok: bool = True
+
+
+@dataclass
+class Device:
+    """One device, and who computes on it."""
+
+    name: str  # as torch calls it: cpu, cuda:0
+    hardware: str
+    runs: str
+    fp8: str
+    capabilities: dict[str, Any] | None = None
+
+
+@dataclass
+class Check:
+    """One op run on one device."""
+
+    device: str
+    op: str
+    ok: bool
+    first_ms: float | None = None
+    second_ms: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Advice:
+    """`broken`: something that is present does not work. Otherwise it is only missing."""
+
+    what: str
+    command: str
+    broken: bool
+
+
+@dataclass
+class Cache:
+    path: str
+    bytes: int = 0
+    complete: bool = True  # all files were counted
+    writable: bool = False
+    problem: str = ""
+
+
+@dataclass
+class Report:
+    weft: str = __version__
+    facts: list[Fact] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)
+    cache: Cache | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.ok for check in self.checks) and not any(advice.broken for advice in self.advice)
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine has, what runs where, and what to fix",
+        description="Show what this machine has, what runs where, and what to fix. "
+        "The exit code is 0 if everything that is present works.",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON, for a bug report")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        print(json.dumps({**asdict(report), "healthy": report.healthy}, indent=2))
+    else:
+        Console().print(render(report))
+    return 0 if report.healthy else 1
+
+
+# ---- gathering --------------------------------------------------------------------------------------------
+
+
+def examine() -> Report:
+    """Ask everything. Raises nothing: what goes wrong is part of the report."""
+    report = Report()
+    report.environment = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in VARIABLES or name.startswith(PREFIXES)
+    }
+    for question in (_software, _loom, _driver, _cache, _devices, _environment, _self_test):
+        try:
+            question(report)
+        except Exception as error:
+            name = question.__name__.strip("_").replace("_", "-")
+            report.facts.append(Fact(name, f"could not be examined: {_short(error)}", ok=False))
+            report.advice.append(Advice(f"{name} could not be examined", "weft doctor --json", broken=True))
+    return report
+
+
+def _software(report: Report) -> None:
+    report.facts.append(
+        Fact("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    )
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "CPU build"
+    )
+    report.facts.append(Fact("torch", f"{torch.__version__}, {build}"))
+    if not (torch.version.cuda or torch.version.hip):
+        if os.path.exists("/dev/nvidia0"):
+            report.advice.append(
+                Advice(
+                    "There is an NVIDIA GPU, and torch was built without CUDA",
+                    f"{_pip()} install --force-reinstall torch",
+                    broken=False,
+                )
+            )
+        elif os.path.exists("/dev/kfd"):
+            report.advice.append(
+                Advice(
+                    "There is an AMD GPU, and torch was built without ROCm: choose a build",
+                    "https://pytorch.org/get-started/locally",
+                    broken=False,
+                )
+            )
+    requirement = f"'triton>={SUPPORTED_TRITON[0]},<{SUPPORTED_TRITON[1]}'"
+    if not TRITON:
+        reason = (
+            "not installed"
+            if importlib.util.find_spec("triton") is None
+            else "installed, but does not import"
+        )
+        report.facts.append(Fact("Triton", reason, ok=reason == "not installed"))
+        report.advice.append(
+            Advice(
+                "Without Triton everything runs in plain PyTorch",
+                f"{_pip()} install {requirement}",
+                broken=reason != "not installed",
+            )
+        )
+        return
+    version = metadata.version("triton")
+    supported = _number(SUPPORTED_TRITON[0]) <= _number(version) < _number(SUPPORTED_TRITON[1])
+    note = "" if supported else f"; tested are {SUPPORTED_TRITON[0]} and later, below {SUPPORTED_TRITON[1]}"
+    report.facts.append(Fact("Triton", version + note, ok=supported))
+    if not supported:
+        report.advice.append(
+            Advice(f"Triton {version} is not tested", f"{_pip()} install {requirement}", broken=False)
+        )
+
+
+def _loom(report: Report) -> None:
+    if importlib.util.find_spec("triton_loom") is None:
+        report.facts.append(Fact("Loom", "not installed"))
+        return
+    report.facts.append(Fact("Loom", metadata.version("triton-loom")))
+    if not TRITON:
+        return
+    from triton_loom import toolchain
+
+    try:
+        command = toolchain.compiler()
+    except toolchain.BuildError:
+        report.facts.append(Fact("C++ compiler", "none found", ok=False))
+        report.advice.append(Advice("Loom needs a C++ compiler", _install_compiler(), broken=True))
+        return
+    report.facts.append(Fact("C++ compiler", shlex.join(command)))
+
+
+def _driver(report: Report) -> None:
+    if not TRITON:
+        return
+    from triton.runtime import driver
+
+    try:
+        active = driver.active
+        target = active.get_current_target()
+    except Exception as error:
+        several = "0 active" not in str(error)  # none at all is how a machine without a GPU looks
+        report.facts.append(
+            Fact("Triton driver", "none: " + _short(error) if several else "none", ok=not several)
+        )
+        chosen = os.environ.get("TRITON_DEFAULT_BACKEND")
+        if chosen:
+            report.advice.append(
+                Advice(
+                    f"TRITON_DEFAULT_BACKEND={chosen} names no driver", "unset TRITON_DEFAULT_BACKEND", True
+                )
+            )
+        elif several:
+            report.advice.append(
+                Advice("Triton has several drivers", "export TRITON_DEFAULT_BACKEND=nvidia", True)
+            )
+        return
+    # Triton calls a compute capability 90, everybody else sm_90.
+    arch = f"sm_{target.arch}" if isinstance(target.arch, int) else target.arch
+    report.facts.append(Fact("Triton driver", f"{type(active).__name__}: {target.backend}, {arch}"))
+
+
+def _cache(report: Report) -> None:
+    if not TRITON:
+        return
+    from triton import knobs
+
+    cache = report.cache = Cache(str(knobs.cache.dir))
+    cache.bytes, cache.complete = _size(cache.path)
+    try:
+        _try_to_write(cache.path)
+        cache.writable = True
+    except OSError as error:
+        cache.problem = error.strerror or str(error)
+    if cache.writable and os.path.isdir(cache.path) and importlib.util.find_spec("triton_loom"):
+        from triton_loom import toolchain
+
+        try:
+            toolchain.check_trusted(cache.path)
+        except toolchain.UntrustedCache as error:
+            cache.problem = str(error).removeprefix(cache.path).strip().partition(", so Loom")[0]
+    size = f"{cache.bytes / 2**20:.1f} MiB" if cache.complete else f"more than {cache.bytes / 2**20:.0f} MiB"
+    state = cache.problem or "writable"
+    report.facts.append(Fact("Triton cache", f"{cache.path}, {size}, {state}", ok=not cache.problem))
+    if not cache.writable:
+        what = f"Triton cannot write to its cache: {cache.problem}"
+        report.advice.append(Advice(what, "export TRITON_CACHE_DIR=$(mktemp -d)", broken=True))
+    elif cache.problem:
+        what = f"Loom runs no code from a cache that {cache.problem}"
+        report.advice.append(Advice(what, f"chmod go-w {shlex.quote(cache.path)}", broken=True))
+
+
+def _devices(report: Report) -> None:
+    served = launch_device()
+    with_loom = importlib.util.find_spec("triton_loom") is not None
+    cpu = Device(
+        "cpu", f"{_processor()}, {torch.get_num_threads()} threads", "reference (PyTorch)", "reference"
+    )
+    if served == "cpu":
+        _describe(cpu, "Triton (Loom)")
+    report.devices.append(cpu)
+    for index in range(torch.cuda.device_count()):
+        gpu = Device(f"cuda:{index}", "", "reference (PyTorch)", "reference")
+        report.devices.append(gpu)
+        try:
+            properties = torch.cuda.get_device_properties(index)
+            gpu.hardware = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            if served == "cuda":
+                _describe(gpu, "Triton")
+        except Exception as error:
+            gpu.runs, gpu.fp8 = "nothing", "none"
+            what = str(error) if isinstance(error, RuntimeError) else _short(error)
+            report.advice.append(
+                Advice(f"{gpu.name}: {what}", "with weft.backend('reference'):  # plain PyTorch there", True)
+            )
+    if TRITON and served is None and not with_loom and not torch.cuda.device_count():
+        what = "Without a GPU or Loom everything runs in plain PyTorch. To run the kernels on this CPU"
+        report.advice.append(Advice(what, _install_loom(), broken=False))
+    elif served == "cuda" and with_loom:
+        cpu.runs += "; Triton (Loom) in triton_loom.active()"
+
+
+def _describe(device: Device, runs: str) -> None:
+    can = capabilities_of(torch.device(device.name))
+    device.runs = runs if device.name == "cpu" else f"{runs} ({can.target})"
+    device.fp8 = "conversion" if can.fp8_cast else "integer"
+    device.capabilities = asdict(can)
+
+
+def _environment(report: Report) -> None:
+    if os.environ.get("WEFT_NO_JIT") == "1":
+        report.facts.append(Fact("WEFT_NO_JIT", "1: kernels that are not compiled yet are errors"))
+        report.advice.append(
+            Advice("WEFT_NO_JIT=1 lets the self-test compile nothing", "unset WEFT_NO_JIT", False)
+        )
+
+
+# ---- self-test --------------------------------------------------------------------------------------------
+
+
+def _self_test(report: Report) -> None:
+    for device in report.devices:
+        if device.runs == "nothing":
+            continue
+        for name, test in (("rms_norm", _test_norm), ("quantize 1x128", _test_quantize)):
+            check = Check(device.name, name, ok=True)
+            report.checks.append(check)
+            try:
+                test(check, torch.device(device.name))
+            except Exception as error:
+                check.ok, check.error = False, _short(error)
+
+
+def _test_norm(check: Check, device: torch.device) -> None:
+    x, weight = _numbers().to(device), torch.linspace(0.5, 1.5, 384, device=device)
+    y = _timed(check, device, lambda: rms_norm(x, weight))
+    exact = x.double()
+    exact = exact * torch.rsqrt(exact.square().mean(1, keepdim=True) + 1e-6) * weight.double()
+    # Every term of the mean is rounded in fp32 and so is the result: a few units of 6e-8 in all.
+    worst = float(((y.double() - exact).abs() / exact.abs().clamp(min=1e-3)).max())
+    if not worst < 2e-6:
+        check.ok, check.error = False, f"relative error {worst:.1e} against float64; at most 2e-6 is expected"
+
+
+def _test_quantize(check: Check, device: torch.device) -> None:
+    x = _numbers()
+    got = _timed(check, device, lambda: quantize(x.to(device), "1x128", columnwise=True))
+    with backend("reference"):
+        expected = quantize(x, "1x128", columnwise=True)
+    for side in ("rowwise", "columnwise"):
+        for part in ("data", "scale"):
+            mine, right = (getattr(getattr(q, side), part).cpu().contiguous() for q in (got, expected))
+            wrong = int((mine.view(torch.uint8) != right.view(torch.uint8)).sum())
+            if wrong:
+                check.ok, check.error = False, f"{wrong} bytes of the {side} {part} differ from the reference"
+                return
+    # e4m3 has four significant bits: half a unit in the last is 1/16. Below its normal numbers that stops.
+    worst = float(((got.dequantize().cpu() - x).abs() / x.abs().clamp(min=0.1)).max())
+    if not worst <= 1 / 16:
+        check.ok, check.error = False, f"dequantised numbers are off by {worst:.2f} of their size"
+
+
+def _numbers() -> torch.Tensor:
+    """Always the same, without touching the caller's random numbers."""
+    return torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+
+
+def _timed(check: Check, device: torch.device, call: Callable[[], T]) -> T:
+    """The second result, and how long both calls took: the first compiles, or loads what was compiled before."""
+    times = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        result = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - begin) * 1e3)
+    check.first_ms, check.second_ms = times
+    return result
+
+
+# ---- answers to small questions ---------------------------------------------------------------------------
+
+
+def _short(error: BaseException) -> str:
+    """The first line of an error, on one line of the screen."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def _pip() -> str:
+    return "pip" if shutil.which("pip") else f"{shlex.quote(sys.executable)} -m pip"
+
+
+def _install_loom() -> str:
+    checkout = Path(__file__).parents[3] / "loom"
+    if (checkout / "pyproject.toml").exists():
+        return f"{_pip()} install -e {shlex.quote(str(checkout))}"
+    return f"{_pip()} install 'weft[cpu]'"
+
+
+def _install_compiler() -> str:
+    sudo = "" if getattr(os, "geteuid", lambda: 0)() == 0 else "sudo "
+    for tool, command in (
+        ("apt-get", f"{sudo}apt-get install g++"),
+        ("dnf", f"{sudo}dnf install gcc-c++"),
+        ("zypper", f"{sudo}zypper install gcc-c++"),
+        ("pacman", f"{sudo}pacman -S gcc"),
+        ("xcode-select", "xcode-select --install"),
+    ):
+        if shutil.which(tool):
+            return command
+    return "conda install cxx-compiler"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            for line in cpuinfo:
+                if line.startswith("model name"):
+                    return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _size(path: str, seconds: float = 1.0) -> tuple[int, bool]:
+    """Bytes of the files below a directory, and whether all were counted in the time."""
+    total, end = 0, time.monotonic() + seconds
+    for directory, _, files in os.walk(path):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_size
+            except OSError:
+                continue
+        if time.monotonic() > end:
+            return total, False
+    return total, True
+
+
+def _try_to_write(path: str) -> None:
+    """Raise OSError if files cannot be made in a directory, or the directory itself cannot."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    with tempfile.TemporaryFile(dir=place):
+        pass
+
+
+# ---- the screen -------------------------------------------------------------------------------------------
+
+
+def render(report: Report) -> Group:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for fact in report.facts:
+        facts.add_row(fact.name, Text(fact.value, style="" if fact.ok else "red"))
+    for name, value in report.environment.items():
+        facts.add_row(name, Text(value))
+
+    devices = _table("device", "hardware", "runs", "FP8 encode")
+    for device in report.devices:
+        devices.add_row(*(Text(value) for value in (device.name, device.hardware, device.runs, device.fp8)))
+    can = [device for device in report.devices if device.capabilities and device.name != "cpu"]
+
+    checks = _table("device", "op", "result", "first call", "second call")
+    for check in report.checks:
+        result = Text("ok", "green") if check.ok else Text("failed", "red")
+        checks.add_row(
+            check.device, check.op, result, _milliseconds(check.first_ms), _milliseconds(check.second_ms)
+        )
+    for column in checks.columns[-2:]:
+        column.justify = "right"
+
+    parts: list[Any] = [_title("This machine"), _inset(facts), _title("What runs where"), _inset(devices)]
+    if can:
+        parts.append(_inset(_capabilities(can)))
+    parts += [_title("Self-test"), _inset(checks)]
+    for error in dict.fromkeys(check.error for check in report.checks if not check.ok):
+        parts.append(_inset(Text(error, "red")))
+    parts.append(_title("To do"))
+    for advice in report.advice:
+        line = Text.assemble((advice.what, "red" if advice.broken else ""), ":")
+        parts += [_inset(line), Padding(Text(advice.command, "bold"), (0, 0, 0, 6))]
+    failed = sum(not check.ok for check in report.checks)
+    if failed:
+        parts.append(_inset(Text(f"{failed} of {len(report.checks)} self-tests failed.", "red")))
+    elif not report.advice:
+        parts.append(_inset(Text("nothing", "green")))
+    return Group(*parts)
+
+
+def _capabilities(devices: list[Device]) -> Table:
+    """What changes kernels, a row to a GPU."""
+    names: dict[str, Literal["center", "right"]] = {
+        "fp8_cast": "center",
+        "fp8_dot": "center",
+        "mx_dot": "center",
+        "nvfp4_dot": "center",
+        "descriptors": "center",
+        "multiprocessors": "right",
+    }
+    table = _table("device", *(name.replace("_", " ") for name in names))
+    for column, justify in zip(table.columns[1:], names.values(), strict=True):
+        column.justify = justify
+    for device in devices:
+        values = [(device.capabilities or {})[name] for name in names]
+        words = [("no", "yes")[v] if isinstance(v, bool) else str(v) for v in values]
+        table.add_row(device.name, *words)
+    return table
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    return table
+
+
+def _title(text: str) -> Text:
+    return Text(text, "bold cyan")
+
+
+def _inset(what: Any) -> Padding:
+    return Padding(what, (0, 0, 0, 2))
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} ms" if value >= 1 else f"{value * 1e3:.0f} µs"

@@ -1,0 +1,26 @@
+"""The problems that every op is judged on: shapes of real models, their inputs, the bytes that must move.
+
+One registry. Tests, benchmarks, audits, the ahead-of-time builder and the docs iterate over it; a new op adds a
+file of workloads here and inherits every check.
+
+>>> from weft.workloads import for_op
+>>> str(for_op("norm", "inference")[0])
+'norm:llama3-8b/hidden:residual:1'
+"""
+
+from . import norm, quantize
+from .problem import Call, Inputs, Workload
+
+__all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
+
+WORKLOADS: tuple[Workload, ...] = (*norm.WORKLOADS, *quantize.WORKLOADS)
+
+
+def for_op(op: str, *tags: str) -> tuple[Workload, ...]:
+    """The workloads of an op of the catalogue that have all of the tags."""
+    return tuple(w for w in WORKLOADS if w.op == op and w.tags.issuperset(tags))
+
+
+def distinct(workloads: tuple[Workload, ...] = WORKLOADS) -> tuple[Workload, ...]:
+    """One workload for each op, shape and set of options: those that differ in the number of rows alone, once."""
+    return tuple({(w.op, w.name, w.options): w for w in reversed(workloads)}.values())[::-1]

@@ -1,0 +1,225 @@
+"""Workloads of the norms: hidden states, per-head norms, low-rank norms, adaptive norms of diffusion transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import layer_norm, rms_norm
+from ..runtime import catalogue
+from .problem import Call, Inputs, Size, Workload
+
+# Where a shape comes from -> the shape. "rows" are tokens.
+HIDDEN: dict[str, tuple[Size, ...]] = {
+    "linghe/hidden": ("rows", 2048),
+    "llama3-8b/hidden": ("rows", 4096),
+    "llama3-70b/hidden": ("rows", 8192),
+    "qwen3-30b-a3b/hidden": ("rows", 2048),
+    "deepseek-v3/hidden": ("rows", 7168),
+    "deepseek-v3/q-lora": ("rows", 1536),
+    "deepseek-v3/kv-lora": ("rows", 512),
+    "gemma-7b/hidden": ("rows", 3072),
+    "gemma2-9b/hidden": ("rows", 3584),
+    "flux/hidden": (2, "rows", 3072),
+    "dit-xl/hidden": (2, "rows", 1152),
+    "qwen3-30b-a3b/q-heads": (2, "rows", 32, 128),
+    "qwen3-30b-a3b/k-heads": (2, "rows", 4, 128),
+    "odd/1": ("rows", 1),
+    "odd/33": ("rows", 33),
+    "odd/200": ("rows", 200),
+    "odd/760": ("rows", 760),
+    "odd/1025": ("rows", 1025),
+    "long/32768": ("rows", 32768),
+    "long/131072": ("rows", 131072),
+}
+
+# The sets of options: what `settings` of a workload may hold, besides arguments that go to the function as they are.
+#   function   rms_norm unless it is layer_norm
+#   tensors    which of weight, bias, residual to make
+#   modulation "sample" or "row": [samples or rows, 3K or 2K] in one tensor
+#   packed     x is the first heads of a packed QKV projection
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"tensors": ("weight",)},
+    "no-weight": {"tensors": ()},
+    "residual": {"tensors": ("weight", "residual")},
+    "gemma": {"tensors": ("weight",), "weight_offset": 1.0},
+    "llama": {"tensors": ("weight", "residual"), "casting": "llama"},
+    "per-head": {"tensors": ("weight",), "packed": True},
+    "layer": {"function": layer_norm, "tensors": ("weight", "bias")},
+    "layer-residual": {"function": layer_norm, "tensors": ("weight", "bias", "residual")},
+    "adaln-sample": {"function": layer_norm, "tensors": (), "modulation": "sample"},
+    "adaln-row": {"function": rms_norm, "tensors": ("weight",), "modulation": "row"},
+    "1x128": {"tensors": ("weight", "residual"), "quantize": "1x128"},
+    "1x128-both": {"tensors": ("weight",), "quantize": "1x128", "columnwise": True},
+    "1x128-residual-both": {"tensors": ("weight", "residual"), "quantize": "1x128", "columnwise": True},
+    "mx-both": {"tensors": ("weight",), "quantize": "mx", "columnwise": True},
+    "nvfp4": {"tensors": ("weight", "residual"), "quantize": "nvfp4"},
+    "row-fp8": {"tensors": ("weight", "residual"), "quantize": "row"},
+    "static-fp8": {"tensors": ("weight", "residual"), "quantize": "tensor", "quant_scale": 0.02},
+    "adaln-row-fp8": {
+        "function": layer_norm,
+        "tensors": (),
+        "modulation": "sample",
+        "quantize": "row",
+    },
+}
+
+TRAINING = (8192,)
+INFERENCE = (1, 8, 64)
+
+_TRAINED: dict[str, tuple[str, ...]] = {
+    "plain": (
+        "linghe/hidden",
+        "llama3-8b/hidden",
+        "llama3-70b/hidden",
+        "deepseek-v3/q-lora",
+        "deepseek-v3/kv-lora",
+        "odd/33",
+        "odd/200",
+        "odd/1025",
+        "long/32768",
+        "long/131072",
+    ),
+    "no-weight": ("deepseek-v3/kv-lora",),
+    "residual": ("llama3-8b/hidden", "deepseek-v3/hidden", "odd/760"),
+    "gemma": ("gemma-7b/hidden", "gemma2-9b/hidden"),
+    "llama": ("llama3-8b/hidden", "odd/200"),
+    "per-head": ("qwen3-30b-a3b/q-heads", "qwen3-30b-a3b/k-heads"),
+    "layer": ("llama3-8b/hidden", "odd/760", "odd/1", "long/32768"),
+    "layer-residual": ("dit-xl/hidden",),
+    "adaln-sample": ("flux/hidden", "dit-xl/hidden"),
+    "adaln-row": ("flux/hidden", "odd/200"),
+    "1x128": ("linghe/hidden", "deepseek-v3/hidden"),
+    "1x128-both": ("linghe/hidden", "llama3-8b/hidden", "odd/200"),
+    "1x128-residual-both": ("qwen3-30b-a3b/hidden", "deepseek-v3/hidden"),
+    "mx-both": ("llama3-8b/hidden", "odd/760"),
+}
+_SERVED: dict[str, tuple[str, ...]] = {
+    "residual": ("llama3-8b/hidden", "llama3-70b/hidden", "qwen3-30b-a3b/hidden"),
+    "per-head": ("qwen3-30b-a3b/q-heads",),
+    "1x128": ("qwen3-30b-a3b/hidden", "deepseek-v3/hidden"),
+    "nvfp4": ("llama3-70b/hidden", "odd/33"),
+    "row-fp8": ("llama3-8b/hidden", "odd/1025"),
+    "static-fp8": ("llama3-70b/hidden",),
+    "adaln-row-fp8": ("flux/hidden",),
+}
+
+
+def _weights(inputs: Inputs, cols: int, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Trained parameters stay in fp32 or follow the activations; both occur, the second is more common."""
+    offset = settings.get("weight_offset", 0.0)
+    made = {}
+    if "weight" in settings["tensors"]:
+        made["weight"] = inputs.normal(cols, mean=1.0 - offset, std=0.2)
+    if "bias" in settings["tensors"]:
+        made["bias"] = inputs.normal(cols, std=0.2)
+    return made
+
+
+def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    settings = dict(workload.settings)
+    cols = shape[-1]
+    kwargs: dict[str, Any] = {}
+    if settings.get("packed"):
+        *lead, heads, _ = shape
+        packed = inputs.activation(*lead, (heads + 8) * cols)  # key and value heads follow
+        kwargs["x"] = packed[..., : heads * cols].view(*lead, heads, cols)
+    else:
+        kwargs["x"] = inputs.activation(*shape)
+    kwargs |= _weights(inputs, cols, settings)
+    if "residual" in settings["tensors"]:
+        kwargs["residual"] = inputs.activation(*shape)
+    if settings.get("modulation") == "sample":
+        kwargs["modulation"] = inputs.normal(shape[0], 3 * cols, std=0.3)
+    elif settings.get("modulation") == "row":
+        kwargs["modulation"] = inputs.normal(*shape[:-1], 2 * cols, std=0.3)
+    for name in ("weight_offset", "casting", "quantize", "columnwise"):
+        if name in settings:
+            kwargs[name] = settings[name]
+    if "quant_scale" in settings:
+        kwargs["quant_scale"] = inputs.normal(1, mean=settings["quant_scale"], std=0.0, dtype=torch.float32)
+    return Call(settings.get("function", rms_norm), kwargs)
+
+
+def _backward(**kwargs: Any) -> Any:
+    """The op takes its arguments by position."""
+    return catalogue["norm_backward"](*kwargs.values())
+
+
+def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    """What the backward of the same call reads: h, the gradients, the statistics."""
+    settings = dict(workload.settings)
+    cols, layer = shape[-1], settings.get("function") is layer_norm
+    h = inputs.activation(*shape)
+    rows = h.numel() // max(cols, 1)
+    weights = _weights(inputs, cols, settings)
+    residual = "residual" in settings["tensors"]
+    scale = None
+    if "modulation" in settings:
+        scale = inputs.normal(shape[0] if settings["modulation"] == "sample" else rows, cols, std=0.3)
+    if h.device.type == "meta":
+        rstd = torch.empty(rows, device="meta")
+        mean = torch.empty(rows, device="meta") if layer else None
+    else:
+        flat = h.reshape(rows, cols).float()
+        mean = flat.mean(1) if layer else None
+        centred = flat if mean is None else flat - mean[:, None]
+        rstd = 1.0 / torch.sqrt(centred.square().mean(1) + 1e-5)
+    kwargs: dict[str, Any] = {
+        "h": h,
+        "dy": inputs.normal(*shape),
+        "dresidual": inputs.normal(*shape) if residual else None,
+        "weight": weights.get("weight"),
+        "bias": weights.get("bias"),
+        "scale": scale,
+        "rstd": rstd,
+        "mean": mean,
+        "weight_offset": settings.get("weight_offset", 0.0),
+        "casting": settings.get("casting", "fp32"),
+        "needs": [True, "weight" in weights, "bias" in weights, scale is not None, scale is not None],
+    }
+    return Call(_backward, kwargs)
+
+
+def _named(
+    used: dict[str, tuple[str, ...]], rows: Iterable[int], tag: str, backward: bool = False
+) -> list[Workload]:
+    found = []
+    for options, names in used.items():
+        settings = OPTIONS[options]
+        if backward:
+            settings = {k: v for k, v in settings.items() if k not in ("quantize", "columnwise", "packed")}
+        rereads = "the amax of the whole tensor comes before its first code" if options == "nvfp4" else ""
+        found += [
+            Workload(
+                op="norm_backward" if backward else "norm",
+                name=name,
+                options=options,
+                shape=HIDDEN[name],
+                rows=count,
+                build=_build_backward if backward else _build,
+                tags=frozenset({tag, "backward"} if backward else {tag}),
+                settings=tuple(settings.items()),
+                rereads=rereads,
+            )
+            for name in names
+            for count in rows
+        ]
+    return found
+
+
+# The backward of a quantising norm is that of the plain one.
+_BACKWARD = {
+    options: names
+    for options, names in _TRAINED.items()
+    if "quantize" not in OPTIONS[options] and "packed" not in OPTIONS[options]
+}
+
+WORKLOADS: tuple[Workload, ...] = (
+    *_named(_TRAINED, TRAINING, "training"),
+    *_named(_SERVED, INFERENCE, "inference"),
+    *_named(_BACKWARD, TRAINING, "training", backward=True),
+)

@@ -1,0 +1,161 @@
+"""What a workload is: one op, one real shape, one set of options, and how to make its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..quant import QTensor
+from ..runtime import recording
+
+Size = int | Literal["rows"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments; calling it runs it."""
+
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.function(**self.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.kwargs.get(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The plain tensors among the arguments."""
+        return {
+            name: value
+            for name, value in self.kwargs.items()
+            if isinstance(value, Tensor) and not isinstance(value, QTensor)
+        }
+
+    def with_(self, **changed: Any) -> Call:
+        """The call with some arguments changed or added."""
+        return replace(self, kwargs={**self.kwargs, **changed})
+
+    def requiring_grad(self) -> Call:
+        """The call with new leaves in place of its floating-point tensors."""
+        leaves = {
+            name: tensor.detach().requires_grad_()
+            for name, tensor in self.tensors().items()
+            if tensor.is_floating_point() and name not in ("quant_scale", "out", "residual_out")
+        }
+        return self.with_(**leaves)
+
+
+class Inputs:
+    """Where a builder draws its tensors from: normal numbers of one seed, or nothing on the meta device."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(
+        self, *shape: int, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        drawn = torch.randn(shape, generator=self._generator) * std + mean
+        return drawn.to(self.device, dtype or self.dtype)
+
+    def activation(self, *shape: int) -> Tensor:
+        """What a hidden state looks like: one channel in about a thousand carries outliers."""
+        drawn = self.normal(*shape)
+        if drawn.device.type != "meta":
+            drawn[..., :: 997 if shape[-1] > 997 else 97] *= 30
+        return drawn
+
+
+Build = Callable[["Workload", Inputs, tuple[int, ...]], Call]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named problem of an op.
+
+    - `op`: its name in `weft.catalogue`; `options`: the name of the set of options that it is called with.
+    - `name`: the model and the place in it that the shape comes from.
+    - `shape`: of the main input; "rows" stands for the dimension that grows with the tokens, `rows` of them.
+    - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
+    - `rereads`: why bytes beyond `least_bytes` have to move; empty for most.
+    """
+
+    op: str
+    name: str
+    options: str
+    shape: tuple[Size, ...]
+    rows: int
+    build: Build = field(repr=False)
+    tags: frozenset[str] = frozenset({"training"})
+    dtype: torch.dtype = torch.bfloat16
+    settings: tuple[tuple[str, Any], ...] = ()
+    rereads: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.name}:{self.options}:{self.rows}"
+
+    @property
+    def cols(self) -> int:
+        last = self.shape[-1]
+        assert isinstance(last, int)
+        return last
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        """The shape with that many rows."""
+        return tuple(rows if size == "rows" else size for size in self.shape)
+
+    def make(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        rows: int | None = None,
+        seed: int = 0,
+    ) -> Call:
+        """The call, with inputs on `device`; with other rows or another dtype if they are given."""
+        inputs = Inputs(device, dtype or self.dtype, seed)
+        return self.build(self, inputs, self.sized(self.rows if rows is None else rows))
+
+    def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
+        """Bytes that must move at least: every input read once, every output written once. What is handed through
+        (the gate of a modulation) is neither."""
+        call = self.make("meta", dtype, rows)
+        with recording("sm_90"):
+            result = call()
+        inputs = list(_leaves([*call.kwargs.values()]))
+        held = {tensor.untyped_storage()._cdata for tensor in inputs}
+        moved = sum(map(_bytes, inputs))
+        for tensor in _leaves(result):
+            moved += -_bytes(tensor) if tensor.untyped_storage()._cdata in held else _bytes(tensor)
+        return moved
+
+    @property
+    def flops(self) -> int | None:
+        """Floating-point operations where they decide the time; None for what memory decides."""
+        return None
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of the distinct elements: an expanded dimension is there once."""
+    distinct = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        distinct *= size if stride or size == 0 else 1
+    return distinct * tensor.element_size()
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    """The plain tensors inside results and arguments."""
+    if isinstance(value, QTensor):
+        for copy in (value.rowwise, value.columnwise):
+            yield from _leaves(copy)
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
