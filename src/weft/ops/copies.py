@@ -7,6 +7,7 @@ the column-wise copy: K) contiguous and padded to 4, the others row by row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -80,13 +81,30 @@ def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int
     return copy.data, copy.scale, copy.data.stride(0), copy.scale.stride(0), copy.scale.stride(1)
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
 def cpu_tile(cols: int, smallest: int = 64) -> int:
-    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: the longest
-    piece that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
-    for tile in (4096, 2048, 1024, 512):
+    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: 1024 or 512
+    if that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
+    for tile in (1024, 512):
         if cols % tile == 0 and cols:
             return tile
     return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
+
+
+@functools.lru_cache(maxsize=1024)
+def stripe_tile(block: str, target: str) -> tuple[int, int]:
+    """(columns, warps) of the tiles that stripes are cut into, for formats with this block."""
+    if target == "cpu":
+        return 128, 4
+    # 16 numbers to a thread are 16 bytes of codes, and leave room for a second block of threads on a
+    # multiprocessor; up to 512 threads (AMD 1024), whose registers still hold a tile. Compiled for sm_90, both
+    # copies of a norm's result: 1x128 128 registers at 16 warps (221 at 8, 64 and spills at 32); mx 97 (128 and
+    # spills with 128 columns), nvfp4 128 (255 and spills).
+    tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
+    return tile, tile * STRIPE // 16 // 64 if target.startswith("gfx") else 16
 
 
 def cast_mode(capabilities: Capabilities) -> int:

@@ -42,6 +42,7 @@ from .copies import (
     store_rows,
     store_stripe,
     store_transposed,
+    stripe_tile,
     tensor_factor,
     tile_mask,
 )
@@ -459,13 +460,16 @@ def _launch_quantize(
             partials = torch.empty(programs, dtype=torch.float32, device=x.device)
         rows_pass(given, partials, row_copy)
     else:
-        stripes, tiles = -(-rows // STRIPE), -(-cols // 128)
-        constants = {"ROWS": STRIPE, "TILE": 128, "ALIGN": align, "COLS_MASKED": cols % 128 != 0}
+        stripe_cols, stripe_warps = stripe_tile(f.block, target.target)
+        stripes, tiles = -(-rows // STRIPE), -(-cols // stripe_cols)
+        constants = {
+            "ROWS": STRIPE, "TILE": stripe_cols, "ALIGN": align, "COLS_MASKED": cols % stripe_cols != 0,
+        }  # fmt: skip
         largest_of: list[Tensor | None] = [None, None]
         if f.block == "row":
             pieces = [torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if rowwise else None]
             pieces.append(torch.empty((stripes, cols), dtype=torch.float32, device=x.device))
-            find = Launch.of(_amax_kernel, num_warps=8, **constants)
+            find = Launch.of(_amax_kernel, num_warps=stripe_warps, **constants)
             find((stripes * tiles, 1, 1), (x, *pieces), (rows, cols, x.stride(0)))
             largest_of = [piece if piece is None else piece.amax(0) for piece in pieces]
         if amax_out is not None:
@@ -473,7 +477,7 @@ def _launch_quantize(
         data, data_scale, *strides = copy_arguments(row_copy)
         data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
         launch = Launch.of(
-            _quantize_stripe_kernel, num_warps=8, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
+            _quantize_stripe_kernel, num_warps=stripe_warps, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
             STATIC=scale is not None, STOCHASTIC=seed is not None, **constants,
         )  # fmt: skip
         launch(
@@ -531,7 +535,7 @@ quantize_op = define_op(
     reference=quantize_reference,
     setup_context=_setup_quantize,
     backward=_quantize_gradients,
-    variants=16,
+    variants=32,
 )
 
 dequantize_op = define_op(
@@ -588,6 +592,8 @@ def quantize(
                 f"a given scale is one number for block 'tensor', or [{rows}, 1] for block 'row' without a column-wise "
                 f"copy; got {tuple(scale.shape)} for block {f.block!r}"
             )
+        if scale.device != x.device:
+            raise ValueError(f"scale must be on {x.device} like x; got {scale.device}")
         scale = scale.float()
     if seed is not None and (f.element == "int8" or not 0 <= seed < 2**62):
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")

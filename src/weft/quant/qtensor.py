@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..runtime import catalogue
 from .formats import Format
 
 
@@ -75,9 +76,8 @@ class QTensor(Tensor):
         cols = self.shape[-1]
         rows = self.numel() // cols if cols else 0
         length = cols if self.rowwise is not None else rows
-        # By its registered name: the op is defined above this package.
-        values: Tensor
-        (values,) = torch.ops.weft.dequantize(*held, self.spec, length, dtype)
+        # By its name: the op is defined above this package.
+        (values,) = catalogue["dequantize"](*held, self.spec, length, dtype)
         return (values if self.rowwise is not None else values.t()).reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -142,6 +142,8 @@ class QTensor(Tensor):
             if shape[-1:] == args[0].shape[-1:]:
                 q = args[0]
                 return QTensor(shape, q.dtype, q.format, q.rowwise, q.columnwise)
+        if func._schema.is_mutable and isinstance(args[0], QTensor):
+            raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
         plain = lambda t: t._decoded(t.dtype) if isinstance(t, QTensor) else t  # noqa: E731
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 

@@ -94,7 +94,7 @@ def decode(codes, FORMAT: tl.constexpr):
             value = tl.where(size == 0x7F, float("nan"), value)
         if FORMAT.element == "e5m2":
             value = tl.where(size == 0x7C, float("inf"), tl.where(size > 0x7C, float("nan"), value))
-        return tl.where((code & FORMAT.number.sign) != 0, -value, value)
+        return _with_sign(value, (code & FORMAT.number.sign) << FORMAT.number.sign_shift)
 
 
 @triton.jit
@@ -103,7 +103,13 @@ def decode_e4m3(codes):
     size = (codes & 0x7F).to(tl.int32)
     value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where((codes & 0x80) != 0, -value, value)
+    return _with_sign(value, (codes & 0x80).to(tl.int32) << 24)
+
+
+@triton.jit
+def _with_sign(x, sign):
+    """x >= 0 with a sign bit; `-x` is 0 - x, which has no negative zero."""
+    return (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
