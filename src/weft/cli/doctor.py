@@ -325,6 +325,9 @@ def _describe(device: Device, runs: str) -> None:
 
 
 def _environment(report: Report) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and TRITON:
+        what = "TRITON_INTERPRET=1 turns Weft's kernels off, and everything runs in plain PyTorch"
+        report.advice.append(Advice(what, "unset TRITON_INTERPRET", broken=False))
     if os.environ.get("WEFT_NO_JIT") == "1":
         report.facts.append(Fact("WEFT_NO_JIT", "1: kernels that are not compiled yet are errors"))
         report.advice.append(

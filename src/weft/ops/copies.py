@@ -33,6 +33,7 @@ from ..tiles import (
     round_to,
     scaled,
 )
+from .rows import tile_mask
 
 STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
 
@@ -81,19 +82,6 @@ def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int
     return copy.data, copy.scale, copy.data.stride(0), copy.scale.stride(0), copy.scale.stride(1)
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
-
-
-def cpu_tile(cols: int, smallest: int = 64) -> int:
-    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: 1024 or 512
-    if that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
-    for tile in (1024, 512):
-        if cols % tile == 0 and cols:
-            return tile
-    return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
-
-
 @functools.lru_cache(maxsize=1024)
 def stripe_tile(block: str, target: str) -> tuple[int, int]:
     """(columns, warps) of the tiles that stripes are cut into, for formats with this block."""
@@ -123,28 +111,6 @@ def tensor_factor(given, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, STATIC: 
     else:
         _, factor = fp32_scale(given, INPUT_MAX, FORMAT)
         return factor
-
-
-@triton.jit
-def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """Which elements of a tile exist: row [R] and col [C] -> [R, C], or None when all do."""
-    if ROWS_MASKED and COLS_MASKED:
-        return (row < rows)[:, None] & (col < cols)[None, :]
-    elif ROWS_MASKED:
-        return (row < rows)[:, None] & (col >= 0)[None, :]
-    elif COLS_MASKED:
-        return (row >= 0)[:, None] & (col < cols)[None, :]
-    else:
-        return None
-
-
-@triton.jit
-def load_tile(ptr, mask):
-    """A tile as fp32, zero where it does not exist."""
-    if mask is None:
-        return tl.load(ptr).to(tl.float32)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from .copies import (
     cast_mode,
     copy_arguments,
     count_copies,
-    cpu_tile,
-    load_tile,
     reduce_amax,
     split_copies,
     stand_in,
@@ -44,8 +41,8 @@ from .copies import (
     store_transposed,
     stripe_tile,
     tensor_factor,
-    tile_mask,
 )
+from .rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -56,7 +53,7 @@ def quantize_reference(
 ) -> list[Tensor]:  # fmt: skip
     """x [..., K] -> [stand-in for autograd, copies, amax]."""
     f = Format.of(format)
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    flat = x.reshape(count_rows(x), x.shape[-1])
     largest = amax_reference(flat)
     outputs = [stand_in(x)]
     options = {"tensor_amax": largest, "scale": scale, "input_dtype": x.dtype}
@@ -375,16 +372,6 @@ def _dequantize_kernel(
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
-def _flat(x: Tensor) -> Tensor:
-    """[M, K] with neighbours along K next to each other."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
-
-
-def _align(*sizes: int) -> int:
-    return 16 if functools.reduce(int.__or__, sizes) % 16 == 0 else 1
-
-
 @functools.lru_cache(maxsize=1024)
 def _rows_tile(cols: int, target: str) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile that is quantised along its rows: 4096 numbers, or on a CPU one row."""
@@ -398,7 +385,7 @@ def _allocate_quantize(
     x: Tensor, format: str, rowwise: bool, columnwise: bool, scale: Tensor | None, return_amax: bool,
     seed: int | None,
 ) -> list[Tensor]:  # fmt: skip
-    rows, cols = math.prod(x.shape[:-1]), x.shape[-1]
+    rows, cols = count_rows(x), x.shape[-1]
     outputs = [stand_in(x)]
     outputs += allocate_copies(
         Format.of(format), rows, cols, x.device, rowwise=rowwise, columnwise=columnwise
@@ -416,10 +403,10 @@ def _launch_quantize(
     row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
     amax_out = outputs[-1] if return_amax else None
     copies = [copy for copy in (row_copy, col_copy) if copy is not None]
-    x = _flat(x)
+    x = flat_rows(x)
     rows, cols = x.shape
     target = capabilities_of(x.device)
-    align = _align(cols, x.stride(0))
+    align = align_of(cols, x.stride(0))
     input_max = torch.finfo(x.dtype).max
     seeds = (0, 0) if seed is None else (seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF)
     tile_rows, tile, warps = _rows_tile(cols, target.target)
@@ -501,8 +488,8 @@ def _launch_dequantize(
 ) -> None:  # fmt: skip
     f = Format.of(format)
     rows = data.shape[0]
-    data = _flat(data)
-    align = _align(cols, data.stride(0) * f.packed)
+    data = flat_rows(data)
+    align = align_of(cols, data.stride(0) * f.packed)
     tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
     launch = Launch.of(
         _dequantize_kernel, num_warps=warps, FORMAT=f, ROWS=tile_rows, TILE=tile, ALIGN=align,

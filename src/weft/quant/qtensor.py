@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_map
 
 from ..runtime import catalogue
 from .formats import Format
+
+if TYPE_CHECKING:
+    from .layouts import Buffers
 
 
 class Copy(NamedTuple):
@@ -69,6 +72,27 @@ class QTensor(Tensor):
         """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one. Gradients
         pass straight through."""
         return _Unwrap.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+    def to_layout(self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False) -> Buffers:
+        """The buffers that another library's GEMM takes, without a copy where its layout is this one; see
+        `weft.layouts` for the names.
+
+        >>> import torch, weft
+        >>> q = weft.quantize(torch.randn(8, 256), "1x128")
+        >>> q.to_layout("te").scale.shape
+        torch.Size([2, 8])
+        """
+        from .layouts import to_layout
+
+        copy = self.columnwise if columnwise else self.rowwise
+        if copy is None:
+            raise ValueError(f"{self!r} has no {'column' if columnwise else 'row'}-wise copy")
+        return to_layout(copy, self.format, name, operand=operand, columnwise=columnwise)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `torch.save`, pickling and copying: the parts, and how to put them together."""
+        parts = [None if copy is None else tuple(copy) for copy in (self.rowwise, self.columnwise)]
+        return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad)
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         held = self.rowwise or self.columnwise
@@ -157,3 +181,14 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
+
+
+def _rebuild(
+    shape: tuple[int, ...], dtype: torch.dtype, spec: str, rowwise: Any, columnwise: Any, requires_grad: bool
+) -> QTensor:
+    copies = [None if parts is None else Copy(*parts) for parts in (rowwise, columnwise)]
+    return QTensor(shape, dtype, Format.of(spec), *copies).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+# `torch.load` builds nothing it does not know.
+torch.serialization.add_safe_globals([_rebuild])

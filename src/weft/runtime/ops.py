@@ -98,6 +98,12 @@ def define_op(
     name = schema.partition("(")[0]
     if name in catalogue:
         raise ValueError(f"the op {name!r} is already defined")
+    if not schema.endswith("-> Tensor[]"):
+        raise ValueError(
+            f"the schema of an op ends in '-> Tensor[]', one list of its outputs; got {schema!r}"
+        )
+    if (backward is None) != (setup_context is None):
+        raise ValueError(f"{name}: setup_context and backward go together")
     op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward)
     _library.define(schema)
     _library.impl(name, op.run, "CompositeExplicitAutograd")

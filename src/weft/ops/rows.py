@@ -1,0 +1,117 @@
+"""How ops read tensors row by row: where the rows lie, and tiles of them.
+
+A tensor of shape [..., K] is taken as rows of K numbers. If they do not lie at one stride (the heads of a slice of
+packed QKV) there are two: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..language import tl, triton
+
+
+def count_rows(x: Tensor) -> int:
+    """Number of rows, also of rows without columns."""
+    return math.prod(x.shape[:-1])
+
+
+def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """(x or a copy of it, inner, outer_stride, inner_stride): where the rows of x lie."""
+    cols = x.shape[-1]
+    if x.is_contiguous():
+        return x, 1, cols, 0
+    if x.stride(-1) == 1 or cols == 1:
+        merged: list[tuple[int, int]] = []
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if size == 1:
+                continue
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            else:
+                merged.append((size, stride))
+        if len(merged) <= 1:
+            return x, 1, merged[0][1] if merged else cols, 0
+        if len(merged) == 2:
+            return x, merged[1][0], merged[0][1], merged[1][1]
+    return x.contiguous(), 1, cols, 0
+
+
+def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """A tensor whose rows lie at one stride."""
+    if x is None:
+        return None, 0
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.stride(-1) != 1 and flat.shape[-1] > 1:
+        flat = flat.contiguous()
+    return flat, flat.stride(0)
+
+
+def align_of(*sizes: int) -> int:
+    """16 if all sizes are multiples of it: then every access can be 128 bits wide."""
+    combined = 0
+    for size in sizes:
+        combined |= size
+    return 16 if combined % 16 == 0 else 1
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """[M, K] with neighbours along K next to each other."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
+    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: the largest
+    piece that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
+    tile = largest
+    while tile >= 512:
+        if cols % tile == 0 and cols:
+            return tile
+        tile //= 2
+    return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
+
+
+@triton.jit
+def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr, ALIGN: tl.constexpr):
+    if NESTED:
+        return tl.multiple_of((row // inner) * outer_stride + (row % inner) * inner_stride, ALIGN)
+    else:
+        return tl.multiple_of(row * outer_stride, ALIGN)
+
+
+@triton.jit
+def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """Which elements of a tile exist: row [R] and col [C] -> [R, C], or None when all do."""
+    if ROWS_MASKED and COLS_MASKED:
+        return (row < rows)[:, None] & (col < cols)[None, :]
+    elif ROWS_MASKED:
+        return (row < rows)[:, None] & (col >= 0)[None, :]
+    elif COLS_MASKED:
+        return (row >= 0)[:, None] & (col < cols)[None, :]
+    else:
+        return None
+
+
+@triton.jit
+def load_tile(ptr, mask):
+    """A tile as fp32, zero where it does not exist."""
+    if mask is None:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_vector(ptr, col, cols, COLS_MASKED: tl.constexpr):
+    """A piece of a vector of length cols as a row [1, C], in fp32."""
+    if COLS_MASKED:
+        return tl.load(ptr + col[None, :], mask=(col < cols)[None, :], other=0.0).to(tl.float32)
+    else:
+        return tl.load(ptr + col[None, :]).to(tl.float32)
