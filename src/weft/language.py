@@ -1,7 +1,7 @@
 """Triton's two names as kernels use them, or stand-ins where Triton is not installed.
 
-With the stand-ins a module full of kernels still imports, so that everything else (references, formats,
-layouts) works on any machine that has PyTorch. No kernel is ever launched from them.
+`TRITON` says whether kernels can be launched at all. With the stand-ins a module full of kernels still imports, so
+that everything else (references, formats, layouts) works on any machine that has PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ try:
     import triton
     import triton.language as tl
 
-    TRITON = True
+    # Weft's launcher compiles kernels; under TRITON_INTERPRET=1 there is nothing to launch.
+    TRITON = not triton.knobs.runtime.interpret
 except ImportError:
     triton = tl = _Absent()
     TRITON = False

@@ -1197,8 +1197,13 @@ def _norm(
         format = _check_quantize(quantize, rowwise, columnwise, quant_scale, out_dtype)
     elif quant_scale is not None or return_amax or columnwise:
         raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
-    stats = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias, residual, scale, shift)
+    stats = torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+        or (scale is not None and scale.requires_grad)
+        or (shift is not None and shift.requires_grad)
     )
     args = (
         x, weight, bias, residual, scale, shift, float(eps), float(weight_offset), kind, casting, stats,

@@ -14,7 +14,6 @@ from ..language import TRITON
 from .launch import is_recording
 
 if TRITON:
-    from triton import knobs
     from triton.runtime import driver as drivers
 
 Backend = Literal["auto", "triton", "reference"]
@@ -48,7 +47,7 @@ def backend(name: Backend) -> Iterator[None]:
 def launch_device() -> str | None:
     """The type of device that Triton launches on now: cuda (also for AMD), cpu with Loom, or None."""
     global _without_driver
-    if not TRITON or knobs.runtime.interpret or (_without_driver and drivers._active is None):
+    if not TRITON or (_without_driver and drivers._active is None):
         return None
     try:
         driver = drivers.active

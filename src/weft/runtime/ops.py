@@ -44,6 +44,7 @@ class Op:
     variants: int
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
+    tensors: tuple[int, ...] = ()  # positions of the tensors among the arguments
     overload: Any = field(default=None, compare=False)
     function: Any = field(default=None, compare=False)
 
@@ -55,12 +56,13 @@ class Op:
         if torch.compiler.is_compiling() or _in_a_mode():
             return self.overload(*args)  # type: ignore[no-any-return]
         requires_grad = False
-        for arg in args:
-            kind = type(arg)
-            if kind is Tensor or kind is Parameter:
+        for position in self.tensors:
+            arg = args[position]
+            if arg is not None:
+                kind = type(arg)
+                if kind is not Tensor and kind is not Parameter:
+                    return self.overload(*args)  # type: ignore[no-any-return]
                 requires_grad = requires_grad or arg.requires_grad
-            elif isinstance(arg, Tensor):
-                return self.overload(*args)  # type: ignore[no-any-return]
         if requires_grad and torch.is_grad_enabled():
             if self.backward is None:
                 raise RuntimeError(
@@ -104,8 +106,10 @@ def define_op(
         )
     if (backward is None) != (setup_context is None):
         raise ValueError(f"{name}: setup_context and backward go together")
-    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward)
     _library.define(schema)
+    parameters = getattr(torch.ops.weft, name).default._schema.arguments
+    tensors = tuple(i for i, p in enumerate(parameters) if "Tensor" in str(p.type))
+    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward, tensors)
     _library.impl(name, op.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{name}", allocate, lib=_library)
     object.__setattr__(op, "overload", getattr(torch.ops.weft, name).default)
