@@ -85,9 +85,7 @@ def _on_device(index: int | None) -> Any:
 
 def kernel(fn: Any) -> Any:
     """Decorates a Triton kernel: `@kernel` in place of `@triton.jit`."""
-    if (
-        not TRITON or knobs.runtime.interpret
-    ):  # Weft's launcher compiles; the interpreter has nothing to launch
+    if not TRITON:
         return fn
     from triton import jit
 
