@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SEED
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
 from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
+from suite import SEED
 
 CASES = max(8000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
 SHARDS = 8

@@ -1,7 +1,7 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
 from .ops import dequantize, layer_norm, quantize, rms_norm
-from .quant import Format, QTensor, layouts
+from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue
 
 __version__ = "0.1.0"
@@ -17,4 +17,5 @@ __all__ = [
     "layouts",
     "quantize",
     "rms_norm",
+    "scale_from_amax",
 ]

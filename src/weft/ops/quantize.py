@@ -555,7 +555,8 @@ def quantize(
       as [M, K] and transposed.
     - `scale`: a given (decode) scale, one number for block "tensor", [M, 1] for block "row" without a column-wise
       copy. Otherwise scales are made from x.
-    - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps.
+    - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps, and
+      `weft.scale_from_amax` turns into the next `scale`.
     - `seed`: round stochastically, the same bytes for the same seed. Not for int8.
 
     >>> import torch, weft

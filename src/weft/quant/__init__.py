@@ -3,5 +3,6 @@
 from . import layouts
 from .formats import CONVENTIONS, ELEMENTS, Format
 from .qtensor import Copy, QTensor
+from .reference import scale_from_amax
 
-__all__ = ["CONVENTIONS", "ELEMENTS", "Copy", "Format", "QTensor", "layouts"]
+__all__ = ["CONVENTIONS", "ELEMENTS", "Copy", "Format", "QTensor", "layouts", "scale_from_amax"]

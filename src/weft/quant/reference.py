@@ -63,6 +63,27 @@ def quantize_copy(
     return Copy(codes.contiguous().view(format.number.dtype), _laid_out(stored, format), global_scale)
 
 
+def scale_from_amax(
+    amax: Tensor, format: Format | str = "tensor", dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """The scale that a format's convention makes of an amax, on amax's device: what delayed scaling does with the
+    largest of the last steps. `dtype` is that of the tensors to be quantised.
+
+    >>> import torch, weft
+    >>> history = torch.zeros(16)
+    >>> for step in range(3):
+    ...     x = torch.randn(8, 256)
+    ...     scale = weft.scale_from_amax(history.max(), "tensor", x.dtype)
+    ...     q, history[step] = weft.quantize(x, "tensor", scale=scale, return_amax=True)
+    """
+    format = Format.of(format)
+    if format.scale_dtype is not torch.float32:
+        raise ValueError(
+            f"block {format.block!r} has scales of many blocks that depend on each other or on the tensor"
+        )
+    return _fp32_scale(amax.float(), torch.finfo(dtype).max, format)[0]
+
+
 def quantize_copies(
     x: Tensor, format: Format, *, rowwise: bool, columnwise: bool, **options: Any
 ) -> list[Tensor]:
