@@ -1,0 +1,3 @@
+from suite import fixed_seeds, poisoned_allocations, pytest_report_header, restored_threads
+
+__all__ = ["fixed_seeds", "poisoned_allocations", "pytest_report_header", "restored_threads"]
