@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TRITON", "tl", "triton"]
+__all__ = ["INTERPRETED", "TRITON", "tl", "triton"]
 
 
 class _Absent:
@@ -27,8 +27,9 @@ try:
     import triton
     import triton.language as tl
 
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
     # Weft's launcher compiles kernels; under TRITON_INTERPRET=1 there is nothing to launch.
-    TRITON = not triton.knobs.runtime.interpret
+    TRITON = not INTERPRETED
 except ImportError:
     triton = tl = _Absent()
-    TRITON = False
+    TRITON = INTERPRETED = False

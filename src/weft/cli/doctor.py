@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, backend, quantize, rms_norm
-from ..language import TRITON
+from ..language import INTERPRETED, TRITON
 from ..runtime import capabilities_of, launch_device
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def _software(report: Report) -> None:
                 )
             )
     requirement = f"'triton>={SUPPORTED_TRITON[0]},<{SUPPORTED_TRITON[1]}'"
-    if not TRITON:
+    if not (TRITON or INTERPRETED):
         reason = (
             "not installed"
             if importlib.util.find_spec("triton") is None
@@ -325,7 +325,7 @@ def _describe(device: Device, runs: str) -> None:
 
 
 def _environment(report: Report) -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1" and TRITON:
+    if INTERPRETED:
         what = "TRITON_INTERPRET=1 turns Weft's kernels off, and everything runs in plain PyTorch"
         report.advice.append(Advice(what, "unset TRITON_INTERPRET", broken=False))
     if os.environ.get("WEFT_NO_JIT") == "1":

@@ -83,16 +83,21 @@ def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int
 
 
 @functools.lru_cache(maxsize=1024)
-def stripe_tile(block: str, target: str) -> tuple[int, int]:
-    """(columns, warps) of the tiles that stripes are cut into, for formats with this block."""
+def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
+    """(columns, warps) of the tiles that stripes are cut into, for formats with this block; in a norm, or alone."""
     if target == "cpu":
         return 128, 4
-    # 16 numbers to a thread are 16 bytes of codes, and leave room for a second block of threads on a
-    # multiprocessor; up to 512 threads (AMD 1024), whose registers still hold a tile. Compiled for sm_90, both
-    # copies of a norm's result: 1x128 128 registers at 16 warps (221 at 8, 64 and spills at 32); mx 97 (128 and
-    # spills with 128 columns), nvfp4 128 (255 and spills).
+    # 16 numbers to a thread are 16 bytes of codes; on NVIDIA up to 512 threads, whose registers still hold a tile.
+    # Compiled for sm_90, both copies of a norm's result: 1x128 128 registers at 16 warps (221 at 8, 64 and spills
+    # at 32); mx 97 (with 128 columns 128 and spills), nvfp4 128 (with 128 columns 255 and spills).
     tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
-    return tile, tile * STRIPE // 16 // 64 if target.startswith("gfx") else 16
+    if target.startswith("gfx"):
+        return tile, tile * STRIPE // 16 // 64
+    # Where 128 registers at 16 warps are a few too few: the norm with 1x128 from sm_100 on (226 at 8 warps), nvfp4
+    # alone (127 to 182 at 8).
+    if norm:
+        return tile, 8 if block == "1x128" and int(target[3:]) >= 100 else 16
+    return tile, 8 if block == "nvfp4" else 16
 
 
 def cast_mode(capabilities: Capabilities) -> int:
@@ -141,7 +146,9 @@ def store_rows(
     groups = (cols + FORMAT.group - 1) // FORMAT.group
     mask = tile_mask(row, group, rows, groups, ROWS_MASKED, COLS_MASKED)
     tl.store(
-        scale_ptr + (row * scale_row_stride)[:, None] + (group * scale_col_stride)[None, :], scale, mask=mask
+        scale_ptr + (row * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :],
+        scale,
+        mask=mask,
     )
 
 

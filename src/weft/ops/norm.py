@@ -674,8 +674,9 @@ def _sum_kernel(
 ):
     """The sum over the middle dimension, in order."""
     cols = (cols // ALIGN) * ALIGN
-    col = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
-    outer = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(cols, TILE)
+    col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    outer = (tl.program_id(0) // tiles).to(tl.int64)
     exists = col < cols
     total = tl.zeros((TILE,), tl.float32)
     for i in range(count):
@@ -723,7 +724,8 @@ class RowConfig:
         loop = tile > 8192
         tile = min(tile, 4096 if loop else 8192)
         rows = max(1, 1024 // tile)
-        return RowConfig(rows, tile, loop, _warps(rows * tile, target))
+        # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80).
+        return RowConfig(rows, tile, loop, _warps(rows * tile * (2 if loop else 1), target))
 
 
 def _warps(numbers: int, target: str) -> int:
@@ -910,7 +912,7 @@ class StripeConfig:
         split = 1
         while split < 8 and stripes * split < multiprocessors:
             split *= 2
-        tile, num_warps = stripe_tile(block, target)
+        tile, num_warps = stripe_tile(block, target, norm=True)
         return StripeConfig(tile, split, num_warps)
 
 
@@ -987,7 +989,7 @@ def _launch_norm_backward(
     for grad, partial, written, count in zip(grads, sums, direct, counts, strict=True):
         if grad is not None and not written:
             launch = Launch.of(_sum_kernel, num_warps=4, TILE=256, ALIGN=align_of(cols))
-            launch((-(-cols // 256), programs // count, 1), (partial, grad), (count, cols))
+            launch((-(-cols // 256) * (programs // count), 1, 1), (partial, grad), (count, cols))
 
 
 # ---- registration ---------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def _dequantize_kernel(
         GROUP: tl.constexpr = FORMAT.group
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         there = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
-        scale_off = (row_block * scale_row_stride)[:, None] + (group * scale_col_stride)[None, :]
+        scale_off = (row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
         scale = tl.load(scale_ptr + scale_off, mask=there, other=0)  # [ROWS, TILE // GROUP]
         if FORMAT.block == "mx":
             bits = scale.to(tl.int32)

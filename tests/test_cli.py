@@ -1,0 +1,253 @@
+"""The command line. `weft doctor` is run on machines that lack one thing each, made of this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import weft
+from weft import Capabilities
+from weft.cli import doctor, main
+
+# Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
+WITHOUT = """
+import importlib.util, sys
+from importlib import metadata
+
+missing = {missing!r}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+found, real = importlib.util.find_spec, metadata.entry_points
+importlib.util.find_spec = lambda name, package=None: None if name in missing else found(name, package)
+
+
+def entry_points(**group):
+    if not group:
+        return type("Groups", (), {{"select": staticmethod(entry_points)}})
+    return metadata.EntryPoints(point for point in real(**group) if point.value not in missing)
+
+
+metadata.entry_points = entry_points
+from weft.cli import main
+raise SystemExit(main({argv!r}))
+"""
+
+
+def doctor_without(*missing: str, argv: tuple[str, ...] = ("doctor", "--json"), **environment: str) -> Any:
+    env = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")} | environment
+    code = WITHOUT.format(missing=missing, argv=list(argv))
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+
+
+def report_without(*missing: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    done = doctor_without(*missing, **environment)
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["healthy"] == (done.returncode == 0)
+    return done.returncode, report
+
+
+def facts(report: dict[str, Any]) -> dict[str, str]:
+    return {fact["name"]: fact["value"] for fact in report["facts"]}
+
+
+def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0, report
+    assert report["weft"] == weft.__version__
+    assert report["devices"][0]["name"] == "cpu"
+    assert len(report["checks"]) == 2 * len(report["devices"])
+    assert all(check["ok"] and check["first_ms"] > 0 and check["second_ms"] > 0 for check in report["checks"])
+    if not torch.cuda.device_count():
+        assert report["devices"][0]["runs"] == "Triton (Loom)"
+        assert report["devices"][0]["fp8"] == "conversion"
+        assert {"torch", "Triton", "Loom", "C++ compiler", "Triton driver", "Triton cache"} < set(
+            facts(report)
+        )
+
+
+def test_module_and_script_say_the_same() -> None:
+    command = [sys.executable, "-m", "weft", "--version"]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        == f"weft {weft.__version__}\n"
+    )
+    # A command is required, and a wrong one is refused.
+    assert subprocess.run(command[:-1], capture_output=True, timeout=100).returncode == 2
+
+
+def test_without_triton() -> None:
+    code, report = report_without("triton", "triton_loom")
+    assert code == 0
+    assert facts(report)["Triton"] == "not installed"
+    assert report["devices"][0]["runs"] == "reference (PyTorch)"
+    assert [advice["command"] for advice in report["advice"]] == ["pip install 'triton>=3.7,<3.10'"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
+def test_without_loom() -> None:
+    code, report = report_without("triton_loom")
+    assert code == 0
+    assert facts(report)["Loom"] == "not installed"
+    assert facts(report)["Triton driver"] == "none"
+    assert report["devices"][0]["runs"] == "reference (PyTorch)"
+    (advice,) = report["advice"]
+    loom = Path(weft.__file__).parents[2] / "loom"
+    assert advice["command"] == f"pip install -e {loom}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
+def test_without_compiler(tmp_path: Path) -> None:
+    code, report = report_without(PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert code == 1
+    assert facts(report)["C++ compiler"] == "none found"
+    assert report["advice"][0] == {
+        "what": "Loom needs a C++ compiler",
+        "command": "conda install cxx-compiler",  # the PATH has no package manager either
+        "broken": True,
+    }
+    assert not any(check["ok"] for check in report["checks"])
+    assert all("BuildError" in check["error"] for check in report["checks"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()  # a directory without permission would not stop root
+    code, report = report_without(TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert code == 1
+    assert not report["cache"]["writable"]
+    assert "TRITON_CACHE_DIR" in report["advice"][0]["command"]
+
+
+def test_cache_that_others_can_write(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    code, report = report_without(TRITON_CACHE_DIR=str(cache))
+    assert code == 1
+    assert [advice["command"] for advice in report["advice"]] == [f"chmod go-w {cache}"]
+
+
+def test_forbidden_compilation_is_explained() -> None:
+    code, report = report_without(WEFT_NO_JIT="1")
+    if report["devices"][0]["runs"].startswith("Triton"):
+        assert code == 1
+        assert "unset WEFT_NO_JIT" in [advice["command"] for advice in report["advice"]]
+    assert report["environment"]["WEFT_NO_JIT"] == "1"
+
+
+def test_interpreter_is_explained() -> None:
+    code, report = report_without(TRITON_INTERPRET="1")
+    assert code == 0
+    assert report["devices"][0]["runs"] == "reference (PyTorch)"
+    assert [advice["command"] for advice in report["advice"]] == ["unset TRITON_INTERPRET"]
+
+
+def test_only_telling_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("CXX", "g++")
+    environment = doctor.examine().environment
+    assert environment["CXX"] == "g++"
+    assert "hunter2" not in environment.values()
+
+
+def test_a_broken_question_leaves_the_others_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(report: doctor.Report) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(doctor, "_cache", fail)
+    report = doctor.examine()
+    assert not report.healthy
+    assert "could not be examined: RuntimeError: no such thing" in [fact.value for fact in report.facts]
+    assert report.devices
+    assert report.checks
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "quantize"])
+def test_self_test_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    right = getattr(doctor, op)
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        changed = x.clone()
+        changed[100, 200] *= 1.25
+        served = doctor.launch_device() == "cpu"  # the reference that it is compared with stays right
+        return right(changed if served and not _reference_is_chosen() else x, *args, **kwargs)
+
+    monkeypatch.setattr(doctor, op, wrong)
+    report = doctor.examine()
+    if report.devices[0].runs.startswith("Triton"):
+        assert [check.ok for check in report.checks if check.device == "cpu"] == [
+            op != "rms_norm",
+            op != "quantize",
+        ]
+        assert not report.healthy
+
+
+def _reference_is_chosen() -> bool:
+    from weft.runtime.backend import _chosen
+
+    return _chosen.get() == "reference"
+
+
+def test_gpus_are_shown_with_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it can be pretended: the self-tests on GPUs that are not there have to fail, not raise."""
+    names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA L4", 2: "Tesla T4"}
+    targets = {0: "sm_90", 1: "sm_89"}
+
+    def properties(index: int) -> Any:
+        return SimpleNamespace(name=names[index], total_memory=80 << 30)
+
+    def capabilities(device: torch.device) -> Capabilities:
+        if device.index == 2:
+            raise RuntimeError("Tesla T4 is an sm_75; Weft's kernels need sm_80 or later")
+        return Capabilities.of(targets[device.index])
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(doctor, "launch_device", lambda: "cuda")
+    monkeypatch.setattr(doctor, "capabilities_of", capabilities)
+    report = doctor.examine()
+    _, h100, l4, t4 = report.devices
+    assert (h100.runs, h100.fp8) == ("Triton (sm_90)", "conversion")
+    assert (l4.runs, l4.fp8) == ("Triton (sm_89)", "integer")
+    assert t4.runs == "nothing"
+    assert any("sm_75" in advice.what for advice in report.advice)
+    assert not report.healthy
+    if torch.version.cuda is None:
+        assert {c.device: c.ok for c in report.checks} == {"cpu": True, "cuda:0": False, "cuda:1": False}
+    text = shown(report, 100)
+    assert "NVIDIA H100 80GB HBM3" in text
+    assert "multiprocessors" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_fits_the_screen(width: int) -> None:
+    text = shown(doctor.examine(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert len(text.splitlines()) < 40
+    for title in ("This machine", "What runs where", "Self-test", "To do"):
+        assert title in text
+
+
+def shown(report: doctor.Report, width: int) -> str:
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(doctor.render(report))
+    return capture.get()

@@ -1,0 +1,412 @@
+"""What the options of the norms mean, where PyTorch or a model defines it; and bugs that others shipped."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import assert_not_worse
+from torch import Tensor
+
+import weft
+from weft import Format, QTensor
+
+NORMS = (weft.rms_norm, weft.layer_norm)
+BF16 = torch.bfloat16
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+# ---- the same as PyTorch, and as models define it ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_rms_norm_is_pytorchs(dtype: torch.dtype) -> None:
+    """Bug F5: without a weight, too, and with eps where PyTorch has it."""
+    x, weight = draw(6, 96, dtype=dtype), draw(96, dtype=dtype)
+    for w in (None, weight):
+        truth = F.rms_norm(x.double(), (96,), None if w is None else w.double(), 1e-3)
+        assert_not_worse(weft.rms_norm(x, w, eps=1e-3), truth, F.rms_norm(x, (96,), w, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_layer_norm_is_pytorchs(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(6, 96, dtype=dtype), draw(96, dtype=dtype), draw(96, dtype=dtype)
+    for w, b in ((None, None), (weight, bias)):
+        doubled = [None if t is None else t.double() for t in (w, b)]
+        truth = F.layer_norm(x.double(), (96,), *doubled)
+        assert_not_worse(weft.layer_norm(x, w, b), truth, F.layer_norm(x, (96,), w, b))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_llama_casting_is_hugging_faces(dtype: torch.dtype) -> None:
+    """LlamaRMSNorm: normalise in fp32, round to the dtype, then multiply by the weight in that dtype."""
+    x, weight = draw(64, 200, dtype=dtype), draw(200, dtype=dtype)
+    h = x.float()
+    z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    hugging_face = weight * z
+    llama = weft.rms_norm(x, weight, casting="llama")
+    once = weft.rms_norm(x, weight)
+    # The kernel's 1 / sqrt(…) is rounded correctly, rsqrt is not: z may round to the other side, rarely.
+    assert (llama != hugging_face).float().mean() < 1e-3
+    assert (once != hugging_face).float().mean() > 0.1, "the two castings must be told apart"
+    exact = z.float() * weight.float()
+    assert torch.equal(llama[llama == hugging_face], exact.to(dtype)[llama == hugging_face])
+
+
+def test_gemma_offset() -> None:
+    """GemmaRMSNorm: (1 + weight) in fp32, one rounding."""
+    x, weight = draw(64, 200), draw(200) * 0.1
+    h = x.float()
+    gemma = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.float())).to(BF16)
+    got = weft.rms_norm(x, weight, weight_offset=1)
+    assert (got != gemma).float().mean() < 1e-3
+    # Adding 1 in bf16 first would lose most of the weight.
+    assert (weft.rms_norm(x, weight + 1) != gemma).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("function", NORMS)
+def test_residual_is_the_sum_before_the_norm(function: Any) -> None:
+    """Fused equals unfused bit for bit."""
+    x, residual, weight = draw(6, 96), draw(6, 96), draw(96)
+    y, h = function(x, weight, residual=residual)
+    assert torch.equal(h, x + residual)
+    assert torch.equal(y, function(x + residual, weight))
+
+
+@pytest.mark.parametrize("function", NORMS)
+def test_scale_invariance(function: Any) -> None:
+    """By a power of two, bit for bit."""
+    x = draw(6, 96, dtype=torch.float32)
+    assert torch.equal(function(x, eps=0.0), function(x * 64, eps=0.0))
+
+
+# ---- modulation ----------------------------------------------------------------------------------------
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """In float64, from PyTorch's own norm."""
+    y = F.layer_norm(x.double(), x.shape[-1:])
+    return y * (1 + scale.double()) + shift.double()
+
+
+@pytest.mark.parametrize("lead", [(2, 5), (2,), (2, 1), (1,), (1, 1), ()])
+def test_modulation_per_row_and_per_sample(lead: tuple[int, ...]) -> None:
+    x = draw(2, 5, 96)
+    scale, shift = draw(*lead, 96), draw(*lead, 96)
+    middle = [*lead, *[1] * (2 - len(lead))]
+    truth = modulated(x, scale.view(*middle, 96), shift.view(*middle, 96))
+    eager = F.layer_norm(x, (96,)) * (1 + scale.view(*middle, 96)) + shift.view(*middle, 96)
+    got = weft.layer_norm(x, modulation=(scale, shift))
+    assert_not_worse(got, truth, eager)
+    assert torch.equal(weft.layer_norm(x, modulation=torch.cat([scale, shift], -1)), got)
+
+
+def test_scale_alone_and_shift_alone() -> None:
+    x = draw(2, 5, 96).requires_grad_()
+    scale, shift = draw(2, 96).requires_grad_(), draw(2, 96).requires_grad_()
+    zero = torch.zeros_like(scale)
+    gradient = draw(2, 5, 96)
+    for pair, full in (((scale, None), (scale, zero)), ((None, shift), (zero, shift))):
+        given = next(t for t in pair if t is not None)
+        got, wanted = weft.layer_norm(x, modulation=pair), weft.layer_norm(x, modulation=full)
+        assert torch.equal(got, wanted)
+        gradients = (torch.autograd.grad(y, (x, given), gradient) for y in (got, wanted))
+        for a, b in zip(*gradients, strict=True):
+            assert torch.equal(a, b)
+    assert torch.equal(weft.layer_norm(x, modulation=(None, None)), weft.layer_norm(x))
+
+
+def test_gate_is_handed_through() -> None:
+    """With its gradient, which joins those of scale and shift."""
+    x = draw(2, 5, 96)
+    packed = draw(2, 3 * 96).requires_grad_()
+    y, gate = weft.layer_norm(x, modulation=packed)
+    assert torch.equal(gate, packed[:, 192:])
+    (gradient,) = torch.autograd.grad((y.float().sum() + 3 * gate.float().sum()), packed)
+    assert (gradient[:, 192:] == 3).all()
+    assert gradient[:, :192].count_nonzero()
+    y, h, gate, amax = weft.layer_norm(
+        x, residual=x, modulation=packed.detach(), quantize="1x128", return_amax=True
+    )
+    assert isinstance(y, QTensor)
+    assert torch.equal(h, x + x)
+    assert torch.equal(gate, packed[:, 192:])
+    assert amax > 0
+
+
+def test_modulation_that_does_not_fit() -> None:
+    x = draw(2, 5, 96)
+    for wrong in (draw(2, 96), draw(2, 4 * 96), draw(2, 100)):
+        with pytest.raises(ValueError, match=r"packed modulation ends in 192 .* or 288"):
+            weft.layer_norm(x, modulation=wrong)
+    for lead in ((3,), (5,), (2, 4), (2, 5, 3)):
+        with pytest.raises(ValueError, match=r"modulation's scale must be .*96"):
+            weft.layer_norm(x, modulation=(draw(*lead, 96), draw(*lead, 96)))
+    with pytest.raises(ValueError, match="one shape"):
+        weft.layer_norm(x, modulation=(draw(2, 96), draw(2, 5, 96)))
+
+
+# ---- out= ----------------------------------------------------------------------------------------------
+
+
+def test_out_and_residual_out() -> None:
+    x, residual, weight = draw(6, 96), draw(6, 96), draw(96)
+    wanted, h = weft.rms_norm(x, weight, residual=residual)
+    out, residual_out = torch.empty_like(x), torch.empty_like(x)
+    y, r = weft.rms_norm(x, weight, residual=residual, out=out, residual_out=residual_out)
+    assert y.data_ptr() == out.data_ptr()
+    assert r.data_ptr() == residual_out.data_ptr()
+    assert torch.equal(out, wanted)
+    assert torch.equal(residual_out, h)
+    with weft.backend("reference"):
+        out.zero_()
+        assert weft.rms_norm(x, weight, residual=residual, out=out)[0].data_ptr() == out.data_ptr()
+    assert out.count_nonzero()
+
+
+@pytest.mark.parametrize("cols", [96, 4096])
+def test_in_place(cols: int) -> None:
+    """What serving does: y over x, the new residual over the old one. Long rows are read more than once."""
+    x, residual, weight = draw(6, cols), draw(6, cols), draw(cols)
+    wanted, h = weft.rms_norm(x, weight, residual=residual)
+    y, r = x.clone(), residual.clone()
+    weft.rms_norm(y, weight, residual=r, out=y, residual_out=r)
+    assert torch.equal(y, wanted)
+    assert torch.equal(r, h)
+
+
+@pytest.mark.parametrize(("format", "columnwise"), [("1x128", False), ("1x128", True), ("nvfp4", False)])
+def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
+    x, residual = draw(130, 96), draw(130, 96)
+    wanted, _ = weft.rms_norm(x, residual=residual, quantize=format, columnwise=columnwise)
+    out = weft.quantize(torch.zeros_like(x), format, columnwise=columnwise)
+    got, _ = weft.rms_norm(x, residual=residual, quantize=format, columnwise=columnwise, out=out)
+    for side in ("rowwise", "columnwise"):
+        if getattr(wanted, side) is None:
+            continue
+        assert getattr(got, side).data.data_ptr() == getattr(out, side).data.data_ptr()
+        for a, b in zip(getattr(out, side), getattr(wanted, side), strict=True):
+            assert a is b or torch.equal(a.float(), b.float())
+
+
+def test_out_that_does_not_fit() -> None:
+    x = draw(6, 96)
+    for wrong in (torch.empty(6, 95, dtype=BF16), torch.empty(6, 96), torch.empty(96, 6, dtype=BF16).t()):
+        with pytest.raises(
+            ValueError, match=r"out must be a contiguous torch.bfloat16 tensor of shape \(6, 96\)"
+        ):
+            weft.rms_norm(x, out=wrong)
+        with pytest.raises(ValueError, match="residual_out must be a contiguous"):
+            weft.rms_norm(x, residual=x, residual_out=wrong)
+    with pytest.raises(ValueError, match="residual_out= needs residual="):
+        weft.rms_norm(x, residual_out=x)
+    with pytest.raises(ValueError, match="no_grad"):
+        weft.rms_norm(x.clone().requires_grad_(), out=x)
+    with pytest.raises(ValueError, match="programs share rows"):
+        weft.rms_norm(x, residual=x, residual_out=x, quantize="1x128", columnwise=True)
+    with pytest.raises(ValueError, match="the result is"):
+        weft.rms_norm(x, quantize="mx", out=weft.quantize(x, "1x128"))
+
+
+def test_out_under_torch_compile() -> None:
+    x, out = draw(6, 96), draw(6, 96)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def f(x: Tensor, out: Tensor) -> Tensor:
+        weft.rms_norm(x, out=out)
+        return out * 1
+
+    assert torch.equal(f(x, out), weft.rms_norm(x))
+    assert torch.equal(out, weft.rms_norm(x))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"weight": torch.ones(95)}, r"weight must have the shape \(96,\)"),
+        ({"weight": torch.ones(1, 96)}, r"weight must have the shape \(96,\)"),
+        ({"bias": torch.ones(97)}, r"bias must have the shape \(96,\)"),
+        ({"residual": torch.ones(6, 95)}, "residual must be like x"),
+        ({"residual": torch.ones(6, 96)}, "residual must be like x"),
+        ({"casting": "gemma"}, "casting must be 'fp32' or 'llama'"),
+        ({"columnwise": True}, "go with quantize"),
+        ({"return_amax": True}, "go with quantize"),
+        ({"quantize": "1x64"}, "unknown format '1x64'"),
+        ({"quantize": "1x128", "rowwise": False}, "at least one copy"),
+        ({"quantize": "row", "columnwise": True}, "1x128"),
+        ({"quantize": "1x128", "quant_scale": torch.ones(1)}, "for block 'tensor'"),
+        ({"quantize": "1x128", "out_dtype": torch.float32}, "out_dtype is for a plain result"),
+    ],
+)
+def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    for function in NORMS:
+        with pytest.raises(ValueError, match=message):
+            function(draw(6, 96), **kwargs)
+
+
+def test_inputs_that_are_no_inputs() -> None:
+    with pytest.raises(ValueError, match="at least one dimension"):
+        weft.rms_norm(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="must be bfloat16, float16, float32 or float64"):
+        weft.rms_norm(torch.ones(4, 4, dtype=torch.int32))
+
+
+# ---- quantised results ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["1x128", "tensor", "e4m3:tensor:vllm"])
+def test_amax_is_that_of_y(format: str) -> None:
+    x = draw(130, 96)
+    y = weft.rms_norm(x, out_dtype=torch.float32)
+    q, amax = weft.rms_norm(x, quantize=format, return_amax=True)
+    assert amax.shape == ()
+    assert amax == y.abs().max()
+    if Format.of(format).block == "tensor":
+        again = weft.rms_norm(x, quantize=format, quant_scale=q.rowwise.scale)
+        assert torch.equal(again.rowwise.data.view(torch.uint8), q.rowwise.data.view(torch.uint8))
+        # Delayed scaling: amax of this step, scale of an earlier one, in one pass.
+        q, amax = weft.rms_norm(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
+        assert amax == y.abs().max()
+        assert q.rowwise.scale == torch.tensor(0.01)
+
+
+def test_amax_of_no_rows() -> None:
+    x = draw(0, 96)
+    _, _, amax = weft.rms_norm(x, residual=x, quantize="1x128", return_amax=True)
+    assert amax == 0
+
+
+def test_columnwise_alone_is_that_of_both() -> None:
+    x = draw(130, 96)
+    both = weft.rms_norm(x, quantize="1x128", columnwise=True)
+    alone = weft.rms_norm(x, quantize="1x128", rowwise=False, columnwise=True)
+    assert alone.rowwise is None
+    for a, b in zip(both.columnwise[:2], alone.columnwise[:2], strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def test_out_dtype() -> None:
+    x = draw(6, 96)
+    y = weft.rms_norm(x, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert torch.equal(y.to(BF16), weft.rms_norm(x))
+
+
+# ---- bugs of others, by their row in the project's list ------------------------------------------------
+
+
+@pytest.mark.parametrize("function", NORMS)
+def test_a11_fewer_rows_than_programs(function: Any) -> None:
+    """1 … 17 rows on a target of 16 multiprocessors: every row once in the weight's gradient."""
+    for rows in range(1, 18):
+        x = draw(rows, 96).requires_grad_()
+        weight = draw(96).requires_grad_()
+        gradient = draw(rows, 96)
+        dx, dweight = torch.autograd.grad(function(x, weight), (x, weight), gradient)
+        doubled = [t.detach().double().requires_grad_() for t in (x, weight)]
+        eager = [t.detach().requires_grad_() for t in (x, weight)]
+        torch_norm = F.rms_norm if function is weft.rms_norm else F.layer_norm
+        eps = 1e-6 if function is weft.rms_norm else 1e-5
+        found = [
+            torch.autograd.grad(torch_norm(a, (96,), w, eps=eps), (a, w), gradient.to(a.dtype))
+            for a, w in (doubled, eager)
+        ]
+        for got, truth, plain in zip((dx, dweight), *found, strict=True):
+            assert_not_worse(got, truth, plain)
+
+
+@pytest.mark.parametrize("cols", [32, 64, 128, 256])
+def test_c4_small_hidden_sizes_are_written(cols: int) -> None:
+    y = weft.rms_norm(draw(24, cols), quantize="1x128", columnwise=True)
+    assert y.dequantize().isfinite().all()
+    assert y.dequantize().count_nonzero() > 0.9 * 24 * cols
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 12), (3, 43), (2, 65)])
+def test_c5_tails_of_batches(batch: int, length: int) -> None:
+    """129 and 130 rows: one past a stripe; and no row of one batch in another's place."""
+    x = draw(batch, length, 96)
+    q = weft.rms_norm(x, quantize="1x128", columnwise=True)
+    for i in range(batch):
+        alone = weft.rms_norm(x[i], quantize="1x128")
+        rows = slice(i * length, (i + 1) * length)
+        different = q.rowwise.data[rows].view(torch.uint8) != alone.rowwise.data.view(torch.uint8)
+        assert different.float().mean() < 1e-3
+
+
+def test_c6_gradients_with_default_arguments() -> None:
+    for function in (*NORMS, weft.quantize):
+        x = draw(6, 96).requires_grad_()
+        y = function(x)
+        (y.dequantize() if isinstance(y, QTensor) else y).float().square().sum().backward()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["x", "residual"])
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_e5_every_dimension_of_size_one(dim: int, name: str) -> None:
+    shape = [2, 3, 4, 96]
+    shape[dim] = 1
+    tensors = {"x": draw(*shape), "residual": draw(*shape)}
+    strides = list(tensors[name].stride())
+    strides[dim] = 977
+    odd = {**tensors, name: tensors[name].as_strided(shape, strides)}
+    for a, b in zip(weft.rms_norm(**odd), weft.rms_norm(**tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_f5_signature() -> None:
+    """No weight, no keyword: as F.rms_norm; eps does not depend on the dtype in a hidden way."""
+    x = torch.full((1, 64), 1e-4)
+    assert torch.allclose(weft.rms_norm(x), x / (x.square().mean() + 1e-6).sqrt())
+    assert torch.allclose(weft.rms_norm(x, eps=1.0), x / (x.square().mean() + 1.0).sqrt())
+
+
+def test_i9_j8_no_tensor_becomes_a_python_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the host waits for the device")
+
+    x, scale = draw(6, 96), torch.full((1,), 0.02)
+    weft.rms_norm(x, quantize="tensor", quant_scale=scale, return_amax=True)
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    weft.rms_norm(x, quantize="tensor", quant_scale=scale, return_amax=True)
+
+
+def test_j4_the_second_call_is_the_first() -> None:
+    """Different constants and arguments in turn: no launch takes what another left."""
+    x = draw(6, 96)
+    calls = [
+        lambda: weft.rms_norm(x),
+        lambda: weft.rms_norm(x, eps=0.1),
+        lambda: weft.rms_norm(x, weight_offset=3.0, weight=x[0].clone()),
+        lambda: weft.layer_norm(x),
+        lambda: weft.rms_norm(x, casting="llama"),
+    ]
+    first = [call() for call in calls]
+    for order in itertools.islice(itertools.permutations(range(len(calls))), 0, 120, 17):
+        for i in order:
+            assert torch.equal(calls[i](), first[i])
+
+
+def test_python_numbers_of_any_kind_are_one_variant() -> None:
+    """An int or a NumPy number where a float is meant compiles nothing new."""
+    import numpy as np
+
+    from weft.runtime import recording
+
+    x, weight = torch.empty(8, 128, device="meta"), torch.empty(128, device="meta")
+    with recording("sm_90") as seen:
+        for one in (1, 1.0, np.float64(1.0), np.float32(1.0)):
+            weft.rms_norm(x, weight, weight_offset=one, eps=one)  # type: ignore[arg-type]
+    assert len(set(seen)) == 1
