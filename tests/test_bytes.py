@@ -518,6 +518,23 @@ def test_powers_of_two_next_to_a_boundary(spec: str, dtype: torch.dtype) -> None
     check(x, f, columnwise=False)
 
 
+@pytest.mark.parametrize("convention", ["te", "torchao"])
+def test_nvfp4_scales_next_to_a_boundary(convention: Any) -> None:
+    """Blocks whose scale is within two ulps of the middle between two e4m3 numbers: another order of the same
+    multiplications rounds to the other one. Ordinary data show it in one block of a million."""
+    f = Format("nvfp4", convention=convention)
+    values = torch.from_numpy(oracle.VALUES["e4m3"])
+    middles = ((values[:-1] + values[1:]) / 2)[-110:]
+    for largest in (1.0 + torch.rand(8, generator=torch.Generator().manual_seed(9))).tolist():
+        peaks = (middles * 6 * (torch.tensor(largest).double() / 2688)).float()
+        peaks = (peaks.view(torch.int32)[:, None] + torch.arange(-2, 3).int()).view(torch.float32).flatten()
+        x = torch.zeros(-(-(len(peaks) + 1) // 9), 9, 16)
+        x.view(-1, 16)[: len(peaks), 3] = peaks
+        x.view(-1, 16)[: len(peaks), 4] = -peaks / 3
+        x[-1, -1, 0] = largest
+        check(torch.nn.functional.pad(x.flatten(1), (0, 6)), f, columnwise=False)  # K = 150
+
+
 def ordinary(rows: int, cols: int) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(2)).bfloat16()
 

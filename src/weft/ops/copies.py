@@ -55,6 +55,15 @@ def allocate_copies(
     return outputs
 
 
+def count_stripes(rows: int, cols: int) -> int:
+    """Stripes of 128 rows; within one, offsets have 32 bits."""
+    if cols >= 2**24:
+        raise ValueError(
+            f"rows of 2**24 elements or more have no column-wise copy and no 128x128 blocks; got {cols}"
+        )
+    return -(-rows // STRIPE)
+
+
 def stand_in(x: Tensor) -> Tensor:
     """What autograd holds on to in place of a quantised result: of x's shape and dtype, and one element."""
     return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
@@ -216,14 +225,18 @@ def store_stripe(
     codes (128x128, tensor), `random` serves both."""
     STRIPE: tl.constexpr = y.shape[0]
     C: tl.constexpr = y.shape[1]
-    row = stripe * STRIPE + tl.arange(0, STRIPE)
+    # Rows are counted from the stripe's first: their offsets need 32 bits, which halves the registers for them.
+    row = tl.arange(0, STRIPE)
+    left = (rows - stripe * STRIPE).to(tl.int32)
+    if data_ptr is not None:
+        data_ptr += stripe * STRIPE * data_stride
     if FORMAT.block == "128x128":
         codes, scale = quantize_squares(y, random, INPUT_MAX, FORMAT, CAST)
         square = start // STRIPE + tl.arange(0, C // STRIPE)
         exists = square < (cols + STRIPE - 1) // STRIPE
         if data_ptr is not None:
             store_codes(
-                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
+                codes, data_ptr, row, start, left, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
             )
             tl.store(scale_ptr + stripe * scale_row_stride + square * scale_col_stride, scale, mask=exists)
         if data_t_ptr is not None:
@@ -237,15 +250,15 @@ def store_stripe(
         )
         if data_ptr is not None:
             store_codes(
-                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
+                codes, data_ptr, row, start, left, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
             )
         if data_t_ptr is not None:
             store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
     else:
         if data_ptr is not None:
             store_rows(
-                y, random, data_ptr, scale_ptr, given, row, start, rows, cols, data_stride, scale_row_stride,
-                scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, True, COLS_MASKED,
+                y, random, data_ptr, scale_ptr + stripe * STRIPE * scale_row_stride, given, row, start, left, cols,
+                data_stride, scale_row_stride, scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, True, COLS_MASKED,
             )  # fmt: skip
         if data_t_ptr is not None:
             codes, scale = quantize_columns(y, random_t, given, INPUT_MAX, FORMAT, CAST)

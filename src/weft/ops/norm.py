@@ -40,6 +40,7 @@ from .copies import (
     cast_mode,
     copy_arguments,
     count_copies,
+    count_stripes,
     reduce_amax,
     split_copies,
     stand_in,
@@ -669,19 +670,22 @@ def _sum_kernel(
     out_ptr,  # [outer, cols]
     count,
     cols,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """The sum over the middle dimension, in order."""
+    """The sum over the middle dimension, ROWS at a time, in order."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
     outer = (tl.program_id(0) // tiles).to(tl.int64)
     exists = col < cols
     total = tl.zeros((TILE,), tl.float32)
-    for i in range(count):
-        row_off = tl.multiple_of((outer * count + i) * cols, ALIGN)
-        total += tl.load(partial_ptr + row_off + col, mask=exists, other=0.0)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        row_off = tl.multiple_of((outer * count + row) * cols, ALIGN)
+        there = (row < count)[:, None] & exists[None, :]
+        total += tl.sum(tl.load(partial_ptr + row_off[:, None] + col[None, :], mask=there, other=0.0), axis=0)
     tl.store(
         out_ptr + tl.multiple_of(outer * cols, ALIGN) + col, total.to(out_ptr.dtype.element_ty), mask=exists
     )
@@ -870,7 +874,7 @@ def _launch_norm(
         rows_pass(format, given, partials, final=True)
     else:
         cut = StripeConfig.choose(rows, f.block, target.target, target.multiprocessors)
-        stripes = -(-rows // STRIPE)
+        stripes = count_stripes(rows, cols)
         if partials is not None:
             partials = torch.empty(stripes * cut.split, dtype=torch.float32, device=x.device)
         data, data_scale, *strides = copy_arguments(row_copy)
@@ -988,8 +992,10 @@ def _launch_norm_backward(
     counts = (0, programs, programs, sample_programs, sample_programs)
     for grad, partial, written, count in zip(grads, sums, direct, counts, strict=True):
         if grad is not None and not written:
-            launch = Launch.of(_sum_kernel, num_warps=4, TILE=256, ALIGN=align_of(cols))
-            launch((-(-cols // 256) * (programs // count), 1, 1), (partial, grad), (count, cols))
+            # Few columns and hundreds of rows: many loads have to be under way at once.
+            piece, tile = (1, 256) if target.target == "cpu" else (32, 64)
+            launch = Launch.of(_sum_kernel, num_warps=4, ROWS=piece, TILE=tile, ALIGN=align_of(cols))
+            launch((-(-cols // tile) * (programs // count), 1, 1), (partial, grad), (count, cols))
 
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -1059,7 +1065,7 @@ norm_op = define_op(
     reference=norm_reference,
     setup_context=_setup_norm,
     backward=_norm_gradients,
-    variants=64,
+    variants=72,
 )
 
 

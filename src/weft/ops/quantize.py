@@ -32,6 +32,7 @@ from .copies import (
     cast_mode,
     copy_arguments,
     count_copies,
+    count_stripes,
     reduce_amax,
     split_copies,
     stand_in,
@@ -330,12 +331,17 @@ def _dequantize_kernel(
 ):
     """q * d in fp32 (q * (d * g) for nvfp4), rounded once to the result's dtype."""
     PACKED: tl.constexpr = FORMAT.packed
+    cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     tile = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
-    width = (cols + PACKED - 1) // PACKED
+    width = (
+        cols + PACKED - 1
+    ) // PACKED  # of a multiple of ALIGN nothing but the quotient, and known divisible
+    if ALIGN > 1:
+        width = (cols // ALIGN) * (ALIGN // PACKED)
     mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
     data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
     if mask is None:
@@ -345,7 +351,6 @@ def _dequantize_kernel(
     codes = codes.to(tl.uint8, bitcast=True)
     if PACKED == 2:
         codes = unpack_pairs(codes)
-    cols = (cols // ALIGN) * ALIGN
     exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     row_block = row * 0 if FORMAT.block_rows == 0 else row // FORMAT.block_rows
     if FORMAT.group == 0:  # one scale to a row, or to all
@@ -448,7 +453,7 @@ def _launch_quantize(
         rows_pass(given, partials, row_copy)
     else:
         stripe_cols, stripe_warps = stripe_tile(f.block, target.target)
-        stripes, tiles = -(-rows // STRIPE), -(-cols // stripe_cols)
+        stripes, tiles = count_stripes(rows, cols), -(-cols // stripe_cols)
         constants = {
             "ROWS": STRIPE, "TILE": stripe_cols, "ALIGN": align, "COLS_MASKED": cols % stripe_cols != 0,
         }  # fmt: skip

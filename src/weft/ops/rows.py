@@ -50,11 +50,12 @@ def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def align_of(*sizes: int) -> int:
-    """16 if all sizes are multiples of it: then every access can be 128 bits wide."""
+    """16 if all sizes are multiples of it: then every access can be 128 bits wide; so are those of two-byte elements
+    with 8. Else 1."""
     combined = 0
     for size in sizes:
         combined |= size
-    return 16 if combined % 16 == 0 else 1
+    return 16 if combined % 16 == 0 else 8 if combined % 8 == 0 else 1
 
 
 def flat_rows(x: Tensor) -> Tensor:

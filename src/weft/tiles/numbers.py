@@ -17,13 +17,14 @@ def encode(x, FORMAT: tl.constexpr, CAST: tl.constexpr):
     """fp32 [...] -> codes uint8 [...]; e2m1 codes have 4 bits and are not packed yet."""
     if FORMAT.element == "int8":
         return _encode_int8(x)
-    if CAST == 0 or FORMAT.element == "e2m1":
+    elif CAST == 0 or FORMAT.element == "e2m1":
         return _encode_by_integers(x, FORMAT)
-    if CAST == 2:
+    elif CAST == 2:
         clamped = tl.clamp(x, -FORMAT.number.max, FORMAT.number.max)
         codes = _convert(clamped, FORMAT)
         return tl.where(x != x, 0x7F, codes).to(tl.uint8)
-    return _convert(x, FORMAT)
+    else:
+        return _convert(x, FORMAT)
 
 
 @triton.jit
