@@ -268,6 +268,7 @@ BF16 = [
 FP16 = ["e4m3:1x128:te", "e5m2:1x128:te:pow2", "int8:row:te", "e5m2:tensor:te", "e4m3:128x128:te"]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("dtype", "spec"),
     [(torch.bfloat16, spec) for spec in BF16] + [(torch.float16, spec) for spec in FP16],
@@ -573,6 +574,7 @@ EDGES: dict[str, list[tuple[float | None, float, float]]] = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("convention", EDGES)
 def test_edge_blocks(convention: str, backend: str) -> None:

@@ -25,6 +25,7 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 # ---- the same as PyTorch, and as models define it ------------------------------------------------------
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_rms_norm_is_pytorchs(dtype: torch.dtype) -> None:
     """Bug F5: without a weight, too, and with eps where PyTorch has it."""
@@ -34,6 +35,7 @@ def test_rms_norm_is_pytorchs(dtype: torch.dtype) -> None:
         assert_not_worse(weft.rms_norm(x, w, eps=1e-3), truth, F.rms_norm(x, (96,), w, 1e-3))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_layer_norm_is_pytorchs(dtype: torch.dtype) -> None:
     x, weight, bias = draw(6, 96, dtype=dtype), draw(96, dtype=dtype), draw(96, dtype=dtype)
@@ -181,6 +183,7 @@ def test_in_place(cols: int) -> None:
     assert torch.equal(r, h)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("format", "columnwise"), [("1x128", False), ("1x128", True), ("nvfp4", False)])
 def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
     x, residual = draw(130, 96), draw(130, 96)
@@ -304,6 +307,7 @@ def test_out_dtype() -> None:
 # ---- bugs of others, by their row in the project's list ------------------------------------------------
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("function", NORMS)
 def test_a11_fewer_rows_than_programs(function: Any) -> None:
     """1 … 17 rows on a target of 16 multiprocessors: every row once in the weight's gradient."""
@@ -383,6 +387,7 @@ def test_i9_j8_no_tensor_becomes_a_python_number(monkeypatch: pytest.MonkeyPatch
     weft.rms_norm(x, quantize="tensor", quant_scale=scale, return_amax=True)
 
 
+@pytest.mark.compat
 def test_j4_the_second_call_is_the_first() -> None:
     """Different constants and arguments in turn: no launch takes what another left."""
     x = draw(6, 96)
