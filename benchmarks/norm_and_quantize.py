@@ -3,8 +3,8 @@
     python benchmarks/norm_and_quantize.py [--quick] [--json FILE]
 
 The contenders of a row run in one process, in turn, on all cores; a figure is the median of 15 rounds after a
-warm-up. `x copy` is the time in units of copying as many bytes as the op must move, on the same machine in the
-same rounds: 1.0 is the speed of memory. Results are compared before anything is timed, and torch.compile must
+warm-up. `of copy` is the share of the machine's copy bandwidth: the time to copy as many bytes as the op must move,
+taken in the same rounds, over the op's. Results are compared before anything is timed, and torch.compile must
 really have made parallel C++. The C allocator is told to keep its pages, as the one of a GPU does: otherwise every
 contender spends most of its time on page faults of its fresh outputs.
 """
@@ -256,14 +256,14 @@ def main() -> None:
     table = Table(
         title=f"{torch.get_num_threads()} threads, torch {torch.__version__}; milliseconds, measured here"
     )
-    for title in ("", "weft", "torch.compile", "eager", "vs compile", "to reach", "vs eager", "x copy"):
+    for title in ("", "weft", "torch.compile", "eager", "vs compile", "to reach", "vs eager", "of copy"):
         table.add_column(title, justify="left" if not title else "right")
     for r in results:
         ratio = r.compiled_ms / r.ours_ms
         colour = "green" if ratio >= r.target else "red"
         table.add_row(
             r.name, f"{r.ours_ms:.2f}", f"{r.compiled_ms:.2f}", f"{r.eager_ms:.1f}", f"[{colour}]{ratio:.2f}[/]",
-            f"{r.target:.1f}", f"{r.eager_ms / r.ours_ms:.1f}", f"{r.ours_ms / r.copy_ms:.2f}",
+            f"{r.target:.1f}", f"{r.eager_ms / r.ours_ms:.1f}", f"{r.copy_ms / r.ours_ms:.0%}",
         )  # fmt: skip
     Console(width=130).print(table)
     if options.json:

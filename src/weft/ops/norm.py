@@ -1108,8 +1108,9 @@ def rms_norm(
     - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
     - `out_dtype`: of y, x's by default.
     - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
-      `rowwise` and `columnwise` choose its copies, both from one pass. `quant_scale` is a given scale (static or
-      delayed) for block "tensor".
+      `rowwise` and `columnwise` choose its copies, both from one pass. With a column-wise copy the row's sum is
+      added up in another order, so now and then a code is another than without. `quant_scale` is a given scale
+      (static or delayed) for block "tensor".
     - `out`, `residual_out`: write into these instead of new tensors; not with autograd. `residual_out` may be
       `residual` itself unless a column-wise copy or 128x128 blocks are made.
 
