@@ -528,10 +528,11 @@ def test_nvfp4_block_scales_at_the_ties(tensor_amax: float, convention: str) -> 
     assert float(g) == float(exact_g)
     for index in np.ndindex(amax.shape):
         a = Fraction(float(amax[index]))
-        if convention == "te":
-            v = rn32(a * s_sixth)
-        else:
-            v = max(rn32(Fraction(rn32(a / 6)) / exact_g), 2.0**-6)
+        v = (
+            rn32(a * s_sixth)
+            if convention == "te"
+            else max(rn32(Fraction(rn32(a / 6)) / exact_g), 2.0 ** (-6))
+        )
         exact_code = oracle.encode(np.array([v]), "e4m3")
         b = Fraction(float(oracle.decode(exact_code, "e4m3")[0]))
         if convention == "torchao":
