@@ -72,9 +72,12 @@ Results = list[tuple[Program, list[Memory]]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The programs of all shards (compiled for them already, usually) and what the kernels made of them."""
-    directory = tmp_path_factory.mktemp("programs")
+    return collected(range(SHARDS), tmp_path_factory.mktemp("programs"))
+
+
+def collected(shards: range, directory: Path) -> Results:
     found: Results = []
-    for shard in range(SHARDS):
+    for shard in shards:
         cases = 0
 
         def collect(program: Program) -> bool:
@@ -194,13 +197,17 @@ MISTAKES: dict[str, tuple[str, Evaluation]] = {
 }  # fmt: skip
 
 
-def test_mistakes_are_noticed(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_noticed(
+    results: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     missed = []
     for mistake, (name, evaluate) in MISTAKES.items():
         using = [(program, memories) for program, memories in results if name in program.operations]
         with monkeypatch.context() as patch:
             patch.setitem(OPERATIONS, name, replace(OPERATIONS[name], evaluate=evaluate))
-            if not noticed(using):
+            # What is drawn depends on the constants of all modules loaded: a rare operation may need more of it.
+            more = range(SHARDS, 3 * SHARDS)
+            if not noticed(using) and not noticed(collected(more, tmp_path)):
                 missed.append(mistake)
     assert missed == []
 
