@@ -197,9 +197,7 @@ MISTAKES: dict[str, tuple[str, Evaluation]] = {
 }  # fmt: skip
 
 
-def test_mistakes_are_noticed(
-    results: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mistakes_are_noticed(results: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missed = []
     for mistake, (name, evaluate) in MISTAKES.items():
         using = [(program, memories) for program, memories in results if name in program.operations]
