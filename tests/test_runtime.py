@@ -346,8 +346,8 @@ def test_no_jit_with_an_op() -> None:
 
 def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    original = launch.compile
-    monkeypatch.setattr(launch, "compile", lambda *a, **k: (compiled.append(1), original(*a, **k))[1])
+    original = launch.build
+    monkeypatch.setattr(launch, "build", lambda *a, **k: (compiled.append(1), original(*a, **k))[1])
     start = threading.Barrier(4)
 
     def work() -> None:
@@ -406,7 +406,7 @@ def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatc
 
     driver = StubDriver()
     monkeypatch.setattr(launch, "drivers", SimpleNamespace(active=driver))
-    monkeypatch.setattr(launch, "compile", lambda *args, **kwargs: Compiled())
+    monkeypatch.setattr(launch, "build", lambda *args, **kwargs: Compiled())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", on_device)
     tensors = [

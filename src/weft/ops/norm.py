@@ -908,13 +908,11 @@ class StripeConfig:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def choose(rows: int, block: str, target: str, multiprocessors: int) -> StripeConfig:
-        if target == "cpu":
-            return StripeConfig(128, 1, 4)
-        # Too few stripes to fill the GPU are split; each further program reads the stripe's rows once more for
+        # Too few stripes to fill a GPU are split; each further program reads the stripe's rows once more for
         # their statistics, from the cache.
         stripes = -(-rows // STRIPE)
         split = 1
-        while split < 8 and stripes * split < multiprocessors:
+        while target != "cpu" and split < 8 and stripes * split < multiprocessors:
             split *= 2
         tile, num_warps = stripe_tile(block, target, norm=True)
         return StripeConfig(tile, split, num_warps)
@@ -944,14 +942,9 @@ def _launch_norm_backward(
     weight, bias = contiguous(weight), contiguous(bias)
     h, inner, h_outer, h_inner = row_strides(h)
     dy, dy_nest, dy_outer, dy_inner = row_strides(dy)
-    if inner != dy_nest:  # two ways to nest rows: one of them has to be straightened
-        if inner > 1:
-            h, inner, h_outer, h_inner = h.contiguous(), 1, cols, 0
-        else:
-            dy, dy_outer, dy_inner = dy.contiguous(), cols, 0
-        if h_inner or dy_inner:
-            h, inner, h_outer, h_inner = h.contiguous(), 1, cols, 0
-            dy, dy_outer, dy_inner = dy.contiguous(), cols, 0
+    if inner != dy_nest:  # two ways to nest rows: both are straightened
+        h, inner, h_outer, h_inner = row_strides(h.contiguous())
+        dy, _, dy_outer, dy_inner = row_strides(dy.contiguous())
     dresidual, dresidual_stride = one_stride(dresidual)
     scale, scale_stride = one_stride(scale)
     per_row = scale is not None and scale.shape[0] == rows

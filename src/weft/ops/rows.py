@@ -43,9 +43,7 @@ def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
     """A tensor whose rows lie at one stride."""
     if x is None:
         return None, 0
-    flat = x.reshape(-1, x.shape[-1])
-    if flat.stride(-1) != 1 and flat.shape[-1] > 1:
-        flat = flat.contiguous()
+    flat = flat_rows(x)
     return flat, flat.stride(0)
 
 

@@ -75,68 +75,24 @@ def _row(
     )
 
 
+_HOPPER = {"cast": True, "saturates": True, "dot": True, "descriptors": True}
+_BLACKWELL = _HOPPER | {"mx": True, "nvfp4": True}
+
 _TARGETS = {
     row.target: row
     for row in (
         _row("sm_80", cast=False, multiprocessors=108, shared_bytes=166_912),
         _row("sm_86", cast=False, multiprocessors=84, shared_bytes=101_376),
         _row("sm_89", cast=False, dot=True, multiprocessors=142, shared_bytes=101_376),
-        _row(
-            "sm_90",
-            cast=True,
-            saturates=True,
-            dot=True,
-            descriptors=True,
-            multiprocessors=132,
-            shared_bytes=232_448,
-        ),
-        _row(
-            "sm_100",
-            cast=True,
-            saturates=True,
-            dot=True,
-            mx=True,
-            nvfp4=True,
-            descriptors=True,
-            multiprocessors=148,
-            shared_bytes=232_448,
-        ),
-        _row(
-            "sm_103",
-            cast=True,
-            saturates=True,
-            dot=True,
-            mx=True,
-            nvfp4=True,
-            descriptors=True,
-            multiprocessors=148,
-            shared_bytes=232_448,
-        ),
-        _row(
-            "sm_120",
-            cast=True,
-            saturates=True,
-            dot=True,
-            mx=True,
-            nvfp4=True,
-            descriptors=True,
-            multiprocessors=170,
-            shared_bytes=101_376,
-        ),
+        _row("sm_90", **_HOPPER, multiprocessors=132, shared_bytes=232_448),
+        _row("sm_100", **_BLACKWELL, multiprocessors=148, shared_bytes=232_448),
+        _row("sm_103", **_BLACKWELL, multiprocessors=148, shared_bytes=232_448),
+        _row("sm_120", **_BLACKWELL, multiprocessors=170, shared_bytes=101_376),
         _row("gfx942", cast=False, multiprocessors=304, shared_bytes=65_536),
         _row("gfx950", cast=True, dot=True, mx=True, multiprocessors=256, shared_bytes=163_840),
-        # Loom: casts are vector code that rounds once, and every dot runs. The number of programs of a
-        # launch must not depend on the number of threads, or sums over programs would.
-        _row(
-            "cpu",
-            cast=True,
-            saturates=True,
-            dot=True,
-            mx=True,
-            nvfp4=True,
-            multiprocessors=16,
-            shared_bytes=1 << 30,
-        ),
+        # Loom: casts are vector code that rounds once, and every dot runs. The number of programs of a launch
+        # must not depend on the number of threads, or sums over programs would.
+        _row("cpu", **_BLACKWELL | {"descriptors": False}, multiprocessors=16, shared_bytes=1 << 30),
     )
 }
 

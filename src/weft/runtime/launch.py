@@ -21,11 +21,10 @@ from torch import Tensor
 from ..language import TRITON
 from . import capabilities
 from .capabilities import Capabilities
-from .offline import Variant
+from .offline import Variant, build
 
 if TRITON:
     from triton import knobs
-    from triton.compiler import ASTSource, compile
     from triton.runtime import driver as drivers
 
 # fp8 tensors are bytes to a kernel: on sm_80 the type does not exist, not even behind a pointer.
@@ -72,8 +71,7 @@ class Kernel:
                         f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling "
                         f"one: {variant}"
                     )
-                options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-                self.variants[key] = compile(source(self.fn, variant), target=target, options=options)
+                self.variants[key] = build(self.fn, variant, target)
                 self.variants[key]._init_handles()
             return self.variants[key]
 
@@ -90,14 +88,6 @@ def kernel(fn: Any) -> Any:
     from triton import jit
 
     return Kernel(jit(fn))
-
-
-def source(fn: Any, variant: Variant) -> Any:
-    pointers = [i for i, (_, kind) in enumerate(variant.signature) if kind.startswith("*")]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if variant.aligned else {}
-    return ASTSource(
-        fn=fn, signature=dict(variant.signature), constexprs=dict(variant.constants), attrs=attributes
-    )
 
 
 class Launch:
@@ -148,7 +138,7 @@ class Launch:
                 addresses.append(address)
         driver = drivers.active
         index = pointers[0].device.index  # type: ignore[union-attr]
-        identity = (driver, index, low_bits & 15, wide, *key)
+        identity = (driver, index, low_bits % 16 == 0, wide, *key)
         found = self._known.get(identity)
         if found is None:
             found = self._prepare(identity, driver, index, pointers, wide, len(integers))

@@ -284,10 +284,33 @@ def _serve(handle: int, timeout: float) -> None:
         pipe.send(result)
 
 
-def _compile(variant: Variant, target: str) -> Binary:
+def build(kernel: Any, variant: Variant, target: Any) -> Any:
+    """Compile a variant of a JITFunction for Triton's target: what is launched and what is inspected alike."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (name, kind) in enumerate(variant.signature):
+        pointer = kind.startswith("*")
+        known = (
+            [["tt.divisibility", 16]] if (pointer and variant.aligned) or name in variant.divisible else []
+        )
+        if pointer and variant.small and target.backend == "hip":
+            known.append(["tt.pointer_range", 32])
+        if known:
+            attributes[index,] = known
+    source = ASTSource(
+        fn=kernel, signature=dict(variant.signature), constexprs=dict(variant.constants), attrs=attributes
+    )
+    return triton.compile(source, target=target, options=_options(variant))
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **dict(variant.options)}
+
+
+def _compile(variant: Variant, target: str) -> Binary:
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction
 
     begin = time.perf_counter()
@@ -303,22 +326,10 @@ def _compile(variant: Variant, target: str) -> Binary:
     if wrong := set(variant.divisible) - set(signature):
         raise ValueError(f"no parameters {sorted(wrong)} that could be divisible")
     nvidia = target.startswith("sm_")
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, kind) in enumerate(variant.signature):
-        pointer = kind.startswith("*")
-        known = (
-            [["tt.divisibility", 16]] if (pointer and variant.aligned) or name in variant.divisible else []
-        )
-        if pointer and variant.small and not nvidia:
-            known.append(["tt.pointer_range", 32])
-        if known:
-            attributes[index,] = known
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **dict(variant.options)}
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
-    compiled = triton.compile(source, target=gpu, options=options)
+    compiled = build(kernel, variant, gpu)
     if nvidia:
-        found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, options)
+        found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, _options(variant))
         fp64 = re.search(_PTX_FP64, compiled.asm["ptx"]) is not None
         classify = _classify_nvidia
     else:
