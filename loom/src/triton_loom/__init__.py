@@ -10,14 +10,27 @@ and `driver.py` may import torch, numpy or `triton.language`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .counters import Counter
+    from .sanitizer import Finding, Sanitizer
 
 __version__ = "0.1.0"
-__all__ = ["DeviceAssertion", "active"]
+__all__ = ["DeviceAssertion", "SanitizerError", "active", "count", "sanitize"]
 
 
 class DeviceAssertion(RuntimeError):
     """A program of a launch failed a `tl.device_assert`."""
+
+
+class SanitizerError(RuntimeError):
+    """A launch inside `sanitize()` did what it must not; `findings` says what."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings = findings
 
 
 @contextmanager
@@ -37,3 +50,34 @@ def active() -> Iterator[None]:
         yield
     finally:
         driver.set_active(previous)
+
+
+def sanitize(*, collect: bool = False, dry: bool = False) -> AbstractContextManager[Sanitizer]:
+    """Check every memory access of the launches inside a `with` block.
+
+    A launch that reads or writes outside of its tensor arguments, reads memory that nobody has written since it was
+    allocated, races with itself, lets a 32-bit offset overflow or breaks a promise made to the compiler raises
+    `SanitizerError`; with `collect=True` it goes on and the findings are listed in the scope.
+
+    With `dry=True` launches evaluate addresses only: nothing is loaded (a load gives zeros) or stored, and of a large
+    grid a sample of programs runs. Tensors may then be as large as can be declared, without being touched.
+
+        with triton_loom.sanitize(collect=True) as seen:
+            kernel[grid](x, y)
+        print(*seen.findings, sep="\\n")
+    """
+    from . import sanitizer
+
+    return sanitizer.sanitize(collect, dry)
+
+
+def count() -> AbstractContextManager[Counter]:
+    """Count what the launches inside a `with` block load, store and multiply.
+
+    with triton_loom.count() as counted:
+        kernel[grid](x, y)
+    print(counted.launches[0].arguments["x_ptr"].loads.distinct)
+    """
+    from . import counters
+
+    return counters.count()

@@ -33,8 +33,9 @@ class LoomBackend(BaseBackend):
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
         from .options import LoomOptions
 
-        arch = knobs.runtime.override_arch or self.target.arch or "native"
-        return LoomOptions.of({"arch": arch, **options})
+        arch, *witness = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
+        arch = knobs.runtime.override_arch or arch
+        return LoomOptions.of({"arch": arch, "witness": tuple(witness), **options})
 
     def get_codegen_implementation(self, options: LoomOptions) -> dict[str, Any]:
         return {"min_dot_size": lambda lhs, rhs: (1, 1, 1)}
@@ -92,9 +93,10 @@ def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
     from . import emit
 
-    kernel = emit.generate(module.str(), options)
+    kernel = emit.generate(module.str(), frozenset(options.witness))
     metadata["name"] = kernel.name
     metadata["serial"] = kernel.serial
+    metadata["witnessed"] = kernel.witness
     metadata["scratch_bytes"] = kernel.scratch_bytes
     metadata["shared"] = max(kernel.scratch_bytes, 1)  # callers divide by it to guess how many programs fit
     return kernel.source

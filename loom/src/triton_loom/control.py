@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
+from .accesses import exact_result
 from .frame import Buffer, Frame, Target, Unit
-from .ops import ELEMENTWISE, IGNORED, Unsupported, c_type, literal
+from .nest import Index, LoopNest
+from .ops import ELEMENTWISE, IGNORED, Unsupported, c_type, literal, size_of
 from .schedule import is_virtual, is_write, schedule
-from .ttir import Block, Function, Op, Region, Tensor, Value, element_of
+from .ttir import Block, Function, Op, Pointer, Region, Tensor, Value, element_of, shape_of
 
 
 class ControlFlow(Frame):
@@ -59,12 +62,21 @@ class ControlFlow(Frame):
     def op(self, op: Op) -> None:
         if op.name in IGNORED:
             return
+        self.run_op(op)
+        if hints := self.unit.accesses.hints(op):
+            self.check_hints(op, hints)
+
+    def run_op(self, op: Op) -> None:
         if op.results and isinstance(op.result.type, Tensor) and is_virtual(op.result):
             self.pending += [v for v in op.results if v in self.plan.buffered and not self.is_filled(v)]
             return
         handler = getattr(self, "on_" + re.sub(r"\W", "_", op.name), None)
         if handler is None and op.name in ELEMENTWISE:
-            self.let(op.result, ELEMENTWISE[op.name].write(op, [self.scalar(v) for v in op.operands], 1))
+            operands = [self.scalar(v) for v in op.operands]
+            if self.unit.accesses.watches_offset(op):
+                exact = exact_result(op, *(f"(i64){text}" for text in operands))
+                self.lines += self.unit.accesses.offset(op, [exact])
+            self.let(op.result, ELEMENTWISE[op.name].write(op, operands, 1))
             return
         if handler is None:
             raise Unsupported(op)
@@ -79,6 +91,47 @@ class ControlFlow(Frame):
                     self.fill(value)
             self.prepare([v for _, passed in op.successors for v in passed], None)
         handler(op)
+
+    def check_hints(self, op: Op, hints: dict[str, list[int]]) -> None:
+        """Has every element of a value compared with what `tl.multiple_of` and its like say of it: along a dimension,
+        runs of consecutive (or equal) elements, each beginning with a multiple. Without a promise about runs, a run
+        is what counts up by one."""
+        value, shape = op.result, shape_of(op.result.type)
+        self.prepare([value], None)
+        nest = LoopNest(self, shape, lanes=1, values=None)
+        element = element_of(value.type)
+        size = size_of(element.pointee) if isinstance(element, Pointer) else 1  # type: ignore[arg-type]
+
+        def number(index: Index) -> str:
+            return f"(i64){nest.eval(value, index).expr}"
+
+        def moved(dim: int, text: str) -> Index:
+            form = nest.index[dim]
+            return (*nest.index[:dim], replace(form, expr=text.format(form.expr)), *nest.index[dim + 1 :])
+
+        own = number(nest.index)
+        for dim in range(max(1, len(shape))):
+            multiple, run, equal = (
+                hints.get(name, [1] * 8)[dim] for name in ("divisibility", "contiguity", "constancy")
+            )
+            at = nest.index[dim].expr if shape else "0"
+            conditions = []
+            if shape and run > 1:
+                first = number(moved(dim, f"({{}} / {run} * {run})"))
+                conditions.append(f"{own} - {first} == {at} % {run} * {size}ll")
+            if shape and equal > 1:
+                conditions.append(f"{own} == {number(moved(dim, f'({{}} / {equal} * {equal})'))}")
+            if multiple > 1:
+                starts = f"{at} % {run} == 0"
+                if shape and run == 1 and equal == 1:
+                    starts = f"{at} == 0 || {own} != {number(moved(dim, '({0} ? {0} - 1 : 0)'))} + {size}ll"
+                elif equal > 1:
+                    starts = f"{at} % {equal} == 0"
+                conditions.append(f"!({starts}) || {own} % {multiple} == 0")
+            for condition in conditions:
+                for statement in self.unit.accesses.promise(op, condition, own):
+                    nest.do(statement, nest.depth)
+        self.run_nest(nest)
 
     # -- scalars --
 

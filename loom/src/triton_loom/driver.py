@@ -13,17 +13,23 @@ from triton.backends.driver import DriverBase
 
 # No CUDA ordinal, so that a kernel launched on both devices in one process keeps two sets of binaries.
 CPU = -1
+# Instrumented kernels run on devices of their own, for the same reason.
+INSTRUMENTED = {("sanitize",): -2, ("count",): -3, ("sanitize", "count"): -4}
 
 
 class LoomDriver(DriverBase):
-    """The CPU as a Triton device. It has no state: any number of instances may exist."""
+    """The CPU as a Triton device. Any number of instances may exist.
 
-    def __init__(self) -> None:
+    `witness` is what kernels do at each access to memory (see `witness.py`); the process may ask for it by environment.
+    """
+
+    def __init__(self, witness: tuple[str, ...] | None = None) -> None:
         from . import launcher
 
         super().__init__()
+        self.witness = _witness_of_the_process() if witness is None else witness
         self.utils = LoomUtils()
-        self.launcher_cls = launcher.LoomLauncher
+        self.launcher_cls = launcher.WatchedLauncher if witness else launcher.LoomLauncher
 
     @classmethod
     def is_active(cls) -> bool:
@@ -41,10 +47,10 @@ class LoomDriver(DriverBase):
             _asking.others = False
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cpu", "native", 1)
+        return GPUTarget("cpu", "+".join(("native", *self.witness)), 1)
 
     def get_current_device(self) -> int:
-        return CPU
+        return INSTRUMENTED.get(self.witness, CPU)
 
     def set_current_device(self, device: int) -> None:
         pass
@@ -83,6 +89,20 @@ class LoomDriver(DriverBase):
 
 
 _asking = threading.local()
+
+
+def _witness_of_the_process() -> tuple[str, ...]:
+    """TRITON_LOOM_SANITIZE=1: every launch is checked and the first finding raised; =collect: findings are printed at
+    the end."""
+    asked = os.environ.get("TRITON_LOOM_SANITIZE", "0")
+    if asked in ("", "0"):
+        return ()
+    if asked not in ("1", "collect"):
+        raise ValueError(f"TRITON_LOOM_SANITIZE is 0, 1 or collect; got {asked!r}")
+    from . import sanitizer
+
+    sanitizer.sanitize_process(collect=asked == "collect")
+    return ("sanitize",)
 
 
 class LoomInterface:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from .accesses import Accesses, Witnessed
 from .frame import Buffer
 from .nest import I1, declare_const
 from .ops import c_type, memory_type
@@ -29,6 +31,7 @@ _HEADERS = {
     "dot.h": r"\bdot(_i8)?<",
     "launch.h": "",
     "print.h": "print_",
+    "witness.h": "LOOM_WITNESS",
 }
 
 
@@ -38,17 +41,21 @@ class Generated:
     name: str
     scratch_bytes: int
     serial: bool  # programs must run one after another for the result not to depend on threads
+    witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
 
 
-def generate(text: str, options: object = None) -> Generated:
-    return _Unit(rewrite(parse(text))).generate()
+def generate(text: str, witness: frozenset[str] = frozenset()) -> Generated:
+    """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both."""
+    module = rewrite(parse(text))
+    return _Unit(module, Witnessed(module, witness) if witness else Accesses()).generate()
 
 
 class _Unit:
     """One C++ file: the program, and what stands before it."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, accesses: Accesses) -> None:
         self.module = module
+        self.accesses = accesses
         self.top: list[str] = []  # tables, combiners, called functions
         self.scratch = 0
         self.counter = 0
@@ -85,9 +92,18 @@ class _Unit:
             f"LOOM_KERNEL({re.sub(r'[^A-Za-z0-9_]', '_', entry.name)}, Args, program, {self.scratch})",
         ]
         text = _indent(lines)
-        includes = [f'#include "{header}"\n' for header, sign in _HEADERS.items() if re.search(sign, text)]
-        source = "".join(includes) + "\n" + text
-        return Generated(source, entry.name, self.scratch, _depends_on_order(self.module))
+        witnessed = self.accesses if isinstance(self.accesses, Witnessed) else None
+        define = witnessed.define if witnessed else ""
+        includes = [
+            f'#include "{name}"\n' for name, sign in _HEADERS.items() if re.search(sign, define + text)
+        ]
+        return Generated(
+            define + "".join(includes) + "\n" + text,
+            entry.name,
+            self.scratch,
+            _depends_on_order(self.module),
+            witnessed.metadata(entry) if witnessed else None,
+        )
 
     def called(self, name: str) -> str:
         """The C++ name of a function of the module, which is defined once."""

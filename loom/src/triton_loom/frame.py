@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+from .accesses import Accesses
 from .nest import I1, Form, LoopNest, constant_index, declare_const, operand_dims
 from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, size_of, vector_of, widen
 from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write
@@ -60,6 +61,7 @@ class Unit(Protocol):
     """What a function needs of the C++ file it stands in."""
 
     top: list[str]  # what stands before the functions: tables, combiners
+    accesses: Accesses
 
     def unique(self, stem: str) -> str: ...
     def allocate(self, size: int) -> int: ...

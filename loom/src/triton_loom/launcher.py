@@ -75,6 +75,80 @@ class LoomLauncher:
             own.raise_failure(self.name)
 
 
+class WatchedLauncher(LoomLauncher):
+    """Launches an instrumented kernel and hands what it saw to the scopes that are open (see `witness`)."""
+
+    takes_tensors = True  # a caller that has tensors gives those, not their addresses
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        super().__init__(src, metadata)
+        self.told = metadata.witnessed
+        self.fields = [
+            field
+            for position, (name, kind) in enumerate(src.signature.items())
+            for field in _flat(kind, (position,), str(name))
+        ]
+        self.names = list(src.signature)
+        self.constants = getattr(src, "constants", {})
+
+    def __call__(self, grid_x: int, grid_y: int, grid_z: int, *rest: Any) -> None:
+        from . import witness
+
+        hidden, args = rest[:6], list(rest[6:])  # stream, function, metadata and hooks; then the kernel's own
+        pointers = [(name, _at(args, path)) for name, pointer, path in self.fields if pointer]
+        watched = witness.Watched(self.name, self.told, pointers, (grid_x, grid_y, grid_z))
+        broken = list(self.broken_promises(args))
+        places = [path for _, pointer, path in self.fields if pointer]
+        for path, argument in zip(places, watched.arguments, strict=False):  # allowed ones come after them
+            if argument.is_meta:
+                args[path[0]] = argument.address  # nothing is there: the launch is dry
+        status = _own.memory.status
+        with witness.ARENA.lock:
+            watched.prepare(self.threads(grid_x * grid_y * grid_z))
+            status.witness = watched.address
+            try:
+                super().__call__(grid_x, grid_y, grid_z, *hidden, *args)
+            finally:
+                status.witness = None
+        watched.finish(broken)
+
+    def broken_promises(self, args: list[Any]) -> Iterator[tuple[str, str]]:
+        """Arguments that the kernel was compiled for and that are others now: a caller may reuse a compiled kernel."""
+        for (name, pointer, path), divisor in zip(self.fields, self.told["divisible"], strict=True):
+            value = _at(args, path)
+            value = address(value, name) if pointer and not getattr(value, "is_meta", False) else value
+            if divisor > 1 and isinstance(value, int) and value % divisor:
+                yield name, f"{name} is {value}, but the kernel was compiled for multiples of {divisor}"
+        for path, constant in self.constants.items():
+            value = _at(args, path) if isinstance(path, tuple) and path[0] < len(args) else constant
+            if isinstance(constant, int) and isinstance(value, int) and value != constant:
+                name = str(self.names[path[0]])
+                yield name, f"{name} is {value}, but the kernel was compiled for {constant}"
+
+
+def _flat(kind: Any, path: tuple[Any, ...], name: str) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
+    """What a kernel's TTIR has for one argument in Python: names, whether each is a pointer, where its value is."""
+    if isinstance(kind, tuple):
+        for position, inner in enumerate(kind):
+            yield from _flat(inner, (*path, position), f"{name}[{position}]")
+    elif kind.startswith("tensordesc"):
+        yield name, True, (*path, "base")
+        rank = _descriptor_rank(kind)
+        yield from ((name, False, (*path, "shape", d)) for d in range(rank))
+        yield from ((name, False, (*path, "strides", d)) for d in range(rank))
+        yield from ((name, False, (*path, flag)) for flag in ("padding", "round_f32_to_tf32"))
+        yield from ((name, False, (*path, "shape", d)) for d in range(rank))
+        yield from ((name, False, (*path, "strides", d)) for d in range(rank))
+    elif kind != "constexpr":
+        yield name, kind.startswith("*"), path
+
+
+def _at(args: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        args = getattr(args, step) if isinstance(step, str) else args[step]
+    return args
+
+
 def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int]:
     """How many threads run a launch, from its number of programs."""
     if metadata.launch_cooperative_grid:  # programs wait for each other, so all must be under way
@@ -95,7 +169,12 @@ def check_extents(*grid: int) -> None:
 class Status(ctypes.Structure):
     """`Status` of launch.h."""
 
-    _fields_ = [("code", ctypes.c_int32), ("program", ctypes.c_int32 * 3), ("message", ctypes.c_char * 496)]
+    _fields_ = [
+        ("code", ctypes.c_int32),
+        ("program", ctypes.c_int32 * 3),
+        ("message", ctypes.c_char * 496),
+        ("witness", ctypes.c_void_p),
+    ]
 
 
 class ThreadMemory:

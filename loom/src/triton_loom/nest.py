@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
+from .accesses import exact_result
 from .ops import ELEMENTWISE, Unsupported, c_type, literal, predicate, size_of, stored_type, vector_of
 from .schedule import CHUNK, is_virtual, lane_dimension
 from .ttir import Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
@@ -134,6 +135,7 @@ class LoopNest:
         values: list[Value] | None = None,
     ) -> None:
         self.function = function
+        self.accesses = function.unit.accesses
         shape = merged(function, shape, values, innermost) if values is not None and len(shape) > 1 else shape
         self.shape = shape
         self.lane_dim = lane_dimension(shape) if lane_dim is None else lane_dim
@@ -410,12 +412,31 @@ class LoopNest:
         element = element_of(value.type)
         write = ELEMENTWISE[op.name].write
         level = max(f.level for f in forms)
+        if self.accesses.watches_offset(op):
+            self.watch_offset(op, forms, level)
         if all(f.kind == "uniform" for f in forms):
             return self.uniform(value.name, element, write(op, [f.expr for f in forms], 1), level)
         if affine := self.affine(op, value, forms):
             return affine
         text = write(op, [self.vec(f) for f in forms], self.lanes)
         return self.vector(value.name, element, text, level)
+
+    def watch_offset(self, op: Op, forms: list[Form], level: int) -> None:
+        """Has the exact results of 32-bit arithmetic checked; of equally spaced lanes the first and the last."""
+        lanes, exact = 1, []
+        if any(f.kind not in ("uniform", "affine") for f in forms):
+            lanes, level = self.lanes, max(level, self.lane_level)
+            left, right = (self.wide(f) for f in forms)
+            exact = [exact_result(op, left, right)]
+        else:
+            ends = [0, self.lanes - 1] if any(f.kind == "affine" for f in forms) else [0]
+            for lane in ends:
+                left, right = (
+                    f"((i64){f.expr} + {lane} * (i64)({f.step}))" if lane else f"(i64){f.expr}" for f in forms
+                )
+                exact.append(exact_result(op, left, right))
+        for statement in self.accesses.offset(op, exact, lanes):
+            self.do(statement, level)
 
     def affine(self, op: Op, value: Value, forms: list[Form]) -> Form | None:
         """Integer arithmetic that keeps lanes equally spaced.
@@ -526,52 +547,26 @@ class LoopNest:
         masked = self.eval(mask, index) if mask is not None and count is None else None
         level = max(f.level for f in (pointer, masked, other) if f is not None)
         level = max(level, count[1] if count else 0)
-        is_bit = element == I1
+        uniform = masked is None or masked.kind == "uniform"
+        if (
+            pointer.kind == "uniform"
+            and count is None
+            and uniform
+            and (other is None or other.kind == "uniform")
+        ):
+            text = self.accesses.load_one(
+                op, pointer.expr, masked.expr if masked else None, other.expr if other else None
+            )
+            return self.uniform(value.name, element, text, level)
 
-        if pointer.kind == "uniform" and count is None and (masked is None or masked.kind == "uniform"):
-            text = f"*{pointer.expr}{' != 0' if is_bit else ''}"
-            if masked is None:
-                return self.uniform(value.name, element, text, level)
-            if other is None or other.kind == "uniform":
-                rest = other.expr if other else literal(element, 0)
-                return self.uniform(value.name, element, f"{masked.expr} ? {text} : {rest}", level)
-
-        stored = stored_type(element)
-        type_ = vector_of(stored, self.lanes)
+        type_ = vector_of(stored_type(element), self.lanes)
         rest = self.vec(other) if other else f"{type_}{{}}"
-        if other and is_bit:
+        if other and element == I1:
             rest = f"convert<{type_}>({rest})"
-        text = self.vector_load(pointer, type_, stored, count[0] if count else None, masked, rest)
-        if is_bit:
+        text = self.accesses.load_chunk(self, op, pointer, count[0] if count else None, masked, rest)
+        if element == I1:
             text = f"mask({text} != 0)"
         return self.vector(value.name, element, text, level)
-
-    def vector_load(
-        self, pointer: Form, type_: str, stored: str, count: str | None, masked: Form | None, rest: str
-    ) -> str:
-        lanes = self.lanes
-        mask = self.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
-        if pointer.kind == "vector":
-            return f"load_at<{type_}>({pointer.expr}, {mask or f'splat<i32x{lanes}>(-1)'}, {rest})"
-        base = f"(const {stored} *){pointer.expr}" if isinstance(pointer.element, Pointer) else pointer.expr
-        if pointer.kind == "offsets":
-            assert pointer.offset
-            offsets = self.vec(pointer.offset)
-        elif pointer.step == 1:
-            if count is not None:
-                return f"load_first<{type_}>({base}, {count}, {rest})"
-            if masked is None:
-                return f"load<{type_}>({base})"
-            if masked.kind == "uniform":
-                return f"({masked.expr} ? load<{type_}>({base}) : {rest})"
-            return f"load_masked<{type_}>({base}, {mask}, {rest})"
-        elif mask is None:
-            return f"load_strided<{type_}>({base}, {pointer.step})"
-        else:
-            offsets = f"ramp<i64x{lanes}>(0, {pointer.step})"
-        if mask is None:
-            return f"gather<{type_}>({base}, {offsets})"
-        return f"gather_masked<{type_}>({base}, {offsets}, {mask}, {rest})"
 
     def store(self, op: Op) -> None:
         pointer_value, stored_value = op.operands[:2]
@@ -580,36 +575,14 @@ class LoopNest:
         element = element_of(stored_value.type)
         count = self.first_lanes(mask, self.index) if mask is not None and self.lanes > 1 else None
         masked = self.at_own_index(mask) if mask is not None and count is None else None
-        stored = stored_type(element)
-        type_ = vector_of(stored, self.lanes)
         text = self.vec(form)
         if self.lanes == 1:
-            guard = f"if ({masked.expr}) " if masked else ""
-            self.do(f"{guard}*{pointer.expr} = {text};", self.depth)
-            return
-        if element == I1:
-            text = f"convert<{type_}>({text} & 1)"
-        lanes = self.lanes
-        mask_text = self.vec(masked) if masked else f"first_mask<{lanes}>({count[0]})" if count else None
-        every = mask_text or f"splat<i32x{lanes}>(-1)"
-        base = f"({stored} *){pointer.expr}"
-        if pointer.kind == "vector":
-            statement = f"store_at<{type_}>({pointer.expr}, {every}, {text});"
-        elif pointer.kind == "affine" and pointer.step == 1:
-            if count:
-                statement = f"store_first<{type_}>({base}, {count[0]}, {text});"
-            elif masked is None:
-                statement = f"store<{type_}>({base}, {text});"
-            elif masked.kind == "uniform":
-                statement = f"if ({masked.expr}) store<{type_}>({base}, {text});"
-            else:
-                statement = f"store_masked<{type_}>({base}, {mask_text}, {text});"
-        elif pointer.kind == "affine" and mask_text is None:
-            statement = f"store_strided<{type_}>({base}, {pointer.step}, {text});"
+            text = self.accesses.store_one(op, pointer.expr, masked.expr if masked else None, text)
         else:
-            offsets = self.vec(pointer.offset) if pointer.offset else f"ramp<i64x{lanes}>(0, {pointer.step})"
-            statement = f"scatter<{type_}>({base}, {offsets}, {every}, {text});"
-        self.do(statement, self.depth)
+            if element == I1:
+                text = f"convert<{vector_of(stored_type(element), self.lanes)}>({text} & 1)"
+            text = self.accesses.store_chunk(self, op, pointer, count[0] if count else None, masked, text)
+        self.do(text, self.depth)
 
     # -- buffers --
 

@@ -12,6 +12,7 @@ class LoomOptions:
     """The options of a launch. Triton rejects a keyword that is not a field here, hence the second half."""
 
     arch: str = "native"
+    witness: tuple[str, ...] = ()  # what an instrumented kernel does at each access: "sanitize", "count"
     backend_name: str = "cpu"
     warp_size: int = 1
     debug: bool = False

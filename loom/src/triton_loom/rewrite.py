@@ -129,7 +129,15 @@ class _Builder:
 
     def op(self, name: str, operands: list[Value], type_: object, **attrs: object) -> Value:
         result = Value(f"{operands[0].name if operands else 'c'}_{name.split('.')[-1]}", type_)  # type: ignore[arg-type]
-        op = Op(name, operands, [result], dict(attrs), location=self.location, block=self.block)
+        op = Op(
+            name,
+            operands,
+            [result],
+            dict(attrs),
+            location=self.location,
+            origin=self.location,
+            block=self.block,
+        )
         result.producer = op
         self.block.ops.insert(self.position, op)
         self.position += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from .control import ControlFlow
 from .frame import Buffer
 from .nest import I1, I32, Form, Index, LoopNest, constant_index
@@ -27,12 +29,9 @@ class FunctionEmitter(ControlFlow):
     # -- memory --
 
     def on_tt_load(self, op: Op) -> None:
-        pointer, *masked = (self.scalar(v) for v in op.operands)
-        text = f"*{pointer}{' != 0' if op.result.type == I1 else ''}"
-        if masked:
-            rest = masked[1] if len(masked) > 1 else literal(op.result.type, 0)
-            text = f"{masked[0]} ? {text} : {rest}"
-        self.let(op.result, text)
+        pointer, mask, other = [*(self.scalar(v) for v in op.operands), None, None][:3]
+        assert pointer
+        self.let(op.result, self.unit.accesses.load_one(op, pointer, mask, other))
 
     def on_tt_unsplat(self, op: Op) -> None:
         (value,) = op.operands
@@ -101,12 +100,12 @@ class FunctionEmitter(ControlFlow):
         """One element after another, an indivisible update each; 0 where the mask is off."""
         self.comment(op)
         self.prepare(op.operands, self.plan.nest(op))
+        self.lines += self.unit.accesses.begin_atomic()
         shape = shape_of(op.result.type)
         nest = LoopNest(self, shape, lanes=1, values=op.operands)
         forms = [nest.at_own_index(v).expr for v in op.operands]
-        text = template.format(*forms)
-        if op.name == "tt.atomic_rmw" and len(forms) > 2:
-            text = f"{forms[2]} ? {text} : {literal(element_of(op.result.type), 0)}"
+        mask = forms[2] if op.name == "tt.atomic_rmw" and len(forms) > 2 else None
+        text = self.unit.accesses.atomic(op, forms[0], mask, template.format(*forms))
         if not shape:
             nest.do(f"{self.variable(op.result)} = {text};", 0)
         elif op.result in self.plan.uses:
@@ -290,6 +289,7 @@ class FunctionEmitter(ControlFlow):
                 f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
             ]
         self.lines.append(f"{kernel}<{template}>({', '.join(names)});")
+        self.lines += self.unit.accesses.multiply_adds(prod(batch) * m * n * k)
         if into is not target:
             assert isinstance(out, Scalar)
             nest = LoopNest(self, target.shape, values=[])

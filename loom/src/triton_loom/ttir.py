@@ -113,7 +113,8 @@ class Op:
     attrs: dict[str, Any] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     successors: list[tuple[Block, list[Value]]] = field(default_factory=list)
-    location: str = ""
+    location: str = ""  # the line of the kernel that it comes from
+    origin: str = ""  # its own line, which is another where a function was inlined
     block: Block | None = None
 
     @property
@@ -197,27 +198,29 @@ _COMPARISONS = ("arith.cmpf", "arith.cmpi")
 
 
 class _Locations:
-    """`#loc12` to "file:line": the user's line, so the outermost call site where functions were inlined."""
+    """`#loc12` to "file:line". Where functions were inlined there are two: the line in the kernel, which is that of
+    the outermost call, and the line of the operation itself."""
 
     def __init__(self, text: str) -> None:
         self.aliases = dict(_LOC_ALIAS.findall(text))
 
-    def resolve(self, loc: str, depth: int = 0) -> str:
+    def resolve(self, loc: str, innermost: bool, depth: int = 0) -> str:
         loc = loc.strip()
         if depth > 64:
             return ""
         if loc.startswith("#"):
-            return self.resolve(self.aliases.get(loc[1:], ""), depth + 1)
+            return self.resolve(self.aliases.get(loc[1:], ""), innermost, depth + 1)
         if loc.startswith("callsite("):
             inside = loc[len("callsite(") : -1]
             split = next(
                 (i for i in _places(inside, " at ") if inside.count("(", 0, i) == inside.count(")", 0, i)), 0
             )
-            return self.resolve(inside[split + len(" at ") :], depth + 1)
+            chosen = inside[:split] if innermost else inside[split + len(" at ") :]
+            return self.resolve(chosen, innermost, depth + 1)
         if match := _LOC_FILE.match(loc):
             return f"{match[1]}:{match[2]}"
         if named := re.fullmatch(r'"[^"]*"\((.*)\)', loc):
-            return self.resolve(named[1], depth + 1)
+            return self.resolve(named[1], innermost, depth + 1)
         return ""
 
 
@@ -300,9 +303,14 @@ class _Reader:
     # -- locations, types, attributes --
 
     def location(self) -> str:
-        if self.take("loc("):
-            return self.locations.resolve(self.balanced("("))
-        return ""
+        return self.both_locations()[0]
+
+    def both_locations(self) -> tuple[str, str]:
+        """The line in the kernel, and the line of the operation itself."""
+        if not self.take("loc("):
+            return "", ""
+        text = self.balanced("(")
+        return self.locations.resolve(text, innermost=False), self.locations.resolve(text, innermost=True)
 
     def type(self) -> Type:
         if match := self.match(_TENSOR):
@@ -507,7 +515,7 @@ class _Reader:
         if names:
             self.need("=")
         op = self.generic_operation() if self.peek('"') else self.custom_operation(self.word())
-        op.location = self.location()
+        op.location, op.origin = self.both_locations()
         for region in op.regions:
             region.parent = op
         taken = 0
@@ -619,7 +627,7 @@ class _Reader:
         value = self.attribute()
         if value is True or value is False:
             return Op(name, [], [Value("", Scalar("i1"))], {"value": value})
-        if isinstance(value, _Dense):
+        if isinstance(value, Dense):
             self.need(":")
             return Op(name, [], [Value("", self.type())], {"value": value.values})
         if not isinstance(value, int | float | Bits):
@@ -820,7 +828,9 @@ Number = bool | int | float | Bits
 
 
 @dataclass(frozen=True)
-class _Dense:
+class Dense:
+    """`dense<...>`: a constant tile, or numbers for each dimension of one."""
+
     values: Any  # one literal, or a flat list of them
 
 
@@ -832,7 +842,7 @@ def _number(text: str) -> int | float | Bits:
     return float(text)
 
 
-def _dense(text: str) -> _Dense:
+def _dense(text: str) -> Dense:
     text = text.strip()
 
     def literal(part: str) -> Any:
@@ -840,10 +850,10 @@ def _dense(text: str) -> _Dense:
 
     if text.startswith('"'):
         raw = bytes.fromhex(text.strip('"').removeprefix("0x"))
-        return _Dense(raw)
+        return Dense(raw)
     if text.startswith("["):
-        return _Dense([literal(part) for part in re.findall(r"[\w.+\-]+", text)])
-    return _Dense(literal(text))
+        return Dense([literal(part) for part in re.findall(r"[\w.+\-]+", text)])
+    return Dense(literal(text))
 
 
 def _unescape(text: str) -> str:

@@ -88,7 +88,10 @@ def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int
     """A copy as kernels take it: codes, scales, row stride of the codes, row and column stride of the scales."""
     if copy is None:
         return None, None, 0, 0, 0
-    return copy.data, copy.scale, copy.data.stride(0), copy.scale.stride(0), copy.scale.stride(1)
+    data, stride = copy.data, copy.data.stride(0)
+    if stride > data.shape[1]:
+        data = data.as_strided((data.shape[0], stride), (stride, 1))  # with the padding, which is written too
+    return data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1)
 
 
 @functools.lru_cache(maxsize=1024)

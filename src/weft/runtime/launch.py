@@ -105,7 +105,7 @@ class Launch:
             raise TypeError(f"{kernel.name} and its launch disagree about the constants {', '.join(wrong)}")
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
-        self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
+        self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...], bool]] = {}
 
     @staticmethod
     @functools.cache
@@ -142,7 +142,9 @@ class Launch:
         found = self._known.get(identity)
         if found is None:
             found = self._prepare(identity, driver, index, pointers, wide, len(integers))
-        run, function, metadata, constants = found
+        run, function, metadata, constants, whole = found
+        if whole:
+            addresses = pointers  # type: ignore[assignment]
         enter = knobs.runtime.launch_enter_hook
         if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
             stream = driver.get_current_stream(index)
@@ -210,7 +212,10 @@ class Launch:
     ) -> Any:
         compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
         constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
-        found = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+        run = compiled.run
+        # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
+        whole = getattr(run, "takes_tensors", False)
+        found = (run, compiled.function, compiled.packed_metadata, constants, whole)
         self._known[identity] = found
         return found
 
@@ -218,7 +223,7 @@ class Launch:
 # ---- recording: which variants would run, without compiling or launching any -----------------------------
 
 _recorder: list[Variant] | None = None
-_recorded_target: Capabilities | None = None
+_chosen_target: Capabilities | None = None
 
 
 @contextmanager
@@ -234,13 +239,25 @@ def recording(target: str) -> Iterator[list[Variant]]:
     >>> [v.kernel for v in variants]
     ['_norm_kernel']
     """
-    global _recorder, _recorded_target
-    previous = _recorder, _recorded_target
-    _recorder, _recorded_target = [], Capabilities.of(target)
+    global _recorder
+    previous = _recorder
+    _recorder = []
     try:
-        yield _recorder
+        with choosing_for(target):
+            yield _recorder
     finally:
-        _recorder, _recorded_target = previous
+        _recorder = previous
+
+
+@contextmanager
+def choosing_for(target: str) -> Iterator[None]:
+    """Launch here what ops would launch on `target`: its tiles and its conversions, run by this machine's device."""
+    global _chosen_target
+    previous, _chosen_target = _chosen_target, Capabilities.of(target)
+    try:
+        yield
+    finally:
+        _chosen_target = previous
 
 
 def is_recording() -> bool:
@@ -248,5 +265,5 @@ def is_recording() -> bool:
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
-    """What the device of a call can do: that of the target being recorded, if one is."""
-    return _recorded_target or capabilities.of_device(device)
+    """What the device of a call can do: that of the target chosen for, if one is."""
+    return _chosen_target or capabilities.of_device(device)

@@ -11,14 +11,16 @@ struct Status {
   i32 code;
   i32 program[3];
   char message[496];
+  struct Witness *witness;  // of an instrumented kernel (witness.h)
 };
 
 struct Program {
   i32 id[3];
   i32 grid[3];
-  char *scratch;   // SCRATCH_BYTES of this thread's own, aligned to 64
-  Status *status;  // this thread's own
-  i32 threads;     // how many programs run at a time
+  char *scratch;          // SCRATCH_BYTES of this thread's own, aligned to 64
+  Status *status;         // this thread's own
+  i32 threads;            // how many programs run at a time
+  struct Worker *worker;  // what an instrumented kernel's thread keeps (witness.h)
 };
 
 // Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
@@ -44,6 +46,13 @@ LOOM_INLINE bool waits_in_vain(const Program &p, i64 &rounds) {
 }
 
 namespace loom {
+
+#ifdef LOOM_WITNESS
+static void begin(Witness &, i32 threads, i64 programs);
+static void end(Witness &, i32 threads);
+static Worker *worker(Witness &, i32 thread);
+static bool enter(const Program &, i64 position);
+#endif
 
 struct Launch {
   const void *args;
@@ -81,15 +90,21 @@ template <class Args, void (*program)(const Args &, const Program &), i64 SCRATC
   Launch &launch = *(Launch *)data;
   const Args &args = *(const Args *)launch.args;
   const i32 gx = launch.grid[0], gy = launch.grid[1];
-  char *scratch = launch.scratch + __atomic_fetch_add(&launch.workers, 1, __ATOMIC_RELAXED) * SCRATCH;
+  const i32 thread = __atomic_fetch_add(&launch.workers, 1, __ATOMIC_RELAXED);
   Status own;
   own.code = 0;
-  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, scratch, &own, launch.threads};
+  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, launch.scratch + thread * SCRATCH, &own, launch.threads, nullptr};
+#ifdef LOOM_WITNESS
+  p.worker = worker(*launch.status->witness, thread);
+#endif
   for (i64 i, end; take(launch, i, end);) {
     p.id[0] = (i32)(i % gx), p.id[1] = (i32)(i / gx % gy), p.id[2] = (i32)(i / gx / gy);
     for (; i < end; ++i) {
       if (__atomic_load_n(&launch.status->code, __ATOMIC_RELAXED)) return;
-      program(args, p);
+#ifdef LOOM_WITNESS
+      if (enter(p, i))
+#endif
+        program(args, p);
       if (own.code) {
         __builtin_memcpy(own.program, p.id, sizeof p.id);
         return report(launch.status, own);
@@ -107,10 +122,16 @@ LOOM_INLINE i32 launch(const void *args, i32 gx, i32 gy, i32 gz, i32 threads, vo
                        Status *status) {
   void (*body)(void *) = work<Args, program, (SCRATCH + 63) / 64 * 64>;
   Launch launch = {args, {gx, gy, gz}, threads, scratch, status, (i64)gx * gy * gz, 0, 0};
+#ifdef LOOM_WITNESS
+  begin(*status->witness, threads, launch.programs);
+#endif
   if (threads > 1 && gomp_parallel)
     ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(body, &launch, threads, 0);
   else
     body(&launch);
+#ifdef LOOM_WITNESS
+  end(*status->witness, threads);
+#endif
   return status->code;
 }
 

@@ -1,0 +1,337 @@
+"""How loads, stores and atomics are written in C++: plainly, or through a witness that checks and counts them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from .ops import literal, memory_type, size_of, stored_type, vector_of
+from .ttir import Block, Dense, Function, Module, Op, Pointer, Scalar, Value, element_of, shape_of
+
+if TYPE_CHECKING:
+    from .nest import Form, LoopNest
+
+I1, I32 = Scalar("i1"), Scalar("i32")
+
+
+class Accesses:
+    """Plain memory accesses. A chunk's pointer is a `Form`; `count` says how many of its first lanes are on, `masked`
+    which of them."""
+
+    def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
+        element = element_of(op.result.type)
+        text = f"*{pointer}{' != 0' if element == I1 else ''}"
+        return text if mask is None else f"{mask} ? {text} : {other or literal(element, 0)}"
+
+    def load_chunk(
+        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, rest: str
+    ) -> str:
+        lanes, stored = nest.lanes, stored_type(element_of(op.result.type))
+        type_ = vector_of(stored, lanes)
+        mask = nest.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
+        if pointer.kind == "vector":
+            return f"load_at<{type_}>({pointer.expr}, {mask or f'splat<i32x{lanes}>(-1)'}, {rest})"
+        base = f"(const {stored} *){pointer.expr}"
+        if pointer.kind == "offsets":
+            assert pointer.offset
+            offsets = nest.vec(pointer.offset)
+        elif pointer.step == 1:
+            if count is not None:
+                return f"load_first<{type_}>({base}, {count}, {rest})"
+            if masked is None:
+                return f"load<{type_}>({base})"
+            if masked.kind == "uniform":
+                return f"({masked.expr} ? load<{type_}>({base}) : {rest})"
+            return f"load_masked<{type_}>({base}, {mask}, {rest})"
+        elif mask is None:
+            return f"load_strided<{type_}>({base}, {pointer.step})"
+        else:
+            offsets = f"ramp<i64x{lanes}>(0, {pointer.step})"
+        if mask is None:
+            return f"gather<{type_}>({base}, {offsets})"
+        return f"gather_masked<{type_}>({base}, {offsets}, {mask}, {rest})"
+
+    def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
+        return f"{f'if ({mask}) ' if mask else ''}*{pointer} = {text};"
+
+    def store_chunk(
+        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, text: str
+    ) -> str:
+        lanes, stored = nest.lanes, stored_type(element_of(op.operands[1].type))
+        type_ = vector_of(stored, lanes)
+        mask = nest.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
+        every = mask or f"splat<i32x{lanes}>(-1)"
+        base = f"({stored} *){pointer.expr}"
+        if pointer.kind == "vector":
+            return f"store_at<{type_}>({pointer.expr}, {every}, {text});"
+        if pointer.kind == "affine" and pointer.step == 1:
+            if count:
+                return f"store_first<{type_}>({base}, {count}, {text});"
+            if masked is None:
+                return f"store<{type_}>({base}, {text});"
+            if masked.kind == "uniform":
+                return f"if ({masked.expr}) store<{type_}>({base}, {text});"
+            return f"store_masked<{type_}>({base}, {mask}, {text});"
+        if pointer.kind == "affine" and mask is None:
+            return f"store_strided<{type_}>({base}, {pointer.step}, {text});"
+        offsets = nest.vec(pointer.offset) if pointer.offset else f"ramp<i64x{lanes}>(0, {pointer.step})"
+        return f"scatter<{type_}>({base}, {offsets}, {every}, {text});"
+
+    def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
+        return f"{mask} ? {text} : {literal(element_of(op.result.type), 0)}" if mask else text
+
+    # -- what only a witness writes --
+
+    def begin_atomic(self) -> list[str]:
+        return []
+
+    def multiply_adds(self, number: int) -> list[str]:
+        """A dot of so many multiplications and additions is about to run."""
+        return []
+
+    def offset(self, op: Op, exact: list[str], lanes: int = 1) -> list[str]:
+        """Arithmetic on 32-bit integers, whose `exact` results these are."""
+        return []
+
+    def watches_offset(self, op: Op) -> bool:
+        return False
+
+    def hints(self, op: Op) -> dict[str, list[int]]:
+        """What the kernel's author has promised about the result of an operation."""
+        return {}
+
+    def promise(self, op: Op, condition: str, value: str) -> list[str]:
+        return []
+
+
+# ---- under a witness -------------------------------------------------------------------------------------
+
+SANITIZE, COUNT = "sanitize", "count"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the kernel that can be reported: an access, 32-bit arithmetic of offsets, or a promise."""
+
+    what: Literal["load", "store", "atomic", "offset", "promise"]
+    location: str  # "file:line" of its own
+    called: str  # and of the kernel's line that it comes from
+    argument: int = (
+        -1
+    )  # the pointer argument that it goes through, by position among the pointers; -1: known at run time
+    size: int = 0  # bytes of an element
+
+
+class Witnessed(Accesses):
+    def __init__(self, module: Module, modes: frozenset[str]) -> None:
+        self.modes = modes
+        self.sites: list[Site] = []
+        pointers = [arg for arg in module.entry.args if isinstance(arg.type, Pointer)]
+        self.arguments = {arg: position for position, arg in enumerate(pointers)}
+        self.offsets = {op for f in module.functions.values() for op in _offset_arithmetic(f)}
+
+    @property
+    def define(self) -> str:
+        return f"#define LOOM_WITNESS {(SANITIZE in self.modes) + 2 * (COUNT in self.modes)}\n"
+
+    def site(self, op: Op, what: Literal["load", "store", "atomic", "offset", "promise"]) -> str:
+        """The arguments of a call that say where it stands in the kernel."""
+        if what in ("offset", "promise"):
+            site = Site(what, op.origin or op.location, op.location)
+        else:
+            pointer = op.operands[0]
+            root = root_of(pointer)
+            pointee: Any = element_of(pointer.type).pointee  # type: ignore[union-attr]
+            argument = self.arguments.get(root, -1) if root else -1
+            site = Site(what, op.origin or op.location, op.location, argument, size_of(pointee))
+        if site not in self.sites:
+            self.sites.append(site)
+        number = self.sites.index(site)
+        return f"p, {number}" if what in ("offset", "promise") else f"p, {number}, {site.argument}"
+
+    def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
+        element = element_of(op.result.type)
+        type_ = memory_type(element)
+        rest = f"({type_}){other or literal(element, 0)}"
+        text = f"seen_load_one<{type_}>({self.site(op, 'load')}, {pointer}, {mask or 'true'}, {rest})"
+        return f"{text} != 0" if element == I1 else text
+
+    def load_chunk(
+        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, rest: str
+    ) -> str:
+        stored = stored_type(element_of(op.result.type))
+        where = _chunk(nest, pointer, f"const {stored}")
+        each = "load_each" if pointer.kind in ("vector", "offsets") else "seen_load"
+        mask = _mask(nest, count, masked)
+        return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'load')}, {where}, {mask}, {rest})"
+
+    def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
+        type_ = memory_type(element_of(op.operands[1].type))
+        return f"seen_store_one<{type_}>({self.site(op, 'store')}, {pointer}, {mask or 'true'}, {text});"
+
+    def store_chunk(
+        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, text: str
+    ) -> str:
+        stored = stored_type(element_of(op.operands[1].type))
+        where = _chunk(nest, pointer, stored)
+        each = "store_each" if pointer.kind in ("vector", "offsets") else "seen_store"
+        mask = _mask(nest, count, masked)
+        return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'store')}, {where}, {mask}, {text});"
+
+    def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
+        flags = op.attrs["flags"]
+        order = {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
+        chosen = next((order[f] for f in flags if f in order), "ACQUIRE | RELEASE")
+        update = f"[&] {{ return {text}; }}"
+        return f"seen_atomic({self.site(op, 'atomic')}, {pointer}, {mask or 'true'}, {chosen}, {update})"
+
+    def begin_atomic(self) -> list[str]:
+        return ["begin_atomic(p);"]
+
+    def multiply_adds(self, number: int) -> list[str]:
+        return [f"p.worker->dot_flops += {2 * number}ll;"]
+
+    def watches_offset(self, op: Op) -> bool:
+        return SANITIZE in self.modes and op in self.offsets
+
+    def offset(self, op: Op, exact: list[str], lanes: int = 1) -> list[str]:
+        call = "fits" if lanes == 1 else "fits_each"
+        return [f"{call}({self.site(op, 'offset')}, {text});" for text in exact]
+
+    def hints(self, op: Op) -> dict[str, list[int]]:
+        if SANITIZE not in self.modes:
+            return {}
+        found = {}
+        for name in ("divisibility", "contiguity", "constancy"):
+            given = op.attrs.get(f"tt.{name}")
+            if isinstance(given, Dense):
+                one = isinstance(given.values, int)
+                found[name] = [given.values] * max(1, len(shape_of(op.result.type))) if one else given.values
+        return found
+
+    def promise(self, op: Op, condition: str, value: str) -> list[str]:
+        return [f"keeps_promise({self.site(op, 'promise')}, {condition}, {value});"]
+
+    def metadata(self, entry: Function) -> dict[str, Any]:
+        """What the launcher has to know, as JSON."""
+        return {
+            "sites": [asdict(site) for site in self.sites],
+            "ordered": any(op.name.startswith("tt.atomic") for op in entry.body.walk()),
+            "divisible": [attrs.get("tt.divisibility", 1) for attrs in entry.arg_attrs],
+            "location": entry.location,
+        }
+
+
+def _chunk(nest: LoopNest, pointer: Form, stored: str) -> str:
+    """Where the lanes of a chunk are: base and step, or an address each."""
+    if pointer.kind in ("vector", "offsets"):
+        return nest.vec(pointer)
+    return f"({stored} *){pointer.expr}, {pointer.step}"
+
+
+def _mask(nest: LoopNest, count: str | None, masked: Form | None) -> str:
+    if count is not None:
+        return f"first_mask<{nest.lanes}>({count})"
+    return nest.vec(masked) if masked else f"splat<i32x{nest.lanes}>(-1)"
+
+
+def root_of(value: Value) -> Value | None:
+    """The value that a pointer was made from by adding offsets, if there is just one."""
+    seen: set[Value] = set()
+    roots: set[Value] = set()
+
+    def visit(value: Value) -> None:
+        if value in seen:
+            return
+        seen.add(value)
+        sources = _same_or_moved(value)
+        if sources is None:
+            roots.add(value)
+        for source in sources or ():
+            visit(source)
+
+    visit(value)
+    return roots.pop() if len(roots) == 1 else None
+
+
+_MOVES = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast"}
+
+
+def _same_or_moved(value: Value) -> list[Value] | None:
+    """The values that this one equals or is an offset from; None if it is its own beginning."""
+    op = value.producer
+    if op is None:
+        return _carried(value)
+    if op.name in _MOVES:
+        return op.operands[:1]
+    if op.name == "arith.select":
+        return op.operands[1:]
+    if op.name in ("scf.for", "scf.if", "scf.while"):
+        return _results(op, op.results.index(value))
+    return None
+
+
+def _carried(value: Value) -> list[Value] | None:
+    """What an argument of a loop's body starts as and becomes; None for the arguments of a function."""
+    block: Block | None = value.owner
+    loop = block.region.parent if block and block.region else None
+    if loop is None or loop.name not in ("scf.for", "scf.while"):
+        return None
+    assert block
+    slot = block.args.index(value)
+    if loop.name == "scf.for":
+        if slot == 0:
+            return None
+        return [loop.operands[2 + slot], block.ops[-1].operands[slot - 1]]
+    before, after = (region.block for region in loop.regions)
+    if block is before:
+        return [loop.operands[slot], after.ops[-1].operands[slot]]
+    return [before.ops[-1].operands[1 + slot]]
+
+
+def _results(op: Op, slot: int) -> list[Value]:
+    if op.name == "scf.for":
+        return [op.operands[3 + slot], op.regions[0].block.ops[-1].operands[slot]]
+    if op.name == "scf.if":
+        return [region.block.ops[-1].operands[slot] for region in op.regions]
+    return [op.regions[0].block.ops[-1].operands[1 + slot]]
+
+
+# Operations that keep an offset what it is, and arithmetic that a wrong offset survives. What hashes its operands
+# (and, or, xor, unsigned division) wraps around on purpose.
+_THROUGH = {
+    *("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"),
+    *("arith.extsi", "arith.index_cast", "arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi"),
+}
+_ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.shli": "<<"}
+
+
+def _offset_arithmetic(function: Function) -> set[Op]:
+    """32-bit sums, differences and products that offsets of pointers are made of."""
+    found: set[Op] = set()
+    seen: set[Value] = set()
+    todo = [op.operands[1] for op in function.body.walk() if op.name == "tt.addptr"]
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        op = value.producer
+        if op is None:
+            todo += _carried(value) or []
+        elif op.name in _ARITHMETIC:
+            if element_of(value.type) == I32:
+                found.add(op)
+            todo += op.operands
+        elif op.name in _THROUGH:
+            todo += op.operands
+        elif op.name == "arith.select":
+            todo += op.operands[1:]
+        elif op.name in ("scf.for", "scf.if", "scf.while"):
+            todo += _results(op, op.results.index(value))
+    return found
+
+
+def exact_result(op: Op, left: str, right: str) -> str:
+    """The result of 32-bit arithmetic in 64 bits, from operands in 64 bits."""
+    return f"({left} {_ARITHMETIC[op.name]} {right})"

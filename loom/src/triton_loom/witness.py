@@ -1,0 +1,435 @@
+"""One launch of an instrumented kernel: what its accesses are held against, and what became of them.
+
+`Watched` describes the launch's arguments to include/witness.h, which mirrors the structures here, and reads its
+findings and counts back. What is done with them is the business of the scopes: `sanitizer` and `counters`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .accesses import COUNT, SANITIZE
+
+if TYPE_CHECKING:
+    from .counters import Counter
+    from .sanitizer import Sanitizer
+
+KINDS = (
+    "out-of-bounds load",
+    "out-of-bounds store",
+    "uninitialised read",
+    "race",
+    "offset overflow",
+    "broken promise",
+)
+
+
+# ---- the scopes that are open ----------------------------------------------------------------------------
+
+
+class Scopes:
+    """The scopes that see a launch. As the choice of a device is, they are the same for every thread."""
+
+    def __init__(self) -> None:
+        self.sanitizers: list[Sanitizer] = []
+        self.counters: list[Counter] = []
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (SANITIZE,) * bool(self.sanitizers) + (COUNT,) * bool(self.counters)
+
+    @contextmanager
+    def opened(self, scopes: list[Any], scope: Any) -> Iterator[None]:
+        """Adds a scope and makes the CPU, instrumented for all open scopes, the device of launches."""
+        from triton.runtime import driver
+
+        from .driver import LoomDriver
+
+        previous = driver._active
+        scopes.append(scope)
+        driver.set_active(LoomDriver(self.modes))
+        try:
+            yield
+        finally:
+            scopes.remove(scope)
+            driver.set_active(previous)
+
+
+SCOPES = Scopes()
+
+
+# ---- include/witness.h ---------------------------------------------------------------------------------------
+
+_u64, _i64, _i32, _pointer = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+
+
+class _Finding(ctypes.Structure):
+    _fields_ = [
+        ("count", _i64),
+        ("program", _i32 * 3),
+        ("argument", _i32),
+        ("address", _u64),
+        ("value", _i64),
+        ("other", _i64),
+    ]
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [(name, _i64) for name in ("requested", "distinct", "program_sectors", "launch_sectors")]
+
+
+class _Direction(ctypes.Structure):
+    _fields_ = [("total", _Traffic), ("touched", _pointer)]
+
+
+_DIMENSIONS = 8
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [
+        *[("low", _u64), ("high", _u64), ("run", _i64)],
+        *[(name, _i32) for name in ("rank", "region", "shadow", "loaded", "stored")],
+        *[
+            ("extent", _i64 * _DIMENSIONS),
+            ("stride", _i64 * _DIMENSIONS),
+            ("reach", _i64 * (_DIMENSIONS + 1)),
+        ],
+        ("direction", _Direction * 2),
+    ]
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [
+        *[("low", _u64), ("high", _u64), ("shift", _i32), ("loaded", _i32), ("updated", _i32)],
+        *[("writer", _pointer), ("reader", _pointer), ("updater", _pointer)],
+    ]
+
+
+class _Shadow(ctypes.Structure):
+    _fields_ = [("low", _u64), ("high", _u64), ("written", _pointer), ("loaded", _i32)]
+
+
+class _Witness(ctypes.Structure):
+    _fields_ = [
+        *[(name, _pointer) for name in ("arguments", "regions", "shadows", "findings")],
+        *[
+            (name, _i32)
+            for name in ("argument_count", "region_count", "shadow_count", "dry", "ordered", "lock")
+        ],
+        ("dot_flops", _i64),
+        *[("base", ctypes.c_uint32), ("number", ctypes.c_uint32)],
+        *[(name, _pointer) for name in ("cells", "bits")],
+        *[(name, _pointer) for name in ("workers", "workers_memory", "actors", "clocks", "releases")],
+        *[(name, _u64) for name in ("actor_capacity", "release_count", "release_capacity")],
+    ]
+
+
+class Arena:
+    """Memory that launches use one after another. It is zero at first and never cleared (`Witness::base` says why)."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # one watched launch at a time
+        self.base = 0  # the highest number that a program has had
+        self._areas: dict[str, mmap.mmap] = {}
+
+    def area(self, name: str, size: int) -> int:
+        """The address of at least so many bytes."""
+        if name not in self._areas or size > len(self._areas[name]):
+            self._areas[name] = mmap.mmap(-1, size + size // 2 + mmap.PAGESIZE)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._areas[name]))
+
+    def numbers(self, programs: int) -> int:
+        """Sets numbers aside for the programs of a launch; gives the one before the first."""
+        if self.base + programs >= 2**31 - 2:
+            self.base = 0
+            self._areas.pop("cells", None)
+        base, self.base = self.base, self.base + programs
+        return base
+
+
+ARENA = Arena()
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Memory:
+    """The elements of a tensor argument, in bytes: runs of neighbours that repeat along dimensions."""
+
+    low: int
+    run: int
+    dims: list[tuple[int, int]]  # (extent, stride), the largest stride first
+
+    @property
+    def high(self) -> int:
+        return self.low + sum((extent - 1) * stride for extent, stride in self.dims) + self.run
+
+    @classmethod
+    def of(cls, tensor: Any, address: int) -> Memory:
+        size = tensor.element_size()
+        extents, strides = tuple(tensor.shape), tuple(tensor.stride())
+        if 0 in extents:
+            return cls(address, 0, [])
+        dims = sorted(
+            ((s * size, e) for e, s in zip(extents, strides, strict=True) if e > 1 and s != 0), reverse=True
+        )
+        run = size
+        kept: list[tuple[int, int]] = []
+        for stride, extent in reversed(dims):
+            if not kept and stride == run:
+                run *= extent
+            elif kept and stride == kept[-1][0] * kept[-1][1]:
+                kept[-1] = kept[-1][0] * extent, kept[-1][1]
+            else:
+                kept.append((extent, stride))
+        return cls(address, run, kept[::-1])
+
+    @classmethod
+    def unknown(cls) -> Memory:
+        """A bare address says nothing about what lies there: all is allowed, nothing is told apart."""
+        return cls(0, 2**63 - 1, [])
+
+
+@dataclass
+class PointerArgument:
+    """One pointer of a launch: the tensor it came from (None for a bare address), and what the kernel does with it."""
+
+    name: str
+    tensor: Any
+    address: int
+    memory: Memory
+    accesses: set[str] = field(default_factory=set)  # of "load", "store", "atomic"
+    size: int = 8  # bytes of the smallest
+
+    @classmethod
+    def of(cls, name: str, tensor: Any, address: int) -> PointerArgument:
+        return cls(
+            name, tensor, address, Memory.of(tensor, address) if tensor is not None else Memory.unknown()
+        )
+
+    @property
+    def loaded(self) -> bool:
+        return not self.accesses.isdisjoint(("load", "atomic"))
+
+    @property
+    def stored(self) -> bool:
+        return not self.accesses.isdisjoint(("store", "atomic"))
+
+    @property
+    def known(self) -> bool:
+        return self.tensor is not None
+
+    @property
+    def is_meta(self) -> bool:
+        return self.known and bool(self.tensor.is_meta)
+
+    def index(self, address: int) -> tuple[int, ...] | None:
+        """Where in the tensor an address would be, by its strides; the index may lie outside of the shape."""
+        if not self.known:
+            return None
+        rest = (address - self.address) // self.tensor.element_size()
+        strides = list(self.tensor.stride())
+        found = [0] * len(strides)
+        for dim in sorted(range(len(strides)), key=lambda d: -strides[d]):
+            if strides[dim] and self.tensor.shape[dim] > 1:
+                found[dim], rest = divmod(rest, strides[dim])
+        if rest and found:
+            found[-1] += rest
+        return tuple(found)
+
+    def describe(self) -> str:
+        tensor = self.tensor
+        kind = str(tensor.dtype).removeprefix("torch.")
+        text = f"{self.name}: {kind}{list(tensor.shape)}"
+        return text if tensor.is_contiguous() else f"{text} with strides {tuple(tensor.stride())}"
+
+
+def _tensor_and_address(argument: Any, fake: int) -> tuple[Any, int]:
+    import torch
+
+    base = getattr(argument, "base", None)
+    if not isinstance(argument, torch.Tensor) and isinstance(base, torch.Tensor):
+        argument = base  # triton.reinterpret
+    if isinstance(argument, torch.Tensor):
+        return argument, fake if argument.is_meta else argument.data_ptr()
+    return None, argument if isinstance(argument, int) else argument.data_ptr() if argument is not None else 0
+
+
+# ---- a launch ------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A launch that is about to happen, as witness.h wants to have it described."""
+
+    def __init__(
+        self, kernel: str, told: dict[str, Any], pointers: list[tuple[str, Any]], grid: tuple[int, int, int]
+    ) -> None:
+        self.kernel, self.grid, self.sites, self.location = kernel, grid, told["sites"], told["location"]
+        self.sanitizer = SCOPES.sanitizers[-1] if SCOPES.sanitizers else None
+        self.arguments: list[PointerArgument] = []
+        for number, (name, value) in enumerate(pointers):
+            tensor, address = _tensor_and_address(value, (number + 1) << 44)
+            self.arguments.append(PointerArgument.of(name, tensor, address))
+        if self.sanitizer is not None and any(site["argument"] < 0 for site in self.sites):
+            self.arguments += (
+                PointerArgument.of(n, t, t.data_ptr()) for n, t in self.sanitizer.allowed.items()
+            )
+        declared_only = any(a.is_meta for a in self.arguments)
+        self.dry = declared_only or (self.sanitizer is not None and self.sanitizer.dry)
+        for site in self.sites:
+            self._note(site)
+        self.witness = _Witness(dry=self.dry, ordered=told["ordered"])
+        self._findings = (_Finding * (len(self.sites) * len(KINDS) + 1))()
+        self._regions = self._make_regions()
+        self._shadows = (_Shadow * 0)()
+        self._c_arguments = (_Argument * len(self.arguments))(*map(self._c_argument, self.arguments))
+        if self.sanitizer is not None and not self.dry:
+            self._shadows = self._find_shadows(self.sanitizer)
+        for name in ("arguments", "regions", "shadows", "findings"):
+            array = self._c_arguments if name == "arguments" else getattr(self, f"_{name}")
+            setattr(self.witness, name, ctypes.addressof(array))
+            if name != "findings":
+                setattr(self.witness, f"{name[:-1]}_count", len(array))
+
+    def _note(self, site: dict[str, Any]) -> None:
+        """What an access says about the argument it goes through; one that is known at run time only, about all."""
+        what, which = site["what"], site["argument"]
+        if what not in ("load", "store", "atomic"):
+            return
+        for argument in self.arguments if which < 0 else [self.arguments[which]]:
+            argument.accesses.add(what)
+            argument.size = min(argument.size, site["size"])
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.witness)
+
+    def _c_argument(self, argument: PointerArgument) -> _Argument:
+        memory = argument.memory
+        made = _Argument(
+            low=memory.low,
+            high=memory.high,
+            run=memory.run,
+            rank=len(memory.dims),
+            region=next(
+                (i for i, r in enumerate(self._regions) if argument.known and r.low <= memory.low < r.high),
+                -1,
+            ),
+            shadow=-1,
+            loaded=argument.known and argument.loaded,
+            stored=argument.known and argument.stored,
+        )
+        reach = memory.run
+        made.reach[len(memory.dims)] = reach
+        for d, (extent, stride) in reversed(list(enumerate(memory.dims))):
+            made.extent[d], made.stride[d] = extent, stride
+            reach += (extent - 1) * stride
+            made.reach[d] = reach
+        return made
+
+    def _make_regions(self) -> Any:
+        """Memory that is written, with all the arguments that overlap in it."""
+        groups: list[list[PointerArgument]] = []
+        end = -1
+        for argument in sorted((a for a in self.arguments if a.known), key=lambda a: a.memory.low):
+            if argument.memory.low >= argument.memory.high:
+                continue
+            if argument.memory.low < end:
+                groups[-1].append(argument)
+            else:
+                groups.append([argument])
+            end = max(end, argument.memory.high)
+        regions = []
+        for group in groups if self.sanitizer else []:
+            if not any(a.stored for a in group):
+                continue
+            low, high = group[0].memory.low, max(a.memory.high for a in group)
+            shift = min(a.size for a in group).bit_length() - 1
+            steps = [a.memory.low - low for a in group] + [s for a in group for _, s in a.memory.dims]
+            while any(step % (1 << shift) for step in steps):
+                shift -= 1
+            loaded, updated = (any(what in a.accesses for a in group) for what in ("load", "atomic"))
+            regions.append(_Region(low, high, shift, loaded, updated))
+        return (_Region * len(regions))(*regions)
+
+    def _find_shadows(self, sanitizer: Sanitizer) -> Any:
+        shadows: dict[int, _Shadow] = {}
+        for argument, made in zip(self.arguments, self._c_arguments, strict=True):
+            fresh = sanitizer.fresh_memory(argument.tensor) if argument.known else None
+            if fresh is None:
+                continue
+            if fresh.low not in shadows:
+                shadows[fresh.low] = _Shadow(fresh.low, fresh.high, fresh.written_address)
+            shadows[fresh.low].loaded |= argument.loaded
+            made.shadow = list(shadows).index(fresh.low)
+        return (_Shadow * len(shadows))(*shadows.values())
+
+    def prepare(self, threads: int) -> None:
+        """Gives the launch its memory: cells for what is written and each thread's sectors, bits for bytes touched."""
+        cells = bits = 0
+        if self.sanitizer is not None and not self.dry:
+            cells += sum(
+                (1 + r.loaded + r.updated) * (4 * ((r.high - r.low) >> r.shift) + 128) for r in self._regions
+            )
+        if SCOPES.counters:
+            for argument in (a for a in self._c_arguments if a.loaded or a.stored):
+                size = (argument.high - argument.low) // 8 + 192
+                bits += 2 * size
+                cells += 2 * size * threads
+        x, y, z = self.grid
+        self.witness.base = ARENA.numbers(x * y * z)
+        self.witness.cells = ARENA.area("cells", cells)
+        self.witness.bits = ARENA.area("bits", bits)
+
+    # -- afterwards --
+
+    def finish(self, broken: Sequence[tuple[str, str]]) -> None:
+        """Tells the scopes; the sanitizer last, because it may raise."""
+        ARENA.base = max(ARENA.base, self.witness.number)
+        if SCOPES.counters:
+            from .counters import launch_count
+
+            counted = launch_count(self)
+            for counter in SCOPES.counters:
+                counter.launches.append(counted)
+        if self.sanitizer is not None:
+            self.sanitizer.finish(self, broken)
+
+    def findings(self) -> Iterator[tuple[str, dict[str, Any], _Finding]]:
+        """Kind, site and record of whatever was found."""
+        for number, site in enumerate(self.sites):
+            for k, kind in enumerate(KINDS):
+                record = self._findings[number * len(KINDS) + k]
+                if record.count:
+                    yield kind, site, record
+
+    def traffic(self, argument: int, direction: int) -> tuple[int, int, int, int]:
+        total = self._c_arguments[argument].direction[direction].total
+        return total.requested, total.distinct, total.program_sectors, total.launch_sectors
+
+    def program(self, position: int) -> tuple[int, int, int]:
+        """The program at a position in the grid."""
+        x, y, _ = self.grid
+        return position % x, position // x % y, position // x // y
+
+
+def caller() -> str:
+    """ "file:line" of the innermost frame that is neither Triton's nor Loom's."""
+    import triton
+
+    own = (os.path.dirname(__file__) + os.sep, os.path.dirname(triton.__file__) + os.sep)
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

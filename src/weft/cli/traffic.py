@@ -1,0 +1,84 @@
+"""`weft traffic`: the bytes that workloads move, counted at every access, beside the least that must move."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..workloads import WORKLOADS
+from ..workloads.traffic import CACHED, Moved, count_traffic, rows_within
+
+LIMIT = 1.02
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "traffic", help="bytes moved by every workload, counted, beside the least possible"
+    )
+    parser.add_argument("filter", nargs="?", default="", help="only workloads whose name has this in it")
+    parser.add_argument(
+        "--target", default="sm_90", help="count what would be launched on this target (%(default)s)"
+    )
+    parser.add_argument(
+        "--most", type=float, default=512.0, help="MB that a workload may have to move; larger ones get fewer rows"
+    )
+    parser.add_argument("--json", action="store_true", help="print numbers instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a workload moves more than it should and has no reason to."""
+    chosen = [w for w in WORKLOADS if args.filter in str(w)]
+    moved = [
+        count_traffic(w, rows_within(w, int(args.most * 1e6)), args.target)
+        for w in track(chosen, "counting", transient=True, disable=args.json)
+    ]
+    if args.json:
+        print(json.dumps([as_row(m) for m in moved], indent=2))
+    else:
+        Console().print(table(moved, args.target))
+    return int(any(m.ratio > LIMIT and not m.workload.rereads for m in moved))
+
+
+def as_row(moved: Moved) -> dict[str, Any]:
+    return {
+        "workload": str(moved.workload),
+        "rows": moved.rows,
+        "launches": moved.launches,
+        "least": moved.least,
+        "requested": moved.requested,
+        "per_program": moved.per_program,
+        "per_launch": moved.per_launch,
+        "modelled": moved.modelled,
+        "ratio": round(moved.ratio, 4),
+        "reason": moved.workload.rereads,
+    }
+
+
+def table(moved: list[Moved], target: str) -> Table:
+    made = Table(
+        title=f"Bytes moved: counted here with the launches of {target}, in MB",
+        caption=f"per program, per launch: 32-byte sectors. modelled: memory traffic with tensors up to {CACHED >> 20} "
+        "MiB cached. ratio: modelled / least.",
+    )
+    made.add_column("workload", overflow="fold")
+    for heading in ("launches", "least", "requested", "per program", "per launch", "modelled", "ratio"):
+        made.add_column(heading, justify="right")
+    made.add_column("reason", overflow="fold")
+    for m in moved:
+        numbers = (m.least, m.requested, m.per_program, m.per_launch, m.modelled)
+        style = "red" if m.ratio > LIMIT and not m.workload.rereads else ""
+        made.add_row(
+            str(m.workload),
+            str(m.launches),
+            *(f"{n / 1e6:,.3f}" for n in numbers),
+            f"{m.ratio:.3f}",
+            m.workload.rereads if m.ratio > LIMIT else "",
+            style=style,
+        )
+    return made
