@@ -14,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import triton_loom
 import truth
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
@@ -26,6 +27,7 @@ from weft import Format, QTensor
 from weft.quant import Copy
 from weft.runtime import Capabilities, launch, recording
 from weft.workloads import WORKLOADS, Call, Inputs, Workload, distinct, for_op
+from weft.workloads.traffic import count_traffic, rows_within
 
 NORMS = (weft.rms_norm, weft.layer_norm)
 
@@ -425,8 +427,19 @@ def reference_agrees(workload: Workload) -> None:
         assert_same(kernel, reference, "reference")
 
 
-# Every op and workload goes through all of these. What needs Loom's sanitizer (bounds, races, uninitialised
-# reads) or its counters (traffic) is added here as well.
+def witnessed(workload: Workload) -> None:
+    """With the launches of an H100: every access is to an element of a tensor argument, no byte is read that nobody
+    wrote, no two programs race, no 32-bit offset overflows, every promise to the compiler is kept; and no more bytes
+    move than the workload says."""
+    rows = rows_within(workload, 512 << 20)
+    rows -= rows > 64  # no multiple of anything
+    with triton_loom.sanitize() as seen:
+        moved = count_traffic(workload, rows)
+    assert seen.launches >= moved.launches > 0, "no launch was seen"
+    assert moved.as_promised, f"{moved.ratio:.3f} times the least bytes: {moved}"
+
+
+# Every op and workload goes through all of these.
 CHECKS: dict[str, Callable[[Workload], None]] = {
     check.__name__: check
     for check in (
@@ -438,6 +451,7 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
         no_grad,
         no_host_sync,
         reference_agrees,
+        witnessed,
     )
 }
 
@@ -466,6 +480,19 @@ def telling() -> list[Any]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_workload(workload: Workload, check: str) -> None:
     CHECKS[check](workload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", distinct(), ids=str)
+def test_no_finding_on_the_cpu(workload: Workload) -> None:
+    """The CPU's own launches, forward and backward, with few rows."""
+    with triton_loom.sanitize() as seen:
+        call = small(workload)
+        if differentiable(workload):
+            run(call)
+        else:
+            results(call)
+    assert seen.launches, "no launch was seen"
 
 
 def test_every_op_has_workloads_and_every_workload_an_op() -> None:

@@ -21,9 +21,11 @@ else:
 
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
+from weft.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
+WITNESS, TRAFFIC = ROOT / "loom/docs/witness.md", ROOT / "docs/traffic.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
 
@@ -76,9 +78,11 @@ def run(command: list[str] | str, **environment: str) -> str:
 # ---- Python ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", blocks(README, "python"), ids=str)
-def test_python_block_runs_by_itself(block: Block) -> None:
-    printed = run([sys.executable, "-W", "error", "-c", block.text])
+@pytest.mark.parametrize("block", blocks(README, "python") + blocks(WITNESS, "python"), ids=str)
+def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"  # kernels have to be defined in a file
+    script.write_text(block.text)
+    printed = run([sys.executable, "-W", "error", str(script)])
     # A comment after print says what comes out: the sizes in it must be among the output.
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
         for size in re.findall(r"\[[\d, ]+\]", comment):
@@ -91,13 +95,13 @@ def test_there_are_python_blocks() -> None:
 
 # ---- commands ----------------------------------------------------------------------------------------------
 
-QUICK = ("weft doctor", "python examples/")
+QUICK = ("weft doctor", "weft traffic", "python examples/")
 
 
 @pytest.mark.parametrize(
     "command",
     dict.fromkeys(
-        c for document in (README, CONTRIBUTING) for c, _ in lines(document) if c.startswith(QUICK)
+        c for document in (README, CONTRIBUTING, TRAFFIC) for c, _ in lines(document) if c.startswith(QUICK)
     ),
 )
 def test_quick_command_runs(command: str) -> None:
@@ -182,6 +186,19 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert link.startswith("https://") or (ROOT / link).exists(), link
     for path in re.findall(r"`((?:src|loom|tests|examples|\.ci)/[\w./]*)`", text):
         assert (ROOT / path).exists() or "softplus" in path, path
+
+
+def test_traffic_table_has_every_workload() -> None:
+    """Of those that differ in the number of rows alone, each has its line; none moves more than it says."""
+    listed = {}
+    for line in TRAFFIC.read_text().splitlines():
+        if cells := re.match(r"\| `(\S+)` \| (\d+) \|.*\| ([\d.]+) \| ([^|]*) \|$", line):
+            listed[cells[1], int(cells[2])] = float(cells[3]), cells[4].strip()
+    for workload in WORKLOADS:
+        name = str(workload).rpartition(":")[0]
+        ratio, reason = next(found for key, found in listed.items() if key[0] == name)
+        assert reason == workload.rereads, name
+        assert ratio <= workload.moves + 0.0005 or workload.least_bytes() < 64_000, name
 
 
 def rows(heading: str) -> Iterator[list[str]]:

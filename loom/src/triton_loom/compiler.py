@@ -105,7 +105,8 @@ def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
 def make_so(source: str, options: LoomOptions) -> bytes:
     from . import toolchain
 
-    return toolchain.build(source, options.arch)
+    # An instrumented kernel spends its time at its accesses; it compiles in half the time.
+    return toolchain.build(source, options.arch, "-O1" if options.witness else "-O2")
 
 
 @functools.lru_cache

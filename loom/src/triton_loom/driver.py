@@ -27,9 +27,9 @@ class LoomDriver(DriverBase):
         from . import launcher
 
         super().__init__()
-        self.witness = _witness_of_the_process() if witness is None else witness
+        self.witness = _open_scopes() if witness is None else witness
         self.utils = LoomUtils()
-        self.launcher_cls = launcher.WatchedLauncher if witness else launcher.LoomLauncher
+        self.launcher_cls = launcher.WatchedLauncher if self.witness else launcher.LoomLauncher
 
     @classmethod
     def is_active(cls) -> bool:
@@ -91,18 +91,23 @@ class LoomDriver(DriverBase):
 _asking = threading.local()
 
 
-def _witness_of_the_process() -> tuple[str, ...]:
-    """TRITON_LOOM_SANITIZE=1: every launch is checked and the first finding raised; =collect: findings are printed at
-    the end."""
+def _open_scopes() -> tuple[str, ...]:
+    """What the scopes that are open ask for; one may be that of the process.
+
+    TRITON_LOOM_SANITIZE=1: every launch is checked and the first finding raised; =collect: findings are printed at
+    the end.
+    """
+    from .witness import SCOPES
+
     asked = os.environ.get("TRITON_LOOM_SANITIZE", "0")
     if asked in ("", "0"):
-        return ()
+        return SCOPES.modes
     if asked not in ("1", "collect"):
         raise ValueError(f"TRITON_LOOM_SANITIZE is 0, 1 or collect; got {asked!r}")
     from . import sanitizer
 
     sanitizer.sanitize_process(collect=asked == "collect")
-    return ("sanitize",)
+    return SCOPES.modes
 
 
 class LoomInterface:

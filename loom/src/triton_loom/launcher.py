@@ -82,7 +82,7 @@ class WatchedLauncher(LoomLauncher):
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
-        self.told = metadata.witnessed
+        self.told = _moved(metadata.witnessed, src)
         self.fields = [
             field
             for position, (name, kind) in enumerate(src.signature.items())
@@ -110,7 +110,8 @@ class WatchedLauncher(LoomLauncher):
                 super().__call__(grid_x, grid_y, grid_z, *hidden, *args)
             finally:
                 status.witness = None
-        watched.finish(broken)
+                watched.done()
+        watched.tell(broken)
 
     def broken_promises(self, args: list[Any]) -> Iterator[tuple[str, str]]:
         """Arguments that the kernel was compiled for and that are others now: a caller may reuse a compiled kernel."""
@@ -124,6 +125,21 @@ class WatchedLauncher(LoomLauncher):
             if isinstance(constant, int) and isinstance(value, int) and value != constant:
                 name = str(self.names[path[0]])
                 yield name, f"{name} is {value}, but the kernel was compiled for {constant}"
+
+
+def _moved(told: dict[str, Any], src: Any) -> dict[str, Any]:
+    """With the file that the kernel is in now: Triton's cache finds kernels by their text, wherever that was."""
+    was = told["location"].rpartition(":")[0]
+    now = getattr(getattr(getattr(src, "fn", None), "fn", None), "__code__", None)
+    if now is None or now.co_filename == was:
+        return told
+
+    def moved(location: str) -> str:
+        file, _, line = location.rpartition(":")
+        return f"{now.co_filename}:{line}" if file == was else location
+
+    sites = [{**s, "location": moved(s["location"]), "called": moved(s["called"])} for s in told["sites"]]
+    return {**told, "location": moved(told["location"]), "sites": sites}
 
 
 def _flat(kind: Any, path: tuple[Any, ...], name: str) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:

@@ -34,31 +34,32 @@ def table(launches: Iterable[LaunchCount]) -> object:
     from rich.table import Table
 
     made = Table(
-        title="bytes moved", caption="sectors: of 32 bytes; per program and over the launch, both in bytes"
+        title="bytes moved", caption="per program, per launch: 32-byte sectors that each touches, added up"
     )
-    for heading in (
-        "kernel",
-        "launches",
-        "argument",
-        "",
-        "requested",
-        "distinct",
-        "per program",
-        "over the launch",
-    ):
-        made.add_column(heading, justify="left" if heading in ("kernel", "argument", "") else "right")
+    made.add_column("kernel, tensor", overflow="fold")
+    made.add_column("")
+    for heading in ("requested", "distinct", "per program", "per launch"):
+        made.add_column(heading, justify="right")
     kernels: dict[str, list[LaunchCount]] = {}
     for launch in launches:
         kernels.setdefault(launch.kernel, []).append(launch)
     for kernel, its in kernels.items():
-        first = (kernel, f"{len(its):,}")
+        made.add_row(kernel if len(its) == 1 else f"{kernel} x {len(its):,}", style="bold")
         for name in its[0].arguments:
             counts = [launch.arguments[name] for launch in its if name in launch.arguments]
             for direction, traffic in _directions(counts):
-                made.add_row(*first, name, direction, *(f"{number:,}" for number in traffic))
-                first, name = ("", ""), ""
+                made.add_row(f"  {name}", direction, *map(in_units, traffic))
         made.add_section()
     return made
+
+
+def in_units(number: int) -> str:
+    """A number of bytes in few characters."""
+    for unit in ("B", "kB", "MB"):
+        if number < 10_000:
+            return f"{number:,.4g} {unit}"
+        number /= 1000  # type: ignore[assignment]
+    return f"{number:,.4g} GB"
 
 
 def _directions(counts: list[ArgumentCount]) -> Iterable[tuple[str, Traffic]]:

@@ -149,6 +149,9 @@ def _detail(
     watched: Watched,
 ) -> str:
     element = f"element {index} of {argument.describe()}"
+    if index is None:
+        offset = argument.distance(record.address) / argument.tensor.element_size()
+        element = f"element {offset:g} places from the first one of {argument.describe()}"
     if kind == "race":
         did = {"load": "reads", "store": "writes", "atomic": "atomically updates"}[site["what"]]
         other = (

@@ -22,7 +22,7 @@ SEMANTICS = """
     -fno-exceptions -fno-rtti
 """
 # No C++ library and no start-up files to read: a third off the time of a small build.
-PRODUCT = "-O2 -w -pipe -x c++ -shared -fPIC -fvisibility=hidden -nostdlib"
+PRODUCT = "-w -pipe -x c++ -shared -fPIC -fvisibility=hidden -nostdlib"
 LIBRARIES = "-lm -lc -lgcc"
 
 NO_COMPILER = """\
@@ -91,13 +91,13 @@ def processor() -> str:
 
 
 @functools.lru_cache(maxsize=128)  # autotuned configurations often differ only in options a CPU ignores
-def build(source: str, arch: str = "native") -> bytes:
+def build(source: str, arch: str = "native", optimize: str = "-O2") -> bytes:
     """The shared object of a kernel's C++ text."""
     with tempfile.TemporaryDirectory(prefix="loom-") as directory:
         text, product = Path(directory, "kernel.cpp"), Path(directory, "kernel.so")
         text.write_text(source)
         files = [f"-I{INCLUDE}", str(text), "-o", str(product)]
-        options = f"{SEMANTICS} {flags(arch)} {PRODUCT}".split()
+        options = f"{SEMANTICS} {flags(arch)} {optimize} {PRODUCT}".split()
         command = [*compiler(), *options, *files, *LIBRARIES.split()]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if run.returncode:

@@ -59,7 +59,7 @@ class Scopes:
         try:
             yield
         finally:
-            scopes.remove(scope)
+            scopes[:] = [other for other in scopes if other is not scope]
             driver.set_active(previous)
 
 
@@ -90,7 +90,7 @@ class _Direction(ctypes.Structure):
     _fields_ = [("total", _Traffic), ("touched", _pointer)]
 
 
-_DIMENSIONS = 8
+_DIMENSIONS = 64  # as many as a tensor of PyTorch can have
 
 
 class _Argument(ctypes.Structure):
@@ -114,7 +114,7 @@ class _Region(ctypes.Structure):
 
 
 class _Shadow(ctypes.Structure):
-    _fields_ = [("low", _u64), ("high", _u64), ("written", _pointer), ("loaded", _i32)]
+    _fields_ = [("low", _u64), ("high", _u64), ("written", _pointer), ("loaded", _i32), ("grain", _i32)]
 
 
 class _Witness(ctypes.Structure):
@@ -125,6 +125,7 @@ class _Witness(ctypes.Structure):
             for name in ("argument_count", "region_count", "shadow_count", "dry", "ordered", "lock")
         ],
         ("dot_flops", _i64),
+        ("locks", _pointer),
         *[("base", ctypes.c_uint32), ("number", ctypes.c_uint32)],
         *[(name, _pointer) for name in ("cells", "bits")],
         *[(name, _pointer) for name in ("workers", "workers_memory", "actors", "clocks", "releases")],
@@ -232,19 +233,22 @@ class PointerArgument:
     def is_meta(self) -> bool:
         return self.known and bool(self.tensor.is_meta)
 
+    def distance(self, address: int) -> int:
+        """Bytes from the first element, as the machine counts them."""
+        return ctypes.c_int64(address - self.address).value
+
     def index(self, address: int) -> tuple[int, ...] | None:
-        """Where in the tensor an address would be, by its strides; the index may lie outside of the shape."""
+        """Where in the tensor an address would be, by its strides; the index may lie outside of the shape. What lies
+        between elements has none."""
         if not self.known:
             return None
-        rest = (address - self.address) // self.tensor.element_size()
+        rest, part = divmod(self.distance(address), self.tensor.element_size())
         strides = list(self.tensor.stride())
         found = [0] * len(strides)
         for dim in sorted(range(len(strides)), key=lambda d: -strides[d]):
             if strides[dim] and self.tensor.shape[dim] > 1:
                 found[dim], rest = divmod(rest, strides[dim])
-        if rest and found:
-            found[-1] += rest
-        return tuple(found)
+        return None if rest or part else tuple(found)
 
     def describe(self) -> str:
         tensor = self.tensor
@@ -368,8 +372,10 @@ class Watched:
             if fresh is None:
                 continue
             if fresh.low not in shadows:
-                shadows[fresh.low] = _Shadow(fresh.low, fresh.high, fresh.written_address)
+                shadows[fresh.low] = _Shadow(fresh.low, fresh.high, fresh.written_address, 0, 4)
             shadows[fresh.low].loaded |= argument.loaded
+            if argument.tensor.element_size() < 4:
+                shadows[fresh.low].grain = 8
             made.shadow = list(shadows).index(fresh.low)
         return (_Shadow * len(shadows))(*shadows.values())
 
@@ -392,9 +398,12 @@ class Watched:
 
     # -- afterwards --
 
-    def finish(self, broken: Sequence[tuple[str, str]]) -> None:
-        """Tells the scopes; the sanitizer last, because it may raise."""
+    def done(self) -> None:
+        """However the launch ended: the numbers that it used are not used again."""
         ARENA.base = max(ARENA.base, self.witness.number)
+
+    def tell(self, broken: Sequence[tuple[str, str]]) -> None:
+        """Tells the scopes; the sanitizer last, because it may raise."""
         if SCOPES.counters:
             from .counters import launch_count
 

@@ -84,7 +84,7 @@ class Workload:
     - `name`: the model and the place in it that the shape comes from.
     - `shape`: of the main input; "rows" stands for the dimension that grows with the tokens, `rows` of them.
     - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
-    - `rereads`: why bytes beyond `least_bytes` have to move; empty for most.
+    - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times as much.
     """
 
     op: str
@@ -97,6 +97,13 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     settings: tuple[tuple[str, Any], ...] = ()
     rereads: str = ""
+    moves: float = 1.02
+
+    def __post_init__(self) -> None:
+        if (self.moves > 1.02) != bool(self.rereads):
+            raise ValueError(
+                f"{self}: a workload that moves more than the least has a reason, and only such a one"
+            )
 
     def __str__(self) -> str:
         return f"{self.op}:{self.name}:{self.options}:{self.rows}"

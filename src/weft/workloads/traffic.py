@@ -30,10 +30,16 @@ class Moved:
     per_program: int  # 32-byte sectors that each program touches, summed over the programs
     per_launch: int  # sectors that each launch touches
     modelled: int  # what a GPU's memory moves
+    tensors: int  # loaded or stored by a launch
 
     @property
     def ratio(self) -> float:
         return self.modelled / self.least if self.least else 1.0
+
+    @property
+    def as_promised(self) -> bool:
+        """Within what the workload says, and a part of a sector at either end of each tensor."""
+        return self.modelled <= self.workload.moves * self.least + 64 * self.tensors
 
 
 def rows_within(workload: Workload, least_bytes: int) -> int:
@@ -50,10 +56,11 @@ def count_traffic(workload: Workload, rows: int | None = None, target: str = "sm
     call = workload.make(rows=rows)
     with torch.no_grad(), choosing_for(target), count() as counted:
         call()
-    requested = per_program = per_launch = modelled = 0
+    requested = per_program = per_launch = modelled = tensors = 0
     for launch in counted.launches:
         for argument in launch.arguments.values():
             loads, stores = argument.loads, argument.stores
+            tensors += bool(loads.requested) + bool(stores.requested)
             requested += loads.requested + stores.requested
             per_program += loads.program_sectors + stores.program_sectors
             per_launch += loads.launch_sectors + stores.launch_sectors
@@ -70,4 +77,5 @@ def count_traffic(workload: Workload, rows: int | None = None, target: str = "sm
         per_program,
         per_launch,
         modelled,
+        tensors,
     )

@@ -40,7 +40,7 @@ struct Argument {
   i32 region;  // or -1: no program writes here
   i32 shadow;  // or -1: all of it has been written
   i32 loaded, stored;
-  i64 extent[8], stride[8], reach[9];  // reach[d]: bytes from the first to past the last byte of dimensions d, d + 1, ...
+  i64 extent[64], stride[64], reach[65];  // reach[d]: bytes from the first to past the last byte of dimensions d, d + 1, ...
   Direction direction[2];              // loads, stores
 };
 
@@ -58,6 +58,7 @@ struct Shadow {  // memory that was allocated without being written: a bit per b
   u64 low, high;
   u8 *written;
   i32 loaded;
+  i32 grain;  // what somebody else wrote shows this many bytes at a time: 4 or 8
 };
 
 struct Witness {
@@ -70,6 +71,7 @@ struct Witness {
   i32 ordered;  // atomics of this kernel may put programs in an order
   i32 lock;
   i64 dot_flops;
+  i32 *locks;  // of LOCKS stripes of memory
   u32 base;    // the highest number used by earlier launches,
   u32 number;  // and by this one so far
   char *cells, *bits;  // memory for cells, and zeroed memory; as much as `cell_bytes` and `bit_bytes` of witness.py say
@@ -138,8 +140,9 @@ static bool in_a_run(const Argument &a, i32 d, i64 offset, i64 n) {
   return false;
 }
 LOOM_INLINE bool inside(const Argument &a, u64 address, i64 n) {
-  if (__builtin_expect(address < a.low || address + n > a.high, 0)) return false;
-  return a.rank == 0 || in_a_run(a, 0, (i64)(address - a.low), n);
+  const i64 offset = (i64)(address - a.low);
+  if (offset < 0 || offset + n > (i64)(a.high - a.low)) return false;
+  return a.rank == 0 || in_a_run(a, 0, offset, n);
 }
 
 // The argument that an access belongs to: known from the kernel's text, or else the one that has this address.
@@ -157,7 +160,8 @@ LOOM_INLINE i32 owner(const Witness &w, i32 argument, u64 address, i64 n) {
 
 struct Guard {
   i32 &lock;
-  Guard(Witness &w) : lock(w.lock) {
+  Guard(Witness &w) : Guard(w.lock) {}
+  Guard(i32 &l) : lock(l) {
     while (__atomic_exchange_n(&lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
   }
   ~Guard() { __atomic_store_n(&lock, 0, __ATOMIC_RELEASE); }
@@ -339,7 +343,8 @@ static void find_writes_by_others(Shadow &s) {
     u64 strange = now ^ poison(word);
     for (int b = 0; *written && b < 8; ++b)
       if (*written >> b & 1) strange &= ~(0xFFull << 8 * b);
-    if (strange) *written = 0xFF;
+    if (s.grain == 8) *written = strange ? 0xFF : *written;
+    else *written |= ((u32)strange ? 0x0F : 0) | (strange >> 32 ? 0xF0 : 0);
   }
 }
 LOOM_INLINE u8 bits_of_word(u64 word, u64 address, i64 n) {
@@ -378,6 +383,9 @@ LOOM_INLINE void after_release(const Program &p) {
   }
 }
 
+// Threads that meet at the same cells take turns, by stripes of memory.
+constexpr u64 STRIPE = 4096, LOCKS = 256;
+
 // ---- an access of n bytes ------------------------------------------------------------------------------------
 
 template <Access ACCESS> LOOM_NOINLINE void check(const Program &p, i32 site, i32 argument, u64 address, i64 n) {
@@ -396,12 +404,15 @@ template <Access ACCESS> LOOM_NOINLINE void check(const Program &p, i32 site, i3
     Region &r = w.regions[a.region];
     if (ACCESS == LOAD && !r.loaded) return;
     if (ACCESS != UPDATE) after_release(p);
-    u64 where = 0;
-    const u64 g = (address - r.low) >> r.shift, h = ((address + n - 1 - r.low) >> r.shift) + 1;
-    if (const u32 other = collide<ACCESS>(*p.worker, r, g, h, where)) {
-      const u64 at = r.low + (where << r.shift);
-      found(p, site, RACE, argument, at > address ? at : address, 0,
-            other & SEVERAL ? -1 : (i64)other - 1 - w.base);
+    for (u64 from = address, to; from < address + n; from = to) {  // the part in each stripe of memory
+      to = (from / STRIPE + 1) * STRIPE < address + n ? (from / STRIPE + 1) * STRIPE : address + n;
+      u64 where = 0;
+      const u64 g = (from - r.low) >> r.shift, h = ((to - 1 - r.low) >> r.shift) + 1;
+      Guard guard(w.locks[from / STRIPE % LOCKS]);
+      if (const u32 other = collide<ACCESS>(*p.worker, r, g, h, where)) {
+        const u64 at = r.low + (where << r.shift);
+        found(p, site, RACE, argument, at > from ? at : from, 0, other & SEVERAL ? -1 : (i64)other - 1 - w.base);
+      }
     }
   }
 }
@@ -467,12 +478,13 @@ static u32 *take(char *&memory, u64 words) {
 
 static void begin(Witness &w, i32 threads, i64 programs) {
   const u64 tallies = 2 * w.argument_count;
-  w.workers_memory = calloc(64 + threads * (sizeof(Worker) + tallies * sizeof(Tally)), 1);
+  w.workers_memory = calloc(64 + threads * (sizeof(Worker) + tallies * sizeof(Tally)) + LOCKS * sizeof(i32), 1);
   w.workers = (Worker *)(((u64)w.workers_memory + 63) & ~63ull);
   for (i32 t = 0; t < threads; ++t) {
     w.workers[t].witness = &w;
     w.workers[t].tallies = (Tally *)(w.workers + threads) + t * tallies;
   }
+  w.locks = (i32 *)((Tally *)(w.workers + threads) + threads * tallies);
   for (i32 i = 0; i < w.argument_count; ++i)
     for (i32 d = 0; d < 2; ++d) {
       Argument &a = w.arguments[i];
