@@ -72,10 +72,9 @@ def markdown(moved: list[Moved]) -> Iterator[str]:
     yield f"| workload | rows | launches | {' | '.join(headings)} |"
     yield "|---|" + "---:|" * 8 + "---|"
     for m in moved:
-        name = str(m.workload).rpartition(":")[0]
         numbers = (m.least, m.requested, m.per_program, m.per_launch, m.modelled)
         cells = [
-            f"`{name}`",
+            f"`{m.workload}`",
             str(m.rows),
             str(m.launches),
             *(f"{n / 1e6:,.3f}" for n in numbers),
