@@ -76,7 +76,9 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     """y, and with an upstream gradient those of x, up and prob."""
     a: dict[str, Any] = arguments(call)
     leaves = {
-        name: a[name].detach().double().requires_grad_() for name in ("x", "up", "prob") if a[name] is not None
+        name: a[name].detach().double().requires_grad_()
+        for name in ("x", "up", "prob")
+        if a[name] is not None
     }
     x = leaves["x"]
     if a["layout"] == "none":
@@ -179,7 +181,11 @@ def assert_copies(
         used[blocks] = True
         _same(q.columnwise.scale[:, blocks], wanted.scale, f"column-wise scales of expert {expert}")
     assert (~used).any() or len(value) % 128, "nothing was left unused"
-    rest = q.columnwise.scale.float() if q.columnwise.scale.element_size() > 1 else q.columnwise.scale.view(torch.uint8)
+    rest = (
+        q.columnwise.scale.float()
+        if q.columnwise.scale.element_size() > 1
+        else q.columnwise.scale.view(torch.uint8)
+    )
     assert not rest[:, ~used].count_nonzero(), "scales of blocks without rows"
 
 

@@ -3,10 +3,10 @@
     a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit: gate and up themselves
     y = f(a) * (b + up_offset) * prob                                     out = round(y), or its codes and scales
 
-    silu       f = a * s(alpha a)            s(z) = 1 / (1 + exp(-z))                f' = s (1 + alpha a (1 - s))
-    gelu       f = a * Phi(a)                Phi(a) = (1 + erf(a / sqrt 2)) / 2      f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
-    gelu_tanh  f = a * s(2 u)                u = sqrt(2 / pi) (a + 0.044715 a^3)     f' = s + 2 a u' s (1 - s)
-    relu       f = max(a, 0)                 sigmoid  f = s(alpha a)                 relu2  f = max(a, 0)^2
+    silu       f = a * s(alpha a)      s(z) = 1 / (1 + exp(-z))              f' = s (1 + alpha a (1 - s))
+    gelu       f = a * Phi(a)          Phi(a) = (1 + erf(a / sqrt 2)) / 2    f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
+    gelu_tanh  f = a * s(2 u)          u = sqrt(2 / pi) (a + 0.044715 a^3)   f' = s + 2 a u' s (1 - s)
+    relu       f = max(a, 0)           sigmoid  f = s(alpha a)               relu2  f = max(a, 0)^2
 
 All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward, with
 dy the gradient of y:
@@ -53,7 +53,7 @@ from .copies import (
 )
 from .groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
 from .quantize import quantize_op
-from .rows import align_of, count_rows, cpu_tile, load_tile, row_offset, row_strides, tile_mask
+from .rows import align_of, count_rows, cpu_tile, load_tile, row_offset, row_strides
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -140,7 +140,13 @@ def glu_reference(
 
 
 def _copies_reference(
-    y: Tensor, format: Format, rowwise: bool, columnwise: bool, ends: Tensor | None, align: int, **options: Any
+    y: Tensor,
+    format: Format,
+    rowwise: bool,
+    columnwise: bool,
+    ends: Tensor | None,
+    align: int,
+    **options: Any,
 ) -> list[Tensor]:
     """The copies of y [M, K]; blocks along M never mix groups."""
     options["input_dtype"] = torch.float32
@@ -241,9 +247,7 @@ def _at_least(x, limit):
 
 
 @triton.jit
-def _place(
-    ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.constexpr
-):
+def _place(ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.constexpr):
     """(row int64 [ROWS], which of them have results, which have inputs, first row, how many rows) of a program."""
     local = tl.arange(0, ROWS)
     if ends_ptr is not None and PLACES != "rows":
@@ -370,9 +374,7 @@ def _glu_kernel(
     """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _place(
-        ends_ptr, block, rows, groups, align, ROWS, PLACES
-    )  # [ROWS]
+    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
     GROUPED: tl.constexpr = ends_ptr is not None
     WEIGHTED: tl.constexpr = prob_ptr is not None
     ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
@@ -486,7 +488,7 @@ def _store_gradient(
         mask = _tile_mask(written, col, width, ROWS > 1, COLS_MASKED)
         off = tl.multiple_of(row * stride, ALIGN)
         tl.store(plain_ptr + off[:, None] + col[None, :], gradient.to(plain_ptr.dtype.element_ty), mask=mask)
-    elif data_ptr is not None or data_t_ptr is not None:
+    if data_ptr is not None or data_t_ptr is not None:
         if STRIPES:
             store_stripe(
                 gradient, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, 0.0, stripe, start,
@@ -555,12 +557,10 @@ def _glu_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The gradients of a tile of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
+    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _place(
-        ends_ptr, block, rows, groups, align, ROWS, PLACES
-    )  # [ROWS]
+    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
     GROUPED: tl.constexpr = ends_ptr is not None
     GATED: tl.constexpr = INTERLEAVED or up_ptr is not None
     ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
@@ -845,13 +845,13 @@ def _glu_launch(
     )  # fmt: skip
 
 
-def _in_one_pass(format: Format, layout: str, hidden: int, rowwise: bool) -> bool:
-    """Whether the copies of a gradient come from the tiles of dgate and dup: their scales are known within a tile, and
-    none belongs to the end of dgate and the beginning of dup."""
+def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
+    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
+    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
     if format.block not in ("1x128", "128x128", "mx"):
-        return False
+        return False, False
     crossing = layout == "concat" and hidden % format.group != 0
-    return not (crossing and (rowwise or format.block == "128x128"))
+    return not crossing, not (crossing and format.block == "128x128")
 
 
 def _allocate_glu_backward(
@@ -898,10 +898,11 @@ def _launch_glu_backward(
         ends, groups = ends.contiguous(), ends.numel()
     multiple = align_of(*places[2:], *dy_strides, hidden, places[0])
 
-    one_pass = f is not None and _in_one_pass(f, layout, hidden, rowwise)
+    direct = (False, False) if f is None else _in_one_pass(f, layout, hidden)
+    direct = direct[0] and rowwise, direct[1] and columnwise
     plain: list[Tensor | None] = [None, None]
     copies: list[tuple[Copy | None, Copy | None]] = [(None, None), (None, None)]
-    later: list[tuple[list[Tensor], Tensor]] = []
+    later: list[tuple[list[Tensor], Tensor]] = []  # copies that are made from an fp32 gradient
     rest = iter(outputs)
     for i, (like, need) in enumerate(zip(likes, needs, strict=False)):
         if not need or like is None:
@@ -910,17 +911,18 @@ def _launch_glu_backward(
             plain[i] = next(rest)
             continue
         parts = [next(rest) for _ in range(count_copies(f, rowwise=rowwise, columnwise=columnwise))]
-        if one_pass:
-            copies[i] = split_copies(f, parts, rowwise=rowwise, columnwise=columnwise)
-        else:
-            plain[i] = torch.empty(like.shape, dtype=torch.float32, device=x.device)
-            later.append((parts, plain[i]))  # type: ignore[arg-type]
+        row_copy, col_copy = split_copies(f, parts, rowwise=rowwise, columnwise=columnwise)
+        copies[i] = row_copy if direct[0] else None, col_copy if direct[1] else None
+        if direct != (rowwise, columnwise):
+            gradient = torch.empty(like.shape, dtype=torch.float32, device=x.device)
+            plain[i] = gradient
+            later.append((parts[: 2 if direct[1] else None], gradient))
     if layout == "concat":
         plain[1], copies[1] = plain[0], copies[0]
     dprob = next(rest) if needs[2] else None
 
-    quantized = f if one_pass else None
-    stripes = quantized is not None and (columnwise or quantized.block == "128x128")
+    quantized = f if any(direct) else None
+    stripes = quantized is not None and (direct[1] or quantized.block == "128x128")
     interleaved = layout == "interleaved"
     if stripes:
         assert quantized is not None
@@ -929,12 +931,16 @@ def _launch_glu_backward(
         config = GluConfig.choose(hidden, 1 if quantized is None else quantized.group, True, target.target)
     where = _places(ends, align, quantized, stripes)
     blocks = _blocks(rows, hidden, groups, config, stripes, where)
-    row_programs = _row_programs(blocks, hidden, config, dprob is not None, target.target, target.multiprocessors)
+    row_programs = _row_programs(
+        blocks, hidden, config, dprob is not None, target.target, target.multiprocessors
+    )
     sums = dprob
     if dprob is not None and row_programs > 1:
         sums = torch.empty((row_programs, rows), dtype=torch.float32, device=x.device)
 
-    row_copy, col_copy = (next((pair[side] for pair in copies if pair[side] is not None), None) for side in (0, 1))
+    row_copy, col_copy = (
+        next((pair[side] for pair in copies if pair[side] is not None), None) for side in (0, 1)
+    )
     pointers: list[Tensor | None] = [gate, up, prob, ends, dy, *plain, sums]
     for pair in copies:
         for copy in pair:
@@ -959,7 +965,8 @@ def _launch_glu_backward(
         dprob.copy_(sums.sum(0))
     for parts, gradient in later:
         assert format is not None
-        quantize_op.launch([gradient, *parts], gradient, format, rowwise, columnwise, None, False, None)
+        with_columns = columnwise and not direct[1]
+        quantize_op.launch([gradient, *parts], gradient, format, rowwise, with_columns, None, False, None)
 
 
 def _row_programs(
@@ -1095,8 +1102,8 @@ def glu(
       `align` is a multiple of 16 (32 for 4-bit codes), and the scales of an expert that begins with row s and has
       e experts before it begin with block s // 128 + e of 128 rows; blocks without rows have the scale zero.
     - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
-      made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, if H is a multiple of
-      their length or gate and up are not concatenated; the others take an fp32 gradient in memory.
+      made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
+      would reach from the gate into up; those and the other blocks take an fp32 gradient in memory.
 
     >>> import torch, weft
     >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)
@@ -1131,7 +1138,7 @@ def glu(
         raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
     if quantize_grad is not None:
         grad_format = Format.of(quantize_grad)
-        one_pass = _in_one_pass(grad_format, kind, hidden, grad_rowwise)
+        _, one_pass = _in_one_pass(grad_format, kind, hidden)
         _check_format(grad_format, grad_rowwise, grad_columnwise, offsets, align, one_pass)
     outputs = glu_op(
         x, up, None if prob is None else prob.reshape(-1), offsets, act, kind,
@@ -1162,8 +1169,8 @@ def glu_backward(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> GluGradients:
-    """The gradients of `glu`, for those who write their backward themselves: dy [..., H] is the gradient of y, the other
-    arguments are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
+    """The gradients of `glu`, for those who write their backward themselves: dy [..., H] is the gradient of y, the
+    other arguments are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
 
     >>> import torch, weft
     >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)
@@ -1181,7 +1188,8 @@ def glu_backward(
     spec = None
     if quantize is not None:
         format = Format.of(quantize)
-        _check_format(format, rowwise, columnwise, offsets, align, _in_one_pass(format, kind, hidden, rowwise))
+        _, one_pass = _in_one_pass(format, kind, hidden)
+        _check_format(format, rowwise, columnwise, offsets, align, one_pass)
         spec = format.spec
     elif columnwise:
         raise ValueError("columnwise goes with quantize=…")
@@ -1233,7 +1241,9 @@ def _check_inputs(
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be positive, or None for no limit; got {limit}")
     if alpha != 1.0 and act not in ("silu", "sigmoid"):
-        raise ValueError(f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for {act!r}")
+        raise ValueError(
+            f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for {act!r}"
+        )
     if align < 1 or (offsets is None and align != 1):
         raise ValueError(f"align is a positive number that goes with offsets=…; got {align}")
     if offsets is not None and (
@@ -1255,6 +1265,8 @@ def _check_format(
     """Complain about copies that cannot be made of experts that begin anywhere."""
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+    if columnwise and format.block == "row" and offsets is not None:
+        raise ValueError("block 'row' has one scale to a whole column, which would mix experts: take 1x128")
     if not _begins_anew(offsets, align) or format.block == "tensor":
         return
     if format.block == "128x128":
@@ -1270,6 +1282,6 @@ def _check_format(
         )
     if columnwise and not one_pass:
         raise ValueError(
-            f"{format.spec} takes the whole gradient before its first code, or H does not end with a block; its "
-            f"column-wise copy would mix experts: pad them to align=128; got align={align}"
+            f"{format.spec} takes the whole gradient before its first code; its column-wise copy would mix experts: "
+            f"pad them to align=128; got align={align}"
         )
