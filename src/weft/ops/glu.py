@@ -253,7 +253,7 @@ def _place(ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.
     if ends_ptr is not None and PLACES != "rows":
         first, exist, real = group_stripe(block, ends_ptr, groups, align, rows, ROWS, PLACES == "slots")
         if PLACES == "slots":
-            first = tl.multiple_of(first, 16)
+            first = (first // 16) * 16  # nothing but itself, and known to be a multiple
         return first + local, local < exist, local < real, first, exist
     else:
         first = block * ROWS
@@ -367,6 +367,7 @@ def _glu_kernel(
     PLACES: tl.constexpr,  # where padding may be: any row, the end of any stripe, or stripes begin anew with groups
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    ONCE: tl.constexpr,  # as many programs share rows as there are tiles
     NESTED: tl.constexpr,
     ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
     COLS_MASKED: tl.constexpr,
@@ -387,12 +388,13 @@ def _glu_kernel(
         prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
     stripe = block
     bound = rows.to(tl.int64)
+    PACKED: tl.constexpr = 1 if FORMAT is None else FORMAT.packed
     if PLACES == "slots":  # the copies' pointers move to the stripe, which is then the first
         if data_ptr is not None:
-            data_ptr += first * data_stride
+            data_ptr += tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
             data_scale_ptr += first * data_scale_row_stride
         if data_t_ptr is not None:
-            data_t_ptr += first // FORMAT.packed
+            data_t_ptr += first // PACKED
             data_t_scale_ptr += block * (ROWS // FORMAT.group) * data_t_scale_col_stride
         stripe = block * 0
         bound = exist
@@ -415,8 +417,9 @@ def _glu_kernel(
         tl.store(data_scale_ptr + row, row_scale, mask=written)
 
     program_amax = tl.zeros((ROWS,), tl.float32)
-    for start in range((tl.program_id(0) % row_programs) * TILE, cols, row_programs * TILE):
-        start = tl.multiple_of(start, TILE)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
         y = _value(
             gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS, TILE, ACT,
             INTERLEAVED, LIMITED, WEIGHTED, ROWS_MASKED, COLS_MASKED,
@@ -553,6 +556,7 @@ def _glu_backward_kernel(
     PLACES: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    ONCE: tl.constexpr,
     NESTED: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
@@ -574,24 +578,27 @@ def _glu_backward_kernel(
     bound = rows.to(tl.int64)
     if PLACES == "slots":
         G: tl.constexpr = FORMAT.group
+        PACKED: tl.constexpr = FORMAT.packed
+        data_off = tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
         if gate_data_ptr is not None:
-            gate_data_ptr += first * data_stride
+            gate_data_ptr += data_off
             gate_scale_ptr += first * data_scale_row_stride
         if gate_data_t_ptr is not None:
-            gate_data_t_ptr += first // FORMAT.packed
+            gate_data_t_ptr += first // PACKED
             gate_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
         if up_data_ptr is not None:
-            up_data_ptr += first * data_stride
+            up_data_ptr += data_off
             up_scale_ptr += first * data_scale_row_stride
         if up_data_t_ptr is not None:
-            up_data_t_ptr += first // FORMAT.packed
+            up_data_t_ptr += first // PACKED
             up_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
         stripe = block * 0
         bound = exist
 
     dprob = tl.zeros((ROWS,), tl.float32)
-    for start in range((tl.program_id(0) % row_programs) * TILE, cols, row_programs * TILE):
-        start = tl.multiple_of(start, TILE)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
         col = start + tl.arange(0, TILE)
         mask = _tile_mask(read, col, cols, ROWS_MASKED, COLS_MASKED)
         gate, up = _load_parts(
@@ -648,8 +655,9 @@ def _glu_backward_kernel(
                 STRIPES, ROWS, ALIGN, COLS_MASKED,
             )  # fmt: skip
     if dprob_ptr is not None:
-        part = (tl.program_id(0) % row_programs).to(tl.int64)
-        tl.store(dprob_ptr + part * rows + row, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
+        tl.store(
+            dprob_ptr + part.to(tl.int64) * rows + row, dprob.to(dprob_ptr.dtype.element_ty), mask=written
+        )
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -665,20 +673,28 @@ class GluConfig:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, backward: bool, target: str) -> GluConfig:
+    def choose(cols: int, smallest_tile: int, backward: bool, align: int, target: str) -> GluConfig:
         if target == "cpu":
             return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
         tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-        return GluConfig((2048 if backward else 4096) // tile, tile, 4)
+        # Where an access has one element, its address is longer than it.
+        numbers = 4096 // (2 if backward else 1) // (4 if align == 1 else 1)
+        return GluConfig(max(1, numbers // tile), tile, 4)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def choose_stripe(block: str, backward: bool, interleaved: bool, target: str) -> GluConfig:
-        tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
+    def choose_stripe(
+        block: str, rowwise: bool, backward: bool, interleaved: bool, align: int, target: str
+    ) -> GluConfig:
+        narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
+        tile = 64 if narrow else 128
+        warps = 16
         if target == "cpu":
-            tile, warps = 128, 4
-        else:
-            warps = 16 if not target.startswith("gfx") else tile * STRIPE // 16 // 64
+            tile = 128
+        elif target.startswith("gfx"):
+            warps = tile * STRIPE // 16 // 64
+        elif (backward and tile == 128) or align == 1:
+            warps = 8
         # Interleaved gradients are twice as wide as gate or up.
         return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
 
@@ -766,10 +782,11 @@ def _launch_glu(
         config: GluConfig, f: Format | None, stripes: bool, row_programs: int, given: Tensor | None,
         pointers: tuple[Tensor | None, ...], more: tuple[int, ...],
     ) -> None:  # fmt: skip
+        once = target.target != "cpu" and (f is None or f.block != "row")
         where = _places(ends, align, f, stripes)
         _glu_launch(
             act, layout == "interleaved", limit is not None, f, cast_mode(target), quant_scale is not None, stripes,
-            where, config, places[1] > 1, multiple, hidden % config.tile != 0,
+            where, config, once, places[1] > 1, multiple, hidden % config.tile != 0,
         )(
             (_blocks(rows, hidden, groups, config, stripes, where) * row_programs, 1, 1),
             (gate, up, prob, ends, given, *pointers),
@@ -780,7 +797,7 @@ def _launch_glu(
     no_copies = (None, None, None, None)
     no_strides = (0, 0, 0, 0, 0, 0)
     if format is None:
-        config = GluConfig.choose(hidden, 1, False, target.target)
+        config = GluConfig.choose(hidden, 1, False, multiple, target.target)
         parts = 1 if target.target == "cpu" else -(-hidden // config.tile)
         run(config, None, False, parts, None, (outputs[0], None, *no_copies), no_strides)
         return
@@ -795,7 +812,7 @@ def _launch_glu(
         for copied in scales:
             copied.copy_(quant_scale.reshape(1, 1))
     elif f.needs_tensor_amax:  # the whole tensor's amax comes first: a pass that stores nothing else
-        config = GluConfig.choose(hidden, 1, False, target.target)
+        config = GluConfig.choose(hidden, 1, False, multiple, target.target)
         parts = 1 if target.target == "cpu" else -(-hidden // config.tile)
         found = torch.empty(-(-rows // config.rows) * parts, dtype=torch.float32, device=x.device)
         run(config, None, False, parts, None, (None, found, *no_copies), no_strides)
@@ -807,9 +824,9 @@ def _launch_glu(
 
     stripes = columnwise or f.block == "128x128"
     if stripes:
-        config = GluConfig.choose_stripe(f.block, False, False, target.target)
+        config = GluConfig.choose_stripe(f.block, rowwise, False, False, multiple, target.target)
     else:
-        config = GluConfig.choose(hidden, f.group, False, target.target)
+        config = GluConfig.choose(hidden, f.group, False, multiple, target.target)
     parts = 1 if f.block == "row" or target.target == "cpu" else -(-hidden // config.tile)
     partials = None
     if amax_out is not None:
@@ -836,12 +853,12 @@ def _blocks(rows: int, cols: int, groups: int, config: GluConfig, stripes: bool,
 @functools.cache
 def _glu_launch(
     act: str, interleaved: bool, limited: bool, format: Format | None, cast: int, static: bool, stripes: bool,
-    places: str, config: GluConfig, nested: bool, align: int, masked: bool,
+    places: str, config: GluConfig, once: bool, nested: bool, align: int, masked: bool,
 ) -> Launch:  # fmt: skip
     return Launch.of(
         _glu_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved, LIMITED=limited, FORMAT=format,
-        CAST=cast, STATIC=static, STRIPES=stripes, PLACES=places, ROWS=config.rows, TILE=config.tile, NESTED=nested,
-        ALIGN=align, COLS_MASKED=masked,
+        CAST=cast, STATIC=static, STRIPES=stripes, PLACES=places, ROWS=config.rows, TILE=config.tile, ONCE=once,
+        NESTED=nested, ALIGN=align, COLS_MASKED=masked,
     )  # fmt: skip
 
 
@@ -926,14 +943,16 @@ def _launch_glu_backward(
     interleaved = layout == "interleaved"
     if stripes:
         assert quantized is not None
-        config = GluConfig.choose_stripe(quantized.block, True, interleaved, target.target)
+        config = GluConfig.choose_stripe(
+            quantized.block, direct[0], True, interleaved, multiple, target.target
+        )
     else:
-        config = GluConfig.choose(hidden, 1 if quantized is None else quantized.group, True, target.target)
+        config = GluConfig.choose(
+            hidden, 1 if quantized is None else quantized.group, True, multiple, target.target
+        )
     where = _places(ends, align, quantized, stripes)
     blocks = _blocks(rows, hidden, groups, config, stripes, where)
-    row_programs = _row_programs(
-        blocks, hidden, config, dprob is not None, target.target, target.multiprocessors
-    )
+    row_programs, once = _row_programs(hidden, config, stripes, dprob is not None, target.target)
     sums = dprob
     if dprob is not None and row_programs > 1:
         sums = torch.empty((row_programs, rows), dtype=torch.float32, device=x.device)
@@ -948,7 +967,7 @@ def _launch_glu_backward(
     launch = Launch.of(
         _glu_backward_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved,
         LIMITED=limit is not None, FORMAT=quantized, CAST=cast_mode(target), STRIPES=stripes, PLACES=where,
-        ROWS=config.rows, TILE=config.tile, NESTED=places[1] > 1, ALIGN=multiple,
+        ROWS=config.rows, TILE=config.tile, ONCE=once, NESTED=places[1] > 1, ALIGN=multiple,
         COLS_MASKED=hidden % config.tile != 0,
     )  # fmt: skip
     launch(
@@ -969,19 +988,12 @@ def _launch_glu_backward(
         quantize_op.launch([gradient, *parts], gradient, format, rowwise, with_columns, None, False, None)
 
 
-def _row_programs(
-    blocks: int, cols: int, config: GluConfig, sums: bool, target: str, multiprocessors: int
-) -> int:
-    """Programs that share rows. A sum over the row belongs to one, unless there are too few rows to fill a GPU."""
-    if target == "cpu":
-        return 1
-    tiles = -(-cols // config.tile)
-    if not sums:
-        return tiles
-    programs = 1
-    while programs < min(tiles, 8) and blocks * programs < 2 * multiprocessors:
-        programs *= 2
-    return programs
+def _row_programs(cols: int, config: GluConfig, stripes: bool, sums: bool, target: str) -> tuple[int, bool]:
+    """Programs that share rows, and whether each has one tile of them. A sum over the row belongs to one program,
+    unless its tiles are stripes: in a loop over those, too much is held in registers."""
+    if target == "cpu" or (sums and not stripes):
+        return 1, False
+    return -(-cols // config.tile), True
 
 
 # ---- registration ---------------------------------------------------------------------------------------
