@@ -53,7 +53,7 @@ from .copies import (
 )
 from .groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
 from .quantize import quantize_op
-from .rows import align_of, count_rows, cpu_tile, load_tile, row_offset, row_strides
+from .rows import align_of, count_rows, cpu_tile, row_offset, row_strides
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -279,21 +279,30 @@ def _tile_mask(rows_mask, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.
 
 
 @triton.jit
+def _load(ptr, mask):
+    """A tile as it is stored, zero where it does not exist."""
+    if mask is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
 def _load_parts(
     gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS: tl.constexpr, TILE: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [R, C] in fp32, zero where there is no input; nobody reads up if nothing is gated."""
+    """(gate, up) [R, C] as they are stored, zero where there is no input; nobody reads up if nothing is gated."""
     if INTERLEAVED:
         pair = 2 * start + tl.arange(0, 2 * TILE)
         pairs_mask = _tile_mask(read, pair, 2 * cols, ROWS_MASKED, COLS_MASKED)
-        pairs = load_tile(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
+        pairs = _load(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
         gate, up = tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
     else:
-        gate = load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask)
+        gate = _load(gate_ptr + gate_off[:, None] + col[None, :], mask)
         up = gate
         if up_ptr is not None:
-            up = load_tile(up_ptr + up_off[:, None] + col[None, :], mask)
+            up = _load(up_ptr + up_off[:, None] + col[None, :], mask)
     return gate, up
 
 
@@ -310,6 +319,7 @@ def _value(
         gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
         COLS_MASKED,
     )  # fmt: skip
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     if LIMITED:
         gate = _at_most(gate, limit)
         up = _at_least(_at_most(up, limit), -limit)
@@ -457,6 +467,34 @@ def _glu_kernel(
 
 
 @triton.jit
+def _gradients_of(
+    gate, up, dy, prob, alpha, limit, up_offset, mask, ACT: tl.constexpr, LIMITED: tl.constexpr,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
+    a, g = gate, up
+    if LIMITED:
+        a = _at_most(gate, limit)
+        g = _at_least(_at_most(up, limit), -limit)
+    f, slope = activate_with_slope(a, alpha, ACT)
+    w = dy
+    if WEIGHTED:
+        w = dy * prob[:, None]
+    if GATED:
+        g = g + up_offset
+        dgate, dup, terms = w * g * slope, w * f, dy * (f * g)
+    else:
+        dgate, dup, terms = w * slope, w, dy * f
+    if LIMITED:
+        dgate = tl.where(gate > limit, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > limit, 0.0, dup)
+    if GROUPED:
+        dgate = tl.where(mask, dgate, 0.0)
+        dup = tl.where(mask, dup, 0.0)
+    return dgate, dup, terms
+
+
+@triton.jit
 def _store_gradient(
     gradient,  # fp32 [R, C], zero where there is no input
     plain_ptr,  # [rows, width], or None
@@ -572,7 +610,9 @@ def _glu_backward_kernel(
     up_off = row_offset(row, inner, up_outer_stride, up_inner_stride, NESTED, ALIGN)
     up_off = tl.multiple_of(up_off + up_shift, ALIGN)
     dy_off = row_offset(row, inner, dy_outer_stride, dy_inner_stride, NESTED, ALIGN)
-    if prob_ptr is not None:
+    WEIGHTED: tl.constexpr = prob_ptr is not None
+    prob = row.to(tl.float32)
+    if WEIGHTED:
         prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
     stripe = block
     bound = rows.to(tl.int64)
@@ -605,44 +645,20 @@ def _glu_backward_kernel(
             gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
             COLS_MASKED,
         )  # fmt: skip
-        dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-        a, b = gate, up
-        if LIMITED:
-            a = _at_most(gate, limit)
-            b = _at_least(_at_most(up, limit), -limit)
-        f, slope = activate_with_slope(a, alpha, ACT)
-        if GATED:
-            g = b + up_offset
+        dy = _load(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+        gate, up, dy = gate.to(tl.float32), up.to(tl.float32), dy.to(tl.float32)
+        dgate, dup, terms = _gradients_of(
+            gate, up, dy, prob, alpha, limit, up_offset, mask, ACT, LIMITED, WEIGHTED, GATED, GROUPED
+        )  # fmt: skip
         if dprob_ptr is not None:
-            y = f
-            if GATED:
-                y = f * g
-            if mask is not None:
-                y = tl.where(mask, y, 0.0)
-            dprob += tl.sum(dy * y, axis=1)
-        w = dy
-        if prob_ptr is not None:
-            w = dy * prob[:, None]
-        dgate = w
-        if GATED:
-            dgate = w * g
-            dup = w * f
-        dgate = dgate * slope
-        if LIMITED:
-            dgate = tl.where(gate > limit, 0.0, dgate)
-            if GATED:
-                dup = tl.where(tl.abs(up) > limit, 0.0, dup)
-        if mask is not None:
-            dgate = tl.where(mask, dgate, 0.0)
-            if GATED:
-                dup = tl.where(mask, dup, 0.0)
-        width, gate_start = cols, start
+            dprob += tl.sum(terms, axis=1)
+        begin, width = start, cols
         if INTERLEAVED:
             dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
-            width, gate_start = 2 * cols, 2 * start
+            begin, width = 2 * start, 2 * cols
         _store_gradient(
             dgate, dgate_ptr, gate_data_ptr, gate_scale_ptr, gate_data_t_ptr, gate_scale_t_ptr, row, written, stripe,
-            gate_start, rows, bound, width, stride, data_stride, data_scale_row_stride, data_scale_col_stride,
+            begin, rows, bound, width, stride, data_stride, data_scale_row_stride, data_scale_col_stride,
             data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride, FORMAT, CAST, STRIPES, ROWS, ALIGN,
             COLS_MASKED,
         )  # fmt: skip
@@ -694,6 +710,8 @@ class GluConfig:
         elif target.startswith("gfx"):
             warps = tile * STRIPE // 16 // 64
         elif (backward and tile == 128) or align == 1:
+            # Compiled for sm_90 and sm_100, both copies of a gradient at 1x128: 255 registers, none spilled (with 16
+            # warps 128 and 376 to 840 bytes). On sm_80 and sm_89, which encode by integers, up to 232 bytes are.
             warps = 8
         # Interleaved gradients are twice as wide as gate or up.
         return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
