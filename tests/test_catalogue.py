@@ -992,7 +992,7 @@ def arguments_of(call: Call, op: str) -> list[tuple[Any, ...]]:
 
 
 def differentiable_call(call: Call) -> bool:
-    return call.function in (*NORMS, weft.quantize)
+    return call.function in (*NORMS, weft.quantize, weft.glu)
 
 
 OPCHECKED = [

@@ -95,6 +95,8 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     for start, end, _ in regions(rows, a["offsets"], a["align"]):
         real[start:end] = True
     real = real.view(*lead, 1)
+    gate = torch.where(real, gate, 0.0)  # nobody reads the padding
+    up = up if up is None else torch.where(real, up, 0.0)
     inside, value = gate, up
     if a["limit"] is not None:
         inside = gate.clamp(max=a["limit"])
@@ -103,7 +105,7 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     factor = torch.ones_like(inside) if value is None else value + a["up_offset"]
     prob = torch.ones(*lead, 1, dtype=torch.float64)
     if "prob" in leaves:
-        prob = leaves["prob"].view(*lead, 1)
+        prob = torch.where(real, leaves["prob"].view(*lead, 1), 0.0)
     active = _activation(a["act"], alpha)(inside)
     y = torch.where(real, active * factor * prob, 0.0)
     with torch.no_grad():
@@ -112,10 +114,9 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     found = {"y": Near(y.detach(), noise)}
     if dy is None:
         return found
-    d = dy.detach().double()
+    d = torch.where(real, dy.detach().double(), 0.0)
     y.backward(d)
     with torch.no_grad():
-        d = torch.where(real, d, 0.0)
         # f' itself: what one would get from a gradient of ones through f alone
         twin = inside.detach().clone().requires_grad_()
         with torch.enable_grad():
