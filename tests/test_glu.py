@@ -118,6 +118,10 @@ def test_gpt_oss() -> None:
         assert_not_worse(got, truth, eager)
 
 
+def test_sigmoid_with_alpha() -> None:
+    check_glu(call_of(act="sigmoid", alpha=1.7))
+
+
 def test_layouts_are_one_maths() -> None:
     gate, up, dy = draw(6, 96), draw(6, 96), draw(6, 96)
     forms: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
@@ -429,6 +433,7 @@ def test_offsets_have_64_bits(copies: bool) -> None:
         ("sm_90", 200, {}),
         ("gfx942", 1100, {"layout": "interleaved"}),
         ("sm_80", 256, {"quantize": "1x128"}),
+        ("sm_90", 256, {"quantize": "1x128", "columnwise": True}),
         pytest.param("gfx942", 256, {"quantize": "128x128", "columnwise": True}, marks=pytest.mark.slow),
         pytest.param("sm_100", 96, {"quantize": "mx", "columnwise": True}, marks=pytest.mark.slow),
     ],
