@@ -488,6 +488,10 @@ def quantized(x: Tensor, prob: Tensor) -> Any:
     return q.dequantize()
 
 
+def grad_of_input(x: Tensor) -> Any:
+    return weft.glu(x, quantize_grad="1x128")
+
+
 COMPILED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "grouped": (grouped, ((48, 96), (48,), (48, 96))),
     "quantized": (quantized, ((130, 256), (130,))),
@@ -510,6 +514,17 @@ def test_compiled_is_eager(name: str) -> None:
             gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
             found.append({str(i): t for i, t in enumerate((y, *gradients))})
         assert_same(found[1], found[0], f"compiled {name}")
+
+
+def test_quantized_gradient_of_a_compiled_graphs_input() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(grad_of_input, fullgraph=True, backend="aot_eager")
+    x, dy = draw(130, 256), draw(130, 128)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    grad_of_input(leaves[0]).backward(dy)
+    compiled(leaves[1]).backward(dy)
+    assert isinstance(leaves[0].grad, QTensor)
+    assert torch.equal(leaves[0].grad.dequantize(), leaves[1].grad)
 
 
 def test_checkpoint_is_eager() -> None:

@@ -1032,6 +1032,12 @@ def _glu_gradients(ctx: Any, grads: Any) -> Any:
         x, up, prob, ends, grads[0], *ctx.options, needs, ctx.format, ctx.rowwise, ctx.columnwise
     )
     gradients = _gradients(found, x, up, needs, ctx.format, ctx.rowwise, ctx.columnwise)
+    if ctx.format is not None and type(x) not in (Tensor, torch.nn.Parameter):
+        # A graph that is being traced has plain tensors for the gradients of its inputs, which are leaves to it.
+        for i, (node, _) in enumerate(ctx.next_functions[:2]):
+            gradient = gradients[i]
+            if isinstance(gradient, QTensor) and node is not None and not node.next_functions:
+                gradients[i] = gradient.dequantize()
     return *gradients, *[None] * (ctx.inputs - 3)
 
 
@@ -1133,7 +1139,8 @@ def glu(
       e experts before it begin with block s // 128 + e of 128 rows; blocks without rows have the scale zero.
     - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
       made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
-      would reach from the gate into up; those and the other blocks take an fp32 gradient in memory.
+      would reach from the gate into up; those and the other blocks take an fp32 gradient in memory. What leaves a
+      graph of `torch.compile` as the gradient of one of its inputs is dequantised.
 
     >>> import torch, weft
     >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)

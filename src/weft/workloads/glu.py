@@ -80,10 +80,12 @@ def ends_of_experts(inputs: Inputs, rows: int, experts: int, align: int) -> Tens
         return torch.empty(experts, dtype=torch.int32, device="meta")
     share = torch.rand(experts, generator=torch.Generator().manual_seed(experts)) + 0.5
     share[-2 if experts > 1 else 0] = 0
-    ends, start = [], 0
-    for part in (share / share.sum() * max(rows - align * experts, rows // 2)).long().tolist():
-        ends.append(min(start + part, rows))
-        start = -(-ends[-1] // align) * align
+    filled = rows if align == 1 else max(rows - align * experts, -(-rows // 2))
+    bounds = (share.cumsum(0) / share.sum() * filled).round().long().tolist()
+    ends, start, before = [], 0, 0
+    for bound in bounds:
+        ends.append(min(start + bound - before, rows))
+        start, before = -(-ends[-1] // align) * align, bound
     return torch.tensor(ends, dtype=torch.int32, device=inputs.device)
 
 
