@@ -14,11 +14,12 @@ from typing import Any
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
+GLU, GROUPS, ACTIVATIONS = "ops/glu.py", "ops/groups.py", "tiles/activations.py"
 NUMBERS, TILE, REDUCE, SCALES = (f"tiles/{name}.py" for name in ("numbers", "quantize", "reduce", "scales"))
 
 # ---- tests that catch things quickly ----------------------------------------------------------------------------
 
-B, C, D = "test_bytes.py::", "test_catalogue.py::", "test_combinations.py::"
+B, C, D, G = "test_bytes.py::", "test_catalogue.py::", "test_combinations.py::", "test_glu.py::"
 
 
 def workload(check: str, name: str) -> str:
@@ -298,6 +299,84 @@ _TENSOR: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
+# ---- gated linear units ---------------------------------------------------------------------------------------------
+
+SILU, RELU2, GELU, TANH, SIGMOID = (
+    f"{G}test_gated_activations_are_pytorchs[{act}]"
+    for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
+)
+ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
+PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
+SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
+STRIPES_OF = f"{G}test_blocks_never_mix_experts[cpu-128-nvfp4]"
+SLOTS_GPU = f"{G}test_blocks_never_mix_experts[sm_90-16-1x128]"
+MANY = f"{G}test_many_experts_in_slots"
+GPT = f"{G}test_gpt_oss"
+LIMITS = f"{G}test_limits_include_their_ends[concat]"
+PROB = f"{G}test_probabilities"
+GLU_SIZES = f"{G}test_sizes[3-1025]"
+
+_GLU: list[tuple[Any, ...]] = [
+    ("up and gate swapped", "_value", "y = activate(gate, alpha, ACT)", "gate, up = up, gate; y = activate(gate, alpha, ACT)", (GPT,)),
+    ("no limit of the gate", "_value", "gate = _at_most(gate, limit)", "gate = gate", (GPT, LIMITS)),
+    ("up limited on one side", "_value", "_at_least(_at_most(up, limit), -limit)", "_at_most(up, limit)", (GPT, LIMITS)),
+    ("limit swallows NaN", "_at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
+    ("no alpha", f"{ACTIVATIONS}:activate", "a * _sigmoid(alpha * a)", "a * _sigmoid(a)", (GPT,)),
+    ("no up_offset", "_value", "y * (up + up_offset)", "y * up", (GPT,)),
+    ("not weighted", "_value", "y = y * prob[:, None]", "y = y", (PROB,)),
+    ("every row weighted like the first", "_glu_kernel", "prob_ptr + row * prob_stride", "prob_ptr + row * 0 * prob_stride", (PROB,)),
+    ("y cut, not rounded", "_glu_kernel", "y.to(y_ptr.dtype.element_ty)", DOWN_TO_BF16.format("y") + ".to(y_ptr.dtype.element_ty)", (f"{G}test_swiglu_in_bf16_is_rounded_once",)),
+    ("pairs split at the wrong place", "_load_parts", "pair = 2 * start + ", "pair = start + ", (workload("accuracy", "glu:gpt-oss-20b/experts:gpt-oss:32768"),)),
+    ("tiles after the first left out", "_glu_kernel", "tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)", "1", (GLU_SIZES,)),
+    ("row amax of the last tile alone", "_glu_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:row-fp8:1"),)),
+    ("tensor amax of the last tile alone", "_glu_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:nvfp4:1"),)),
+    ("up before the gate's end", "_glu_kernel", "up_off + up_shift", "up_off", (f"{G}test_layouts_are_one_maths",)),
+    ("32-bit row offsets", "_glu_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
+    ("padding is read", "_place", "read = written & real_rows(row, ends_ptr, groups, align)", "read = written", (ONE_BY_ONE,)),
+    ("padding begins with the next expert", f"{GROUPS}:real_rows", "start = (before + align - 1) // align * align", "start = before", (PADDED,)),
+    ("rows after the last expert are real", f"{GROUPS}:real_rows", " & (row < last)", "", (ONE_BY_ONE,)),
+    ("one chunk of experts", f"{GROUPS}:real_rows", "range(0, groups, CHUNK)", "range(0, 1, CHUNK)", (f"{G}test_experts_of_any_number_and_size",)),
+    ("slots of the wrong expert", f"{GROUPS}:group_stripe", "group = passed - 1", "group = passed", (SLOTS,)),
+    ("experts share a slot", f"{GROUPS}:group_stripe", "(start // ROWS + group <= stripe)", "(start // ROWS <= stripe)", (SLOTS,)),
+    ("one chunk of slots", f"{GROUPS}:group_stripe", "range(0, groups + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
+    ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),
+    ("scales of all slots in one place", "_glu_kernel", "data_t_scale_ptr += block * ", "data_t_scale_ptr += 0 * block * ", (SLOTS,)),
+    ("codes of all slots in one place", "_glu_kernel", "data_t_ptr += first // PACKED", "data_t_ptr += 0 * first // PACKED", (SLOTS,)),
+    ("padding of a slot is another expert's", "_glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),
+    ("given scale taken for an amax", "_glu_kernel", "FORMAT, STATIC)", "FORMAT, False)", (f"{G}test_amax_is_that_of_y[tensor]", workload("quantized_bytes", "glu:llama3-8b/ffn:static-fp8:1"))),
+    ("last rows left out", f"{GLU}:_blocks", "return -(-rows // config.rows)", "return -(-(rows - 1) // config.rows)", (GLU_SIZES,)),
+]  # fmt: skip
+
+_GLU_BACKWARD: list[tuple[Any, ...]] = [
+    ("upstream gradient of ones", "_gradients_of", "w = dy\n", "w = dy * 0.0 + 1.0\n", (SILU,)),
+    ("slope of the unlimited gate", "_gradients_of", "activate_with_slope(a, alpha, ACT)", "activate_with_slope(gate, alpha, ACT)", (GPT,)),
+    ("gradient of a limited gate", "_gradients_of", "dgate = tl.where(gate > limit, 0.0, dgate)", "dgate = dgate", (LIMITS,)),
+    ("no gradient at the limit", "_gradients_of", "tl.where(gate > limit, 0.0, dgate)", "tl.where(gate >= limit, 0.0, dgate)", (LIMITS,)),
+    ("no gradient of up at the limit", "_gradients_of", "tl.where(tl.abs(up) > limit, 0.0, dup)", "tl.where(tl.abs(up) >= limit, 0.0, dup)", (LIMITS,)),
+    ("gradient of a limited up", "_gradients_of", "tl.where(tl.abs(up) > limit, 0.0, dup)", "tl.where(up > limit, 0.0, dup)", (LIMITS,)),
+    ("gradient not weighted", "_gradients_of", "w = dy * prob[:, None]", "w = dy", (PROB,)),
+    ("dprob weighted", "_gradients_of", "dy * (f * g)", "w * (f * g)", (PROB,)),
+    ("dprob of one tile", "_glu_backward_kernel", "dprob += tl.sum(terms, axis=1)", "dprob = tl.sum(terms, axis=1)", (GLU_SIZES,)),
+    ("no up_offset", "_gradients_of", "g = g + up_offset", "g = g", (GPT,)),
+    ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
+    ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
+    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * (1.0 - s)", "return s, s * (1.0 - s)", (f"{G}test_sigmoid_with_alpha",)),
+    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + a * (0.3989422804014327 * tl.exp(-0.5 * a * a))", "cdf", (GELU,)),
+    ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
+    ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
+    ("relu2's slope halved", f"{ACTIVATIONS}:activate_with_slope", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),
+    ("dup in dgate's place", "_glu_backward_kernel", "shift = (up_shift // ALIGN) * ALIGN", "shift = up_shift * 0", (f"{G}test_layouts_are_one_maths",)),
+    ("dup and dgate in turn, swapped", "_glu_backward_kernel", "tl.interleave(dgate, dup)", "tl.interleave(dup, dgate)", (GPT,)),
+    ("gradient's rows at dy's stride", "_store_gradient", "row * stride", "row * (width if ROWS > 1 else stride - 1)", (GLU_SIZES,)),
+    ("dy read without a mask", "_glu_backward_kernel", "dy = _load(dy_ptr + dy_off[:, None] + col[None, :], mask)", "dy = _load(dy_ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
+    ("32-bit row offsets", "_glu_backward_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
+    ("partial sums of dprob in one place", "_glu_backward_kernel", "part.to(tl.int64) * rows + row", "part.to(tl.int64) * 0 * rows + row", (f"{G}test_configuration_of[sm_90-256-options3]",)),
+    ("codes of all slots in one place", "_glu_backward_kernel", "gate_data_t_ptr += first // PACKED", "gate_data_t_ptr += 0 * first // PACKED", (SLOTS,)),
+    ("dup's scales of all slots in one place", "_glu_backward_kernel", "up_scale_t_ptr += block * ", "up_scale_t_ptr += 0 * block * ", (SLOTS,)),
+    ("row-wise copy where blocks meet", f"{GLU}:_in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
+]  # fmt: skip
+
+
 def _made(kernel: str, file: str, lines: list[tuple[Any, ...]]) -> list[Mutant]:
     found = []
     for what, where, old, new, tests, *which in lines:
@@ -316,4 +395,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_amax_kernel", QUANTIZE, _AMAX),
     *_made("_dequantize_kernel", QUANTIZE, _DEQUANTIZE),
     *_made("_tensor_scale_kernel", COPIES, _TENSOR),
+    *_made("_glu_kernel", GLU, _GLU),
+    *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
 )

@@ -124,6 +124,7 @@ def measure() -> dict[str, float]:
     x = torch.randn(8, 4096, dtype=torch.bfloat16)
     weight = torch.ones(4096, dtype=torch.bfloat16)
     residual = torch.randn_like(x)
+    dy = torch.randn(8, 2048, dtype=torch.bfloat16)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -155,6 +156,8 @@ def measure() -> dict[str, float]:
                 x, weight, residual=residual, quantize="1x128"
             ),
             "quantize": lambda: weft.quantize(x, "1x128"),
+            "glu": lambda: weft.glu(x),
+            "glu_backward": lambda: weft.glu_backward(dy, x),
         }
     )
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton_loom
 import truth
+import truth_glu
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -54,8 +55,10 @@ def results(call: Call) -> dict[str, Tensor]:
         modulation = call["modulation"]
         gated = isinstance(modulation, Tensor) and modulation.shape[-1] == 3 * call["x"].shape[-1]
         names += ["gate"] * gated + ["amax"] * bool(call["return_amax"])
-    elif call.function is weft.quantize:
+    elif call.function in (weft.quantize, weft.glu):
         names = ["y"] + ["amax"] * bool(call["return_amax"])
+    elif hasattr(got, "_fields"):  # gradients
+        names = [f"d{field}" for field in got._fields]
     else:
         names = ["y"] if isinstance(got, Tensor) else [f"output{i}" for i in range(len(got))]
     got = (got,) if isinstance(got, Tensor) else got
@@ -163,6 +166,8 @@ def accuracy(workload: Workload) -> None:
         copy = oracle.Quantized(q.rowwise.data.view(torch.uint8), q.rowwise.scale, q.rowwise.global_scale)
         exact = oracle.dequantize(copy, block=q.format.block, element=q.format.element, shape=flat)
         assert_rounded_once(call(), exact.view(q.shape), 2 * EPS32 * exact.abs().view(q.shape))
+    elif workload.op in ("glu", "glu_backward"):
+        check_glu(call)
     else:
         accuracy_by_reference(workload)
 
@@ -226,6 +231,29 @@ def check_norm_backward(workload: Workload, call: Call) -> None:
             near(got, expected[f"d{name}"])
 
 
+def check_glu(call: Call) -> None:
+    """The op with its gradients, or the gradients as they are called by themselves."""
+    if call["dy"] is None:
+        call = call.requiring_grad()
+        outputs = results(call)
+        gradients = upstreams(outputs)
+        got, expected = {**outputs, **backward(call, outputs, gradients)}, truth_glu.glu(call, gradients["y"])
+    else:
+        forward = {k: v for k, v in call.kwargs.items() if k not in ("dy", "quantize", "columnwise")}
+        got, expected = results(call), truth_glu.glu(Call(weft.glu, forward), call["dy"])
+        del expected["y"]
+    for name, wanted in expected.items():
+        if not isinstance(got[name], QTensor):  # `quantized_bytes` judges those
+            near(got[name], wanted)
+
+
+def own_numbers(call: Call) -> dict[str, Tensor]:
+    """The fp32 numbers that quantised results are made of, from a call whose inputs are fp32."""
+    kept = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
+    floats = {name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in kept}
+    return results(Call(call.function, {**kept, **floats}))
+
+
 def own_value(call: Call) -> Tensor:
     """The fp32 y that a quantising norm encodes."""
     dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax")
@@ -252,6 +280,14 @@ def own_value(call: Call) -> Tensor:
 def quantized_bytes(workload: Workload) -> None:
     """Codes and scales equal those of an independent oracle, made from the op's own fp32 numbers."""
     call = small(workload)
+    if workload.op in ("glu", "glu_backward"):
+        values = own_numbers(call)
+        for name, value in results(call).items():
+            if isinstance(value, QTensor):
+                truth_glu.assert_copies(
+                    value, values[name], call["offsets"], call["align"] or 1, call["quant_scale"]
+                )
+        return
     if not isinstance(results(call).get("y"), QTensor):
         return
     outputs = results(call)
@@ -939,10 +975,12 @@ def test_variants_of_dequantize() -> None:
 
 
 def compiled_variants() -> int:
-    from weft.ops import copies, norm, quantize
+    import sys
+
     from weft.runtime import Kernel
 
-    found = [v for m in (norm, quantize, copies) for v in vars(m).values() if isinstance(v, Kernel)]
+    modules = [m for name, m in sys.modules.items() if name.startswith("weft.ops.")]
+    found = [v for m in modules for v in vars(m).values() if isinstance(v, Kernel)]
     return sum(len(kernel.variants) for kernel in {id(k): k for k in found}.values())
 
 
@@ -981,7 +1019,7 @@ def arguments_of(call: Call, op: str) -> list[tuple[Any, ...]]:
 
 
 def differentiable_call(call: Call) -> bool:
-    return call.function in (*NORMS, weft.quantize)
+    return call.function in (*NORMS, weft.quantize, weft.glu)
 
 
 OPCHECKED = [

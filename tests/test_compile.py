@@ -20,12 +20,17 @@ from weft.workloads import WORKLOADS, Workload
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
 # The tensors that decide a kernel's time: all of a tile is read, or written.
-READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr"}
-WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr"}
+READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr", "up_ptr"}
+WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
+WRITTEN |= {f"{part}_{data}_ptr" for part in ("gate", "up") for data in ("data", "data_t")}
 # Vectors of the tile's columns. They are short, and read once for many rows.
 VECTORS = {"weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr", "dscale_ptr", "dshift_ptr"}
 # Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
 ODD_SPILLS = 160
+# Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256
+# threads; the codes of sm_80 and sm_89 are made by integer arithmetic, which takes more.
+SPILLS = {("_glu_backward_kernel", "sm_80"): 320, ("_glu_backward_kernel", "sm_89"): 320}
+SPILLS |= {("_glu_backward_kernel", "sm_120"): 32}
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
@@ -123,7 +128,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
         if kind not in BYTES:
             continue
         if name in names:
-            packed = name in ("data_ptr", "data_t_ptr") and form is not None and form.packed == 2
+            packed = name.endswith(("data_ptr", "data_t_ptr")) and form is not None and form.packed == 2
             if packed:
                 allowed.add(64)
             else:
@@ -146,7 +151,8 @@ def check(jobs: dict[tuple[Variant, str], str], spills: int = 0, **options: Any)
         if not isinstance(result, Binary):
             wrong.append(f"{name}: {result}")
         else:
-            wrong += [f"{name}: {fault}" for fault in faults(variant, result, spills)]
+            allowed = max(spills, SPILLS.get((variant.kernel, target), 0))
+            wrong += [f"{name}: {fault}" for fault in faults(variant, result, allowed)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -166,6 +172,11 @@ REPRESENTATIVE = (
     "quantize:linghe/hidden:row-both:8192",
     "quantize:llama3-8b/hidden:stochastic:8192",
     "dequantize:llama3-8b/hidden:mx-both:8192",
+    "glu:llama3-8b/ffn:swiglu:8192",
+    "glu:linghe/experts:1x128-both-experts:131072",
+    "glu_backward:qwen3-30b-a3b/experts:experts:65536",
+    "glu_backward:linghe/experts:1x128-both-experts:131072",
+    "glu_backward:llama3-8b/ffn:mx-both-interleaved:8192",
 )
 
 

@@ -250,7 +250,8 @@ def test_docstrings_are_true(name: str) -> None:
 
 def test_public_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
-    for name in ("rms_norm", "layer_norm", "quantize", "dequantize", "backend", "QTensor", "Format"):
+    functions = ("rms_norm", "layer_norm", "glu", "glu_backward", "quantize", "dequantize")
+    for name in (*functions, "backend", "QTensor", "Format"):
         found = finder.find(getattr(weft, name), name)
         assert any(test.examples for test in found), f"{name} has no example"
 
@@ -512,6 +513,8 @@ def host_times() -> dict[str, float]:
         ("rms_norm with residual", "plain with residual", 2.0),
         ("rms_norm with residual and 1x128", "plain with residual", 4.0),
         ("quantize", "plain", 3.5),
+        ("glu", "plain", 2.0),
+        ("glu_backward", "plain", 3.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

@@ -1,6 +1,6 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
-from .ops import dequantize, layer_norm, quantize, rms_norm
+from .ops import dequantize, glu, glu_backward, layer_norm, quantize, rms_norm
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue
 
@@ -13,6 +13,8 @@ __all__ = [
     "backend",
     "catalogue",
     "dequantize",
+    "glu",
+    "glu_backward",
     "layer_norm",
     "layouts",
     "quantize",

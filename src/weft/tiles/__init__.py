@@ -1,5 +1,6 @@
 """Small `@triton.jit` functions on tiles in registers: no loads, no stores, usable in any kernel."""
 
+from .activations import activate, activate_with_slope
 from .numbers import (
     CONVERT,
     CONVERT_CLAMPED,
@@ -19,6 +20,8 @@ __all__ = [
     "CONVERT",
     "CONVERT_CLAMPED",
     "INTEGER",
+    "activate",
+    "activate_with_slope",
     "amax",
     "block_scale",
     "decode",

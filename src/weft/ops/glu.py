@@ -1,0 +1,1324 @@
+"""Gated linear units: the activation of a gate times a value, weighted by the router, quantised, forward and backward.
+
+    a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit: gate and up themselves
+    y = f(a) * (b + up_offset) * prob                                     out = round(y), or its codes and scales
+
+    silu       f = a * s(alpha a)      s(z) = 1 / (1 + exp(-z))              f' = s (1 + alpha a (1 - s))
+    gelu       f = a * Phi(a)          Phi(a) = (1 + erf(a / sqrt 2)) / 2    f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
+    gelu_tanh  f = a * s(2 u)          u = sqrt(2 / pi) (a + 0.044715 a^3)   f' = s + 2 a u' s (1 - s)
+    relu       f = max(a, 0)           sigmoid  f = s(alpha a)               relu2  f = max(a, 0)^2
+
+All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward, with
+dy the gradient of y:
+
+    dgate = dy * prob * (b + up_offset) * f'(a), 0 where gate > limit
+    dup = dy * prob * f(a), 0 where |up| > limit
+    dprob = sum over the row of dy * f(a) * (b + up_offset)
+
+The quantised gradient is made from the fp32 dgate and dup as well. Everything is computed again from the inputs: they
+alone are kept for the backward. Rows that belong to no group (`weft.ops.groups`) are never read; their results,
+gradients and codes are zero. Sums over a row are added up in a fixed order: the same bits every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..language import tl, triton
+from ..quant import Copy, Format, QTensor
+from ..quant.reference import amax_reference, empty_scale, nvfp4_global_reference, quantize_copies
+from ..quant.straight import wrap
+from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, scaled
+from .copies import (
+    STRIPE,
+    allocate_copies,
+    cast_mode,
+    copy_arguments,
+    count_copies,
+    count_stripes,
+    reduce_amax,
+    split_copies,
+    stand_in,
+    store_codes,
+    store_rows,
+    store_stripe,
+    tensor_factor,
+)
+from .groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
+from .quantize import quantize_op
+from .rows import align_of, count_rows, cpu_tile, row_offset, row_strides
+
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _hidden(x: Tensor, layout: str) -> int:
+    """Columns of y."""
+    cols = x.shape[-1]
+    return cols // 2 if layout in ("concat", "interleaved") else cols
+
+
+def _parts(x: Tensor, up: Tensor | None, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """gate and up as [M, H] in dtype; no up if nothing is gated."""
+    flat = x.reshape(count_rows(x), x.shape[-1]).to(dtype)
+    if layout == "concat":
+        hidden = flat.shape[1] // 2
+        return flat[:, :hidden], flat[:, hidden:]
+    if layout == "interleaved":
+        return flat[:, 0::2], flat[:, 1::2]
+    return flat, None if up is None else up.reshape(flat.shape).to(dtype)
+
+
+def _activated(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
+    """(f(a), f'(a)), in the order of operations that the kernels have."""
+    if act in ("silu", "sigmoid"):
+        s = torch.sigmoid(alpha * a)
+        if act == "silu":
+            return a * s, s * (1.0 + alpha * a * (1.0 - s))
+        return s, alpha * s * (1.0 - s)
+    if act == "gelu":
+        cdf = 0.5 * (1.0 + torch.erf(a * math.sqrt(0.5)))
+        return a * cdf, cdf + a * (torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))
+    if act == "gelu_tanh":
+        twice = 2 * math.sqrt(2 / math.pi)
+        s = torch.sigmoid(twice * a * (1.0 + 0.044715 * a * a))
+        steep = s * (1.0 - s)
+        bend = twice * a * steep * (1.0 + 3 * 0.044715 * a * a)
+        return a * s, s + torch.where(steep == 0, 0.0, bend)
+    positive = torch.where(a <= 0, 0.0, a)
+    if act == "relu":
+        return positive, (a > 0).to(a.dtype)
+    return positive * positive, 2.0 * positive
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def glu_reference(
+    x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, act: str, layout: str,
+    limit: float | None, alpha: float, up_offset: float, align: int, out_dtype: torch.dtype, format: str | None,
+    rowwise: bool, columnwise: bool, quant_scale: Tensor | None, return_amax: bool, grad_format: str | None,
+    grad_rowwise: bool, grad_columnwise: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The definition. x [..., 2H], or x and up [..., H]; prob [M]; ends [groups]."""
+    gate, value = _parts(x, up, layout, _compute_dtype(x))
+    if limit is not None:
+        gate = torch.where(gate > limit, limit, gate)
+        value = value if value is None else torch.where(value.abs() > limit, value.sign() * limit, value)
+    y, _ = _activated(gate, act, alpha)
+    if value is not None:
+        y = y * (value + up_offset)
+    if prob is not None:
+        y = y * prob.to(y.dtype)[:, None]
+    if ends is not None:
+        y = torch.where(real_rows_reference(ends, len(y), align)[:, None], y, 0.0)
+    shape = (*x.shape[:-1], y.shape[1])
+    if format is None:
+        return [y.to(out_dtype).view(shape)]
+    f = Format.of(format)
+    largest = amax_reference(y) if f.needs_tensor_amax or return_amax else None
+    outputs = [stand_in(x[..., : shape[-1]])]
+    outputs += _copies_reference(
+        y.float(), f, rowwise, columnwise, ends, align, tensor_amax=largest, scale=quant_scale
+    )
+    if f.block == "nvfp4":
+        assert largest is not None
+        outputs.append(nvfp4_global_reference(largest, f))
+    if return_amax:
+        assert largest is not None
+        outputs.append(largest)
+    return outputs
+
+
+def _copies_reference(
+    y: Tensor,
+    format: Format,
+    rowwise: bool,
+    columnwise: bool,
+    ends: Tensor | None,
+    align: int,
+    **options: Any,
+) -> list[Tensor]:
+    """The copies of y [M, K]; blocks along M never mix groups."""
+    options["input_dtype"] = torch.float32
+    if not (columnwise and _begins_anew(ends, align)):
+        return quantize_copies(y, format, rowwise=rowwise, columnwise=columnwise, **options)
+    assert ends is not None
+    rows, cols = y.shape
+    slot = slot_rows_reference(ends, rows, align, STRIPE)
+    spread = y.new_zeros(count_slots(rows, ends.numel(), STRIPE) * STRIPE, cols)
+    used = torch.zeros(len(spread), dtype=torch.bool, device=y.device)
+    spread[slot], used[slot] = y, True
+    parts = quantize_copies(y, format, rowwise=rowwise, columnwise=True, **options)
+    data, scale = quantize_copies(spread, format, rowwise=False, columnwise=True, **options)
+    codes = data.view(torch.uint8)
+    if format.packed == 2:
+        codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
+    codes = codes[:, slot]
+    if format.packed == 2:
+        codes = torch.nn.functional.pad(codes, (0, rows % 2))
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    parts[-2].view(torch.uint8).copy_(codes)
+    # Blocks without rows have the scale zero.
+    empty = ~used.view(-1, format.group).any(1)
+    (scale if scale.element_size() > 1 else scale.view(torch.uint8))[:, empty] = 0
+    parts[-1] = scale
+    return parts
+
+
+def glu_backward_reference(
+    x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, dy: Tensor, act: str, layout: str,
+    limit: float | None, alpha: float, up_offset: float, align: int, needs: list[bool], format: str | None,
+    rowwise: bool, columnwise: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Of dx, dup and dprob those that are needed; dx and dup as their copies if there is a format."""
+    gate, value = _parts(x, up, layout, _compute_dtype(x))
+    d = dy.reshape(gate.shape).to(gate.dtype)
+    if ends is not None:
+        real = real_rows_reference(ends, len(gate), align)[:, None]
+        gate, d = torch.where(real, gate, 0.0), torch.where(real, d, 0.0)
+        value = value if value is None else torch.where(real, value, 0.0)
+        prob = prob if prob is None else torch.where(real[:, 0], prob, 0.0)
+    a, b = gate, value
+    if limit is not None:
+        a = torch.where(a > limit, limit, a)
+        b = b if b is None else torch.where(b.abs() > limit, b.sign() * limit, b)
+    f, slope = _activated(a, act, alpha)
+    g = torch.ones_like(f) if b is None else b + up_offset
+    w = d if prob is None else d * prob.to(d.dtype)[:, None]
+    dgate, dvalue = w * g * slope, w * f
+    if limit is not None:
+        dgate = torch.where(gate > limit, 0.0, dgate)
+        dvalue = dvalue if value is None else torch.where(value.abs() > limit, 0.0, dvalue)
+    if ends is not None:
+        dgate, dvalue = torch.where(real, dgate, 0.0), torch.where(real, dvalue, 0.0)
+    if layout == "concat":
+        gradients = [torch.cat([dgate, dvalue], 1)]
+    elif layout == "interleaved":
+        gradients = [torch.stack([dgate, dvalue], -1).flatten(1)]
+    else:
+        gradients = [dgate, dvalue]
+    outputs: list[Tensor] = []
+    for like, gradient, need in zip((x, up), gradients, needs, strict=False):
+        if need and like is not None:
+            if format is None:
+                outputs.append(gradient.to(like.dtype).view(like.shape))
+            else:
+                outputs += _quantized_reference(gradient.float(), format, rowwise, columnwise, ends, align)
+    if needs[2]:
+        assert prob is not None
+        outputs.append((d * (f * g)).sum(1).to(prob.dtype))
+    return outputs
+
+
+def _quantized_reference(
+    y: Tensor, format: str, rowwise: bool, columnwise: bool, ends: Tensor | None, align: int
+) -> list[Tensor]:
+    f = Format.of(format)
+    largest = amax_reference(y)
+    parts = _copies_reference(y, f, rowwise, columnwise, ends, align, tensor_amax=largest)
+    return [*parts, nvfp4_global_reference(largest, f)] if f.block == "nvfp4" else parts
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def _at_most(x, limit):
+    """min(x, limit) that keeps NaN."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def _at_least(x, limit):
+    """max(x, limit) that keeps NaN."""
+    return tl.where(x < limit, limit, x)
+
+
+@triton.jit
+def _place(ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """(row int64 [ROWS], which of them have results, which have inputs, first row, how many rows) of a program."""
+    local = tl.arange(0, ROWS)
+    if ends_ptr is not None and PLACES != "rows":
+        first, exist, real = group_stripe(block, ends_ptr, groups, align, rows, ROWS, PLACES == "slots")
+        if PLACES == "slots":
+            first = (first // 16) * 16  # nothing but itself, and known to be a multiple
+        return first + local, local < exist, local < real, first, exist
+    else:
+        first = block * ROWS
+        row = first + local
+        written = row < rows
+        read = written
+        if ends_ptr is not None:
+            read = written & real_rows(row, ends_ptr, groups, align)
+        return row, written, read, first, rows - first
+
+
+@triton.jit
+def _tile_mask(rows_mask, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """Which elements of a tile exist, bool [R] and col [C] -> [R, C]; None when all do."""
+    if ROWS_MASKED and COLS_MASKED:
+        return rows_mask[:, None] & (col < cols)[None, :]
+    elif ROWS_MASKED:
+        return rows_mask[:, None] & (col >= 0)[None, :]
+    elif COLS_MASKED:
+        return (rows_mask | True)[:, None] & (col < cols)[None, :]
+    else:
+        return None
+
+
+@triton.jit
+def _load(ptr, mask):
+    """A tile as it is stored, zero where it does not exist."""
+    if mask is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_parts(
+    gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS: tl.constexpr, TILE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """(gate, up) [R, C] as they are stored, zero where there is no input; nobody reads up if nothing is gated."""
+    if INTERLEAVED:
+        pair = 2 * start + tl.arange(0, 2 * TILE)
+        pairs_mask = _tile_mask(read, pair, 2 * cols, ROWS_MASKED, COLS_MASKED)
+        pairs = _load(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
+        gate, up = tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
+    else:
+        gate = _load(gate_ptr + gate_off[:, None] + col[None, :], mask)
+        up = gate
+        if up_ptr is not None:
+            up = _load(up_ptr + up_off[:, None] + col[None, :], mask)
+    return gate, up
+
+
+@triton.jit
+def _value(
+    gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS: tl.constexpr,
+    TILE: tl.constexpr, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, WEIGHTED: tl.constexpr,
+    ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """y [R, C] in fp32, zero where there is no input."""
+    col = start + tl.arange(0, TILE)
+    mask = _tile_mask(read, col, cols, ROWS_MASKED, COLS_MASKED)
+    gate, up = _load_parts(
+        gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
+        COLS_MASKED,
+    )  # fmt: skip
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if LIMITED:
+        gate = _at_most(gate, limit)
+        up = _at_least(_at_most(up, limit), -limit)
+    y = activate(gate, alpha, ACT)
+    if INTERLEAVED or up_ptr is not None:
+        y = y * (up + up_offset)
+    if WEIGHTED:
+        y = y * prob[:, None]
+    if mask is not None:
+        y = tl.where(mask, y, 0.0)
+    return y
+
+
+@kernel
+def _glu_kernel(
+    gate_ptr,  # [rows, cols]; with INTERLEAVED [rows, 2 cols], gate and up in turn
+    up_ptr,  # [rows, cols]; None with INTERLEAVED, and if nothing is gated
+    prob_ptr,  # [rows], or None
+    ends_ptr,  # [groups], or None
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    y_ptr,  # [rows, cols], or None
+    amax_ptr,  # [programs], or None
+    data_ptr,  # row-wise codes, or None
+    data_scale_ptr,
+    data_t_ptr,  # column-wise codes, or None
+    data_t_scale_ptr,
+    rows,
+    cols,
+    up_shift,  # from the pointer to the first element of up: cols if it follows the gate in one tensor
+    inner,
+    gate_outer_stride,
+    gate_inner_stride,
+    up_outer_stride,
+    up_inner_stride,
+    prob_stride,
+    groups,
+    align,  # of groups
+    row_programs,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    data_t_stride,
+    data_t_scale_row_stride,
+    data_t_scale_col_stride,
+    alpha,
+    limit,
+    up_offset,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the quantised copies, or None
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    STRIPES: tl.constexpr,  # ROWS is the longest group of a format along M: column-wise copies can be made
+    PLACES: tl.constexpr,  # where padding may be: any row, the end of any stripe, or stripes begin anew with groups
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ONCE: tl.constexpr,  # as many programs share rows as there are tiles
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+    COLS_MASKED: tl.constexpr,
+):
+    """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // row_programs).to(tl.int64)
+    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
+    GROUPED: tl.constexpr = ends_ptr is not None
+    WEIGHTED: tl.constexpr = prob_ptr is not None
+    ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
+    gate_off = row_offset(row, inner, gate_outer_stride, gate_inner_stride, NESTED, ALIGN)
+    up_off = row_offset(row, inner, up_outer_stride, up_inner_stride, NESTED, ALIGN)
+    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
+    y_off = tl.multiple_of(row * cols, ALIGN)
+    prob = row.to(tl.float32)
+    if WEIGHTED:
+        prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
+    stripe = block
+    bound = rows.to(tl.int64)
+    PACKED: tl.constexpr = 1 if FORMAT is None else FORMAT.packed
+    if PLACES == "slots":  # the copies' pointers move to the stripe, which is then the first
+        if data_ptr is not None:
+            data_ptr += tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
+            data_scale_ptr += first * data_scale_row_stride
+        if data_t_ptr is not None:
+            data_t_ptr += first // PACKED
+            data_t_scale_ptr += block * (ROWS // FORMAT.group) * data_t_scale_col_stride
+        stripe = block * 0
+        bound = exist
+
+    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    if BY_ROW:  # the row's largest y has to be known before its first code
+        largest = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols, TILE):
+            y = _value(
+                gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS, TILE, ACT,
+                INTERLEAVED, LIMITED, WEIGHTED, ROWS_MASKED, COLS_MASKED,
+            )  # fmt: skip
+            largest = larger(largest, amax(y, axis=1))
+        row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+        tl.store(data_scale_ptr + row, row_scale, mask=written)
+
+    program_amax = tl.zeros((ROWS,), tl.float32)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
+        y = _value(
+            gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS, TILE, ACT,
+            INTERLEAVED, LIMITED, WEIGHTED, ROWS_MASKED, COLS_MASKED,
+        )  # fmt: skip
+        if amax_ptr is not None:
+            program_amax = larger(program_amax, amax(y, axis=1))
+        if y_ptr is not None:
+            col = start + tl.arange(0, TILE)
+            mask = _tile_mask(written, col, cols, ROWS > 1, COLS_MASKED)
+            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        if data_ptr is not None or data_t_ptr is not None:
+            if STRIPES:
+                store_stripe(
+                    y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, bound,
+                    cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride,
+                    data_t_scale_row_stride, data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN,
+                    COLS_MASKED,
+                )  # fmt: skip
+            elif BY_ROW or BY_TENSOR:
+                if BY_ROW:
+                    codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+                else:
+                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+                store_codes(
+                    codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS > 1, COLS_MASKED
+                )
+            else:
+                store_rows(
+                    y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride,
+                    data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS > 1, COLS_MASKED,
+                )  # fmt: skip
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+
+
+@triton.jit
+def _gradients_of(
+    gate, up, dy, prob, alpha, limit, up_offset, mask, ACT: tl.constexpr, LIMITED: tl.constexpr,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
+    a, g = gate, up
+    if LIMITED:
+        a = _at_most(gate, limit)
+        g = _at_least(_at_most(up, limit), -limit)
+    f, slope = activate_with_slope(a, alpha, ACT)
+    w = dy
+    if WEIGHTED:
+        w = dy * prob[:, None]
+    if GATED:
+        g = g + up_offset
+        dgate, dup, terms = w * g * slope, w * f, dy * (f * g)
+    else:
+        dgate, dup, terms = w * slope, w, dy * f
+    if LIMITED:
+        dgate = tl.where(gate > limit, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > limit, 0.0, dup)
+    if GROUPED:
+        dgate = tl.where(mask, dgate, 0.0)
+        dup = tl.where(mask, dup, 0.0)
+    return dgate, dup, terms
+
+
+@triton.jit
+def _store_gradient(
+    gradient,  # fp32 [R, C], zero where there is no input
+    plain_ptr,  # [rows, width], or None
+    data_ptr,
+    data_scale_ptr,
+    data_t_ptr,
+    data_t_scale_ptr,
+    row,
+    written,
+    stripe,
+    start,  # column of the gradient
+    rows,
+    bound,
+    width,  # columns of the gradient that may be written
+    stride,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    data_t_stride,
+    data_t_scale_row_stride,
+    data_t_scale_col_stride,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STRIPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A tile of dgate, of dup or of both in turn, plain or as copies."""
+    if plain_ptr is not None:
+        col = start + tl.arange(0, gradient.shape[1])
+        mask = _tile_mask(written, col, width, ROWS > 1, COLS_MASKED)
+        off = tl.multiple_of(row * stride, ALIGN)
+        tl.store(plain_ptr + off[:, None] + col[None, :], gradient.to(plain_ptr.dtype.element_ty), mask=mask)
+    if data_ptr is not None or data_t_ptr is not None:
+        if STRIPES:
+            store_stripe(
+                gradient, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, 0.0, stripe, start,
+                bound, width, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride,
+                data_t_scale_row_stride, data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, False, ALIGN, COLS_MASKED,
+            )  # fmt: skip
+        else:
+            store_rows(
+                gradient, None, data_ptr, data_scale_ptr, 0.0, row, start, rows, width, data_stride,
+                data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS > 1, COLS_MASKED,
+            )  # fmt: skip
+
+
+@kernel
+def _glu_backward_kernel(
+    gate_ptr,  # as for the forward
+    up_ptr,
+    prob_ptr,
+    ends_ptr,
+    dy_ptr,  # [rows, cols]
+    dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup in turn
+    dup_ptr,  # the same tensor if gate and up are one, or None
+    dprob_ptr,  # [row_programs, rows], or None
+    gate_data_ptr,  # the copies of dgate, or None
+    gate_scale_ptr,
+    gate_data_t_ptr,
+    gate_scale_t_ptr,
+    up_data_ptr,  # and of dup
+    up_scale_ptr,
+    up_data_t_ptr,
+    up_scale_t_ptr,
+    rows,
+    cols,
+    up_shift,
+    inner,
+    gate_outer_stride,
+    gate_inner_stride,
+    up_outer_stride,
+    up_inner_stride,
+    dy_outer_stride,
+    dy_inner_stride,
+    prob_stride,
+    groups,
+    align,
+    row_programs,
+    stride,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    data_t_stride,
+    data_t_scale_row_stride,
+    data_t_scale_col_stride,
+    alpha,
+    limit,
+    up_offset,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STRIPES: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ONCE: tl.constexpr,
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // row_programs).to(tl.int64)
+    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
+    GROUPED: tl.constexpr = ends_ptr is not None
+    GATED: tl.constexpr = INTERLEAVED or up_ptr is not None
+    ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
+    gate_off = row_offset(row, inner, gate_outer_stride, gate_inner_stride, NESTED, ALIGN)
+    up_off = row_offset(row, inner, up_outer_stride, up_inner_stride, NESTED, ALIGN)
+    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
+    dy_off = row_offset(row, inner, dy_outer_stride, dy_inner_stride, NESTED, ALIGN)
+    WEIGHTED: tl.constexpr = prob_ptr is not None
+    prob = row.to(tl.float32)
+    if WEIGHTED:
+        prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
+    stripe = block
+    bound = rows.to(tl.int64)
+    if PLACES == "slots":
+        G: tl.constexpr = FORMAT.group
+        PACKED: tl.constexpr = FORMAT.packed
+        data_off = tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
+        if gate_data_ptr is not None:
+            gate_data_ptr += data_off
+            gate_scale_ptr += first * data_scale_row_stride
+        if gate_data_t_ptr is not None:
+            gate_data_t_ptr += first // PACKED
+            gate_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
+        if up_data_ptr is not None:
+            up_data_ptr += data_off
+            up_scale_ptr += first * data_scale_row_stride
+        if up_data_t_ptr is not None:
+            up_data_t_ptr += first // PACKED
+            up_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
+        stripe = block * 0
+        bound = exist
+
+    dprob = tl.zeros((ROWS,), tl.float32)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
+        col = start + tl.arange(0, TILE)
+        mask = _tile_mask(read, col, cols, ROWS_MASKED, COLS_MASKED)
+        gate, up = _load_parts(
+            gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
+            COLS_MASKED,
+        )  # fmt: skip
+        dy = _load(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+        gate, up, dy = gate.to(tl.float32), up.to(tl.float32), dy.to(tl.float32)
+        dgate, dup, terms = _gradients_of(
+            gate, up, dy, prob, alpha, limit, up_offset, mask, ACT, LIMITED, WEIGHTED, GATED, GROUPED
+        )  # fmt: skip
+        if dprob_ptr is not None:
+            dprob += tl.sum(terms, axis=1)
+        begin, width = start, cols
+        if INTERLEAVED:
+            dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
+            begin, width = 2 * start, 2 * cols
+        _store_gradient(
+            dgate, dgate_ptr, gate_data_ptr, gate_scale_ptr, gate_data_t_ptr, gate_scale_t_ptr, row, written, stripe,
+            begin, rows, bound, width, stride, data_stride, data_scale_row_stride, data_scale_col_stride,
+            data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride, FORMAT, CAST, STRIPES, ROWS, ALIGN,
+            COLS_MASKED,
+        )  # fmt: skip
+        if GATED and not INTERLEAVED:
+            shift = (up_shift // ALIGN) * ALIGN
+            _store_gradient(
+                dup, dup_ptr, up_data_ptr, up_scale_ptr, up_data_t_ptr, up_scale_t_ptr, row, written, stripe,
+                shift + start, rows, bound, shift + cols, stride, data_stride, data_scale_row_stride,
+                data_scale_col_stride, data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride, FORMAT, CAST,
+                STRIPES, ROWS, ALIGN, COLS_MASKED,
+            )  # fmt: skip
+    if dprob_ptr is not None:
+        tl.store(
+            dprob_ptr + part.to(tl.int64) * rows + row, dprob.to(dprob_ptr.dtype.element_ty), mask=written
+        )
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GluConfig:
+    """How a tensor is cut: `rows` rows and `tile` columns of y at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(cols: int, smallest_tile: int, backward: bool, align: int, target: str) -> GluConfig:
+        if target == "cpu":
+            return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
+        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
+        # Where an access has one element, its address is longer than it.
+        numbers = 4096 // (2 if backward else 1) // (4 if align == 1 else 1)
+        return GluConfig(max(1, numbers // tile), tile, 4)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose_stripe(
+        block: str, rowwise: bool, backward: bool, interleaved: bool, align: int, target: str
+    ) -> GluConfig:
+        narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
+        tile = 64 if narrow else 128
+        warps = 16
+        if target == "cpu":
+            tile = 128
+        elif target.startswith("gfx"):
+            warps = tile * STRIPE // 16 // 64
+        elif (backward and tile == 128) or align == 1:
+            # Compiled for sm_90 and sm_100, both copies of a gradient at 1x128: 255 registers, none spilled (with 16
+            # warps 128 and 376 to 840 bytes). On sm_80 and sm_89, which encode by integers, up to 232 bytes are.
+            warps = 8
+        # Interleaved gradients are twice as wide as gate or up.
+        return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
+
+
+def _begins_anew(ends: Tensor | None, align: int) -> bool:
+    """Whether blocks of rows begin anew with every group, rather than where they would without groups."""
+    return ends is not None and align % STRIPE != 0
+
+
+def _places(ends: Tensor | None, align: int, format: Format | None, stripes: bool) -> str:
+    if not stripes or ends is None or format is None:
+        return "rows"
+    if not _begins_anew(ends, align):
+        return "stripes"
+    return "slots" if format.group else "rows"
+
+
+def _allocate_copies(
+    format: Format, rows: int, cols: int, device: torch.device, rowwise: bool, columnwise: bool, ends: Tensor | None,
+    align: int,
+) -> list[Tensor]:  # fmt: skip
+    outputs = allocate_copies(format, rows, cols, device, rowwise=rowwise, columnwise=columnwise)
+    if columnwise and format.group and _begins_anew(ends, align):
+        assert ends is not None
+        slots = count_slots(rows, ends.numel(), STRIPE)
+        scale = empty_scale(format, cols, slots * STRIPE, device)
+        (scale if scale.element_size() > 1 else scale.view(torch.uint8)).zero_()
+        outputs[2 * (rowwise + columnwise) - 1] = scale
+    return outputs
+
+
+def _allocate_glu(
+    x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, act: str, layout: str,
+    limit: float | None, alpha: float, up_offset: float, align: int, out_dtype: torch.dtype, format: str | None,
+    rowwise: bool, columnwise: bool, quant_scale: Tensor | None, return_amax: bool, grad_format: str | None,
+    grad_rowwise: bool, grad_columnwise: bool,
+) -> list[Tensor]:  # fmt: skip
+    hidden = _hidden(x, layout)
+    if format is None:
+        return [torch.empty((*x.shape[:-1], hidden), dtype=out_dtype, device=x.device)]
+    outputs = [stand_in(x[..., :hidden])]
+    outputs += _allocate_copies(
+        Format.of(format), count_rows(x), hidden, x.device, rowwise, columnwise, ends, align
+    )
+    if return_amax:
+        outputs.append(torch.empty((), dtype=torch.float32, device=x.device))
+    return outputs
+
+
+def _inputs(
+    x: Tensor, up: Tensor | None, layout: str, hidden: int
+) -> tuple[Tensor, Tensor | None, tuple[int, int, int, int, int, int]]:
+    """gate and up as kernels take them, and (up_shift, inner, strides of gate, strides of up)."""
+    x, inner, outer_stride, inner_stride = row_strides(x)
+    if layout == "concat":
+        return x, x, (hidden, inner, outer_stride, inner_stride, outer_stride, inner_stride)
+    if up is None:
+        return x, None, (0, inner, outer_stride, inner_stride, 0, 0)
+    up, up_inner, up_outer_stride, up_inner_stride = row_strides(up)
+    if inner != up_inner:  # two ways to nest rows: both are straightened
+        x, inner, outer_stride, inner_stride = row_strides(x.contiguous())
+        up, _, up_outer_stride, up_inner_stride = row_strides(up.contiguous())
+    return x, up, (0, inner, outer_stride, inner_stride, up_outer_stride, up_inner_stride)
+
+
+def _launch_glu(
+    outputs: list[Tensor], x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, act: str,
+    layout: str, limit: float | None, alpha: float, up_offset: float, align: int, out_dtype: torch.dtype,
+    format: str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None, return_amax: bool,
+    grad_format: str | None, grad_rowwise: bool, grad_columnwise: bool,
+) -> None:  # fmt: skip
+    hidden = _hidden(x, layout)
+    rows = x.numel() // x.shape[-1]
+    target = capabilities_of(x.device)
+    gate, up, places = _inputs(x, up, layout, hidden)
+    prob_stride = 0 if prob is None else prob.stride(0)
+    groups = 0
+    if ends is not None:
+        ends, groups = ends.contiguous(), ends.numel()
+    strides = (*places[2:], hidden, places[0])
+    multiple = align_of(*strides)
+    floats = (alpha, 0.0 if limit is None else limit, up_offset)
+
+    def run(
+        config: GluConfig, f: Format | None, stripes: bool, row_programs: int, given: Tensor | None,
+        pointers: tuple[Tensor | None, ...], more: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        once = target.target != "cpu" and (f is None or f.block != "row")
+        where = _places(ends, align, f, stripes)
+        _glu_launch(
+            act, layout == "interleaved", limit is not None, f, cast_mode(target), quant_scale is not None, stripes,
+            where, config, once, places[1] > 1, multiple, hidden % config.tile != 0,
+        )(
+            (_blocks(rows, hidden, groups, config, stripes, where) * row_programs, 1, 1),
+            (gate, up, prob, ends, given, *pointers),
+            (rows, hidden, *places, prob_stride, groups, align, row_programs, *more),
+            floats,
+        )  # fmt: skip
+
+    no_copies = (None, None, None, None)
+    no_strides = (0, 0, 0, 0, 0, 0)
+    if format is None:
+        config = GluConfig.choose(hidden, 1, False, multiple, target.target)
+        parts = 1 if target.target == "cpu" else -(-hidden // config.tile)
+        run(config, None, False, parts, None, (outputs[0], None, *no_copies), no_strides)
+        return
+
+    f = Format.of(format)
+    row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
+    count = count_copies(f, rowwise=rowwise, columnwise=columnwise)
+    amax_out = outputs[1 + count] if return_amax else None
+    given = quant_scale
+    scales = [copy.scale for copy in (row_copy, col_copy) if copy is not None]
+    if quant_scale is not None:
+        for copied in scales:
+            copied.copy_(quant_scale.reshape(1, 1))
+    elif f.needs_tensor_amax:  # the whole tensor's amax comes first: a pass that stores nothing else
+        config = GluConfig.choose(hidden, 1, False, multiple, target.target)
+        parts = 1 if target.target == "cpu" else -(-hidden // config.tile)
+        found = torch.empty(-(-rows // config.rows) * parts, dtype=torch.float32, device=x.device)
+        run(config, None, False, parts, None, (None, found, *no_copies), no_strides)
+        given = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
+        amax_out = None
+        reduce_amax(
+            found, f, torch.float32, amax=given, scales=[outputs[count]] if f.block == "nvfp4" else scales
+        )
+
+    stripes = columnwise or f.block == "128x128"
+    if stripes:
+        config = GluConfig.choose_stripe(f.block, rowwise, False, False, multiple, target.target)
+    else:
+        config = GluConfig.choose(hidden, f.group, False, multiple, target.target)
+    parts = 1 if f.block == "row" or target.target == "cpu" else -(-hidden // config.tile)
+    partials = None
+    if amax_out is not None:
+        programs = _blocks(rows, hidden, groups, config, stripes, _places(ends, align, f, stripes)) * parts
+        partials = torch.empty(programs, dtype=torch.float32, device=x.device)
+    data, data_scale, *strides_of_data = copy_arguments(row_copy)
+    data_t, data_t_scale, *strides_of_data_t = copy_arguments(col_copy)
+    run(
+        config, f, stripes, parts, given, (None, partials, data, data_scale, data_t, data_t_scale),
+        (*strides_of_data, *strides_of_data_t),
+    )  # fmt: skip
+    if partials is not None:
+        reduce_amax(partials, None, torch.float32, amax=amax_out)
+
+
+def _blocks(rows: int, cols: int, groups: int, config: GluConfig, stripes: bool, places: str) -> int:
+    """Blocks of rows: those of a tensor, or as many as groups can need."""
+    if not stripes:
+        return -(-rows // config.rows)
+    dense = count_stripes(rows, cols)
+    return count_slots(rows, groups, STRIPE) if places == "slots" else dense
+
+
+@functools.cache
+def _glu_launch(
+    act: str, interleaved: bool, limited: bool, format: Format | None, cast: int, static: bool, stripes: bool,
+    places: str, config: GluConfig, once: bool, nested: bool, align: int, masked: bool,
+) -> Launch:  # fmt: skip
+    return Launch.of(
+        _glu_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved, LIMITED=limited, FORMAT=format,
+        CAST=cast, STATIC=static, STRIPES=stripes, PLACES=places, ROWS=config.rows, TILE=config.tile, ONCE=once,
+        NESTED=nested, ALIGN=align, COLS_MASKED=masked,
+    )  # fmt: skip
+
+
+def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
+    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
+    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
+    if format.block not in ("1x128", "128x128", "mx"):
+        return False, False
+    crossing = layout == "concat" and hidden % format.group != 0
+    return not crossing, not (crossing and format.block == "128x128")
+
+
+def _allocate_glu_backward(
+    x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, dy: Tensor, act: str, layout: str,
+    limit: float | None, alpha: float, up_offset: float, align: int, needs: list[bool], format: str | None,
+    rowwise: bool, columnwise: bool,
+) -> list[Tensor]:  # fmt: skip
+    outputs: list[Tensor] = []
+    for like, need in zip((x, up), needs, strict=False):
+        if need and like is not None:
+            if format is None:
+                outputs.append(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+            else:
+                outputs += _allocate_copies(
+                    Format.of(format), count_rows(like), like.shape[-1], like.device, rowwise, columnwise, ends, align
+                )  # fmt: skip
+    if needs[2]:
+        assert prob is not None
+        outputs.append(torch.empty(prob.shape, dtype=prob.dtype, device=prob.device))
+    return outputs
+
+
+def _launch_glu_backward(
+    outputs: list[Tensor], x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, dy: Tensor,
+    act: str, layout: str, limit: float | None, alpha: float, up_offset: float, align: int, needs: list[bool],
+    format: str | None, rowwise: bool, columnwise: bool,
+) -> None:  # fmt: skip
+    hidden = _hidden(x, layout)
+    rows = x.numel() // x.shape[-1]
+    target = capabilities_of(x.device)
+    f = None if format is None else Format.of(format)
+    likes = (x, up)
+    gate, up, places = _inputs(x, up, layout, hidden)
+    dy, dy_inner, *dy_strides = row_strides(dy)
+    if dy_inner != places[1]:
+        second = likes[1]
+        gate, up, places = _inputs(
+            x.contiguous(), second if second is None else second.contiguous(), layout, hidden
+        )
+        dy, _, *dy_strides = row_strides(dy.contiguous())
+    prob_stride = 0 if prob is None else prob.stride(0)
+    groups = 0
+    if ends is not None:
+        ends, groups = ends.contiguous(), ends.numel()
+    multiple = align_of(*places[2:], *dy_strides, hidden, places[0])
+
+    direct = (False, False) if f is None else _in_one_pass(f, layout, hidden)
+    direct = direct[0] and rowwise, direct[1] and columnwise
+    plain: list[Tensor | None] = [None, None]
+    copies: list[tuple[Copy | None, Copy | None]] = [(None, None), (None, None)]
+    later: list[tuple[list[Tensor], Tensor]] = []  # copies that are made from an fp32 gradient
+    rest = iter(outputs)
+    for i, (like, need) in enumerate(zip(likes, needs, strict=False)):
+        if not need or like is None:
+            continue
+        if f is None:
+            plain[i] = next(rest)
+            continue
+        parts = [next(rest) for _ in range(count_copies(f, rowwise=rowwise, columnwise=columnwise))]
+        row_copy, col_copy = split_copies(f, parts, rowwise=rowwise, columnwise=columnwise)
+        copies[i] = row_copy if direct[0] else None, col_copy if direct[1] else None
+        if direct != (rowwise, columnwise):
+            gradient = torch.empty(like.shape, dtype=torch.float32, device=x.device)
+            plain[i] = gradient
+            later.append((parts[: 2 if direct[1] else None], gradient))
+    if layout == "concat":
+        plain[1], copies[1] = plain[0], copies[0]
+    dprob = next(rest) if needs[2] else None
+
+    quantized = f if any(direct) else None
+    stripes = quantized is not None and (direct[1] or quantized.block == "128x128")
+    interleaved = layout == "interleaved"
+    if stripes:
+        assert quantized is not None
+        config = GluConfig.choose_stripe(
+            quantized.block, direct[0], True, interleaved, multiple, target.target
+        )
+    else:
+        config = GluConfig.choose(
+            hidden, 1 if quantized is None else quantized.group, True, multiple, target.target
+        )
+    where = _places(ends, align, quantized, stripes)
+    blocks = _blocks(rows, hidden, groups, config, stripes, where)
+    row_programs, once = _row_programs(hidden, config, stripes, dprob is not None, target.target)
+    sums = dprob
+    if dprob is not None and row_programs > 1:
+        sums = torch.empty((row_programs, rows), dtype=torch.float32, device=x.device)
+
+    row_copy, col_copy = (
+        next((pair[side] for pair in copies if pair[side] is not None), None) for side in (0, 1)
+    )
+    pointers: list[Tensor | None] = [gate, up, prob, ends, dy, *plain, sums]
+    for pair in copies:
+        for copy in pair:
+            pointers += [None, None] if copy is None else [copy.data, copy.scale]
+    launch = Launch.of(
+        _glu_backward_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved,
+        LIMITED=limit is not None, FORMAT=quantized, CAST=cast_mode(target), STRIPES=stripes, PLACES=where,
+        ROWS=config.rows, TILE=config.tile, ONCE=once, NESTED=places[1] > 1, ALIGN=multiple,
+        COLS_MASKED=hidden % config.tile != 0,
+    )  # fmt: skip
+    launch(
+        (blocks * row_programs, 1, 1),
+        tuple(pointers),
+        (
+            rows, hidden, *places, *dy_strides, prob_stride, groups, align, row_programs, likes[0].shape[-1],
+            *copy_arguments(row_copy)[2:], *copy_arguments(col_copy)[2:],
+        ),
+        (alpha, 0.0 if limit is None else limit, up_offset),
+    )  # fmt: skip
+    if dprob is not None and sums is not dprob:
+        assert sums is not None
+        dprob.copy_(sums.sum(0))
+    for parts, gradient in later:
+        assert format is not None
+        with_columns = columnwise and not direct[1]
+        quantize_op.launch([gradient, *parts], gradient, format, rowwise, with_columns, None, False, None)
+
+
+def _row_programs(cols: int, config: GluConfig, stripes: bool, sums: bool, target: str) -> tuple[int, bool]:
+    """Programs that share rows, and whether each has one tile of them. A sum over the row belongs to one program,
+    unless its tiles are stripes: in a loop over those, too much is held in registers."""
+    if target == "cpu" or (sums and not stripes):
+        return 1, False
+    return -(-cols // config.tile), True
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _setup_glu(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:10]
+    ctx.format, ctx.rowwise, ctx.columnwise = inputs[16:]
+    ctx.inputs = len(inputs)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _glu_gradients(ctx: Any, grads: Any) -> Any:
+    x, up, prob, ends = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    found = glu_backward_op(
+        x, up, prob, ends, grads[0], *ctx.options, needs, ctx.format, ctx.rowwise, ctx.columnwise
+    )
+    gradients = _gradients(found, x, up, needs, ctx.format, ctx.rowwise, ctx.columnwise)
+    if ctx.format is not None and type(x) not in (Tensor, torch.nn.Parameter):
+        # A graph that is being traced has plain tensors for the gradients of its inputs, which are leaves to it.
+        for i, (node, _) in enumerate(ctx.next_functions[:2]):
+            gradient = gradients[i]
+            if isinstance(gradient, QTensor) and node is not None and not node.next_functions:
+                gradients[i] = gradient.dequantize()
+    return *gradients, *[None] * (ctx.inputs - 3)
+
+
+def _gradients(
+    found: list[Tensor], x: Tensor, up: Tensor | None, needs: list[bool], format: str | None, rowwise: bool,
+    columnwise: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """dx, dup and dprob, quantised if there is a format, from what the op returns."""
+    rest = iter(found)
+    gradients: list[Tensor | None] = [None, None, None]
+    for i, like in enumerate((x, up)):
+        if needs[i] and like is not None:
+            if format is None:
+                gradients[i] = next(rest)
+            else:
+                f = Format.of(format)
+                parts = [next(rest) for _ in range(count_copies(f, rowwise=rowwise, columnwise=columnwise))]
+                copies = split_copies(f, parts, rowwise=rowwise, columnwise=columnwise)
+                gradients[i] = QTensor(like.shape, like.dtype, f, *copies)
+    gradients[2] = next(rest) if needs[2] else None
+    return gradients
+
+
+glu_backward_op = define_op(
+    "glu_backward(Tensor x, Tensor? up, Tensor? prob, Tensor? ends, Tensor dy, str act, str layout, float? limit, "
+    "float alpha, float up_offset, int align, bool[] needs, str? format, bool rowwise, bool columnwise) -> Tensor[]",
+    allocate=_allocate_glu_backward,
+    launch=_launch_glu_backward,
+    reference=glu_backward_reference,
+    variants=32,
+)
+
+glu_op = define_op(
+    "glu(Tensor x, Tensor? up, Tensor? prob, Tensor? ends, str act, str layout, float? limit, float alpha, "
+    "float up_offset, int align, ScalarType out_dtype, str? format, bool rowwise, bool columnwise, "
+    "Tensor? quant_scale, bool return_amax, str? grad_format, bool grad_rowwise, bool grad_columnwise) -> Tensor[]",
+    allocate=_allocate_glu,
+    launch=_launch_glu,
+    reference=glu_reference,
+    setup_context=_setup_glu,
+    backward=_glu_gradients,
+    variants=48,
+)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class GluGradients(NamedTuple):
+    """What `glu_backward` returns: the gradients of x, up and prob, None for what the call does not have."""
+
+    x: Tensor
+    up: Tensor | None
+    prob: Tensor | None
+
+
+def glu(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: Act = "silu",
+    layout: Literal["concat", "interleaved", "none"] = "concat",
+    prob: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    offsets: Tensor | None = None,
+    align: int = 1,
+    out_dtype: torch.dtype | None = None,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    quant_scale: Tensor | None = None,
+    return_amax: bool = False,
+    quantize_grad: Format | str | None = None,
+    grad_rowwise: bool = True,
+    grad_columnwise: bool = True,
+) -> Any:
+    """A gated linear unit: `y = f(gate) * up * prob`, in fp32 and rounded once.
+
+    x: [..., 2H] with gate and up in it, or the gate [..., H] beside `up` [..., H]; bf16, fp16 or fp32, of any
+    strides. Returns y [..., H], and the largest |y| with `return_amax`.
+
+    - `act`: f. "silu" makes it SwiGLU, "gelu" (by erf) and "gelu_tanh" GeGLU, "relu" ReGLU; "relu2" is ReLU squared.
+    - `layout` of x: "concat" has all of the gate first, "interleaved" gate and up in turn. "none": nothing is gated,
+      x is [..., H] and y = f(x).
+    - `prob` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
+    - `limit`: gate counts as at most the limit, up as within ±limit; their gradients are 0 beyond it. `alpha`: the
+      steepness of the sigmoid in silu. `up_offset` is added to up. gpt-oss has limit 7, alpha 1.702, up_offset 1.
+    - `offsets` [groups], int32 or int64 on the device: where the rows of each expert end. An expert begins where the
+      one before it ends, rounded up to a multiple of `align`. Rows of no expert are not read; their results and
+      gradients are zero. Without experts there is one group of all rows.
+    - `out_dtype`: of y, x's by default.
+    - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`. No block of a
+      column-wise copy mixes experts. If `align` is a multiple of 128 its blocks lie as without experts. Otherwise
+      `align` is a multiple of 16 (32 for 4-bit codes), and the scales of an expert that begins with row s and has
+      e experts before it begin with block s // 128 + e of 128 rows; blocks without rows have the scale zero.
+    - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
+      made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
+      would reach from the gate into up; those and the other blocks take an fp32 gradient in memory. What leaves a
+      graph of `torch.compile` as the gradient of one of its inputs is dequantised.
+
+    >>> import torch, weft
+    >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)
+    >>> weft.glu(x).shape
+    torch.Size([48, 256])
+    >>> offsets = torch.tensor([5, 32, 40])  # rows 0-4, 16-31, 32-39; the others are padding
+    >>> y = weft.glu(x, prob=torch.rand(48), offsets=offsets, align=16)
+    >>> y[5:16].count_nonzero(), y[40:].count_nonzero()
+    (tensor(0), tensor(0))
+    >>> q = weft.glu(x, quantize="1x128", columnwise=True)
+    >>> q.rowwise.data.shape, q.columnwise.data.shape
+    (torch.Size([48, 256]), torch.Size([256, 48]))
+    """
+    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, offsets, align)
+    hidden = _hidden(x, kind)
+    format = grad_format = None
+    if quantize is not None:
+        format = Format.of(quantize)
+        _check_format(format, rowwise, columnwise, offsets, align, True)
+        if columnwise and format.block == "row":
+            raise ValueError(
+                "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
+                "quantise the result with weft.quantize, or take 1x128"
+            )
+        if quant_scale is not None and (format.block != "tensor" or quant_scale.numel() != 1):
+            raise ValueError(
+                f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {format.block!r}"
+            )
+        if out_dtype is not None:
+            raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
+    elif quant_scale is not None or return_amax or columnwise:
+        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+    if quantize_grad is not None:
+        grad_format = Format.of(quantize_grad)
+        _, one_pass = _in_one_pass(grad_format, kind, hidden)
+        _check_format(grad_format, grad_rowwise, grad_columnwise, offsets, align, one_pass)
+    outputs = glu_op(
+        x, up, None if prob is None else prob.reshape(-1), offsets, act, kind,
+        None if limit is None else float(limit), float(alpha), float(up_offset), align, out_dtype or x.dtype,
+        None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
+        None if grad_format is None else grad_format.spec, grad_rowwise, grad_columnwise,
+    )  # fmt: skip
+    if format is None:
+        return outputs[0]
+    q = wrap(outputs[0], format, *split_copies(format, outputs[1:], rowwise=rowwise, columnwise=columnwise))
+    return (q, outputs[-1]) if return_amax else q
+
+
+def glu_backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: Act = "silu",
+    layout: Literal["concat", "interleaved", "none"] = "concat",
+    prob: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    offsets: Tensor | None = None,
+    align: int = 1,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> GluGradients:
+    """The gradients of `glu`, for those who write their backward themselves: dy [..., H] is the gradient of y, the
+    other arguments are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
+
+    >>> import torch, weft
+    >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)
+    >>> dx, _, dprob = weft.glu_backward(dy, x, prob=torch.rand(48), quantize="1x128", columnwise=True)
+    >>> dx.rowwise.data.shape, dx.columnwise.data.shape, dprob.shape
+    (torch.Size([48, 512]), torch.Size([512, 48]), torch.Size([48]))
+    """
+    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, offsets, align)
+    hidden = _hidden(x, kind)
+    if dy.shape != (*x.shape[:-1], hidden) or dy.device != x.device or dy.dtype not in _DTYPES:
+        raise ValueError(
+            f"dy must be a float tensor of shape {(*x.shape[:-1], hidden)} on {x.device}; "
+            f"got {dy.dtype} {tuple(dy.shape)} on {dy.device}"
+        )
+    spec = None
+    if quantize is not None:
+        format = Format.of(quantize)
+        _, one_pass = _in_one_pass(format, kind, hidden)
+        _check_format(format, rowwise, columnwise, offsets, align, one_pass)
+        spec = format.spec
+    elif columnwise:
+        raise ValueError("columnwise goes with quantize=…")
+    needs = [True, up is not None, prob is not None]
+    found = glu_backward_op(
+        x, up, None if prob is None else prob.reshape(-1), offsets, dy, act, kind,
+        None if limit is None else float(limit), float(alpha), float(up_offset), align, needs, spec, rowwise,
+        columnwise,
+    )  # fmt: skip
+    dx, dup, dprob = _gradients(found, x, up, needs, spec, rowwise, columnwise)
+    assert dx is not None
+    if dprob is not None and prob is not None:
+        dprob = dprob.view(prob.shape)
+    return GluGradients(dx, dup, dprob)
+
+
+def _check_inputs(
+    x: Tensor, up: Tensor | None, act: str, layout: str, prob: Tensor | None, limit: float | None, alpha: float,
+    offsets: Tensor | None, align: int,
+) -> str:  # fmt: skip
+    """Complain about inputs that do not fit; the layout as the op takes it."""
+    if x.dim() == 0 or x.dtype not in _DTYPES:
+        raise ValueError(
+            f"x must be bfloat16, float16, float32 or float64, of at least one dimension; "
+            f"got {x.dtype} {tuple(x.shape)}"
+        )
+    if act not in _ACTS:
+        raise ValueError(f"act must be one of {', '.join(_ACTS)}; got {act!r}")
+    if layout not in ("concat", "interleaved", "none"):
+        raise ValueError(f"layout must be 'concat', 'interleaved' or 'none'; got {layout!r}")
+    if up is not None:
+        if layout != "concat":
+            raise ValueError(f"with up= there is no layout of gate and up in x; got layout={layout!r}")
+        if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
+            raise ValueError(
+                f"up must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
+                f"got {up.dtype} {tuple(up.shape)} on {up.device}"
+            )
+        layout = "pair"
+    elif layout != "none" and x.shape[-1] % 2:
+        raise ValueError(f"x holds gate and up, [..., 2H]; its last dimension is {x.shape[-1]}, which is odd")
+    if prob is not None:
+        lead = x.shape[:-1]
+        if prob.shape not in (lead, (*lead, 1)) or prob.dtype not in _DTYPES or prob.device != x.device:
+            raise ValueError(
+                f"prob must be a float tensor of shape {tuple(lead)} or {(*lead, 1)} on {x.device}; "
+                f"got {prob.dtype} {tuple(prob.shape)} on {prob.device}"
+            )
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit must be positive, or None for no limit; got {limit}")
+    if alpha != 1.0 and act not in ("silu", "sigmoid"):
+        raise ValueError(
+            f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for {act!r}"
+        )
+    if align < 1 or (offsets is None and align != 1):
+        raise ValueError(f"align is a positive number that goes with offsets=…; got {align}")
+    if offsets is not None and (
+        offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.device != x.device
+    ):
+        raise ValueError(
+            f"offsets must be int32 or int64 [groups] on {x.device}; "
+            f"got {offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
+        )
+    return layout
+
+
+_ACTS = get_args(Act)
+
+
+def _check_format(
+    format: Format, rowwise: bool, columnwise: bool, offsets: Tensor | None, align: int, one_pass: bool
+) -> None:
+    """Complain about copies that cannot be made of experts that begin anywhere."""
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+    if columnwise and format.block == "row" and offsets is not None:
+        raise ValueError("block 'row' has one scale to a whole column, which would mix experts: take 1x128")
+    if not _begins_anew(offsets, align) or format.block == "tensor":
+        return
+    if format.block == "128x128":
+        raise ValueError(f"128x128 blocks would mix experts: pad them to align=128; got align={align}")
+    if columnwise and not rowwise:
+        raise ValueError(
+            "column-wise blocks that begin anew with every expert need the row-wise copy beside them: "
+            f"pad the experts to align=128, or leave rowwise=True; got align={align}"
+        )
+    if columnwise and align % (16 * format.packed):
+        raise ValueError(
+            f"a column-wise copy needs experts that begin at multiples of {16 * format.packed}: got align={align}"
+        )
+    if columnwise and not one_pass:
+        raise ValueError(
+            f"{format.spec} takes the whole gradient before its first code; its column-wise copy would mix experts: "
+            f"pad them to align=128; got align={align}"
+        )

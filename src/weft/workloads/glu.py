@@ -1,0 +1,153 @@
+"""Workloads of the gated linear units: feed-forward layers, shared experts, and experts side by side in one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import glu, glu_backward
+from .problem import Call, Inputs, Size, Workload
+
+# Where a shape comes from -> the shape of y. "rows" are tokens, or pairs of a token and an expert.
+SHAPES: dict[str, tuple[Size, ...]] = {
+    "linghe/shared-expert": ("rows", 512),
+    "linghe/experts": ("rows", 1024),
+    "llama3-8b/ffn": ("rows", 14336),
+    "qwen3-30b-a3b/experts": ("rows", 768),
+    "deepseek-v3/experts": ("rows", 2048),
+    "gpt-oss-20b/experts": ("rows", 2880),
+    "gemma2-9b/ffn": ("rows", 14336),
+    "nemotron-4-15b/ffn": ("rows", 24576),
+    "odd/1": ("rows", 1),
+    "odd/33": ("rows", 33),
+    "odd/200": (2, "rows", 200),
+}
+
+# The sets of options: what `settings` of a workload may hold, besides arguments that go to the function as they are.
+#   tensors     which of up and prob to make
+#   experts     how many; their sizes are drawn, the last but one has no rows
+OPTIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu-tanh": {"act": "gelu_tanh", "tensors": ("up",)},
+    "geglu": {"act": "gelu", "tensors": ("up", "prob")},
+    "reglu": {"act": "relu"},
+    "relu2": {"act": "relu2", "layout": "none"},
+    "gpt-oss": {
+        "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "experts": 32, "align": 1,
+    },
+    "experts": {"tensors": ("prob",), "experts": 128, "align": 16},
+    "1x128": {"quantize": "1x128"},
+    "1x128-both": {"quantize": "1x128", "columnwise": True},
+    "1x128-both-experts": {
+        "tensors": ("prob",), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
+    },
+    "1x128-both-experts-128": {
+        "tensors": ("prob",), "experts": 256, "align": 128, "quantize": "1x128", "columnwise": True,
+    },
+    "mx-both-interleaved": {"layout": "interleaved", "quantize": "mx", "columnwise": True},
+    "nvfp4": {"quantize": "nvfp4"},
+    "row-fp8": {"quantize": "row"},
+    "static-fp8": {"quantize": "tensor", "quant_scale": 0.02},
+}  # fmt: skip
+
+_TRAINED: dict[str, tuple[tuple[str, int], ...]] = {
+    "swiglu": (("llama3-8b/ffn", 8192), ("odd/33", 8192), ("odd/1", 8192)),
+    "geglu-tanh": (("gemma2-9b/ffn", 8192),),
+    "geglu": (("odd/200", 8192),),
+    "reglu": (("odd/200", 8192),),
+    "relu2": (("nemotron-4-15b/ffn", 8192),),
+    "gpt-oss": (("gpt-oss-20b/experts", 32768),),
+    "experts": (("qwen3-30b-a3b/experts", 65536), ("odd/33", 8192)),
+    "1x128-both": (("linghe/shared-expert", 16384), ("odd/200", 8192)),
+    "1x128-both-experts": (("linghe/experts", 131072),),
+    "1x128-both-experts-128": (("deepseek-v3/experts", 65536),),
+    "mx-both-interleaved": (("llama3-8b/ffn", 8192), ("odd/33", 8192)),
+}
+_SERVED: dict[str, tuple[str, ...]] = {
+    "swiglu": ("llama3-8b/ffn",),
+    "1x128": ("qwen3-30b-a3b/experts",),
+    "nvfp4": ("llama3-8b/ffn", "odd/33"),
+    "row-fp8": ("llama3-8b/ffn",),
+    "static-fp8": ("llama3-8b/ffn",),
+}
+
+
+def ends_of_experts(inputs: Inputs, rows: int, experts: int, align: int) -> Tensor:
+    """Where experts end that fill `rows` rows, or all but a few: about as many rows to each, and none to one."""
+    if inputs.device.type == "meta":
+        return torch.empty(experts, dtype=torch.int32, device="meta")
+    share = torch.rand(experts, generator=torch.Generator().manual_seed(experts)) + 0.5
+    share[-2 if experts > 1 else 0] = 0
+    filled = rows if align == 1 else max(rows - align * experts, -(-rows // 2))
+    bounds = (share.cumsum(0) / share.sum() * filled).round().long().tolist()
+    ends, start, before = [], 0, 0
+    for bound in bounds:
+        ends.append(min(start + bound - before, rows))
+        start, before = -(-ends[-1] // align) * align, bound
+    return torch.tensor(ends, dtype=torch.int32, device=inputs.device)
+
+
+def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
+    settings = dict(workload.settings)
+    tensors = settings.pop("tensors", ())
+    single = "up" in tensors or settings.get("layout") == "none"
+    made: dict[str, Any] = {"x": inputs.normal(*shape[:-1], shape[-1] * (1 if single else 2), std=2.0)}
+    if "up" in tensors:
+        made["up"] = inputs.normal(*shape)
+    if "prob" in tensors:
+        made["prob"] = inputs.normal(*shape[:-1], mean=0.3, std=0.1, dtype=torch.float32)
+    if "experts" in settings:
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        made["offsets"] = ends_of_experts(inputs, rows, settings.pop("experts"), settings["align"])
+    if "quant_scale" in settings:
+        mean = settings.pop("quant_scale")
+        made["quant_scale"] = inputs.normal(1, mean=mean, std=0.0, dtype=torch.float32)
+    return {**made, **settings}
+
+
+def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    return Call(glu, _arguments(workload, inputs, shape))
+
+
+def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    return Call(glu_backward, {"dy": inputs.normal(*shape), **_arguments(workload, inputs, shape)})
+
+
+def _crossing(settings: dict[str, Any], hidden: Size) -> str:
+    apart = "quantize" not in settings or settings.get("layout") or "up" in settings.get("tensors", ())
+    if apart or (isinstance(hidden, int) and hidden % 128 == 0):
+        return ""
+    return "a block has the end of the gate's gradient and the beginning of up's: fp32 gradients lie between"
+
+
+def _named() -> list[Workload]:
+    found = []
+    for options, shapes in _TRAINED.items():
+        for name, rows in shapes:
+            for op, build in (("glu", _build), ("glu_backward", _build_backward)):
+                tags = frozenset({"training"} if op == "glu" else {"training", "backward"})
+                settings = OPTIONS[options]
+                found.append(
+                    Workload(
+                        op, name, options, SHAPES[name], rows, build, tags, settings=tuple(settings.items()),
+                        rereads=_crossing(settings, SHAPES[name][-1]) if op == "glu_backward" else "",
+                    )
+                )  # fmt: skip
+    for options, names in _SERVED.items():
+        rereads = "the amax of the whole tensor comes before its first code" if options == "nvfp4" else ""
+        found += [
+            Workload(
+                "glu", name, options, SHAPES[name], rows, _build, frozenset({"inference"}),
+                settings=tuple(OPTIONS[options].items()), rereads=rereads,
+            )
+            for name in names
+            for rows in (1, 8, 64)
+        ]  # fmt: skip
+    return found
+
+
+WORKLOADS: tuple[Workload, ...] = tuple(_named())
