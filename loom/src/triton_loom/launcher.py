@@ -108,6 +108,9 @@ class WatchedLauncher(LoomLauncher):
             status.witness = watched.address
             try:
                 super().__call__(grid_x, grid_y, grid_z, *hidden, *args)
+            except DeviceAssertion:
+                watched.tell(broken)  # what tripped it, perhaps
+                raise
             finally:
                 status.witness = None
                 watched.done()

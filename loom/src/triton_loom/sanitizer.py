@@ -60,6 +60,7 @@ class Sanitizer:
         self.launches = 0
         self.allowed: dict[str, torch.Tensor] = {}
         self._fresh: dict[int, FreshMemory] = {}
+        self._kept = 64  # how many of these were alive when last looked at
 
     def allow(self, *tensors: torch.Tensor) -> None:
         """Tensors that kernels may reach by addresses they find in memory, until the scope ends."""
@@ -126,6 +127,9 @@ class Sanitizer:
             or not tensor.untyped_storage().nbytes()
         ):
             return tensor
+        if len(self._fresh) >= 2 * self._kept:
+            self._fresh = {low: memory for low, memory in self._fresh.items() if not memory.freed()}
+            self._kept = max(len(self._fresh), 64)
         fresh = FreshMemory(tensor)
         self._fresh[fresh.low] = fresh
         return tensor

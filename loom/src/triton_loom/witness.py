@@ -386,7 +386,7 @@ class Watched:
             cells += sum(
                 (1 + r.loaded + r.updated) * (4 * ((r.high - r.low) >> r.shift) + 128) for r in self._regions
             )
-        if SCOPES.counters:
+        if SCOPES.counters and not self.dry:
             for argument in (a for a in self._c_arguments if a.loaded or a.stored):
                 size = (argument.high - argument.low) // 8 + 192
                 bits += 2 * size

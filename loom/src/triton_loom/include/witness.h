@@ -488,7 +488,7 @@ static void begin(Witness &w, i32 threads, i64 programs) {
   for (i32 i = 0; i < w.argument_count; ++i)
     for (i32 d = 0; d < 2; ++d) {
       Argument &a = w.arguments[i];
-      const bool counted = COUNTS && (d ? a.stored : a.loaded);
+      const bool counted = COUNTS && !w.dry && (d ? a.stored : a.loaded);
       if (counted) {
         a.direction[d].touched = take(w.bits, sectors(a));
         __builtin_memset(a.direction[d].touched, 0, 4 * sectors(a));

@@ -1,0 +1,198 @@
+"""Bytes that Liger's kernels move, counted at every access, beside the least that must move and beside Weft's.
+
+    python benchmarks/peers_traffic.py
+
+Kernels run here, on the CPU, and are counted as they would be launched on a GPU with 132 multiprocessors (an H100).
+What such a GPU's memory moves is modelled from the counts as `weft.workloads.traffic` does it: a tensor of at most
+4 MB moves once, of a larger one every program reads what it asks for, as often as it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton_loom
+from liger_kernel.ops.cross_entropy import cross_entropy_forward
+from liger_kernel.ops.rms_norm import _rms_norm_backward_kernel, rms_norm_forward
+from liger_kernel.ops.utils import torch_to_triton_dtype
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from triton_loom.counters import LaunchCount, Traffic
+
+from weft.workloads.norm import WORKLOADS
+from weft.workloads.traffic import CACHED, Moved, count_traffic
+
+MULTIPROCESSORS = 132
+NORMS = [(8192, 2048), (8192, 4096), (4096, 7168)]
+LOSSES = [(1024, 32000), (512, 128256)]
+LLAMA = 0  # Liger's number for the way Llama casts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call: bytes."""
+
+    what: str
+    shape: tuple[int, int]
+    whose: str
+    least: int
+    requested: int  # by every access
+    per_program: int  # 32-byte sectors that each program touches, added up
+    per_launch: int  # sectors that each launch touches
+    modelled: int  # what a GPU's memory moves
+
+
+Measure = Callable[[int, int], Row]
+
+
+# ---- the least: every input is read once, every output is written once ------------------------------------
+
+
+def least_forward(rows: int, cols: int) -> int:
+    """Reads x and the weight, writes y (all bfloat16) and a float32 per row for the backward."""
+    return 2 * rows * cols + 2 * cols + 2 * rows * cols + 4 * rows
+
+
+def least_backward(rows: int, cols: int) -> int:
+    """Reads x, dy, the weight and a float32 per row; writes dx and the weight's gradient."""
+    return 2 * 2 * rows * cols + 2 * cols + 4 * rows + 2 * rows * cols + 2 * cols
+
+
+def least_loss(rows: int, cols: int) -> int:
+    """Reads logits and an int64 target per row; writes the logits' gradient and a bfloat16 loss per row."""
+    return 2 * rows * cols + 8 * rows + 2 * rows * cols + 2 * rows
+
+
+# ---- Liger ------------------------------------------------------------------------------------------------
+
+
+def modelled(loads: Traffic, stores: Traffic) -> int:
+    """What a GPU's memory moves for one tensor of a launch; the same as in weft.workloads.traffic."""
+    small = loads.distinct <= CACHED
+    moved = loads.launch_sectors if small else max(loads.requested, loads.program_sectors)
+    small = stores.distinct <= CACHED
+    return moved + (stores.launch_sectors if small else max(stores.requested, stores.launch_sectors))
+
+
+def liger(
+    what: str, shape: tuple[int, int], least: int, launches: list[LaunchCount], by_torch: int = 0
+) -> Row:
+    """A row from counted launches and the bytes that an operator of PyTorch moves beside them."""
+    tensors = [argument for launch in launches for argument in launch.arguments.values()]
+    return Row(
+        what,
+        shape,
+        "Liger",
+        least,
+        by_torch + sum(t.loads.requested + t.stores.requested for t in tensors),
+        by_torch + sum(t.loads.program_sectors + t.stores.program_sectors for t in tensors),
+        by_torch + sum(t.loads.launch_sectors + t.stores.launch_sectors for t in tensors),
+        by_torch + sum(modelled(t.loads, t.stores) for t in tensors),
+    )
+
+
+def liger_forward(rows: int, cols: int) -> Row:
+    x, weight = torch.randn(rows, cols).bfloat16(), torch.rand(cols).bfloat16()
+    with triton_loom.count() as counted:
+        rms_norm_forward(x, weight, 1e-6, 0.0, "llama", False)
+    return liger("RMSNorm forward", (rows, cols), least_forward(rows, cols), counted.launches)
+
+
+def liger_backward(rows: int, cols: int) -> Row:
+    """The launch of `rms_norm_backward`, which knows the number of multiprocessors of GPUs only; dx in place of dy."""
+    x, dy, weight = (
+        torch.randn(rows, cols).bfloat16(),
+        torch.randn(rows, cols).bfloat16(),
+        torch.rand(cols).bfloat16(),
+    )
+    _, _, rstd, block, warps, _ = rms_norm_forward(x, weight, 1e-6, 0.0, "llama", False)
+    partial = torch.empty(MULTIPROCESSORS, cols)
+    with triton_loom.count() as counted:
+        _rms_norm_backward_kernel[(MULTIPROCESSORS,)](
+            *(dy, dy.stride(0), dy, dy.stride(0), x, x.stride(0), torch_to_triton_dtype[x.dtype]),
+            *(weight, weight.stride(0), rstd, rstd.stride(0), partial, partial.stride(0)),
+            *(rows, cols, 0.0, -(-rows // MULTIPROCESSORS), LLAMA),
+            elementwise_affine=True,
+            BLOCK_SIZE=block,
+            COMPUTE_DW=True,
+            num_warps=warps,
+        )
+    summed = partial.nbytes + 2 * cols  # `partial.sum(0)` reads all of it and writes the weight's gradient
+    return liger("RMSNorm backward", (rows, cols), least_backward(rows, cols), counted.launches, summed)
+
+
+def liger_loss(rows: int, cols: int) -> Row:
+    """Forward; the gradient takes the place of the logits."""
+    logits, target = torch.randn(rows, cols).bfloat16().requires_grad_(), torch.randint(cols, (rows,))
+    with torch.no_grad(), triton_loom.count() as counted:
+        cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, "mean", None, False)
+    return liger("cross entropy", (rows, cols), least_loss(rows, cols), counted.launches)
+
+
+# ---- Weft -------------------------------------------------------------------------------------------------
+
+
+def weft(what: str, op: str, rows: int, cols: int) -> Row:
+    plain = next(w for w in WORKLOADS if (w.op, w.name, w.options) == (op, "linghe/hidden", "plain"))
+    moved: Moved = count_traffic(replace(plain, shape=("rows", cols), rows=rows))
+    counts = moved.requested, moved.per_program, moved.per_launch, moved.modelled
+    return Row(what, (rows, cols), "Weft", moved.least, *counts)
+
+
+def weft_forward(rows: int, cols: int) -> Row:
+    return weft("RMSNorm forward", "norm", rows, cols)
+
+
+def weft_backward(rows: int, cols: int) -> Row:
+    return weft("RMSNorm backward", "norm_backward", rows, cols)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------
+
+
+def measures() -> Iterator[tuple[Measure, tuple[int, int]]]:
+    for shape in NORMS:
+        yield from ((measure, shape) for measure in (liger_forward, weft_forward))
+        yield from ((measure, shape) for measure in (liger_backward, weft_backward))
+    yield from ((liger_loss, shape) for shape in LOSSES)
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(title=f"MB moved, on a GPU with {MULTIPROCESSORS} multiprocessors")
+    for heading in ("", "rows x columns", "kernels of"):
+        made.add_column(heading)
+    for heading in ("least", "requested", "per program", "per launch", "modelled", "x least"):
+        made.add_column(heading, justify="right")
+    last = None
+    for row in rows:
+        if last not in (None, (row.what, row.shape)):
+            made.add_section()
+        first = (row.what, "{} x {}".format(*row.shape)) if last != (row.what, row.shape) else ("", "")
+        numbers = (row.least, row.requested, row.per_program, row.per_launch, row.modelled)
+        ratio = f"{row.modelled / row.least:.3f}"
+        made.add_row(*first, row.whose, *(f"{number / 1e6:,.1f}" for number in numbers), ratio)
+        last = row.what, row.shape
+    return made
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    todo = list(measures())
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("counting", total=len(todo))
+        for measure, shape in todo:
+            progress.update(task, description=f"{measure.__name__} {shape[0]} x {shape[1]}")
+            rows.append(measure(*shape))
+            progress.advance(task)
+    console.print(table(rows))
+    console.print("per program, per launch: 32-byte sectors that each of them touches, added up")
+
+
+if __name__ == "__main__":
+    main()
