@@ -1,6 +1,6 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
-from .ops import dequantize, layer_norm, quantize, rms_norm
+from .ops import RowMap, dequantize, layer_norm, permute, quantize, rms_norm, row_map, unpermute
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue
 
@@ -10,12 +10,16 @@ __all__ = [
     "Capabilities",
     "Format",
     "QTensor",
+    "RowMap",
     "backend",
     "catalogue",
     "dequantize",
     "layer_norm",
     "layouts",
+    "permute",
     "quantize",
     "rms_norm",
+    "row_map",
     "scale_from_amax",
+    "unpermute",
 ]

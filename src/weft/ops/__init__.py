@@ -1,6 +1,16 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .norm import layer_norm, rms_norm
+from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
 
-__all__ = ["dequantize", "layer_norm", "quantize", "rms_norm"]
+__all__ = [
+    "RowMap",
+    "dequantize",
+    "layer_norm",
+    "permute",
+    "quantize",
+    "rms_norm",
+    "row_map",
+    "unpermute",
+]
