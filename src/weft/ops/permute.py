@@ -347,16 +347,16 @@ def _place_kernel(
         slot = program.to(tl.int64) * program_slots + first + lane
         expert = _expert_of(routing_ptr, slot, tl.where(first + lane < program_slots, count, 0), experts)
         next = tl.load(next_ptr + expert, mask=expert >= 0, other=0)
-        same = expert[:, None] == expert[None, :]  # [BLOCK, BLOCK]
-        rank = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
-        after = tl.sum((same & (lane[None, :] > lane[:, None])).to(tl.int32), axis=1)
-        row = next + rank
+        # How many slots of the block have the same expert: before, and times 2^16 after each slot. [BLOCK, BLOCK]
+        side = tl.where(lane[None, :] < lane[:, None], 1, tl.where(lane[None, :] > lane[:, None], 65536, 0))
+        same = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=1)
+        row = next + (same & 0xFFFF)
         fits = (expert >= 0) & (row < rows)
         mine = (first + lane < program_slots) & (slot < count)
         tl.store(row_of_slot_ptr + slot, tl.where(fits, row, -1), mask=mine)
         tl.store(slot_of_row_ptr + row, slot.to(tl.int32), mask=fits)
         tl.debug_barrier()
-        tl.store(next_ptr + expert, row + 1, mask=(expert >= 0) & (after == 0))
+        tl.store(next_ptr + expert, row + 1, mask=(expert >= 0) & (same < 65536))
         tl.debug_barrier()
 
 
@@ -416,13 +416,13 @@ def _write_pads(
                     y_scale_col_stride, FORMAT, ALIGN, COLS_MASKED,
                 )  # fmt: skip
         if FORMAT is None and y_scale_ptr is not None:
-            for start in range(0, scale_cols, 32):
-                col = start + tl.arange(0, 32)
+            for start in range(0, scale_cols, 4):
+                col = start + tl.arange(0, 4)
                 scale_off = (row * y_scale_row_stride)[:, None] + (col.to(tl.int64) * y_scale_col_stride)[
                     None, :
                 ]
                 KIND: tl.constexpr = y_scale_ptr.dtype.element_ty
-                ones = tl.full((PADS, 32), 1.0 if KIND == tl.float32 else 127, KIND)  # 127 is e8m0's 1
+                ones = tl.full((PADS, 4), 1.0 if KIND == tl.float32 else 127, KIND)  # 127 is e8m0's 1
                 tl.store(y_scale_ptr + scale_off, ones, mask=pad[:, None] & (col < scale_cols)[None, :])
         if row_probs_ptr is not None:
             tl.store(row_probs_ptr + row, tl.zeros((PADS,), row_probs_ptr.dtype.element_ty), mask=pad)
@@ -519,22 +519,31 @@ def _permute_kernel(
                 y_off = tl.multiple_of(row * y_stride, ALIGN)
                 exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
                 tl.store(y_ptr + y_off[:, None] + col[None, :], x, mask=exists)
-            if tile == 0:
-                if FORMAT is None and x_scale_ptr is not None:
+        if tile == 0 and (row_probs_ptr is not None or x_scale_ptr is not None):
+            for slot in range(0, slots):
+                row = tl.load(row_of_slot_ptr + token * slots + slot, mask=there, other=-1).to(tl.int64)
+                if row_probs_ptr is not None:
+                    prob = _load_probs(probs_ptr, experts_ptr, token, slot, slots, probs_stride, row >= 0)
+                    tl.store(row_probs_ptr + row, prob, mask=row >= 0)
+                if x_scale_ptr is not None:
                     for first in range(0, scale_cols, 32):
                         group = first + tl.arange(0, 32)
-                        there_too = (row < rows)[:, None] & (group < scale_cols)[None, :]
-                        from_off = (token * x_scale_row_stride)[:, None] + (
-                            group.to(tl.int64) * x_scale_col_stride
-                        )[None, :]
-                        to_off = (row * y_scale_row_stride)[:, None] + (
-                            group.to(tl.int64) * y_scale_col_stride
-                        )[None, :]
-                        moved = tl.load(x_scale_ptr + from_off, mask=there_too, other=0)
-                        tl.store(y_scale_ptr + to_off, moved, mask=there_too)
-                if row_probs_ptr is not None:
-                    prob = _load_probs(probs_ptr, experts_ptr, token, slot, slots, probs_stride, row < rows)
-                    tl.store(row_probs_ptr + row, prob, mask=row < rows)
+                        moves = (row >= 0)[:, None] & (group < scale_cols)[None, :]
+                        group_off = group.to(tl.int64)
+                        moved = tl.load(
+                            x_scale_ptr
+                            + (token * x_scale_row_stride)[:, None]
+                            + (group_off * x_scale_col_stride)[None, :],
+                            mask=moves,
+                            other=0,
+                        )
+                        tl.store(
+                            y_scale_ptr
+                            + (row * y_scale_row_stride)[:, None]
+                            + (group_off * y_scale_col_stride)[None, :],
+                            moved,
+                            mask=moves,
+                        )
     else:
         _write_pads(
             slot_of_row_ptr, y_ptr, y_scale_ptr, row_probs_ptr, tl.program_id(0) - token_programs, rows, cols,
@@ -681,17 +690,23 @@ def _unpermute_kernel(
                 total = tl.fma(value, weight, total)
             else:
                 total += value
-            if back_ptr is not None:
-                if tile == 0:
-                    carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
-                    if experts_ptr is not None:
-                        expert = tl.load(experts_ptr + token * slots + slot, mask=taken, other=0)
-                        tl.store(back_ptr + token * back_stride + expert, carried, mask=taken)
-                    else:
-                        tl.store(back_ptr + token * back_stride + slot, carried, mask=exists)
     mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
     y_off = tl.multiple_of(token * cols, ALIGN)
     tl.store(y_ptr + y_off[:, None] + col[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
+    if back_ptr is not None:
+        if tile == 0:
+            for first in range(0, slots, AT_ONCE):
+                slot = first + tl.arange(0, AT_ONCE)
+                exists = (token < tokens)[:, None] & (slot < slots)[None, :]
+                slot_off = (token * slots)[:, None] + slot[None, :]
+                row = tl.load(row_of_slot_ptr + slot_off, mask=exists, other=-1)  # [ROWS, AT_ONCE]
+                taken = row >= 0
+                carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
+                if experts_ptr is not None:
+                    expert = tl.load(experts_ptr + slot_off, mask=taken, other=0)
+                    tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=taken)
+                else:
+                    tl.store(back_ptr + slot_off, carried, mask=exists)
 
 
 @kernel
@@ -821,7 +836,7 @@ def _launch_row_map(
     routing = routing.contiguous()
     count = row_of_slot.numel()
     # Every program of the second launch reads the counts of all: no more of them than fill a GPU.
-    programs = min(-(-count // 1024), 16 if target.target == "cpu" else 128)
+    programs = min(-(-count // 512), 16 if target.target == "cpu" else 128)
     program_slots = -(-count // (programs * 128)) * 128
     programs = -(-count // program_slots)
     counts = torch.empty((2, programs, experts), dtype=torch.int32, device=routing.device)
@@ -830,7 +845,7 @@ def _launch_row_map(
         (routing, counts, slot_of_row),
         (count, experts, rows, program_slots, -(-rows // programs)),
     )
-    Launch.of(_place_kernel, num_warps=8, BLOCK=128, BINS=256, PIECE=16)(
+    Launch.of(_place_kernel, num_warps=4, BLOCK=64, BINS=256, PIECE=16)(
         (programs, 1, 1),
         (routing, counts, counts[1], row_of_slot, slot_of_row, total, offsets),
         (count, experts, rows, align, program_slots, programs),
@@ -1012,8 +1027,8 @@ def _launch_unpermute_backward(
     at_once = _at_once(slots)
     if target.target == "cpu":
         tile, num_warps = cpu_tile(cols, 128), 4
-    else:  # 32 numbers of the slots' rows to a thread
-        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 4096 // at_once, 1024)
+    else:  # 64 numbers of the slots' rows to a thread, and 16 bytes of dy
+        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
         num_warps = 2 if target.target.startswith("gfx") else 4
     launch = Launch.of(
         _unpermute_backward_kernel, num_warps=num_warps, FORMAT=f, AT_ONCE=at_once, TILE=tile,
