@@ -38,7 +38,6 @@ from .copies import (
     allocate_copies,
     cast_mode,
     copy_arguments,
-    count_copies,
     count_stripes,
     split_copies,
     store_codes,
@@ -149,7 +148,7 @@ def unpermute_reference(
 ) -> list[Tensor]:  # fmt: skip
     """The definition; rows [R, K], or `codes` and scales in their place."""
     dtype = _compute_dtype(rows)
-    values = _values(rows, codes, codes_scale, format, dtype)
+    values = _values(rows, codes, codes_scale, format, rows.shape[-1], dtype)
     index = _flat_slots(row_of_slot).long()
     weights = None if probs is None else _flat_probs(probs, row_of_slot, experts).view(index.shape).to(dtype)
     y = torch.zeros((len(index), rows.shape[-1]), dtype=dtype, device=rows.device)
@@ -165,19 +164,20 @@ def unpermute_reference(
 
 
 def _values(
-    rows: Tensor, codes: Tensor | None, codes_scale: Tensor | None, format: str | None, dtype: torch.dtype
-) -> Tensor:
+    rows: Tensor | None, codes: Tensor | None, codes_scale: Tensor | None, format: str | None, cols: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The rows' numbers, or those of their codes."""
     if codes is None:
+        assert rows is not None
         return rows.to(dtype)
     assert codes_scale is not None
     assert format is not None
-    shape = (rows.shape[0], rows.shape[-1])
-    return dequantize_copy(Copy(codes, codes_scale), Format.of(format), shape, torch.float32)
+    shape = (codes.shape[0], cols)
+    return dequantize_copy(Copy(codes, codes_scale), Format.of(format), shape, torch.float32).to(dtype)
 
 
-def _carried_back(
-    carried: Tensor, row_of_slot: Tensor, experts: Tensor | None, expert_count: int
-) -> Tensor:
+def _carried_back(carried: Tensor, row_of_slot: Tensor, experts: Tensor | None, expert_count: int) -> Tensor:
     """carried [R] to the slots, [..., slots], or with `experts` to [..., expert_count]."""
     back = _pick(carried, row_of_slot.long())
     if experts is None:
@@ -193,7 +193,7 @@ def unpermute_backward_reference(
     dy: Tensor, rows: Tensor | None, codes: Tensor | None, codes_scale: Tensor | None, probs: Tensor,
     row_of_slot: Tensor, slot_of_row: Tensor, experts: Tensor | None, format: str | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Of drows and dprobs those that are needed; `rows` is for dprobs."""
+    """Of drows and dprobs those that are needed; rows or `codes` are for dprobs."""
     dtype = _compute_dtype(dy)
     slots = row_of_slot.shape[-1]
     flat = dy.reshape(row_of_slot.numel() // slots, dy.shape[-1]).to(dtype)
@@ -204,8 +204,7 @@ def unpermute_backward_reference(
         picked = _pick(flat, torch.where(slot < 0, -1, slot // slots))
         outputs.append((picked * weight[:, None]).masked_fill((slot < 0)[:, None], 0).to(dy.dtype))
     if needs[1]:
-        assert rows is not None
-        values = _values(rows, codes, codes_scale, format, dtype)
+        values = _values(rows, codes, codes_scale, format, dy.shape[-1], dtype)
         index = _flat_slots(row_of_slot).long()
         dots = torch.stack([(_pick(values, index[:, j]) * flat).sum(1) for j in range(slots)], 1)
         dots = dots.masked_fill(index < 0, 0).to(probs.dtype).view(row_of_slot.shape)
@@ -422,7 +421,7 @@ def _write_pads(
                     None, :
                 ]
                 KIND: tl.constexpr = y_scale_ptr.dtype.element_ty
-                ones = tl.full((PADS, 4), 1.0 if KIND == tl.float32 else 127, KIND)  # 127 is e8m0's 1
+                ones = tl.full((PADS, 4), 1.0 if tl.float32 == KIND else 127, KIND)  # 127 is e8m0's 1
                 tl.store(y_scale_ptr + scale_off, ones, mask=pad[:, None] & (col < scale_cols)[None, :])
         if row_probs_ptr is not None:
             tl.store(row_probs_ptr + row, tl.zeros((PADS,), row_probs_ptr.dtype.element_ty), mask=pad)
@@ -505,7 +504,7 @@ def _permute_kernel(
             x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=mask, other=0)
         # The next row's number is on its way while this one's numbers are stored.
         ahead = tl.load(row_of_slot_ptr + token * slots, mask=there, other=-1)
-        for slot in range(0, slots):
+        for slot in range(slots):
             row = tl.where(ahead < 0, rows, ahead).to(tl.int64)  # without a row: past the last one
             ahead = tl.load(
                 row_of_slot_ptr + token * slots + slot + 1, mask=there & (slot + 1 < slots), other=-1
@@ -519,8 +518,8 @@ def _permute_kernel(
                 y_off = tl.multiple_of(row * y_stride, ALIGN)
                 exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
                 tl.store(y_ptr + y_off[:, None] + col[None, :], x, mask=exists)
-        if tile == 0 and (row_probs_ptr is not None or x_scale_ptr is not None):
-            for slot in range(0, slots):
+        if (row_probs_ptr is not None or x_scale_ptr is not None) and tile == 0:
+            for slot in range(slots):
                 row = tl.load(row_of_slot_ptr + token * slots + slot, mask=there, other=-1).to(tl.int64)
                 if row_probs_ptr is not None:
                     prob = _load_probs(probs_ptr, experts_ptr, token, slot, slots, probs_stride, row >= 0)
@@ -601,11 +600,10 @@ def _permute_stripe_kernel(
         scale_row_stride, scale_col_stride, data_t_stride, scale_t_row_stride, scale_t_col_stride, INPUT_MAX,
         FORMAT, CAST, False, ALIGN, COLS_MASKED,
     )  # fmt: skip
-    if row_probs_ptr is not None:
-        if start == 0:
-            own = slot - (token * slots).to(tl.int32)
-            prob = _load_probs(probs_ptr, experts_ptr, token, own, slots, probs_stride, taken)
-            tl.store(row_probs_ptr + row, prob, mask=row < rows)
+    if row_probs_ptr is not None and start == 0:
+        own = slot - (token * slots).to(tl.int32)
+        prob = _load_probs(probs_ptr, experts_ptr, token, own, slots, probs_stride, taken)
+        tl.store(row_probs_ptr + row, prob, mask=row < rows)
 
 
 @triton.jit
@@ -693,20 +691,19 @@ def _unpermute_kernel(
     mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
     y_off = tl.multiple_of(token * cols, ALIGN)
     tl.store(y_ptr + y_off[:, None] + col[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
-    if back_ptr is not None:
-        if tile == 0:
-            for first in range(0, slots, AT_ONCE):
-                slot = first + tl.arange(0, AT_ONCE)
-                exists = (token < tokens)[:, None] & (slot < slots)[None, :]
-                slot_off = (token * slots)[:, None] + slot[None, :]
-                row = tl.load(row_of_slot_ptr + slot_off, mask=exists, other=-1)  # [ROWS, AT_ONCE]
-                taken = row >= 0
-                carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
-                if experts_ptr is not None:
-                    expert = tl.load(experts_ptr + slot_off, mask=taken, other=0)
-                    tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=taken)
-                else:
-                    tl.store(back_ptr + slot_off, carried, mask=exists)
+    if back_ptr is not None and tile == 0:
+        for first in range(0, slots, AT_ONCE):
+            slot = first + tl.arange(0, AT_ONCE)
+            exists = (token < tokens)[:, None] & (slot < slots)[None, :]
+            slot_off = (token * slots)[:, None] + slot[None, :]
+            row = tl.load(row_of_slot_ptr + slot_off, mask=exists, other=-1)  # [ROWS, AT_ONCE]
+            taken = row >= 0
+            carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
+            if experts_ptr is not None:
+                expert = tl.load(experts_ptr + slot_off, mask=taken, other=0)
+                tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=taken)
+            else:
+                tl.store(back_ptr + slot_off, carried, mask=exists)
 
 
 @kernel
@@ -817,8 +814,7 @@ def _allocate_row_map(
     lead, device = routing.shape[:-1], routing.device
     shapes: list[Any] = [(*lead, slots), (rows,), (experts,), (experts,)]
     return [
-        torch.empty(shape, dtype=torch.int32, device=device)
-        for shape in shapes + [(*lead, slots)] * dense
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes + [(*lead, slots)] * dense
     ]
 
 
@@ -901,8 +897,9 @@ def _launch_permute(
             (rows, cols, slots, x.stride(0), probs_stride, *strides, *strides_t),
         )
         return
-    scale_strides = (0, 0)
-    y, y_scale, y_stride, y_scale_strides, scale_cols = outputs[0], None, x.shape[-1], (0, 0), 0
+    scale_strides: tuple[int, ...] = (0, 0)
+    y_scale_strides: tuple[int, ...] = (0, 0)
+    y, y_scale, y_stride, scale_cols = outputs[0], None, x.shape[-1], 0
     input_max = 1.0 if f is None else torch.finfo(x.dtype).max
     if f is not None:
         y, y_scale = outputs[1], outputs[2]
@@ -965,7 +962,7 @@ def _launch_unpermute(
     f = None if format is None else Format.of(format)
     probs, probs_stride = _rows_of_probs(probs)
     back = None if carried is None else outputs[1]
-    scale_strides = (0, 0)
+    scale_strides: tuple[int, ...] = (0, 0)
     if codes is not None:
         assert codes_scale is not None
         rows, scale_strides = codes, codes_scale.stride()
@@ -1012,7 +1009,8 @@ def _launch_unpermute_backward(
     target = capabilities_of(dy.device)
     f = None if format is None or not needs[1] else Format.of(format)
     flat_probs, probs_stride = _rows_of_probs(probs)
-    rows_stride, scale_strides = 0, (0, 0)
+    rows_stride = 0
+    scale_strides: tuple[int, ...] = (0, 0)
     if not needs[1]:
         rows = codes_scale = None
     else:
@@ -1092,8 +1090,6 @@ def _unpermute_gradients(ctx: Any, grads: Any) -> Any:
     needs = [ctx.needs_input_grad[0], probs is not None and ctx.needs_input_grad[3]]
     drows = dprobs = dcarried = None
     if dy is not None and probs is not None and any(needs):
-        if codes is not None:
-            rows = _stand_in(dy, slot_of_row.shape[0])
         results = iter(
             unpermute_backward_op(
                 dy, rows, codes, codes_scale, probs, row_of_slot, slot_of_row, experts, ctx.format, needs
@@ -1101,9 +1097,7 @@ def _unpermute_gradients(ctx: Any, grads: Any) -> Any:
         )
         drows, dprobs = (next(results) if need else None for need in needs)
     elif dy is not None and needs[0]:
-        drows, *rest = permute_op(
-            dy, None, None, dback, row_of_slot, slot_of_row, experts, None, True, False
-        )
+        drows, *rest = permute_op(dy, None, None, dback, row_of_slot, slot_of_row, experts, None, True, False)
         dcarried = rest[0] if rest else None
     if dback is not None and dcarried is None:
         dcarried = _pick(_flat_probs(dback, row_of_slot, experts), slot_of_row.long())
@@ -1212,7 +1206,9 @@ def row_map(
         if experts != last:
             raise ValueError(f"the mask is for {last} experts, not {experts}")
     elif experts is None or (slots is not None and slots != last):
-        raise ValueError(f"routing has {last} experts a token: give `experts`, the number of all, and no other slots")
+        raise ValueError(
+            f"routing has {last} experts a token: give `experts`, the number of all, and no other slots"
+        )
     else:
         slots = last
     if align < 1 or slots < 1 or experts < 1:
@@ -1229,12 +1225,15 @@ def row_map(
     if rows < 0 or rows >= 2**31:
         raise ValueError(f"rows must lie between 0 and 2**31 - 1; got {rows}")
     outputs = row_map_op(routing, experts, slots, align, rows, dense)
-    return RowMap(*outputs[:4], align, *outputs[4:])
+    row_of_slot, slot_of_row, counts, offsets = outputs[:4]
+    return RowMap(row_of_slot, slot_of_row, counts, offsets, align, outputs[4] if dense else None)
 
 
 def _check(x: Tensor, rows: RowMap, what: str, leading: tuple[int, ...]) -> None:
     if x.dim() == 0 or tuple(x.shape[:-1]) != leading:
-        raise ValueError(f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}")
+        raise ValueError(
+            f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
+        )
     if x.dtype not in _DTYPES:
         raise ValueError(f"{what} must be bfloat16, float16, float32 or float64; got {x.dtype}")
     if x.device != rows.slot_of_row.device:
@@ -1264,7 +1263,9 @@ def _taken_apart(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Forma
     if not isinstance(x, QTensor):
         return x, None, None, None
     if x.rowwise is None or x.format.block not in _MOVED:
-        raise ValueError(f"a quantised tensor needs its row-wise copy with blocks {', '.join(_MOVED)}; got {x!r}")
+        raise ValueError(
+            f"a quantised tensor needs its row-wise copy with blocks {', '.join(_MOVED)}; got {x!r}"
+        )
     return standing_in(x), x.rowwise.data, x.rowwise.scale, x.format
 
 
@@ -1325,9 +1326,7 @@ def permute(
     return y if probs is None else (y, outputs[-1])
 
 
-def unpermute(
-    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None
-) -> Any:
+def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None) -> Any:
     """The rows of each token's experts, added up: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
 
     y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` their place is
