@@ -1262,6 +1262,8 @@ def _taken_apart(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Forma
     """(x or its stand-in, codes, scales, format)."""
     if not isinstance(x, QTensor):
         return x, None, None, None
+    if torch.compiler.is_compiling():  # which does not see inside; the dispatcher takes it apart
+        return x, None, None, Format.of(x.spec)
     if x.rowwise is None or x.format.block not in _MOVED:
         raise ValueError(
             f"a quantised tensor needs its row-wise copy with blocks {', '.join(_MOVED)}; got {x!r}"
@@ -1285,9 +1287,9 @@ def permute(
     0 in pads.
 
     - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which the result has.
-    - `quantize`: a format with blocks 1x128 or mx; y is then a `QTensor` with the bytes of `quantize(y)`. Each token
-      is quantised once. `columnwise` wants `align` to be a multiple of the block's length, so that no group has
-      rows of two experts.
+    - `quantize`: a format with blocks 1x128 or mx; y is then a `QTensor` with the bytes of `quantize(y)`. `rowwise`
+      and `columnwise` choose its copies. `columnwise` wants `align` to be a multiple of the block's length, so that
+      no group has rows of two experts.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
