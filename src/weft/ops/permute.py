@@ -270,7 +270,7 @@ def _compact_kernel(
 @kernel
 def _count_kernel(
     routing_ptr,  # int32 or int64 [count]: the expert of each slot
-    counts_ptr,  # int32 [programs, experts]
+    counts_ptr,  # int32 [2, programs, experts], of which the first half is written
     slot_of_row_ptr,  # int32 [rows]
     count,
     experts,
@@ -302,8 +302,7 @@ def _count_kernel(
 @kernel
 def _place_kernel(
     routing_ptr,  # int32 or int64 [count]
-    counts_ptr,  # int32 [programs, experts], of `_count_kernel`
-    next_ptr,  # int32 [programs, experts], scratch: the next row of each expert
+    counts_ptr,  # int32 [2, programs, experts]: those of `_count_kernel`, then room for the next row of each expert
     row_of_slot_ptr,  # int32 [count]
     slot_of_row_ptr,  # int32 [rows], -1
     total_ptr,  # int32 [experts]
@@ -320,7 +319,7 @@ def _place_kernel(
 ):
     """Where each expert's rows begin, where this program's rows among them do, and the rows of its slots."""
     program = tl.program_id(0)
-    next_ptr += program.to(tl.int64) * experts
+    next_ptr = counts_ptr + (programs + program).to(tl.int64) * experts  # [experts]
     begin = 0
     for start in range(0, experts, BINS):
         bin = start + tl.arange(0, BINS)
@@ -329,7 +328,8 @@ def _place_kernel(
         for first in range(0, programs, PIECE):
             other = first + tl.arange(0, PIECE)
             there = (other < programs)[:, None] & (bin < experts)[None, :]
-            counts = tl.load(counts_ptr + (other * experts)[:, None] + bin[None, :], mask=there, other=0)
+            other_off = (other.to(tl.int64) * experts)[:, None]
+            counts = tl.load(counts_ptr + other_off + bin[None, :], mask=there, other=0)
             total += tl.sum(counts, axis=0)  # counts [PIECE, BINS]
             before += tl.sum(tl.where((other < program)[:, None], counts, 0), axis=0)
         padded = (total + align - 1) // align * align
@@ -843,7 +843,7 @@ def _launch_row_map(
     )
     Launch.of(_place_kernel, num_warps=4, BLOCK=64, BINS=256, PIECE=16)(
         (programs, 1, 1),
-        (routing, counts, counts[1], row_of_slot, slot_of_row, total, offsets),
+        (routing, counts, row_of_slot, slot_of_row, total, offsets),
         (count, experts, rows, align, program_slots, programs),
     )
 
