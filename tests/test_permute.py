@@ -139,6 +139,16 @@ def test_linghe_rows_are_enough() -> None:
     assert rows.offsets[-1] > 67300
 
 
+def test_linghe_rows_are_enough_on_a_gpu() -> None:
+    """As a GPU cuts it, into more programs than are read at once."""
+    (workload,) = [w for w in for_op("row_map") if w.name == "linghe/routing"]
+    call = workload.make()
+    with as_on("sm_90"):
+        got = call()
+    for a, b in zip(got, call(), strict=True):
+        assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
+
+
 # ---- rows past every sentinel ----------------------------------------------------------------------------
 
 
@@ -623,6 +633,7 @@ def test_what_is_refused() -> None:
         ("quantised already", lambda: weft.permute(q, rows, quantize="1x128")),
         ("row-wise copy", lambda: weft.permute(weft.quantize(x, "128x128"), rows)),
         (r"y must be \[", lambda: weft.unpermute(x, rows)),
+        ("dequantise e2m1", lambda: weft.unpermute(weft.permute(weft.quantize(x, "e2m1:mx:te"), rows), rows)),
         ("one to a row", lambda: weft.unpermute(weft.permute(x, rows), rows, carried=probs)),
     ]
     for message, call in wrong:

@@ -1345,6 +1345,8 @@ def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: 
     True
     """
     plain, codes, scale, f = _taken_apart(y)
+    if f is not None and f.packed == 2:
+        raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {f.spec} first")
     _check(plain, rows, "y", (rows.slot_of_row.shape[0],))
     _check_probs(probs, rows)
     if carried is not None and (carried.shape != rows.slot_of_row.shape or carried.dtype not in _DTYPES):
