@@ -41,6 +41,7 @@ BACK, BACK_DENSE = accuracy("unpermute_backward:odd/200:probs"), accuracy("unper
 BACK_LONG = accuracy("unpermute_backward:qwen3-30b-a3b/hidden:probs")
 FAR, ORDER = f"{P}test_offsets_have_64_bits", f"{P}test_sums_are_in_the_order_of_the_slots"
 GONE = f"{P}test_a_token_without_rows_is_zero_though_others_are_not_finite"
+WRITTEN, WRITTEN_MASK = (f"{P}test_every_index_is_written[{dense}]" for dense in (False, True))
 DROPPED = f"{P}test_rows_that_do_not_fit_are_dropped"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
@@ -51,7 +52,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first tile alone", "_compact_kernel", "range(0, experts, TILE)", "range(0, TILE, TILE)", (MASK_TILES,)),
         ("slots without an expert not marked", "_compact_kernel", "tl.full((ROWS, TILE), -1, tl.int32)", "tl.full((ROWS, TILE), 0, tl.int32)", (MASK_SLOTS,)),
         ("one slot too few", "_compact_kernel", "(slot < slots)\n", "(slot < slots - 1)\n", (MASK,)),
-        ("one mark too few", "_compact_kernel", "(slot < slots)[None, :]", "(slot < slots - 1)[None, :]", (MASK_SLOTS,)),
+        ("one mark too few", "_compact_kernel", "(slot < slots)[None, :]", "(slot < slots - 1)[None, :]", (WRITTEN_MASK,)),
         ("marks over experts", "_compact_kernel", "slot[None, :] >= found[:, None]", "slot[None, :] + 1 >= found[:, None]", (MASK,)),
         ("the wrong token's mask", "_compact_kernel", "mask_ptr + (token * experts)", "mask_ptr + (token // 2 * experts)", (MASK,)),
         ("without the last expert", "_compact_kernel", "(expert < experts)", "(expert < experts - 1)", (MASK,)),
@@ -64,9 +65,9 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first bins alone", "_count_kernel", "range(0, experts, BINS)", "range(0, BINS, BINS)", (EXPERTS,)),
         ("bins not shifted", "_count_kernel", "expert - start, 0)", "tl.minimum(expert, BINS - 1), 0)", (EXPERTS,)),
         ("rows of slot 0, not pads", "_count_kernel", "tl.full((BLOCK,), -1, tl.int32)", "tl.full((BLOCK,), 0, tl.int32)", (ODD,)),
-        ("a program's last row not a pad", "_count_kernel", "(lane < program_rows)", "(lane < program_rows - 1)", (f"{P}test_row_map[none]",)),
-        ("the last row not a pad", "_count_kernel", "(row < rows)", "(row < rows - 1)", (f"{P}test_row_map[none]",)),
-        ("rows of the first program alone", "_count_kernel", "program.to(tl.int64) * program_rows", "program.to(tl.int64) * 0", (MANY,)),
+        ("a program's last row not a pad", "_count_kernel", "(lane < program_rows)", "(lane < program_rows - 1)", (WRITTEN,)),
+        ("the last row not a pad", "_count_kernel", "(row < rows)", "(row < rows - 1)", (WRITTEN,)),
+        ("rows of the first program alone", "_count_kernel", "program.to(tl.int64) * program_rows", "program.to(tl.int64) * 0", (WRITTEN,)),
         ("slots of the first program alone", "_count_kernel", "program.to(tl.int64) * program_slots", "program.to(tl.int64) * 0", (FIRST, MANY)),
         ("the last expert not counted", "_count_kernel", "mask=bin < experts", "mask=bin < experts - 1", (MANY,)),
         ("a slot too few", "_count_kernel", "lane < program_slots, count, 0)", "lane < program_slots - 1, count, 0)", (FIRST,)),

@@ -122,6 +122,18 @@ def test_row_map_is_deterministic() -> None:
             assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_every_index_is_written(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is not -1 by chance, as the suite's poison would be."""
+    chosen = torch.rand(40, 6) < 0.3 if dense else odd_experts((400, 3))  # more than a program's
+    options = {"slots": 5} if dense else {"experts": 7}
+    wanted = weft.row_map(chosen, align=8, rows=2000, **options)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kinds: empty(*size, **kinds).fill_(77))
+    for a, b in zip(weft.row_map(chosen, align=8, rows=2000, **options), wanted, strict=True):
+        assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
+
+
 def test_row_map_takes_two_launches() -> None:
     with recording("sm_90") as seen:
         weft.row_map(torch.empty(8192, 8, dtype=torch.int64, device="meta"), 256, align=16)
