@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,6 +428,49 @@ def test_a_rank_without_tokens(format: str | None, room: int) -> None:
     grads = torch.autograd.grad(back.sum(), [x, probs, weight])
     assert [g.shape for g in grads] == [(0, 96), (0, 2), (96, 96)]
     assert not grads[2].count_nonzero()
+
+
+RANK = """
+import sys
+import torch, weft
+import torch.distributed as dist
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+generator = torch.Generator().manual_seed(0)
+draw = lambda *shape: torch.randn(shape, generator=generator)
+every, weight, logits, gradient = draw(24, 32), draw(4, 32, 32), draw(24, 4), draw(24, 32)
+
+
+def step(mine):
+    x = every[mine].clone().requires_grad_()
+    w = weight.clone().requires_grad_()
+    probs, chosen = logits[mine].softmax(-1).topk(2)
+    rows = weft.row_map(chosen, 4, align=16, rows=128)
+    y = weft.permute(x, rows)
+    ends = rows.offsets.tolist()
+    parts = [y[a:b] @ w[e] for e, (a, b) in enumerate(zip([0, *ends], ends))]
+    out = torch.cat([*parts, y.new_zeros(128 - ends[-1], 32)])
+    return torch.autograd.grad(weft.unpermute(out, rows, probs), (x, w), gradient[mine])
+
+
+dx, dw = step(slice(0, 24) if rank == 0 else slice(0, 0))
+dist.all_reduce(dw)
+assert dx.shape == (24 if rank == 0 else 0, 32)
+assert torch.equal(dw, step(slice(0, 24))[1])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_without_tokens(tmp_path: Path) -> None:
+    """Bug C9: it takes part in the backward, and in what is summed over the ranks."""
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(i), str(tmp_path / "meet")]) for i in (0, 1)]
+    try:
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_no_columns() -> None:
