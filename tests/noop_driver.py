@@ -124,6 +124,10 @@ def measure() -> dict[str, float]:
     x = torch.randn(8, 4096, dtype=torch.bfloat16)
     weight = torch.ones(4096, dtype=torch.bfloat16)
     residual = torch.randn_like(x)
+    chosen = torch.arange(8).expand(8, 8)
+    with weft.backend("reference"):
+        rows = weft.row_map(chosen, 8, align=16)
+    probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -155,6 +159,10 @@ def measure() -> dict[str, float]:
                 x, weight, residual=residual, quantize="1x128"
             ),
             "quantize": lambda: weft.quantize(x, "1x128"),
+            "row_map": lambda: weft.row_map(chosen, 8, align=16),
+            "permute": lambda: weft.permute(x, rows, probs),
+            "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
+            "unpermute": lambda: weft.unpermute(permuted, rows, probs),
         }
     )
 

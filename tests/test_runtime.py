@@ -513,6 +513,10 @@ def host_times() -> dict[str, float]:
         ("rms_norm with residual", "plain with residual", 2.0),
         ("rms_norm with residual and 1x128", "plain with residual", 4.0),
         ("quantize", "plain", 3.5),
+        ("row_map", "plain", 4.0),  # two launches, five allocations
+        ("permute", "plain with residual", 2.0),
+        ("permute with 1x128", "plain with residual", 4.0),
+        ("unpermute", "plain", 2.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:
