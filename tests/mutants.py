@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mutants_permute
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
@@ -397,4 +398,9 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_tensor_scale_kernel", COPIES, _TENSOR),
     *_made("_glu_kernel", GLU, _GLU),
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
+    *(
+        m
+        for kernel, lines in mutants_permute.LINES.items()
+        for m in _made(kernel, mutants_permute.FILE, lines)
+    ),
 )

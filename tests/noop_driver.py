@@ -125,6 +125,10 @@ def measure() -> dict[str, float]:
     weight = torch.ones(4096, dtype=torch.bfloat16)
     residual = torch.randn_like(x)
     dy = torch.randn(8, 2048, dtype=torch.bfloat16)
+    chosen = torch.arange(8).expand(8, 8)
+    with weft.backend("reference"):
+        rows = weft.row_map(chosen, 8, align=16)
+    probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -158,6 +162,10 @@ def measure() -> dict[str, float]:
             "quantize": lambda: weft.quantize(x, "1x128"),
             "glu": lambda: weft.glu(x),
             "glu_backward": lambda: weft.glu_backward(dy, x),
+            "row_map": lambda: weft.row_map(chosen, 8, align=16),
+            "permute": lambda: weft.permute(x, rows, probs),
+            "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
+            "unpermute": lambda: weft.unpermute(permuted, rows, probs),
         }
     )
 

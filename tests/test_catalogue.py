@@ -17,6 +17,7 @@ import torch
 import triton_loom
 import truth
 import truth_glu
+import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -57,10 +58,13 @@ def results(call: Call) -> dict[str, Tensor]:
         names += ["gate"] * gated + ["amax"] * bool(call["return_amax"])
     elif call.function in (weft.quantize, weft.glu):
         names = ["y"] + ["amax"] * bool(call["return_amax"])
-    elif hasattr(got, "_fields"):  # gradients
-        names = [f"d{field}" for field in got._fields]
+    elif hasattr(got, "_fields"):
+        named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
+        gradients = call.function.__name__.endswith("_backward")
+        return {f"d{name}" if gradients else name: value for name, value in named.items()}
     else:
-        names = ["y"] if isinstance(got, Tensor) else [f"output{i}" for i in range(len(got))]
+        more = 0 if isinstance(got, Tensor) else len(got) - 1
+        names = ["y", *(f"output{i}" for i in range(1, 1 + more))]
     got = (got,) if isinstance(got, Tensor) else got
     return dict(zip(names, got, strict=True))
 
@@ -100,7 +104,7 @@ def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     return {
         name: torch.randn(value.shape, generator=generator).to(value.dtype)
         for name, value in outputs.items()
-        if name in ("y", "residual") and value.requires_grad
+        if name != "gate" and value.requires_grad
     }
 
 
@@ -123,7 +127,9 @@ def backward(
 
 
 def differentiable(workload: Workload) -> bool:
-    return weft.catalogue[workload.op].differentiable and workload.op != "dequantize"
+    """Whether its inputs are leaves of a graph here; quantised ones are none."""
+    quantised = workload.op == "dequantize" or "payload" in dict(workload.settings)
+    return weft.catalogue[workload.op].differentiable and not quantised
 
 
 # ---- the checks ----------------------------------------------------------------------------------------
@@ -168,8 +174,28 @@ def accuracy(workload: Workload) -> None:
         assert_rounded_once(call(), exact.view(q.shape), 2 * EPS32 * exact.abs().view(q.shape))
     elif workload.op in ("glu", "glu_backward"):
         check_glu(call)
+    elif workload.op in TRUTHS:
+        gradients = {}
+        if differentiable(workload):
+            call = call.requiring_grad()
+            gradients = upstreams(results(call))
+        got = results(call)
+        expected = TRUTHS[workload.op](call, gradients)
+        if gradients:
+            got |= backward(call, got, gradients)
+        assert set(got) <= set(expected)
+        for name, value in got.items():
+            wanted = expected[name]
+            if isinstance(wanted, Tensor):
+                assert torch.equal(value, wanted), name
+            elif not isinstance(value, QTensor):  # which `quantized_bytes` judges
+                near(value, wanted)
     else:
         accuracy_by_reference(workload)
+
+
+# What each result and gradient of a call must be: within a noise, or exactly.
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = truth_permute.TRUTHS
 
 
 def accuracy_by_reference(workload: Workload) -> None:
@@ -297,7 +323,14 @@ def quantized_bytes(workload: Workload) -> None:
         with weft.backend("reference"):
             assert_same(outputs, results(call), "stochastic rounding")
         return
-    value = own_value(call) if workload.op == "norm" else call["x"]
+    if workload.op == "norm":
+        value = own_value(call)
+    elif workload.op == "permute":
+        if isinstance(call["x"], QTensor):  # nothing is quantised
+            return
+        value = results(Call(call.function, {n: call[n] for n in ("x", "rows")}))["y"]
+    else:
+        value = call["x"]
     value = value.reshape(-1, value.shape[-1])
     given = call["quant_scale"] if call["quant_scale"] is not None else call["scale"]
     for side, transpose in (("rowwise", False), ("columnwise", True)):
@@ -948,18 +981,26 @@ def test_variants_are_a_small_closed_set(op: str) -> None:
     for workload in {w.options: w for w in distinct(for_op(op))}.values():
         if workload.op == "dequantize":
             continue  # its workloads quantise first; below
-        with recording("sm_90") as seen:
-            for count in rows[: 1000 if workload.options in ("plain", "1x128-both") else 50]:
-                workload.make("meta", rows=count)()
-        by_rows = set(seen)
+        by_rows = set()
+        for count in rows[: 1000 if workload.options in ("plain", "1x128-both") else 50]:
+            by_rows |= launched(lambda w=workload, count=count: w.make("meta", rows=count))
         kernels = {variant.kernel for variant in by_rows}
         assert len(by_rows) <= 2 * len(kernels), f"{workload}: {len(by_rows)} variants over numbers of rows"
-        with recording("sm_90") as seen:
-            for cols in HIDDEN_SIZES:
-                shape = tuple(5 if size == "rows" else size for size in workload.shape[:-1])
-                inputs = Inputs("meta", workload.dtype, 0)
-                workload.build(workload, inputs, (*shape, cols))()
-        assert len(set(seen)) <= limit, f"{workload}: {len(set(seen))} variants over sizes, {limit} declared"
+        by_cols = set()
+        shape = tuple(5 if size == "rows" else size for size in workload.shape[:-1])
+        for cols in HIDDEN_SIZES:
+            inputs = Inputs("meta", workload.dtype, 0)
+            by_cols |= launched(lambda w=workload, i=inputs, s=(*shape, cols): w.build(w, i, s))
+        assert len(by_cols) <= limit, f"{workload}: {len(by_cols)} variants over sizes, {limit} declared"
+
+
+def launched(make: Callable[[], Call]) -> set[Any]:
+    """The variants of a call, without those that make its inputs."""
+    with recording("sm_90"):
+        call = make()
+    with recording("sm_90") as seen:
+        call()
+    return set(seen)
 
 
 def test_variants_of_dequantize() -> None:

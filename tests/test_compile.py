@@ -34,6 +34,8 @@ SPILLS |= {("_glu_backward_kernel", "sm_120"): 32}
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
+    "_unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
+    "_unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
 }
 
 
@@ -121,7 +123,8 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     threads = variant.num_warps * Capabilities.of(binary.target).warp_size
     form = constants.get("FORMAT")
     allowed = {32, 128, 256}
-    if form is not None and form.block in ("mx", "nvfp4"):
+    bytes_to_a_group = any("scale_ptr" in name and kind == "*u8" for name, kind in types.items())
+    if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
         allowed.add(8)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
     for name, kind in types.items():
@@ -177,6 +180,14 @@ REPRESENTATIVE = (
     "glu_backward:qwen3-30b-a3b/experts:experts:65536",
     "glu_backward:linghe/experts:1x128-both-experts:131072",
     "glu_backward:llama3-8b/ffn:mx-both-interleaved:8192",
+    "row_map:qwen3-30b-a3b/routing:mask:8192",
+    "permute:linghe/hidden:probs:8192",
+    "permute:qwen3-30b-a3b/hidden:1x128:8192",
+    "permute:mixtral-8x7b/hidden:1x128-both:8192",
+    "permute:deepseek-v3/hidden:1x128-payload:8192",
+    "unpermute:linghe/hidden:carried:8192",
+    "unpermute:deepseek-v3/hidden:1x128-payload:8192",
+    "unpermute_backward:qwen3-30b-a3b/hidden:probs:8192",
 )
 
 

@@ -250,7 +250,17 @@ def test_docstrings_are_true(name: str) -> None:
 
 def test_public_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
-    functions = ("rms_norm", "layer_norm", "glu", "glu_backward", "quantize", "dequantize")
+    functions = (
+        "rms_norm",
+        "layer_norm",
+        "glu",
+        "glu_backward",
+        "quantize",
+        "dequantize",
+        "row_map",
+        "permute",
+        "unpermute",
+    )
     for name in (*functions, "backend", "QTensor", "Format"):
         found = finder.find(getattr(weft, name), name)
         assert any(test.examples for test in found), f"{name} has no example"
@@ -515,6 +525,10 @@ def host_times() -> dict[str, float]:
         ("quantize", "plain", 3.5),
         ("glu", "plain", 2.0),
         ("glu_backward", "plain", 3.0),
+        ("row_map", "plain", 4.0),  # two launches, five allocations
+        ("permute", "plain with residual", 2.0),
+        ("permute with 1x128", "plain with residual", 4.0),
+        ("unpermute", "plain", 2.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

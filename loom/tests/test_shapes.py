@@ -419,3 +419,22 @@ def test_map_elementwise() -> None:
     steps, last = zip(*(steps_from(n) for n in x.tolist()), strict=True)
     pairs = torch.stack([x[1::2], x[::2] * 2], -1)
     run(map_scalars, [torch.tensor(steps), torch.tensor(last), pairs], torch.int32, x, BLOCK=64)
+
+
+@triton.jit
+def groups_of_a_kept_tile(out_ptr, x_ptr, times, TILE: tl.constexpr, G: tl.constexpr):
+    """The tile is kept for the loop, and read again group by group: as many groups as a vector has lanes."""
+    x = tl.load(x_ptr + tl.arange(0, TILE)[None, :]).to(tl.float32)
+    groups = tl.reshape(x, (1, TILE // G, G))
+    largest = tl.max(groups, axis=2)
+    spread = tl.reshape(groups * largest[:, :, None], (1, TILE))
+    for i in range(times):
+        tl.store(out_ptr + i * TILE + tl.arange(0, TILE)[None, :], spread)
+        tl.store(out_ptr + times * TILE + i * (TILE // G) + tl.arange(0, TILE // G)[None, :], largest)
+
+
+def test_groups_of_a_kept_tile() -> None:
+    x = torch.randn(512).bfloat16()
+    largest = x.float().view(16, 32).amax(1)
+    spread = x.float().view(16, 32) * largest[:, None]
+    run(groups_of_a_kept_tile, [spread, spread, largest, largest], torch.float32, x, 2, TILE=512, G=32)

@@ -1,6 +1,17 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
-from .ops import dequantize, glu, glu_backward, layer_norm, quantize, rms_norm
+from .ops import (
+    RowMap,
+    dequantize,
+    glu,
+    glu_backward,
+    layer_norm,
+    permute,
+    quantize,
+    rms_norm,
+    row_map,
+    unpermute,
+)
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue
 
@@ -10,6 +21,7 @@ __all__ = [
     "Capabilities",
     "Format",
     "QTensor",
+    "RowMap",
     "backend",
     "catalogue",
     "dequantize",
@@ -17,7 +29,10 @@ __all__ = [
     "glu_backward",
     "layer_norm",
     "layouts",
+    "permute",
     "quantize",
     "rms_norm",
+    "row_map",
     "scale_from_amax",
+    "unpermute",
 ]

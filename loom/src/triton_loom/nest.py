@@ -298,7 +298,7 @@ class LoopNest:
             if whole and not (
                 linear.step == 1 and linear.multiple % self.lanes == 0 and (not first or extent >= self.lanes)
             ):
-                linear = Form("vector", I32, self.vec(linear), self.lane_level)
+                linear = Form("vector", I32, self.vec(linear), max(linear.level, self.lane_level))
                 whole = False
             text = f"({linear.expr}{shift})" if shift else linear.expr
             wrapped = text if outermost else f"({text} & {extent - 1})"

@@ -2,6 +2,18 @@
 
 from .glu import glu, glu_backward
 from .norm import layer_norm, rms_norm
+from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
 
-__all__ = ["dequantize", "glu", "glu_backward", "layer_norm", "quantize", "rms_norm"]
+__all__ = [
+    "RowMap",
+    "dequantize",
+    "glu",
+    "glu_backward",
+    "layer_norm",
+    "permute",
+    "quantize",
+    "rms_norm",
+    "row_map",
+    "unpermute",
+]

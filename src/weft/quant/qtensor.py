@@ -166,10 +166,29 @@ class QTensor(Tensor):
             if shape[-1:] == args[0].shape[-1:]:
                 q = args[0]
                 return QTensor(shape, q.dtype, q.format, q.rowwise, q.columnwise)
+        if func.namespace == "weft":
+            apart = _with_codes(func, args)
+            if apart is not None:
+                return func(*apart, **kwargs)
         if func._schema.is_mutable and isinstance(args[0], QTensor):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
         plain = lambda t: t._decoded(t.dtype) if isinstance(t, QTensor) else t  # noqa: E731
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _with_codes(func: Any, args: Any) -> list[Any] | None:
+    """The arguments of an op that takes `codes` and `codes_scale` after a tensor, with those of a QTensor given there;
+    None if there are none to give."""
+    names = [argument.name for argument in func._schema.arguments]
+    for i, q in enumerate(args[:-2]):
+        if (
+            isinstance(q, QTensor)
+            and names[i + 1 : i + 3] == ["codes", "codes_scale"]
+            and q.rowwise is not None
+        ):
+            stand_in = torch.empty_strided(q.shape, (0,) * q.dim(), dtype=q.dtype, device=q.device)
+            return [*args[:i], stand_in, q.rowwise.data, q.rowwise.scale, *args[i + 3 :]]
+    return None
 
 
 class _Unwrap(torch.autograd.Function):

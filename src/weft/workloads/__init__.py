@@ -8,12 +8,13 @@ file of workloads here and inherits every check.
 'norm:llama3-8b/hidden:residual:1'
 """
 
-from . import glu, norm, quantize
+from . import glu, norm, permute, quantize
 from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-WORKLOADS: tuple[Workload, ...] = (*norm.WORKLOADS, *quantize.WORKLOADS, *glu.WORKLOADS)
+FAMILIES = (norm, quantize, glu, permute)
+WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.WORKLOADS)
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:
