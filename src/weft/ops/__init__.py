@@ -2,5 +2,6 @@
 
 from .norm import layer_norm, rms_norm
 from .quantize import dequantize, quantize
+from .router_linear import router_linear
 
-__all__ = ["dequantize", "layer_norm", "quantize", "rms_norm"]
+__all__ = ["dequantize", "layer_norm", "quantize", "rms_norm", "router_linear"]
