@@ -1,6 +1,6 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
-from .ops import dequantize, layer_norm, quantize, rms_norm, router_linear
+from .ops import dequantize, layer_norm, quantize, rms_norm, route, router_linear
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue
 
@@ -17,6 +17,7 @@ __all__ = [
     "layouts",
     "quantize",
     "rms_norm",
+    "route",
     "router_linear",
     "scale_from_amax",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
+from ..language import tl
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
 from ..tiles.split import dot_fp32
 from .norm import _sum_kernel
