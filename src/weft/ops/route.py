@@ -89,8 +89,8 @@ class Routing(NamedTuple):
     - `weights` [..., k] and `indices` [..., k], the best expert first.
     - `counts` [E], int32: how many tokens go to each expert.
     - `balance_loss`, `z_loss`: scalars, if asked for.
-    - `score_sums` [E]: sum over tokens of P, and `score_counts` [E], int32: n, of the balance loss. Across ranks, add up
-      score_counts over them and multiply by score_sums anew: the gradient goes through score_sums.
+    - `score_sums` [E] and `score_counts` [E], int32: sum over tokens of P, and n, of the balance loss. Across ranks,
+      add up score_counts over them and multiply by score_sums anew: the gradient goes through score_sums.
     """
 
     weights: Tensor
@@ -222,14 +222,20 @@ def _places(experts, group_size, GROUPS: tl.constexpr, TILE: tl.constexpr, ALIGN
     """(place, expert, exists) [GROUPS * TILE]: a group begins at a multiple of TILE."""
     group_size = (group_size // ALIGN) * ALIGN
     place = tl.arange(0, GROUPS * TILE)
-    within = place % TILE
-    expert = (place // TILE) * group_size + within
-    return place, expert, (within < group_size) & (expert < experts)
+    if GROUPS == 1:
+        expert = place
+        exists = expert < group_size
+    else:
+        # Of a quotient and a remainder the compiler does not see that neighbours stay neighbours.
+        within = tl.max_contiguous(tl.multiple_of(place % TILE, ALIGN), ALIGN)
+        expert = tl.max_contiguous(tl.multiple_of((place // TILE) * group_size + within, ALIGN), ALIGN)
+        exists = (within < group_size) & (expert < (experts // ALIGN) * ALIGN)
+    return place, expert, exists
 
 
 @triton.jit
 def _score_of(x, SCORE: tl.constexpr):
-    """(scores, log of the sum of exponentials or None) of logits [R, C]."""
+    """Scores of logits [R, C]."""
     if SCORE == SOFTMAX:
         s, _ = softmax(x)
     elif SCORE == SIGMOID:
@@ -564,7 +570,7 @@ def _launch_route(
     weights, indices, counts, *rest = outputs
     score_sums, score_counts = rest[:2] if balance else (None, None)
     z_sum = rest[-1] if z else None
-    totals = (counts, score_sums, score_counts, z_sum)
+    totals: tuple[Tensor | None, ...] = (counts, score_sums, score_counts, z_sum)
     partial = totals
     if programs > 1:
         partial = tuple(
@@ -720,7 +726,8 @@ def route(
         raise ValueError(f"score must be one of {', '.join(SCORES)}; got {score!r}")
     if logits.dim() == 0 or logits.dtype not in _DTYPES:
         raise ValueError(
-            f"logits must be [..., E] in bfloat16, float16, float32 or float64; got {logits.dtype} {tuple(logits.shape)}"
+            "logits must be [..., E] in bfloat16, float16, float32 or float64; "
+            f"got {logits.dtype} {tuple(logits.shape)}"
         )
     experts = logits.shape[-1]
     if not 1 <= k <= experts:
@@ -777,7 +784,7 @@ def route(
         divide and not post, rule.eps, float(scale), out_dtype, index_dtype, balance, z,
     )  # fmt: skip
     if not (balance or z):
-        return Routing(*outputs)
+        return Routing(outputs[0], outputs[1], outputs[2])
     tokens = max(1, logits.numel() // experts)
     balance_loss = z_loss = score_sums = score_counts = None
     if balance_coefficient is not None:
@@ -786,4 +793,4 @@ def route(
         balance_loss = (score_sums * score_counts).sum() * factor
     if z_coefficient is not None:
         z_loss = outputs[-1] * (z_coefficient / tokens)
-    return Routing(*outputs[:3], balance_loss, z_loss, score_sums, score_counts)
+    return Routing(outputs[0], outputs[1], outputs[2], balance_loss, z_loss, score_sums, score_counts)
