@@ -180,12 +180,12 @@ def route_backward_reference(
     """dlogits, from the gradients that there are."""
     experts, rows = logits.shape[-1], count_rows(logits)
     x = logits.reshape(rows, experts).to(_wide(logits))
-    chosen = indices.reshape(rows, -1).long()
+    chosen = indices.reshape(rows, indices.shape[-1]).long()
     s = _scores(x, score)
     ds = torch.zeros_like(s)
     dx = torch.zeros_like(s)
     if dweights is not None:
-        g = dweights.reshape(rows, -1).to(x.dtype) * scale
+        g = dweights.reshape(chosen.shape).to(x.dtype) * scale
         w = torch.softmax(x.gather(1, chosen), -1) if post else s.gather(1, chosen)
         if post:
             dx.scatter_(1, chosen, w * (g - (w * g).sum(-1, keepdim=True)))
