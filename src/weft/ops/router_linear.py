@@ -240,7 +240,8 @@ class ProductConfig:
         # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
         # 124 KB of shared memory; twice the columns at a time spill.
         n = _side(experts, 256)
-        tile, stages = (32, 3) if fp32_weight else (64, 2)
+        narrow = fp32_weight and not target.startswith("gfx")
+        tile, stages = (32, 3) if narrow else (64, 2)
         return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
 
     @staticmethod

@@ -8,12 +8,12 @@ file of workloads here and inherits every check.
 'norm:llama3-8b/hidden:residual:1'
 """
 
-from . import norm, quantize
+from . import norm, quantize, router
 from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-WORKLOADS: tuple[Workload, ...] = (*norm.WORKLOADS, *quantize.WORKLOADS)
+WORKLOADS: tuple[Workload, ...] = (*norm.WORKLOADS, *quantize.WORKLOADS, *router.WORKLOADS)
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:
