@@ -20,16 +20,30 @@ from weft.workloads import WORKLOADS, Workload
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
 # The tensors that decide a kernel's time: all of a tile is read, or written.
-READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr"}
-WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr"}
+READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "logits_ptr"}
+WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dlogits_ptr"}
 # Vectors of the tile's columns. They are short, and read once for many rows.
-VECTORS = {"weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr", "dscale_ptr", "dshift_ptr"}
+VECTORS = {
+    "weight_ptr",
+    "bias_ptr",
+    "dweight_ptr",
+    "dbias_ptr",
+    "dscale_ptr",
+    "dshift_ptr",
+    "dscore_sums_ptr",
+}
 # Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
 ODD_SPILLS = 160
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
+    # Products: what is written is another tile than what is read.
+    "_router_linear_kernel": ({"x_ptr"}, set[str]()),
+    "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
+    "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
 }
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
+FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
 
 
 # ---- which variants -------------------------------------------------------------------------------------------
@@ -118,6 +132,8 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     allowed = {32, 128, 256}
     if form is not None and form.block in ("mx", "nvfp4"):
         allowed.add(8)
+    if variant.kernel in FOUR_NEIGHBOURS and binary.target.startswith("gfx"):
+        allowed.add(64)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
     for name, kind in types.items():
         if kind not in BYTES:
@@ -166,6 +182,14 @@ REPRESENTATIVE = (
     "quantize:linghe/hidden:row-both:8192",
     "quantize:llama3-8b/hidden:stochastic:8192",
     "dequantize:llama3-8b/hidden:mx-both:8192",
+    "router_linear:linghe/router:bf16-weight:8192",
+    "router_linear:deepseek-v3/router:fp32-weight:64",
+    "router_linear_backward:linghe/router:dgrad:8192",
+    "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
+    "route:linghe/router:top8:8192",
+    "route:deepseek-v3/router:groups:8192",
+    "route_backward:linghe/router:top8:8192",
+    "route_backward:linghe/router:sqrtsoftplus:8192",
 )
 
 

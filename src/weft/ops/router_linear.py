@@ -188,7 +188,7 @@ def _router_linear_dweight_kernel(
     split = tl.program_id(1).to(tl.int64)
     first = split * split_rows
     last = tl.minimum(first + split_rows, rows)
-    total = tl.zeros((EXPERTS, COLS), tl.float32)
+    total = tl.zeros((COLS, EXPERTS), tl.float32)
     total_bias = tl.zeros((EXPERTS,), tl.float32)
     for start in range(first, last, TILE):
         row = start + tl.arange(0, TILE).to(tl.int64)  # [TILE]
@@ -203,14 +203,16 @@ def _router_linear_dweight_kernel(
             if COLS_MASKED:
                 x_mask = x_mask & (col < cols)[None, :]
             x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [TILE, COLS]
-            total -= dot_fp32(tl.trans(dy), x, SPLIT)
+            # The other way round: of an fp32 tile that is turned, Triton loads a number at a time.
+            total -= dot_fp32(tl.trans(x), dy, SPLIT)
     total = 0.0 - total
     if dweight_ptr is not None:
         mask = (expert < experts)[:, None] & (col >= 0)[None, :]
         if COLS_MASKED:
             mask = mask & (col < cols)[None, :]
         off = tl.multiple_of((split * experts + expert) * cols, ALIGN)
-        tl.store(dweight_ptr + off[:, None] + col[None, :], total.to(dweight_ptr.dtype.element_ty), mask=mask)
+        dweight = tl.trans(total).to(dweight_ptr.dtype.element_ty)  # [EXPERTS, COLS]
+        tl.store(dweight_ptr + off[:, None] + col[None, :], dweight, mask=mask)
     if dbias_ptr is not None:
         there = (expert < experts) & (tl.program_id(0) // tiles == 0)
         tl.store(dbias_ptr + split * experts + expert, total_bias.to(dbias_ptr.dtype.element_ty), mask=there)
@@ -232,35 +234,45 @@ class ProductConfig:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def forward(experts: int, fp32_weight: bool, target: str) -> ProductConfig:
+    def forward(experts: int, products: int, target: str) -> ProductConfig:
         """Rows x experts, summed over columns."""
         if target == "cpu":
             # Measured with 2048x2048 and 256 experts: 0.8 times as fast as MKL, which sums in longer chains.
             return ProductConfig(128, _side(experts, 128), 64, 4, 1, False)
         # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
         # 124 KB of shared memory; twice the columns at a time spill.
-        n = _side(experts, 256)
-        narrow = fp32_weight and not target.startswith("gfx")
+        n = _side(experts, 256 if products < 6 else 64)
+        narrow = products > 1 and not target.startswith("gfx")
         tile, stages = (32, 3) if narrow else (64, 2)
         return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def dx(experts: int, cols: int, target: str) -> ProductConfig:
+    def dx(experts: int, cols: int, products: int, target: str) -> ProductConfig:
         """Rows x columns, summed over experts."""
         if target == "cpu":
             return ProductConfig(128, _side(cols, 128), _side(experts, 64), 4, 1, False)
-        # Compiled for sm_90: 255 registers with fp32 weights, 196 with bf16.
-        return ProductConfig(64, _side(cols, 128), _side(experts, 32), 4, 2, True)
+        # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
+        # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
+        return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def dweight(experts: int, cols: int, target: str) -> ProductConfig:
+    def dweight(experts: int, cols: int, products: int, target: str) -> ProductConfig:
         """Experts x columns, summed over rows."""
         if target == "cpu":
-            return ProductConfig(_side(experts, 128), _side(cols, 256), 64, 4, 1, False)
-        # Compiled for sm_90: 231 registers; with four warps it spills.
-        return ProductConfig(_side(experts, 128), _side(cols, 128), 32, 8, 2, True)
+            return ProductConfig(_side(experts, 128), _side(cols, 128), 64, 4, 1, False)
+        # Compiled for sm_90: 179 registers. Where sums lie in registers as a warp's own (sm_80, sm_89, sm_120) half the
+        # tile: 170 registers, and spills with all of it.
+        largest = 64 if products == 6 or target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
+        return ProductConfig(
+            _side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True
+        )
+
+
+def _products(a: torch.dtype, b: torch.dtype) -> int:
+    """How many products of parts make one of two dtypes, at most."""
+    return {2: 1, 1: 3, 0: 6}[(a is torch.bfloat16) + (b is torch.bfloat16)]
 
 
 def _side(size: int, largest: int) -> int:
@@ -294,7 +306,9 @@ def _launch_router_linear(outputs: list[Tensor], x: Tensor, weight: Tensor, bias
     x, weight = flat_rows(x), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     rows, stride = x.shape[0], x.stride(0)
-    config = ProductConfig.forward(experts, weight.dtype is torch.float32, target.target)
+    # Parts of x need room as well, on sm_100 that of the sums: the smallest tiles for all but bf16.
+    products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
+    config = ProductConfig.forward(experts, products, target.target)
     grid = (-(-rows // config.m), -(-experts // config.n))
     splits = 1
     if target.target != "cpu" and 2 * grid[0] * grid[1] <= target.multiprocessors:
@@ -334,7 +348,7 @@ def _launch_router_linear_backward(
     rows, stride, dy_stride = x.shape[0], x.stride(0), dy.stride(0)
     if dx is not None:
         weight = weight.contiguous()
-        config = ProductConfig.dx(experts, cols, target.target)
+        config = ProductConfig.dx(experts, cols, _products(dy.dtype, weight.dtype), target.target)
         launch = Launch.of(
             _router_linear_dx_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
             ROWS=config.m, COLS=config.n, TILE=config.k, ALIGN=align_of(cols),
@@ -344,7 +358,7 @@ def _launch_router_linear_backward(
         launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
     if dweight is None and dbias is None:
         return
-    config = ProductConfig.dweight(experts, cols, target.target)
+    config = ProductConfig.dweight(experts, cols, _products(x.dtype, dy.dtype), target.target)
     tiles = -(-experts // config.m) * (1 if dweight is None else -(-cols // config.n))
     # As many splits of the rows as fill the device twice, of at least four steps each.
     splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
