@@ -250,7 +250,8 @@ def test_docstrings_are_true(name: str) -> None:
 
 def test_public_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
-    for name in ("rms_norm", "layer_norm", "quantize", "dequantize", "backend", "QTensor", "Format"):
+    functions = ("rms_norm", "layer_norm", "quantize", "dequantize", "router_linear", "route")
+    for name in (*functions, "backend", "QTensor", "Format"):
         found = finder.find(getattr(weft, name), name)
         assert any(test.examples for test in found), f"{name} has no example"
 
