@@ -170,6 +170,24 @@ def near_tie(choice: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
     return ((a - b).abs() <= 8 * EPS32 * size).all(1)
 
 
+def near_tie_of_groups(convention: str, x: Tensor, bias: Tensor | None, at: Settings) -> Tensor:
+    """Rows in which fp32 hardly tells the last group that is allowed from the first that is not: sums of scores and
+    biases that are equal in real numbers differ in their last bits."""
+    if at.groups == 1:
+        return torch.zeros(len(x), dtype=torch.bool)
+    post = convention == "megatron" and at.score == "softmax" and dict(at.options).get("post_softmax", True)
+    choice = x.double() if post else truth_router.scores(x.double(), at.score)
+    if bias is not None:
+        choice = choice + bias.double()
+    best = {"megatron": at.k // at.group_topk, "torchtitan": 2}.get(convention, 1 if bias is None else 2)
+    worth = choice.view(len(x), at.groups, -1).topk(best).values.sum(-1).sort(1, descending=True).values
+    if at.group_topk == at.groups:
+        return torch.zeros(len(x), dtype=torch.bool)
+    return (
+        worth[:, at.group_topk - 1] - worth[:, at.group_topk]
+    ).abs() <= 8 * EPS32 * best * worth.abs().amax(1)
+
+
 FEW = {
     "megatron": [
         Settings(),
@@ -225,10 +243,10 @@ def compare(convention: str, at: Settings, rows: int, seed: int) -> int:
     mine = got.indices.long()
     assert (mine.sort(1).values.diff(dim=1) > 0).all()
     same = (mine == indices).all(1)
-    excused = ~same & near_tie(choice, mine, indices)
+    excused = ~same & (near_tie(choice, mine, indices) | near_tie_of_groups(convention, x, bias, at))
     wrong = ~(same | excused)
     assert not wrong.any(), f"{int(wrong.sum())} rows differ, the first {int(wrong.nonzero()[0])}"
-    assert excused.float().mean() < 2e-3, f"{int(excused.sum())} near ties"
+    assert excused.float().mean() < 1e-2, f"{int(excused.sum())} near ties"
     a, b = got.weights[same], weights[same]
     assert torch.equal(a.isnan(), b.isnan())
     torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-30, equal_nan=True)

@@ -13,7 +13,11 @@ from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-WORKLOADS: tuple[Workload, ...] = (*norm.WORKLOADS, *quantize.WORKLOADS, *router.WORKLOADS)
+WORKLOADS: tuple[Workload, ...] = (
+    *norm.WORKLOADS,
+    *quantize.WORKLOADS,
+    *router.WORKLOADS,
+)
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:
