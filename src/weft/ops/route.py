@@ -530,6 +530,17 @@ def _align(*sizes: int) -> int:
     return next(align for align in (16, 8, 4, 1) if combined % align == 0)
 
 
+@functools.cache
+def _route_launch(
+    score: str, post: bool, renormalize: bool, masked_is_zero: bool, config: RouteConfig, k: int, align: int
+) -> Launch:
+    return Launch.of(
+        _route_kernel, num_warps=config.num_warps, SCORE=SCORES.index(score), POST=post, RENORMALIZE=renormalize,
+        MASKED_IS_ZERO=masked_is_zero, ROWS=config.rows, GROUPS=config.groups, TILE=config.tile,
+        K=1 << (k - 1).bit_length(), ALIGN=align,
+    )  # fmt: skip
+
+
 def _allocate_route(
     logits: Tensor, bias: Tensor | None, k: int, score: str, post: bool, groups: int, group_topk: int,
     group_best: int, masked_is_zero: bool, renormalize: bool, eps: float, scale: float, weight_dtype: torch.dtype,
@@ -562,8 +573,8 @@ def _launch_route(
     rows, experts = logits.shape
     stride, group_size = logits.stride(0), experts // groups
     config = RouteConfig.choose(groups, group_size, target.target)
-    # Each program leaves a row of counts: few programs, of many rows.
-    programs = min(-(-rows // config.rows), 16 * target.multiprocessors // config.num_warps)
+    # Each program leaves a row of counts, so few of them; but k rounds in a row need other warps to hide behind.
+    programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
     program_rows = -(-rows // programs)
     program_rows = -(-program_rows // config.rows) * config.rows
     programs = -(-rows // program_rows)
@@ -577,11 +588,7 @@ def _launch_route(
             None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
             for t in totals
         )
-    launch = Launch.of(
-        _route_kernel, num_warps=config.num_warps, SCORE=SCORES.index(score), POST=post, RENORMALIZE=renormalize,
-        MASKED_IS_ZERO=masked_is_zero, ROWS=config.rows, GROUPS=config.groups, TILE=config.tile,
-        K=1 << (k - 1).bit_length(), ALIGN=_align(group_size, stride),
-    )  # fmt: skip
+    launch = _route_launch(score, post, renormalize, masked_is_zero, config, k, _align(group_size, stride))
     launch(
         (programs, 1, 1),
         (logits, bias, weights, indices, *partial),

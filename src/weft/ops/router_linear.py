@@ -296,6 +296,14 @@ def _add_up(partial: Tensor, out: Tensor, target: Capabilities) -> None:
     launch((-(-cols // tile), 1, 1), (partial, out), (count, cols))
 
 
+@functools.cache
+def _forward_launch(config: ProductConfig, align: int, expert_align: int, masked: bool) -> Launch:
+    return Launch.of(
+        _router_linear_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
+        ROWS=config.m, EXPERTS=config.n, TILE=config.k, ALIGN=align, EXPERT_ALIGN=expert_align, COLS_MASKED=masked,
+    )  # fmt: skip
+
+
 def _allocate_router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
     return [torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)]
 
@@ -316,11 +324,7 @@ def _launch_router_linear(outputs: list[Tensor], x: Tensor, weight: Tensor, bias
     y = outputs[0]
     if splits > 1:
         y = torch.empty((splits, rows, experts), dtype=torch.float32, device=x.device)
-    launch = Launch.of(
-        _router_linear_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
-        ROWS=config.m, EXPERTS=config.n, TILE=config.k, ALIGN=align_of(cols, stride), EXPERT_ALIGN=_four(experts),
-        COLS_MASKED=cols % config.k != 0,
-    )  # fmt: skip
+    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
     split_cols = SPLIT_COLS if splits > 1 else -(-cols // config.k) * config.k
     launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
     if splits > 1:

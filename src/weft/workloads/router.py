@@ -214,6 +214,9 @@ def _route(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str) 
             tags=frozenset(tags),
             dtype=torch.float32,
             settings=tuple(ROUTE_OPTIONS[options].items()),
+            rereads=""
+            if backward
+            else "each program leaves its counts and sums for a second launch to add up",
         )
         for options, names in used.items()
         for name in names
