@@ -138,7 +138,11 @@ def differentiable(workload: Workload) -> bool:
 def near(got: Tensor, expected: Near) -> None:
     """Rounded once; and where a result is more than a speck, damage of it is noticed."""
     budget = expected.noise + ulp(expected.truth, got.dtype) / 2
-    if got.shape[-1] > 1 and bool((expected.truth.abs().amax() > 4 * budget.amax()).all()):
+    if (
+        got.numel() > 1
+        and got.shape[-1] > 1
+        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
+    ):
         assert_rounded_once(got, expected.truth, expected.noise)
     else:  # one column: everything is ±1, and its gradient the difference of equals
         assert got.shape == expected.truth.shape
@@ -211,6 +215,9 @@ def accuracy_by_reference(workload: Workload) -> None:
         got, wanted = results(call), results(exact)
     assert got.keys() == wanted.keys()
     for name, right in parts(wanted).items():
+        if not right.is_floating_point():
+            assert torch.equal(got[name], right), name
+            continue
         largest = right.abs().amax(-1, keepdim=True) if right.dim() > 1 else right.abs().amax()
         near(got[name], Near(right, (ROUNDINGS * EPS32 * largest).expand(right.shape)))
 
@@ -447,7 +454,7 @@ def no_grad(workload: Workload) -> None:
     if not differentiable(workload):
         return
     tracked = results(call.requiring_grad())
-    assert tracked["y"].requires_grad
+    assert any(value.requires_grad for name, value in tracked.items() if name != "gate")
     with torch.no_grad():
         plain = results(call.requiring_grad())
     assert not any(value.requires_grad for name, value in plain.items() if name != "gate")

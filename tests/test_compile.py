@@ -21,10 +21,19 @@ from weft.workloads import WORKLOADS, Workload
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
 # The tensors that decide a kernel's time: all of a tile is read, or written.
 READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr", "up_ptr"}
+READ |= {"logits_ptr"}
 WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
-WRITTEN |= {f"{part}_{data}_ptr" for part in ("gate", "up") for data in ("data", "data_t")}
+WRITTEN |= {f"{part}_{data}_ptr" for part in ("gate", "up") for data in ("data", "data_t")} | {"dlogits_ptr"}
 # Vectors of the tile's columns. They are short, and read once for many rows.
-VECTORS = {"weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr", "dscale_ptr", "dshift_ptr"}
+VECTORS = {
+    "weight_ptr",
+    "bias_ptr",
+    "dweight_ptr",
+    "dbias_ptr",
+    "dscale_ptr",
+    "dshift_ptr",
+    "dscore_sums_ptr",
+}
 # Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
 ODD_SPILLS = 160
 # Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256
@@ -36,7 +45,13 @@ MOVED = {  # kernels whose parameters mean something else
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
     "_unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
     "_unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+    # Products: what is written is another tile than what is read.
+    "_router_linear_kernel": ({"x_ptr"}, set[str]()),
+    "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
+    "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
 }
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
+FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
 
 
 # ---- which variants -------------------------------------------------------------------------------------------
@@ -126,6 +141,8 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     bytes_to_a_group = any("scale_ptr" in name and kind == "*u8" for name, kind in types.items())
     if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
         allowed.add(8)
+    if variant.kernel in FOUR_NEIGHBOURS and binary.target.startswith("gfx"):
+        allowed.add(64)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
     for name, kind in types.items():
         if kind not in BYTES:
@@ -188,6 +205,14 @@ REPRESENTATIVE = (
     "unpermute:linghe/hidden:carried:8192",
     "unpermute:deepseek-v3/hidden:1x128-payload:8192",
     "unpermute_backward:qwen3-30b-a3b/hidden:probs:8192",
+    "router_linear:linghe/router:bf16-weight:8192",
+    "router_linear:deepseek-v3/router:fp32-weight:64",
+    "router_linear_backward:linghe/router:dgrad:8192",
+    "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
+    "route:linghe/router:top8:8192",
+    "route:deepseek-v3/router:groups:8192",
+    "route_backward:linghe/router:top8:8192",
+    "route_backward:linghe/router:sqrtsoftplus:8192",
 )
 
 

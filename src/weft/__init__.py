@@ -9,6 +9,8 @@ from .ops import (
     permute,
     quantize,
     rms_norm,
+    route,
+    router_linear,
     row_map,
     unpermute,
 )
@@ -32,6 +34,8 @@ __all__ = [
     "permute",
     "quantize",
     "rms_norm",
+    "route",
+    "router_linear",
     "row_map",
     "scale_from_amax",
     "unpermute",

@@ -4,8 +4,13 @@ from .glu import glu, glu_backward
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
+from .route import CONVENTIONS, Convention, Routing, route
+from .router_linear import router_linear
 
 __all__ = [
+    "CONVENTIONS",
+    "Convention",
+    "Routing",
     "RowMap",
     "dequantize",
     "glu",
@@ -14,6 +19,8 @@ __all__ = [
     "permute",
     "quantize",
     "rms_norm",
+    "route",
+    "router_linear",
     "row_map",
     "unpermute",
 ]

@@ -1,0 +1,452 @@
+"""The router's projection: logits in true fp32 of activations that stay in bf16.
+
+    y[t, e] = sum_h x[t, h] * weight[e, h] + bias[e]               fp32, [T, E]
+    dx = round(dy @ weight)         dweight = round(dy^T @ x)      dbias = round(sum_t dy)
+
+x is bf16 (or fp16, fp32), weight fp32 or bf16; y and its gradient are fp32. No operand is rounded: on matrix units an
+fp32 number is taken as the sum of its three bf16 parts (`tiles.split`), elsewhere products are fp32 multiply-adds. So
+each result is an fp32 sum with a rounding for every addition, and one rounding to its dtype at the end. Sums run over
+tiles of columns (of experts, of tokens), each added up from zero and then to the total: shorter chains than one run
+over everything has. Nothing is stored in fp32 but results and the partial sums of what several programs share, which
+are added up in order: the same bits every run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..language import tl
+from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
+from ..tiles.split import dot_fp32
+from .norm import _sum_kernel
+from .rows import align_of, count_rows, flat_rows
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def router_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """The definition: x [..., H], weight [E, H], bias [E]."""
+    dtype = _wide(x)
+    y = x.to(dtype) @ weight.to(dtype).t()
+    return [y if bias is None else y + bias.to(dtype)]
+
+
+def router_linear_backward_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
+) -> list[Tensor]:
+    """Of dx, dweight and dbias those that are needed."""
+    dtype = _wide(x)
+    rows = count_rows(x)
+    flat, d = x.reshape(rows, x.shape[-1]).to(dtype), dy.reshape(rows, weight.shape[0]).to(dtype)
+    gradients = []
+    if needs[0]:
+        gradients.append((d @ weight.to(dtype)).to(x.dtype).view(x.shape))
+    if needs[1]:
+        gradients.append((d.t() @ flat).to(weight.dtype))
+    if needs[2]:
+        assert bias is not None
+        gradients.append(d.sum(0).to(bias.dtype))
+    return gradients
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+
+@kernel
+def _router_linear_kernel(
+    x_ptr,  # [rows, cols]
+    weight_ptr,  # [experts, cols]
+    bias_ptr,  # [experts], or None
+    y_ptr,  # fp32 [splits, rows, experts]
+    rows,
+    cols,
+    experts,
+    x_stride,
+    split_cols,  # columns of a split, a multiple of TILE
+    SPLIT: tl.constexpr,  # multiply bf16 parts
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,  # columns at a time
+    ALIGN: tl.constexpr,  # cols and x_stride are multiples of it
+    EXPERT_ALIGN: tl.constexpr,  # experts is a multiple of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
+):
+    """A tile of logits, summed over the columns of one split."""
+    cols = (cols // ALIGN) * ALIGN
+    experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)  # [EXPERTS]
+    split = tl.program_id(2)
+    x_off = tl.multiple_of(row * x_stride, ALIGN)
+    weight_off = tl.multiple_of(expert.to(tl.int64) * cols, ALIGN)
+    split_cols = (split_cols // TILE) * TILE
+    first = split * split_cols
+    last = tl.minimum(first + split_cols, cols)
+    total = tl.zeros((ROWS, EXPERTS), tl.float32)
+    for start in range(first, last, TILE):
+        col = start + tl.arange(0, TILE)  # [TILE]
+        x_mask = (row < rows)[:, None] & (col >= 0)[None, :]
+        weight_mask = (expert < experts)[:, None] & (col >= 0)[None, :]
+        if COLS_MASKED:
+            x_mask = x_mask & (col < cols)[None, :]
+            weight_mask = weight_mask & (col < cols)[None, :]
+        x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [ROWS, TILE]
+        weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=weight_mask, other=0.0)
+        # Less the product: Triton makes of `total += dot` a single chain of additions over all columns.
+        total -= dot_fp32(x, tl.trans(weight), SPLIT)
+    total = 0.0 - total
+    if bias_ptr is not None:
+        there = (expert < experts) & (split == 0)  # once, whatever the number of splits
+        total += tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)[None, :]
+    y_off = tl.multiple_of((split.to(tl.int64) * rows + row) * experts, EXPERT_ALIGN)
+    mask = (row < rows)[:, None] & (expert < experts)[None, :]
+    tl.store(y_ptr + y_off[:, None] + expert[None, :], total, mask=mask)
+
+
+@kernel
+def _router_linear_dx_kernel(
+    dy_ptr,  # [rows, experts]
+    weight_ptr,  # [experts, cols]
+    dx_ptr,  # [rows, cols]
+    rows,
+    cols,
+    experts,
+    dy_stride,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,  # experts at a time
+    ALIGN: tl.constexpr,  # cols is a multiple of it
+    EXPERT_ALIGN: tl.constexpr,  # experts and dy_stride are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
+):
+    """A tile of dx, summed over all experts."""
+    cols = (cols // ALIGN) * ALIGN
+    experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
+    tiles = tl.cdiv(cols, COLS)
+    # Programs of the same rows follow each other: they read the same dy.
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tl.multiple_of((tl.program_id(0) % tiles) * COLS, COLS) + tl.arange(0, COLS)  # [COLS]
+    dy_off = tl.multiple_of(row * dy_stride, EXPERT_ALIGN)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, experts, TILE):
+        expert = start + tl.arange(0, TILE)  # [TILE]
+        dy_mask = (row < rows)[:, None] & (expert < experts)[None, :]
+        weight_mask = (expert < experts)[:, None] & (col >= 0)[None, :]
+        if COLS_MASKED:
+            weight_mask = weight_mask & (col < cols)[None, :]
+        dy = tl.load(dy_ptr + dy_off[:, None] + expert[None, :], mask=dy_mask, other=0.0)  # [ROWS, TILE]
+        weight_off = tl.multiple_of(expert.to(tl.int64) * cols, ALIGN)
+        weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=weight_mask, other=0.0)
+        total -= dot_fp32(dy, weight, SPLIT)
+    total = 0.0 - total
+    mask = (row < rows)[:, None] & (col >= 0)[None, :]
+    if COLS_MASKED:
+        mask = mask & (col < cols)[None, :]
+    dx_off = tl.multiple_of(row * cols, ALIGN)
+    tl.store(dx_ptr + dx_off[:, None] + col[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _router_linear_dweight_kernel(
+    x_ptr,  # [rows, cols], or None
+    dy_ptr,  # [rows, experts]
+    dweight_ptr,  # [splits, experts, cols], or None
+    dbias_ptr,  # [splits, experts], or None
+    rows,
+    cols,
+    experts,
+    x_stride,
+    dy_stride,
+    split_rows,  # rows of a split, a multiple of TILE
+    SPLIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,  # rows at a time
+    ALIGN: tl.constexpr,  # cols and x_stride are multiples of it
+    EXPERT_ALIGN: tl.constexpr,  # experts and dy_stride are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
+):
+    """A tile of dweight, and of dbias, summed over the rows of one split."""
+    cols = (cols // ALIGN) * ALIGN
+    experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
+    tiles = tl.cdiv(experts, EXPERTS)
+    # Programs of the same columns follow each other: they read the same x.
+    expert = tl.multiple_of((tl.program_id(0) % tiles) * EXPERTS, EXPERTS) + tl.arange(
+        0, EXPERTS
+    )  # [EXPERTS]
+    col = tl.multiple_of((tl.program_id(0) // tiles) * COLS, COLS) + tl.arange(0, COLS)  # [COLS]
+    split = tl.program_id(1).to(tl.int64)
+    first = split * split_rows
+    last = tl.minimum(first + split_rows, rows)
+    total = tl.zeros((COLS, EXPERTS), tl.float32)
+    total_bias = tl.zeros((EXPERTS,), tl.float32)
+    for start in range(first, last, TILE):
+        row = start + tl.arange(0, TILE).to(tl.int64)  # [TILE]
+        dy_off = tl.multiple_of(row * dy_stride, EXPERT_ALIGN)
+        dy_mask = (row < last)[:, None] & (expert < experts)[None, :]
+        dy = tl.load(dy_ptr + dy_off[:, None] + expert[None, :], mask=dy_mask, other=0.0)  # [TILE, EXPERTS]
+        if dbias_ptr is not None:
+            total_bias += tl.sum(dy.to(tl.float32), axis=0)
+        if dweight_ptr is not None:
+            x_off = tl.multiple_of(row * x_stride, ALIGN)
+            x_mask = (row < last)[:, None] & (col >= 0)[None, :]
+            if COLS_MASKED:
+                x_mask = x_mask & (col < cols)[None, :]
+            x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [TILE, COLS]
+            # The other way round: of an fp32 tile that is turned, Triton loads a number at a time.
+            total -= dot_fp32(tl.trans(x), dy, SPLIT)
+    total = 0.0 - total
+    if dweight_ptr is not None:
+        mask = (expert < experts)[:, None] & (col >= 0)[None, :]
+        if COLS_MASKED:
+            mask = mask & (col < cols)[None, :]
+        off = tl.multiple_of((split * experts + expert) * cols, ALIGN)
+        dweight = tl.trans(total).to(dweight_ptr.dtype.element_ty)  # [EXPERTS, COLS]
+        tl.store(dweight_ptr + off[:, None] + col[None, :], dweight, mask=mask)
+    if dbias_ptr is not None:
+        there = (expert < experts) & (tl.program_id(0) // tiles == 0)
+        tl.store(dbias_ptr + split * experts + expert, total_bias.to(dbias_ptr.dtype.element_ty), mask=there)
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """How a product [M, K] x [K, N] is cut: tiles of `m` x `n`, summed `k` at a time."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    split: bool  # multiply bf16 parts
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def forward(experts: int, products: int, target: str) -> ProductConfig:
+        """Rows x experts, summed over columns."""
+        if target == "cpu":
+            # Measured with 2048x2048 and 256 experts: 0.8 times as fast as MKL, which sums in longer chains.
+            return ProductConfig(128, _side(experts, 128), 64, 4, 1, False)
+        # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
+        # 124 KB of shared memory; twice the columns at a time spill.
+        n = _side(experts, 256 if products < 6 else 64)
+        narrow = products > 1 and not target.startswith("gfx")
+        tile, stages = (32, 3) if narrow else (64, 2)
+        return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def dx(experts: int, cols: int, products: int, target: str) -> ProductConfig:
+        """Rows x columns, summed over experts."""
+        if target == "cpu":
+            return ProductConfig(128, _side(cols, 128), _side(experts, 64), 4, 1, False)
+        # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
+        # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
+        return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def dweight(experts: int, cols: int, products: int, target: str) -> ProductConfig:
+        """Experts x columns, summed over rows."""
+        if target == "cpu":
+            return ProductConfig(_side(experts, 128), _side(cols, 128), 64, 4, 1, False)
+        # Compiled for sm_90: 179 registers. Where sums lie in registers as a warp's own (sm_80, sm_89, sm_120) half the
+        # tile: 170 registers, and spills with all of it.
+        largest = 64 if products == 6 or target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
+        return ProductConfig(
+            _side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True
+        )
+
+
+def _products(a: torch.dtype, b: torch.dtype) -> int:
+    """How many products of parts make one of two dtypes, at most."""
+    return {2: 1, 1: 3, 0: 6}[(a is torch.bfloat16) + (b is torch.bfloat16)]
+
+
+def _side(size: int, largest: int) -> int:
+    """The side of a tile that holds `size`: a power of two from 16, the least of a matrix unit."""
+    return min(max(1 << max(size - 1, 0).bit_length(), 16), largest)
+
+
+SPLIT_COLS = 512  # columns of a split when a sum over columns is shared: whole tiles of every configuration
+
+
+def _four(*sizes: int) -> int:
+    """4 if all sizes are multiples of it, 128 bits of fp32; else 1."""
+    return 4 if functools.reduce(int.__or__, sizes) % 4 == 0 else 1
+
+
+def _add_up(partial: Tensor, out: Tensor, target: Capabilities) -> None:
+    """Partial sums [splits, ...] to out, in order."""
+    count, cols = partial.shape[0], out.numel()
+    rows, tile = (1, 256) if target.target == "cpu" else (8, 256)
+    launch = Launch.of(_sum_kernel, num_warps=4, ROWS=rows, TILE=tile, ALIGN=align_of(cols))
+    launch((-(-cols // tile), 1, 1), (partial, out), (count, cols))
+
+
+@functools.cache
+def _forward_launch(config: ProductConfig, align: int, expert_align: int, masked: bool) -> Launch:
+    return Launch.of(
+        _router_linear_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
+        ROWS=config.m, EXPERTS=config.n, TILE=config.k, ALIGN=align, EXPERT_ALIGN=expert_align, COLS_MASKED=masked,
+    )  # fmt: skip
+
+
+def _allocate_router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    return [torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)]
+
+
+def _launch_router_linear(outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    experts, cols = weight.shape
+    target = capabilities_of(x.device)
+    x, weight = flat_rows(x), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    rows, stride = x.shape[0], x.stride(0)
+    # Parts of x need room as well, on sm_100 that of the sums: the smallest tiles for all but bf16.
+    products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
+    config = ProductConfig.forward(experts, products, target.target)
+    grid = (-(-rows // config.m), -(-experts // config.n))
+    splits = 1
+    if target.target != "cpu" and 2 * grid[0] * grid[1] <= target.multiprocessors:
+        splits = -(-cols // SPLIT_COLS)
+    y = outputs[0]
+    if splits > 1:
+        y = torch.empty((splits, rows, experts), dtype=torch.float32, device=x.device)
+    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
+    split_cols = SPLIT_COLS if splits > 1 else -(-cols // config.k) * config.k
+    launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
+    if splits > 1:
+        _add_up(y, outputs[0], target)
+
+
+def _allocate_router_linear_backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
+) -> list[Tensor]:
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=x.device)
+        for t, need in zip((x, weight, bias), needs, strict=True)
+        if need and t is not None
+    ]
+
+
+def _launch_router_linear_backward(
+    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
+) -> None:
+    experts, cols = weight.shape
+    target = capabilities_of(x.device)
+    results = iter(outputs)
+    dx, dweight, dbias = (next(results) if need else None for need in needs)
+    x, dy = flat_rows(x), flat_rows(dy)
+    rows, stride, dy_stride = x.shape[0], x.stride(0), dy.stride(0)
+    if dx is not None:
+        weight = weight.contiguous()
+        config = ProductConfig.dx(experts, cols, _products(dy.dtype, weight.dtype), target.target)
+        launch = Launch.of(
+            _router_linear_dx_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
+            ROWS=config.m, COLS=config.n, TILE=config.k, ALIGN=align_of(cols),
+            EXPERT_ALIGN=_four(experts, dy_stride), COLS_MASKED=cols % config.n != 0,
+        )  # fmt: skip
+        programs = -(-rows // config.m) * -(-cols // config.n)
+        launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
+    if dweight is None and dbias is None:
+        return
+    config = ProductConfig.dweight(experts, cols, _products(x.dtype, dy.dtype), target.target)
+    tiles = -(-experts // config.m) * (1 if dweight is None else -(-cols // config.n))
+    # As many splits of the rows as fill the device twice, of at least four steps each.
+    splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
+    split_rows = -(-rows // splits)
+    split_rows = -(-split_rows // config.k) * config.k
+    splits = -(-rows // split_rows)
+    sums = [
+        grad if grad is None or splits == 1
+        else torch.empty((splits, *grad.shape), dtype=torch.float32, device=x.device)
+        for grad in (dweight, dbias)
+    ]  # fmt: skip
+    launch = Launch.of(
+        _router_linear_dweight_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
+        EXPERTS=config.m, COLS=config.n, TILE=config.k, ALIGN=align_of(cols, stride),
+        EXPERT_ALIGN=_four(experts, dy_stride), COLS_MASKED=cols % config.n != 0,
+    )  # fmt: skip
+    launch((tiles, splits, 1), (x, dy, *sums), (rows, cols, experts, stride, dy_stride, split_rows))
+    for grad, partial in zip((dweight, dbias), sums, strict=True):
+        if grad is not None and partial is not None and partial is not grad:
+            _add_up(partial, grad, target)
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grads: Any) -> Any:
+    needs = list(ctx.needs_input_grad)
+    rest = iter(router_linear_backward_op(*ctx.saved_tensors, grads[0], needs))
+    return tuple(next(rest) if need else None for need in needs)
+
+
+router_linear_backward_op = define_op(
+    "router_linear_backward(Tensor x, Tensor weight, Tensor? bias, Tensor dy, bool[] needs) -> Tensor[]",
+    allocate=_allocate_router_linear_backward,
+    launch=_launch_router_linear_backward,
+    reference=router_linear_backward_reference,
+    variants=96,
+)
+
+router_linear_op = define_op(
+    "router_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor[]",
+    allocate=_allocate_router_linear,
+    launch=_launch_router_linear,
+    reference=router_linear_reference,
+    setup_context=_setup,
+    backward=_gradients,
+    variants=32,
+)
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in fp32, whatever the dtypes of x and weight are, and without a copy of x in fp32.
+
+    x: [..., H] in bf16, fp16 or fp32, of any strides. weight: [E, H], bias: [E], in any of these. Returns fp32
+    [..., E]. The error is that of adding up in fp32: no operand is rounded to TF32 or bf16. Gradients have the dtypes
+    of what they are of, rounded once from fp32 sums.
+
+    >>> import torch, weft
+    >>> x, weight = torch.randn(6, 64, dtype=torch.bfloat16), torch.randn(8, 64)
+    >>> logits = weft.router_linear(x, weight)
+    >>> logits.dtype, logits.shape
+    (torch.float32, torch.Size([6, 8]))
+    """
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"x must be [..., H] and weight [E, H] with one H; got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError("weight must have a row for each of one or more experts; it has none")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [E] = [{weight.shape[0]}] like weight; got {tuple(bias.shape)}")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype not in _DTYPES or tensor.device != x.device):
+            raise ValueError(
+                f"{name} must be bfloat16, float16, float32 or float64 on {x.device}; "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+    return router_linear_op(x, weight, bias)[0]
