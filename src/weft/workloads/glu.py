@@ -135,6 +135,7 @@ def _named() -> list[Workload]:
                     Workload(
                         op, name, options, SHAPES[name], rows, build, tags, settings=tuple(settings.items()),
                         rereads=_crossing(settings, SHAPES[name][-1]) if op == "glu_backward" else "",
+                        moves=9.0 if op == "glu_backward" and _crossing(settings, SHAPES[name][-1]) else 1.02,
                     )
                 )  # fmt: skip
     for options, names in _SERVED.items():
@@ -143,6 +144,7 @@ def _named() -> list[Workload]:
             Workload(
                 "glu", name, options, SHAPES[name], rows, _build, frozenset({"inference"}),
                 settings=tuple(OPTIONS[options].items()), rereads=rereads,
+                moves=9.0 if rereads else 1.02,
             )
             for name in names
             for rows in (1, 8, 64)

@@ -190,6 +190,7 @@ WORKLOADS: tuple[Workload, ...] = (
             tags=frozenset({"training", "backward"} if op == "unpermute_backward" else {"training"}),
             settings=tuple(OPTIONS[options].items()),
             rereads=_GATHERED if OPTIONS[options].get("columnwise") else "",
+            moves=9.0 if OPTIONS[options].get("columnwise") else 1.02,
         )
         for op, used in _USED.items()
         for options, names in used.items()

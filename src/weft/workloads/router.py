@@ -101,6 +101,7 @@ def _linear(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str)
                     tags=frozenset(tags),
                     settings=tuple(settings.items()),
                     rereads=_SHARED,
+                    moves=9.0,
                 )
                 for count in rows
             ]
@@ -214,6 +215,7 @@ def _route(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str) 
             tags=frozenset(tags),
             dtype=torch.float32,
             settings=tuple(ROUTE_OPTIONS[options].items()),
+            moves=1.02 if backward else 9.0,
             rereads=""
             if backward
             else "each program leaves its counts and sums for a second launch to add up",
