@@ -192,7 +192,11 @@ def _named(
         settings = OPTIONS[options]
         if backward:
             settings = {k: v for k, v in settings.items() if k not in ("quantize", "columnwise", "packed")}
-        rereads = "the amax of the whole tensor comes before its first code" if options == "nvfp4" else ""
+        rereads = ""
+        if options == "nvfp4":
+            rereads = "the amax of the whole tensor comes before its first code"
+        elif settings.get("columnwise"):
+            rereads = "the statistics of 128 rows come before the first code of a column"
         found += [
             Workload(
                 op="norm_backward" if backward else "norm",
