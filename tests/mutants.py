@@ -41,6 +41,10 @@ BY_ROW = workload("accuracy", "norm:odd/200:adaln-row:8192")
 BOTH = norms("e4m3:1x128:te:pow2-rms_norm-True-True-dtype1")
 BOTH_LAYER = norms("e4m3:1x128:deepgemm:pow2-layer_norm-True-True-dtype9")
 BOTH_BACKWARD = workload("accuracy", "norm:odd/200:1x128-both:8192")
+KNOWN = norms(
+    "e2m1:nvfp4:torchao-layer_norm-False-True-dtype19"
+)  # rows after a pass that took the statistics
+TILES = f"{D}test_amax_of_tiles"
 ROW_LOOP = f"{B}test_norms_of_other_lengths[1100-e4m3:row:te]"
 SHIFTED = f"{C}test_variance_of_rows_far_from_zero"
 FAR = f"{C}test_offsets_have_64_bits"
@@ -90,29 +94,34 @@ _NORM: list[tuple[Any, ...]] = [
     ("rows past the end in a tile of rows", "_norm_kernel", "tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(row, piece, rows + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",)),
     ("given scale taken for an amax", "_norm_kernel", "FORMAT, STATIC)", "FORMAT, False)", (f"{B}test_norms_with_a_given_scale",)),
     ("last rows left out", f"{NORM}:_launch_norm", "(-(-rows // config.rows), 1, 1)", "(-(-(rows - 1) // config.rows), 1, 1)", (PLAIN_ODD,)),
-    ("amax pass without the residual", f"{NORM}:_launch_norm", "(x, residual, weight, bias, scale, shift, given, None, *kept,", "(x, residual if final else None, weight, bias, scale, shift, given, None, *kept,", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
+    ("amax pass without the residual", f"{NORM}:_launch_norm", "x, residual, *vectors,", "x, residual if spec else None, *vectors,", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
+    ("statistics of the first row for all", "_norm_kernel", "rstd = tl.load(rstd_ptr + row,", "rstd = tl.load(rstd_ptr + row * 0,", (KNOWN,)),
+    ("mean not read", "_norm_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (KNOWN,)),
+    ("residual added twice", f"{NORM}:_launch_norm", "x, residual, nested = residual_out, None, False", "x, nested = residual_out, False", (KNOWN,)),
+    ("statistics of x without the residual", f"{NORM}:_launch_norm", "x, residual, *vectors,", "x, residual if spec or partials is not None else None, *vectors,", ("test_norm.py::test_columnwise_alone_is_that_of_both",)),
     ("moments merged without the difference of means", f"{REDUCE}:merge_moments", " + delta * delta * count * share", "", (LAYER_LOOP,)),
 ]  # fmt: skip
 
 _STRIPE: list[tuple[Any, ...]] = [
-    ("no eps", "_norm_stripe_kernel", " + eps)", ")", (BOTH,)),
-    ("statistics without the last tile", "_norm_stripe_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (BOTH,)),
-    ("residual of the first stripe alone", "_norm_stripe_kernel", "h.to(DTYPE), mask=mask & first)", "h.to(DTYPE), mask=mask & (stripe == 0))", (BOTH,)),
-    ("tiles of other programs left out", "_norm_stripe_kernel", "tl.num_programs(1) * TILE)", "8 * TILE)", (BOTH,)),
-    ("the first tile skipped", "_norm_stripe_kernel", "range(tl.program_id(1) * TILE", "range((tl.program_id(1) + 1) * TILE", (BOTH,)),
-    ("all programs of a stripe keep amax in one place", "_norm_stripe_kernel", "tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)", "tl.program_id(0)", (f"{D}test_amax_of_stripes_that_are_split[300]",)),
-    ("1 / rms of the first stripe alone", "_norm_stripe_kernel", "rstd, mask=(row < rows) & first)", "rstd, mask=(row < rows) & (stripe == 0))", (BOTH_BACKWARD,)),
-    ("mean not saved", "_norm_stripe_kernel", "tl.store(mean_ptr + row, mean,", "tl.store(mean_ptr + row, mean * 0.0,", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
+    ("tiles counted without the last", "_norm_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (BOTH,)),
+    ("last tile not launched", f"{NORM}:_launch_norm", "(tiles, 1, 1)", "(max(tiles - 1, 1), 1, 1)", (BOTH,)),
+    ("every tile the first", "_norm_stripe_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (BOTH,)),
+    ("every stripe the first", "_norm_stripe_kernel", "(tl.program_id(0) // tiles)", "(tl.program_id(0) // tiles * 0)", (BOTH,)),
+    ("x read in place of h", f"{NORM}:_launch_norm", "x, residual, nested = residual_out, None, False", "x, residual, nested = x, None, False", (BOTH,)),
+    ("h read at x's stride", f"{NORM}:_launch_norm", "integers = (rows, cols, 1, cols, 0, 0,", "integers = (rows, cols, 1, outer_stride, 0, 0,", (f"{C}test_layout_of_inputs[both_copies-padded]",)),
+    ("1 / rms of the first stripe for all", "_norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row % ROWS,", (BOTH,)),
+    ("1 / rms of the first row for all", "_norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row * 0,", (BOTH,)),
+    ("mean not read", "_norm_stripe_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
     ("weight and bias swapped", "_norm_stripe_kernel", "h, mean, rstd, weight_ptr, bias_ptr,", "h, mean, rstd, bias_ptr, weight_ptr,", (BOTH,)),
     ("llama without its rounding", "_norm_stripe_kernel", "LAYER, LLAMA, COLS_MASKED,", "LAYER, False, COLS_MASKED,", (f"{D}test_both_copies_with[rms_norm-llama]",)),
-    ("no weight offset", "_norm_stripe_kernel", "weight_offset, DTYPE,", "0.0, DTYPE,", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
+    ("no weight offset", "_norm_stripe_kernel", "weight_offset, h_ptr.dtype", "0.0, h_ptr.dtype", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
     ("no shift", "_norm_stripe_kernel", "scale_ptr, shift_ptr, modulation_off,", "scale_ptr, None, modulation_off,", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
     ("every sample modulated like the first", "_norm_stripe_kernel", "(row // rows_per_sample)", "(row // rows_per_sample * 0)", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
-    ("nested rows taken for plain ones", "_norm_stripe_kernel", "x_inner_stride, NESTED, ALIGN)", "x_inner_stride, False, ALIGN)", (f"{C}test_layout_of_inputs[both_copies-permuted]",)),
-    ("unrounded h", "_load_h", "h.to(x_ptr.dtype.element_ty).to(tl.float32)", "h", (workload("quantized_bytes", "norm:qwen3-30b-a3b/hidden:1x128-residual-both:8192"),)),
-    ("last tile counted as full", "_norm_stripe_kernel", "tl.minimum(cols - start, TILE).to(tl.float32)", "tl.cast(TILE, tl.float32)", (BOTH_LAYER,)),
-    ("32-bit row offsets", "_norm_stripe_kernel", "stripe = tl.program_id(0).to(tl.int64)", "stripe = tl.program_id(0).to(tl.int32)", (f"{FAR}[1x128-both]",)),
-    ("tensor amax of the last tile alone", "_norm_stripe_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (BOTH,)),
+    ("nested rows taken for plain ones", "_norm_stripe_kernel", "h_inner_stride, NESTED, ALIGN)", "h_inner_stride, False, ALIGN)", (f"{C}test_layout_of_inputs[columns-permuted]",)),
+    ("32-bit row offsets", "_norm_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", (f"{FAR}[1x128-both]",)),
+    ("rows past the end read", "_norm_stripe_kernel", "mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)", "mask = tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", (workload("guard_bands", "norm:odd/200:1x128-both:8192"),)),
+    ("tensor amax of a tile's first row", "_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(y, axis=1), 0.0), axis=0)", (f"{TILES}[cpu-300]",)),
+    ("all tiles of a stripe keep amax in one place", "_norm_stripe_kernel", "amax_ptr + tl.program_id(0)", "amax_ptr + tl.program_id(0) // tiles", (f"{TILES}[cpu-300]",)),
     ("transposed copy not transposed", f"{COPIES}:store_transposed", "codes = tl.trans(codes)", "codes = codes", (BOTH,)),
     ("scales of all stripes in the first one's place", f"{COPIES}:store_stripe", "group = stripe * (STRIPE // G) + tl.arange", "group = stripe * 0 + tl.arange", (BOTH,)),
     ("given scale taken for an amax", "_norm_stripe_kernel", "CAST, STATIC, ALIGN", "CAST, False, ALIGN", (f"{B}test_norms_with_a_given_scale",)),

@@ -60,8 +60,8 @@ def as_on(target: str) -> Iterator[None]:
 
 
 def exact_sums(*shape: int) -> Tensor:
-    """Rows of c + v and c - v with small integers: sums and sums of squares are exact in any order, so that both
-    kernels of a norm have the same statistics to the bit."""
+    """Rows of c + v and c - v with small integers: sums and sums of squares are exact in any order, so that
+    norms that cut their rows otherwise have the same statistics to the bit."""
     v = torch.randint(1, 9, (*shape[:-1], shape[-1] // 2)).float()
     x = torch.stack([v, -v], -1).flatten(-2) + torch.randint(-4, 5, (*shape[:-1], 1))
     return (x * torch.exp2(torch.randint(-3, 4, (*shape[:-1], 1)).float())).bfloat16()
@@ -109,15 +109,21 @@ def test_both_copies_with(norm: Any, options: str) -> None:
 
 
 @pytest.mark.parametrize("cols", [300, 1100])
-def test_amax_of_stripes_that_are_split(cols: int) -> None:
-    """Several programs to a stripe, some of them without a column: each has its own part of the amax."""
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_amax_of_tiles(target: str, cols: int) -> None:
+    """Where no row-wise copy is made, or squares, every tile has its own part of the amax."""
     x = exact_sums(140, cols)
-    y = weft.rms_norm(x, out_dtype=torch.float32)
-    for scaled in (x, x.flip(1)):
-        with as_on("sm_90"):
-            q, amax = weft.rms_norm(scaled, quantize="1x128", columnwise=True, return_amax=True)
-        assert torch.equal(amax, y.abs().max())
-        assert_codes(q, y if scaled is x else y.flip(1), "split stripes")
+    for place in (0, 150, cols - 1):
+        weight = torch.ones(cols)
+        weight[place] = 16.0
+        y = weft.rms_norm(x, weight, out_dtype=torch.float32)
+        for spec, rowwise in (("1x128", True), ("1x128", False), ("128x128", True)):
+            with as_on(target):
+                q, amax = weft.rms_norm(
+                    x, weight, quantize=spec, rowwise=rowwise, columnwise=True, return_amax=True
+                )
+            assert torch.equal(amax, y.abs().max())
+            assert_codes(q, y, spec)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
@@ -154,6 +160,7 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
         ("norm", (x, weight, bias, x, scale, scale, *options, None, True, False, None, False)),
         ("norm", (x, weight, bias, x, scale, scale, *options, "1x128", True, False, None, True)),
         ("norm", (x, weight, bias, x, scale, scale, *options, "row", True, False, None, True)),
+        ("norm", (x, weight, bias, x, scale, scale, *options, "nvfp4", True, False, None, True)),
         ("norm_backward", (x, x, x, weight, bias, scale, rstd, mean, 0.0, "fp32", [True] * 5)),
         ("quantize", (x, "1x128", True, False, None, True, None)),
         ("quantize", (x, "row", True, False, None, True, None)),

@@ -6,6 +6,8 @@ multiples of 16 elements. Nothing runs; the same kernels' results are tested on 
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 
 import weft
 from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from weft.runtime.offline import build
 from weft.workloads import WORKLOADS, Workload
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
@@ -245,6 +249,40 @@ def test_calls_that_no_workload_makes(target: str) -> None:
     # Not free of spills yet: norms that make both copies in e2m1, worst the layer norm to e2m1:mx on sm_100 with 284
     # bytes, of 128 registers. A limit keeps it from growing.
     check({(variant, target): name for variant, name in further(target).items()}, spills=300, timeout=300)
+
+
+def _layouts_of_sums(variant: Variant, target: str) -> list[str]:
+    """How the numbers of each sum of floats lie in registers, which decides the order of adding."""
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+    fn = getattr(importlib.import_module(variant.module), variant.kernel).fn
+    text = build(fn, variant, gpu).asm["ttgir"]
+    names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce"\([^)]*\).*?\n(.*?)\}\) : \(([^)]*)\)', text, re.DOTALL)
+    return [
+        re.sub(r"#\w+", lambda name: names.get(name[0], name[0]), kind)
+        for body, kind in reductions
+        if "arith.addf" in body
+    ]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    ("norm", "spec"), [(weft.rms_norm, "1x128"), (weft.layer_norm, "nvfp4")], ids=["1x128", "nvfp4"]
+)
+def test_rows_are_added_up_alike_with_a_columnwise_copy(norm: Any, spec: str, target: str) -> None:
+    """So that the row-wise copy is the same with one and without: what a pass stores decides how its tiles lie."""
+    x = _empty(512, 2048)
+    found = []
+    for columnwise in (False, True):
+        with recording(target) as variants:
+            norm(x, residual=x, quantize=spec, columnwise=columnwise)
+        found.append(_layouts_of_sums(variants[0], target))
+    alone, both = found
+    assert len(alone) == 1 + (norm is weft.layer_norm)
+    assert alone == both
+    with recording(target) as variants:
+        norm(x, out_dtype=torch.float32)
+    assert _layouts_of_sums(variants[0], target) != alone or spec == "nvfp4", "layouts are told apart"
 
 
 def _stripe(target: str) -> Variant:

@@ -22,6 +22,14 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
+def assert_same_copies(got: QTensor, wanted: QTensor) -> None:
+    """The bytes of each copy that `wanted` has."""
+    for side in ("rowwise", "columnwise"):
+        if (copy := getattr(wanted, side)) is not None:
+            for a, b in zip(getattr(got, side), copy, strict=True):
+                assert a is b or torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b))), side
+
+
 # ---- the same as PyTorch, and as models define it ------------------------------------------------------
 
 
@@ -183,6 +191,17 @@ def test_in_place(cols: int) -> None:
     assert torch.equal(r, h)
 
 
+@pytest.mark.parametrize(("format", "columnwise"), [("1x128", True), ("128x128", False), ("nvfp4", False)])
+def test_residual_in_place_of_several_passes(format: str, columnwise: bool) -> None:
+    """What comes after the pass that overwrites the residual reads no residual."""
+    x, residual = draw(130, 96), draw(130, 96)
+    wanted, h = weft.rms_norm(x, residual=residual, quantize=format, columnwise=columnwise)
+    r = residual.clone()
+    got, _ = weft.rms_norm(x, residual=r, residual_out=r, quantize=format, columnwise=columnwise)
+    assert torch.equal(r, h)
+    assert_same_copies(got, wanted)
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize(("format", "columnwise"), [("1x128", False), ("1x128", True), ("nvfp4", False)])
 def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
@@ -211,8 +230,6 @@ def test_out_that_does_not_fit() -> None:
         weft.rms_norm(x, residual_out=x)
     with pytest.raises(ValueError, match="no_grad"):
         weft.rms_norm(x.clone().requires_grad_(), out=x)
-    with pytest.raises(ValueError, match="programs share rows"):
-        weft.rms_norm(x, residual=x, residual_out=x, quantize="1x128", columnwise=True)
     with pytest.raises(ValueError, match="the result is"):
         weft.rms_norm(x, quantize="mx", out=weft.quantize(x, "1x128"))
 
@@ -288,13 +305,42 @@ def test_amax_of_no_rows() -> None:
     assert amax == 0
 
 
-def test_columnwise_alone_is_that_of_both() -> None:
-    x = draw(130, 96)
-    both = weft.rms_norm(x, quantize="1x128", columnwise=True)
-    alone = weft.rms_norm(x, quantize="1x128", rowwise=False, columnwise=True)
+@pytest.mark.parametrize(("format", "norm"), [("1x128", weft.rms_norm), ("mx", weft.layer_norm)])
+def test_columnwise_alone_is_that_of_both(format: str, norm: Any) -> None:
+    x, residual = draw(130, 96), draw(130, 96)
+    both, _ = norm(x, residual=residual, quantize=format, columnwise=True)
+    alone, h = norm(x, residual=residual, quantize=format, rowwise=False, columnwise=True)
+    assert torch.equal(h, x + residual)
     assert alone.rowwise is None
-    for a, b in zip(both.columnwise[:2], alone.columnwise[:2], strict=True):
-        assert torch.equal(a.float(), b.float())
+    assert_same_copies(both, alone)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("residual", [False, True], ids=["x", "residual"])
+@pytest.mark.parametrize(
+    ("format", "norm"),
+    [
+        ("e4m3:1x128:te", weft.rms_norm),
+        ("e4m3:1x128:te", weft.layer_norm),
+        ("mx", weft.rms_norm),
+        ("mx", weft.layer_norm),
+        ("128x128", weft.layer_norm),
+        ("nvfp4", weft.rms_norm),
+        ("tensor", weft.layer_norm),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_rowwise_with_columnwise_is_that_of_itself(
+    format: str, norm: Any, residual: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit, on numbers whose sums depend on the order of adding."""
+    x, weight = draw(130, 1100, dtype=dtype), draw(1100, dtype=dtype)
+    options: dict[str, Any] = {"residual": draw(130, 1100, dtype=dtype)} if residual else {}
+    alone = norm(x, weight, quantize=format, **options)
+    both = norm(x, weight, quantize=format, columnwise=True, **options)
+    alone, both = (q[0] if residual else q for q in (alone, both))
+    assert both.columnwise is not None
+    assert_same_copies(both, alone)
 
 
 def test_out_dtype() -> None:

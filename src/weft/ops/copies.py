@@ -100,16 +100,13 @@ def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
     if target == "cpu":
         return 128, 4
     # 16 numbers to a thread are 16 bytes of codes; on NVIDIA up to 512 threads, whose registers still hold a tile.
-    # Compiled for sm_90, both copies of a norm's result: 1x128 128 registers at 16 warps (221 at 8, 64 and spills
-    # at 32); mx 97 (with 128 columns 128 and spills), nvfp4 128 (with 128 columns 255 and spills).
+    # Compiled for sm_90, in a norm: 1x128 108 registers at 16 warps, 128x128 64, nvfp4 88.
     tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
     if target.startswith("gfx"):
         return tile, tile * STRIPE // 16 // 64
-    # Where 128 registers at 16 warps are a few too few: the norm with 1x128 from sm_100 on (226 at 8 warps), nvfp4
-    # alone (127 to 182 at 8).
-    if norm:
-        return tile, 8 if block == "1x128" and int(target[3:]) >= 100 else 16
-    return tile, 8 if block == "nvfp4" else 16
+    # Where 16 warps get fewer registers than they need: mx in a norm (for sm_90 64, and spills; 97 at 8), nvfp4 alone
+    # (127 to 182 at 8).
+    return tile, 8 if block == ("mx" if norm else "nvfp4") else 16
 
 
 def cast_mode(capabilities: Capabilities) -> int:

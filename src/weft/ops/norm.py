@@ -237,8 +237,8 @@ def _norm_kernel(
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     y_ptr,  # [rows, cols], or None
     residual_out_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows], or None
-    mean_ptr,  # [rows], or None
+    rstd_ptr,  # [rows], or None; written, or read if KNOWN
+    mean_ptr,  # so too
     amax_ptr,  # [programs], or None
     data_ptr,  # row-wise codes, or None
     data_scale_ptr,
@@ -260,6 +260,7 @@ def _norm_kernel(
     FORMAT: tl.constexpr,  # of the quantised copy, or None
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
+    KNOWN: tl.constexpr,  # the statistics are given
     ROWS: tl.constexpr,  # rows of a program
     TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
     LOOP: tl.constexpr,
@@ -267,7 +268,7 @@ def _norm_kernel(
     ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """Rows in full, ROWS to a program: y, or its row-wise copy."""
+    """Rows in full, ROWS to a program: y, or its row-wise copy; or no more than residual_out and the statistics."""
     cols = (cols // ALIGN) * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
@@ -278,7 +279,12 @@ def _norm_kernel(
     y_off = tl.multiple_of(row * cols, ALIGN)
     piece = tl.arange(0, TILE)
 
-    if LOOP:
+    mean = None
+    if KNOWN:
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if LAYER:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    elif LOOP:
         mean = tl.zeros((ROWS,), tl.float32)
         squares = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols, TILE):
@@ -295,96 +301,99 @@ def _norm_kernel(
                 )
             else:
                 squares += tile_squares
-    else:
+    if not LOOP:
         mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
         h = _load_h(x_ptr, x_off, residual_ptr, residual_off, piece, mask)  # [ROWS, TILE]
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + y_off[:, None] + piece[None, :], h.to(DTYPE), mask=mask)
-        mean, squares = _statistics(h, mask, cols.to(tl.float32), LAYER)
-    rstd = tl.div_rn(
-        tl.full((ROWS,), 1.0, tl.float32),
-        tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
-    )
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=row < rows)
+        if not KNOWN:
+            mean, squares = _statistics(h, mask, cols.to(tl.float32), LAYER)
+    if not KNOWN:
+        rstd = tl.div_rn(
+            tl.full((ROWS,), 1.0, tl.float32),
+            tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
+        )
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd, mask=row < rows)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, mask=row < rows)
 
-    if given_ptr is not None:
-        given = tl.load(given_ptr)
-    else:
-        given = 0.0
+    # Without anything made of y the statistics are all.
+    if y_ptr is not None or amax_ptr is not None or FORMAT is not None:
+        if given_ptr is not None:
+            given = tl.load(given_ptr)
+        else:
+            given = 0.0
 
-    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
-    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-    if LOOP and residual_out_ptr is not None:
-        tl.debug_barrier()  # below, h is read back from where it was stored
-    if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
-        largest = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, cols, TILE):
+        BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+        BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
+        if LOOP and residual_out_ptr is not None:
+            tl.debug_barrier()  # below, h is read back from where it was stored
+        if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
+            largest = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+                if residual_out_ptr is not None:
+                    h = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
+                else:
+                    h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+                y = _affine(
+                    h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
+                    weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
+                )  # fmt: skip
+                largest = larger(largest, amax(y, axis=1))
+
+        program_amax = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols if LOOP else 1, TILE):
             col = start + piece
-            mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            if residual_out_ptr is not None:
-                h = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
+            exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+            if not LOOP:
+                value = h
+            elif residual_out_ptr is not None:
+                value = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], exists)
             else:
-                h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+                value = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, exists)
             y = _affine(
-                h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
+                value, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, exists,
                 weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
             )  # fmt: skip
-            largest = larger(largest, amax(y, axis=1))
-
-    program_amax = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, cols if LOOP else 1, TILE):
-        col = start + piece
-        exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-        if not LOOP:
-            value = h
-        elif residual_out_ptr is not None:
-            value = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], exists)
-        else:
-            value = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, exists)
-        y = _affine(
-            value, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, exists,
-            weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
-        )  # fmt: skip
+            if amax_ptr is not None:
+                program_amax = larger(program_amax, amax(y, axis=1))
+            if y_ptr is not None:
+                tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
+            if BY_ROW or BY_TENSOR:
+                if BY_TENSOR:
+                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+                else:
+                    if not LOOP:
+                        largest = amax(y, axis=1)
+                    row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+                    codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+                    tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
+                store_codes(
+                    codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED,
+                )  # fmt: skip
+            elif FORMAT is not None:
+                store_rows(
+                    y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride,
+                    data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED,
+                    COLS_MASKED,
+                )  # fmt: skip
         if amax_ptr is not None:
-            program_amax = larger(program_amax, amax(y, axis=1))
-        if y_ptr is not None:
-            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
-        if BY_ROW or BY_TENSOR:
-            if BY_TENSOR:
-                factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
-                codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
-            else:
-                if not LOOP:
-                    largest = amax(y, axis=1)
-                row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
-                codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-                tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
-            store_codes(
-                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED
-            )
-        elif FORMAT is not None:
-            store_rows(
-                y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride, data_scale_row_stride,
-                data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED, COLS_MASKED,
-            )  # fmt: skip
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+            tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
 
 @kernel
 def _norm_stripe_kernel(
-    x_ptr,  # [rows, cols]
-    residual_ptr,  # like x, or None
+    h_ptr,  # [rows, cols]
     weight_ptr,  # [cols], or None
     bias_ptr,  # [cols], or None
     scale_ptr,  # [samples, cols], or None
     shift_ptr,  # [samples, cols], or None
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    residual_out_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows], or None
+    rstd_ptr,  # [rows]
     mean_ptr,  # [rows], or None
     amax_ptr,  # [programs], or None
     data_ptr,  # row-wise codes, or None
@@ -394,9 +403,8 @@ def _norm_stripe_kernel(
     rows,
     cols,
     inner,
-    x_outer_stride,
-    x_inner_stride,
-    residual_stride,
+    h_outer_stride,
+    h_inner_stride,
     modulation_stride,
     rows_per_sample,
     data_stride,
@@ -405,7 +413,6 @@ def _norm_stripe_kernel(
     data_t_stride,
     data_t_scale_row_stride,
     data_t_scale_col_stride,
-    eps,
     weight_offset,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
@@ -413,74 +420,43 @@ def _norm_stripe_kernel(
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
     ROWS: tl.constexpr,  # rows of a stripe: the longest group along M
-    TILE: tl.constexpr,  # columns at a time
+    TILE: tl.constexpr,
     NESTED: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A stripe of rows: their statistics first, then tile by tile the copies, row-wise and column-wise from the
-    same registers. With several programs to a stripe (grid axis 1) each takes the statistics for itself, out of
-    the cache, and writes its own share of the columns."""
+    """A tile as tall as the longest group: its copies, made from the same registers. The statistics of the rows are
+    known already."""
     cols = (cols // ALIGN) * ALIGN
-    stripe = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(cols, TILE)
+    stripe = (tl.program_id(0) // tiles).to(tl.int64)
     row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    x_off = row_offset(row, inner, x_outer_stride, x_inner_stride, NESTED, ALIGN)
-    residual_off = tl.multiple_of(row * residual_stride, ALIGN)
+    start = (tl.program_id(0) % tiles) * TILE
+    col = start + tl.arange(0, TILE)  # [TILE]
+    mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    h_off = row_offset(row, inner, h_outer_stride, h_inner_stride, NESTED, ALIGN)
     modulation_off = tl.multiple_of((row // rows_per_sample) * modulation_stride, ALIGN)
-    y_off = tl.multiple_of(row * cols, ALIGN)
-    piece = tl.arange(0, TILE)
-    first = tl.program_id(1) == 0
-
-    mean = tl.zeros((ROWS,), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, cols, TILE):
-        col = start + piece
-        mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)  # [ROWS, TILE]
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + y_off[:, None] + col[None, :], h.to(DTYPE), mask=mask & first)
-        count = tl.minimum(cols - start, TILE).to(tl.float32)
-        tile_mean, tile_squares = _statistics(h, mask, count, LAYER)
-        if LAYER:
-            _, mean, squares = merge_moments(
-                tl.cast(start, tl.float32), mean, squares, count, tile_mean, tile_squares
-            )
-        else:
-            squares += tile_squares
-    rstd = tl.div_rn(
-        tl.full((ROWS,), 1.0, tl.float32),
-        tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
-    )
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=(row < rows) & first)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=(row < rows) & first)
-
+    h = load_tile(h_ptr + h_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    if LAYER:
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    else:
+        mean = None
+    y = _affine(
+        h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
+        weight_offset, h_ptr.dtype.element_ty, LAYER, LLAMA, COLS_MASKED,
+    )  # fmt: skip
     if given_ptr is not None:
         given = tl.load(given_ptr)
     else:
         given = 0.0
-    program_amax = tl.zeros((ROWS,), tl.float32)
-    for start in range(tl.program_id(1) * TILE, cols, tl.num_programs(1) * TILE):
-        start = tl.multiple_of(start, TILE)
-        col = start + piece
-        mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
-        y = _affine(
-            h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
-            weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
-        )  # fmt: skip
-        if amax_ptr is not None:
-            program_amax = larger(program_amax, amax(y, axis=1))
-        store_stripe(
-            y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, rows,
-            cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
-            data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-        )  # fmt: skip
+    store_stripe(
+        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, rows,
+        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
+        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
+    )  # fmt: skip
     if amax_ptr is not None:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(amax_ptr + program, amax(program_amax, axis=0))
+        tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
 
 
 @kernel
@@ -741,13 +717,13 @@ def _warps(numbers: int, target: str) -> int:
 
 @functools.cache
 def _rows_launch(
-    layer: bool, llama: bool, spec: str | None, cast: int, static: bool, config: RowConfig, nested: bool,
-    align: int, masked: bool,
+    layer: bool, llama: bool, spec: str | None, cast: int, static: bool, known: bool, config: RowConfig,
+    nested: bool, align: int, masked: bool,
 ) -> Launch:  # fmt: skip
     return Launch.of(
         _norm_kernel, num_warps=config.num_warps, LAYER=layer, LLAMA=llama, FORMAT=spec and Format.of(spec),
-        CAST=cast, STATIC=static, ROWS=config.rows, TILE=config.tile, LOOP=config.loop, NESTED=nested,
-        ALIGN=align, COLS_MASKED=masked,
+        CAST=cast, STATIC=static, KNOWN=known, ROWS=config.rows, TILE=config.tile, LOOP=config.loop,
+        NESTED=nested, ALIGN=align, COLS_MASKED=masked,
     )  # fmt: skip
 
 
@@ -810,7 +786,7 @@ def _launch_norm(
 
     if format is None:
         config = RowConfig.choose(cols, 1, target.target)
-        _rows_launch(layer, llama, None, 0, False, config, nested, align, cols % config.tile != 0)(
+        _rows_launch(layer, llama, None, 0, False, False, config, nested, align, cols % config.tile != 0)(
             (-(-rows // config.rows), 1, 1),
             (
                 x,
@@ -839,83 +815,85 @@ def _launch_norm(
     amax_out = outputs[1 + count_copies(f, rowwise=rowwise, columnwise=columnwise)] if return_amax else None
     rows_config = RowConfig.choose(cols, f.group, target.target)
     programs = -(-rows // rows_config.rows)
+    by_tensor = f.needs_tensor_amax and quant_scale is None
+    by_stripes = columnwise or f.block == "128x128"
+    if (by_tensor or by_stripes) and rstd is None:
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty(rows, dtype=torch.float32, device=x.device) if layer else None
 
-    def rows_pass(spec: str | None, given: Tensor | None, partials: Tensor | None, final: bool) -> None:
-        data, data_scale, *strides = copy_arguments(row_copy if final else None)
-        kept = (residual_out, rstd, mean) if final else (None, None, None)
-        static = quant_scale is not None
+    def rows_pass(spec: str | None, partials: Tensor | None, known: bool = False) -> None:
+        data, data_scale, *strides = copy_arguments(None if spec is None else row_copy)
+        vectors = (weight, bias, scale, shift)
+        if spec is None and partials is None:  # no more than the statistics
+            vectors = (None, None, None, None)
         _rows_launch(
-            layer, llama, spec, cast, static, rows_config, nested, align, cols % rows_config.tile != 0
+            layer, llama, spec, cast, quant_scale is not None, known, rows_config, nested, align,
+            cols % rows_config.tile != 0,
         )(
             (programs, 1, 1),
-            (x, residual, weight, bias, scale, shift, given, None, *kept, partials, data, data_scale),
+            (
+                x, residual, *vectors, given if spec else None, None, None if known else residual_out, rstd, mean,
+                partials, data, data_scale,
+            ),
             (*integers, *strides),
             (eps, weight_offset),
-        )
+        )  # fmt: skip
 
     given, partials = quant_scale, None
     scales = [copy.scale for copy in (row_copy, col_copy) if copy is not None]
-    if f.needs_tensor_amax and quant_scale is None:
-        # Its scale takes the whole tensor's amax: a pass that stores nothing else.
-        first_pass = torch.empty(programs, dtype=torch.float32, device=x.device)
-        rows_pass(None, None, first_pass, final=False)
-        largest = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
-        if f.block == "nvfp4":
-            scales = [outputs[count_copies(f, rowwise=rowwise, columnwise=columnwise)]]
-        given = largest
-        reduce_amax(first_pass, f, torch.float32, amax=largest, scales=scales)
-    elif return_amax:
-        partials = torch.empty(programs, dtype=torch.float32, device=x.device)
     if quant_scale is not None:
         for copied in scales:
             copied.copy_(quant_scale.reshape(1, 1))
-
-    if not columnwise and f.block != "128x128":
-        rows_pass(format, given, partials, final=True)
-    else:
-        cut = StripeConfig.choose(rows, f.block, target.target, target.multiprocessors)
-        stripes = count_stripes(rows, cols)
+    # A pass over the rows takes their statistics and makes the row-wise copy, if that needs no more than a row: with a
+    # column-wise copy the same pass as without, since what it stores decides the order of a GPU's sums.
+    if by_tensor:
+        partials = torch.empty(programs, dtype=torch.float32, device=x.device)
+        rows_pass(None, partials)
+        given = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
+        if f.block == "nvfp4":
+            scales = [outputs[count_copies(f, rowwise=rowwise, columnwise=columnwise)]]
+        reduce_amax(partials, f, torch.float32, amax=given, scales=scales)
+        amax_out = None
+    elif rowwise and f.block != "128x128":
+        if amax_out is not None:
+            partials = torch.empty(programs, dtype=torch.float32, device=x.device)
+        rows_pass(format, partials)
         if partials is not None:
-            partials = torch.empty(stripes * cut.split, dtype=torch.float32, device=x.device)
-        data, data_scale, *strides = copy_arguments(row_copy)
-        data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
-        launch = Launch.of(
-            _norm_stripe_kernel, num_warps=cut.num_warps, LAYER=layer, LLAMA=llama, FORMAT=f, CAST=cast,
-            STATIC=quant_scale is not None, ROWS=STRIPE, TILE=cut.tile, NESTED=nested, ALIGN=align,
-            COLS_MASKED=cols % cut.tile != 0,
-        )  # fmt: skip
-        launch(
-            (stripes, cut.split, 1),
-            (
-                x, residual, weight, bias, scale, shift, given, residual_out, rstd, mean, partials, data, data_scale,
-                data_t, data_t_scale,
-            ),
-            (*integers, *strides, *strides_t),
-            (eps, weight_offset),
-        )  # fmt: skip
+            reduce_amax(partials, None, torch.float32, amax=amax_out)
+            amax_out = None
+        row_copy = None
+    else:
+        rows_pass(None, None)
+    if col_copy is None and row_copy is None:
+        return
+
+    # What is left is made from h and the statistics.
+    if residual_out is not None:
+        x, residual, nested = residual_out, None, False
+        integers = (rows, cols, 1, cols, 0, 0, modulation_stride, rows_per_sample)
+    if not by_stripes:
+        rows_pass(format, None, known=True)
+        return
+    tile, num_warps = stripe_tile(f.block, target.target, norm=True)
+    tiles = count_stripes(rows, cols) * -(-cols // tile)
+    partials = None
+    if amax_out is not None:
+        partials = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    data, data_scale, *strides = copy_arguments(row_copy)
+    data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
+    launch = Launch.of(
+        _norm_stripe_kernel, num_warps=num_warps, LAYER=layer, LLAMA=llama, FORMAT=f, CAST=cast,
+        STATIC=quant_scale is not None, ROWS=STRIPE, TILE=tile, NESTED=nested, ALIGN=align,
+        COLS_MASKED=cols % tile != 0,
+    )  # fmt: skip
+    launch(
+        (tiles, 1, 1),
+        (x, weight, bias, scale, shift, given, rstd, mean, partials, data, data_scale, data_t, data_t_scale),
+        (*integers[:5], *integers[6:], *strides, *strides_t),  # all but the stride of the residual
+        (weight_offset,),
+    )  # fmt: skip
     if partials is not None:
         reduce_amax(partials, None, torch.float32, amax=amax_out)
-
-
-@dataclass(frozen=True)
-class StripeConfig:
-    """How stripes of 128 rows are cut: `tile` columns at a time, `split` programs to a stripe."""
-
-    tile: int
-    split: int
-    num_warps: int
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(rows: int, block: str, target: str, multiprocessors: int) -> StripeConfig:
-        # Too few stripes to fill a GPU are split; each further program reads the stripe's rows once more for
-        # their statistics, from the cache.
-        stripes = -(-rows // STRIPE)
-        split = 1
-        while target != "cpu" and split < 8 and stripes * split < multiprocessors:
-            split *= 2
-        tile, num_warps = stripe_tile(block, target, norm=True)
-        return StripeConfig(tile, split, num_warps)
 
 
 def _allocate_norm_backward(
@@ -1101,11 +1079,10 @@ def rms_norm(
     - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
     - `out_dtype`: of y, x's by default.
     - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
-      `rowwise` and `columnwise` choose its copies, both from one pass. With a column-wise copy the row's sum is
-      added up in another order, so now and then a code is another than without. `quant_scale` is a given scale
-      (static or delayed) for block "tensor".
+      `rowwise` and `columnwise` choose its copies; the row-wise one is the same with a column-wise one and without.
+      `quant_scale` is a given scale (static or delayed) for block "tensor".
     - `out`, `residual_out`: write into these instead of new tensors; not with autograd. `residual_out` may be
-      `residual` itself unless a column-wise copy or 128x128 blocks are made.
+      `residual` itself.
 
     >>> import torch, weft
     >>> x, weight = torch.randn(8, 256, dtype=torch.bfloat16), torch.ones(256)
@@ -1329,10 +1306,6 @@ def _norm_into(out: Tensor | None, residual_out: Tensor | None, args: tuple[Any,
     if residual_out is not None:
         if residual_out.shape != x.shape or residual_out.dtype != x.dtype or not residual_out.is_contiguous():
             raise ValueError(f"residual_out must be a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
-        if residual_out is residual and (columnwise or (format and Format.of(format).block == "128x128")):
-            raise ValueError(
-                "residual_out must not be residual where programs share rows (column-wise, 128x128)"
-            )
         mine[-1] = residual_out
     if torch.compiler.is_compiling() or not norm_op.serves(x):
         for target, value in zip(mine, outputs, strict=True):

@@ -197,7 +197,7 @@ def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) 
     elif settings.get("quantize") == "nvfp4":
         moves, why = 1.75, "the amax of the whole tensor comes before its first code"
     elif settings.get("columnwise"):
-        moves, why = 5.0, "the statistics of 128 rows come before their first codes"
+        moves, why = 1.57, "the statistics of a row come before the first code of a column"
     elif long:
         moves, why = 1.51, "a row longer than a program's registers is read twice"
     return {"rereads": why, "moves": moves}
