@@ -711,7 +711,7 @@ class GluConfig:
             warps = tile * STRIPE // 16 // 64
         elif (backward and tile == 128) or align == 1:
             # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
-            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 232 on sm_80 and sm_89, which encode by
+            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
             # integers.
             warps = 8
         # Interleaved gradients are twice as wide as gate or up.
