@@ -318,7 +318,7 @@ SILU, RELU2, GELU, TANH, SIGMOID = (
 ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
 PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
 SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
-STRIPES_OF = f"{G}test_blocks_never_mix_experts[cpu-128-nvfp4]"
+STRIPES_OF = f"{G}test_blocks_never_mix_experts[cpu-256-1x128]"
 SLOTS_GPU = f"{G}test_blocks_never_mix_experts[sm_90-16-1x128]"
 MANY = f"{G}test_many_experts_in_slots"
 GPT = f"{G}test_gpt_oss"
@@ -350,6 +350,7 @@ _GLU: list[tuple[Any, ...]] = [
     ("experts share a slot", f"{GROUPS}:group_stripe", "(start // ROWS + group <= stripe)", "(start // ROWS <= stripe)", (SLOTS,)),
     ("one chunk of slots", f"{GROUPS}:group_stripe", "range(0, groups + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
     ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),
+    ("experts begin in padding", f"{GROUPS}:group_stripe", "(before + align - 1) // align * align <= first_row", "before <= first_row", (STRIPES_OF,)),
     ("scales of all slots in one place", "_glu_kernel", "data_t_scale_ptr += block * ", "data_t_scale_ptr += 0 * block * ", (SLOTS,)),
     ("codes of all slots in one place", "_glu_kernel", "data_t_ptr += first // PACKED", "data_t_ptr += 0 * first // PACKED", (SLOTS,)),
     ("padding of a slot is another expert's", "_glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),

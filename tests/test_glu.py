@@ -42,8 +42,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda a: F.relu(a).square(),
     "sigmoid": torch.sigmoid,
 }
-# Where 5 experts end in 300 rows: one of them is empty, none of them has a round number of rows.
-ENDS = {1: [37, 37, 101, 130, 291], 16: [37, 48, 101, 130, 291], 128: [37, 37, 200, 259, 290]}
+# Where experts end in 300 rows: one of them is empty, none of them has a round number of rows. With 128, the last 44
+# rows belong to nobody; with 256, the 128 before expert 2.
+ENDS = {1: [37, 37, 101, 130, 291], 16: [37, 48, 101, 130, 291], 128: [37, 37, 200], 256: [37, 37, 290]}
 
 
 def draw(*shape: int, dtype: torch.dtype = BF16, std: float = 1.5) -> Tensor:
@@ -259,7 +260,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
         ("cpu", 128, "nvfp4"),
         ("cpu", 1, "tensor"),
         ("sm_90", 16, "1x128"),
-        pytest.param("cpu", 128, "1x128", marks=pytest.mark.slow),
+        ("cpu", 256, "1x128"),
         pytest.param("cpu", 16, "mx", marks=pytest.mark.slow),
         pytest.param("sm_90", 128, "1x128", marks=pytest.mark.slow),
     ],

@@ -710,8 +710,9 @@ class GluConfig:
         elif target.startswith("gfx"):
             warps = tile * STRIPE // 16 // 64
         elif (backward and tile == 128) or align == 1:
-            # Compiled for sm_90 and sm_100, both copies of a gradient at 1x128: 255 registers, none spilled (with 16
-            # warps 128 and 376 to 840 bytes). On sm_80 and sm_89, which encode by integers, up to 232 bytes are.
+            # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
+            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
+            # integers.
             warps = 8
         # Interleaved gradients are twice as wide as gate or up.
         return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
