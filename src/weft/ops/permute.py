@@ -179,14 +179,17 @@ def _values(
 
 def _carried_back(carried: Tensor, row_of_slot: Tensor, experts: Tensor | None, expert_count: int) -> Tensor:
     """carried [R] to the slots, [..., slots], or with `experts` to [..., expert_count]."""
-    back = _pick(carried, row_of_slot.long())
+    return _to_experts(_pick(carried, row_of_slot.long()), row_of_slot, experts, expert_count)
+
+
+def _to_experts(per_slot: Tensor, row_of_slot: Tensor, experts: Tensor | None, expert_count: int) -> Tensor:
+    """What slots have, [..., slots], as what experts have, [..., expert_count], if the routing was a mask."""
     if experts is None:
-        return back
-    lead = row_of_slot.shape[:-1]
-    # A column more for the slots without an expert.
-    dense = back.new_zeros((*lead, expert_count + 1))
+        return per_slot
+    # A column more for the slots without a row.
+    dense = per_slot.new_zeros((*row_of_slot.shape[:-1], expert_count + 1))
     where = torch.where(row_of_slot < 0, expert_count, experts).long()
-    return dense.scatter_(-1, where, back)[..., :expert_count].contiguous()
+    return dense.scatter_(-1, where, per_slot)[..., :expert_count].contiguous()
 
 
 def unpermute_backward_reference(
@@ -208,11 +211,7 @@ def unpermute_backward_reference(
         index = _flat_slots(row_of_slot).long()
         dots = torch.stack([(_pick(values, index[:, j]) * flat).sum(1) for j in range(slots)], 1)
         dots = dots.masked_fill(index < 0, 0).to(probs.dtype).view(row_of_slot.shape)
-        if experts is not None:
-            dense = dots.new_zeros((*row_of_slot.shape[:-1], probs.shape[-1] + 1))
-            where = torch.where(row_of_slot < 0, probs.shape[-1], experts).long()
-            dots = dense.scatter_(-1, where, dots)[..., : probs.shape[-1]].contiguous()
-        outputs.append(dots)
+        outputs.append(_to_experts(dots, row_of_slot, experts, probs.shape[-1]))
     return outputs
 
 
