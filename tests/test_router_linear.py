@@ -286,7 +286,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(weft.catalogue["router_linear_backward"].overload, args)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_eager(backend: str) -> None:
     torch._dynamo.reset()
 
