@@ -982,7 +982,7 @@ def _launch_glu_backward(
     pointers: list[Tensor | None] = [gate, up, prob, ends, dy, *plain, sums]
     for pair in copies:
         for copy in pair:
-            pointers += [None, None] if copy is None else [copy.data, copy.scale]
+            pointers += copy_arguments(copy)[:2]
     launch = Launch.of(
         _glu_backward_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved,
         LIMITED=limit is not None, FORMAT=quantized, CAST=cast_mode(target), STRIPES=stripes, PLACES=where,
