@@ -28,7 +28,7 @@ from truth import ROUNDINGS, Near
 import weft
 from weft import Format, QTensor
 from weft.quant import Copy
-from weft.runtime import Capabilities, launch, recording
+from weft.runtime import Capabilities, choosing_for, launch, recording
 from weft.workloads import WORKLOADS, Call, Inputs, Workload, distinct, for_op
 from weft.workloads.traffic import count_traffic, rows_within
 
@@ -916,14 +916,6 @@ def test_weight_of_another_dtype(weight_dtype: torch.dtype) -> None:
 # ---- every configuration, not only the one for a CPU ---------------------------------------------------
 
 
-@contextlib.contextmanager
-def as_on(target: str) -> Iterator[None]:
-    """Loom runs the kernels as they are configured and encoded for another target."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_recorded_target", Capabilities.of(target))
-        yield
-
-
 CONFIGURED = [
     ("sm_90", 200, "residual"),
     ("sm_90", 200, "1x128-both"),
@@ -948,7 +940,7 @@ def test_configuration_of(target: str, cols: int, options: str) -> None:
     """Bugs A2, F15: several rows to a program, long rows in a loop, codes by integer arithmetic."""
     source = next(w for w in for_op("norm") if w.options == options)
     call = source.build(source, Inputs("cpu", torch.bfloat16, 0), (21, cols))
-    with as_on(target):
+    with choosing_for(target):
         assert (
             Capabilities.of(target).multiprocessors
             == launch.capabilities_of(torch.device("cpu")).multiprocessors

@@ -3,8 +3,6 @@ sum, the largest number in any place. Mutants (`mutants`) showed that nothing el
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import oracle
@@ -17,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft import Format, QTensor
-from weft.runtime import Capabilities, launch
+from weft.runtime import choosing_for
 from weft.workloads import Call
 
 
@@ -46,14 +44,6 @@ def assert_same(got: QTensor, wanted: QTensor, what: str) -> None:
             if a is not None:
                 kind = torch.int32 if a.dtype == torch.float32 else torch.uint8
                 assert torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)), f"{what}: {side}"
-
-
-@contextlib.contextmanager
-def as_on(target: str) -> Iterator[None]:
-    """Loom runs the kernels as they are cut and encoded for another target."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_recorded_target", Capabilities.of(target))
-        yield
 
 
 # ---- every option with both copies --------------------------------------------------------------------------
@@ -118,7 +108,7 @@ def test_amax_of_tiles(target: str, cols: int) -> None:
         weight[place] = 16.0
         y = weft.rms_norm(x, weight, out_dtype=torch.float32)
         for spec, rowwise in (("1x128", True), ("1x128", False), ("128x128", True)):
-            with as_on(target):
+            with choosing_for(target):
                 q, amax = weft.rms_norm(
                     x, weight, quantize=spec, rowwise=rowwise, columnwise=True, return_amax=True
                 )
@@ -140,7 +130,7 @@ def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> N
     """Several rows and several programs to a tile, a row shared by programs: the bytes do not depend on it."""
     x = torch.randn(133, 2100)
     x[:, 2050] *= 3  # the largest numbers in the last of three tiles
-    with as_on(target):
+    with choosing_for(target):
         q, amax = weft.quantize(x, spec, columnwise=columnwise, return_amax=True)
         values = weft.dequantize(q)
     assert torch.equal(amax, x.abs().max())
@@ -171,7 +161,7 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
         outputs = op.allocate(*args)
         # neither scalars nor what stands in for a quantised result
         guards = [Guarded.of(t) if t.dim() and 0 not in t.stride() else None for t in outputs]
-        with as_on(target):
+        with choosing_for(target):
             op.launch([t if g is None else g.tensor for t, g in zip(outputs, guards, strict=True)], *args)
         assert any(guards)
         for guard in guards:
@@ -229,7 +219,7 @@ def test_gradients_over_samples_of_many_rows(target: str, cols: int) -> None:
     leaves = call.tensors()
     dy, dh = draw(2, 70, cols), draw(2, 70, cols)
     expected = truth.norm(call, dy, dh)
-    with as_on(target):
+    with choosing_for(target):
         gradients = torch.autograd.grad(call(), list(leaves.values()), (dy, dh))
     for name, got in zip(leaves, gradients, strict=True):
         assert_rounded_once(got, expected[f"d{name}"].truth, expected[f"d{name}"].noise)

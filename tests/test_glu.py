@@ -14,7 +14,6 @@ from accuracy import assert_not_worse
 from test_catalogue import (
     LAYOUTS,
     arguments_of,
-    as_on,
     assert_same,
     backward,
     bits,
@@ -31,6 +30,7 @@ from torch import Tensor
 import weft
 from weft import QTensor
 from weft.ops.groups import real_rows_reference
+from weft.runtime import choosing_for
 from weft.workloads import Call
 
 BF16 = torch.bfloat16
@@ -274,7 +274,7 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     dy[~real] = torch.nan
     gradients = backward_of(call, dy, quantize=format, columnwise=True)
     values, wanted = own_numbers(call.with_(return_amax=False)), own_numbers(gradients)
-    with as_on(target):
+    with choosing_for(target):
         q, amax = call()
         got = gradients()
     truth_glu.assert_copies(q, values["y"], call["offsets"], align)
@@ -445,7 +445,7 @@ def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> No
     call = call_of(37, cols, **options)
     gradients = backward_of(call, draw(37, cols), **{k: v for k, v in options.items() if k != "layout"})
     wanted, wanted_gradients = results(call), results(gradients)
-    with as_on(target):
+    with choosing_for(target):
         got, got_gradients = results(call), results(gradients)
     assert_same(got, wanted, target)
     expected = truth_glu.glu(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprob"]

@@ -13,13 +13,13 @@ import pytest
 import torch
 import truth_permute
 from accuracy import EPS32
-from test_catalogue import LAYOUTS, arguments_of, as_on, assert_same, far_apart, near
+from test_catalogue import LAYOUTS, arguments_of, assert_same, far_apart, near
 from torch import Tensor
 
 import weft
 from weft import Format, QTensor, RowMap
 from weft.quant import Copy
-from weft.runtime import recording
+from weft.runtime import choosing_for, recording
 from weft.workloads import Call, for_op
 
 
@@ -77,7 +77,7 @@ def odd_experts(shape: tuple[int, ...]) -> Tensor:
 )
 def test_row_map(chosen: Tensor, experts: int, align: int, rows: int | None) -> None:
     check_map(routing=chosen, experts=experts, align=align, rows=rows)
-    with as_on("sm_90"):
+    with choosing_for("sm_90"):
         check_map(routing=chosen, experts=experts, align=align, rows=rows)
 
 
@@ -158,7 +158,7 @@ def test_linghe_rows_are_enough_on_a_gpu() -> None:
     """As a GPU cuts it, into more programs than are read at once."""
     (workload,) = [w for w in for_op("row_map") if w.name == "linghe/routing"]
     call = workload.make()
-    with as_on("sm_90"):
+    with choosing_for("sm_90"):
         got = call()
     for a, b in zip(got, call(), strict=True):
         assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
@@ -276,7 +276,7 @@ def test_every_configuration_gives_the_same_bits(target: str, cols: int) -> None
         }
 
     wanted = everything()
-    with as_on(target):
+    with choosing_for(target):
         got = everything()
     assert_same(got, wanted, target)
 

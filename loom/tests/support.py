@@ -101,7 +101,9 @@ class Guarded:
     def check(self) -> torch.Tensor:
         """A contiguous copy of the tensor, once all memory around it is found to be as it was."""
         kept = self.words.clone(memory_format=torch.contiguous_format)
-        self.words.copy_(torch.full((kept.element_size(),), self.POISON, dtype=torch.uint8).view(kept.dtype)[0])
+        self.words.copy_(
+            torch.full((kept.element_size(),), self.POISON, dtype=torch.uint8).view(kept.dtype)[0]
+        )
         stray = (self.memory != self.POISON).nonzero().flatten() - self.MARGIN
         assert not len(stray), f"bytes written outside of the tensor, at {stray[:8].tolist()}"
         self.words.copy_(kept)

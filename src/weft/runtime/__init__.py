@@ -2,7 +2,7 @@
 
 from .backend import backend, launch_device, serves
 from .capabilities import Capabilities
-from .launch import Kernel, Launch, capabilities_of, kernel, recording
+from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import Op, catalogue, define_op
 
@@ -18,6 +18,7 @@ __all__ = [
     "backend",
     "capabilities_of",
     "catalogue",
+    "choosing_for",
     "compile_all",
     "define_op",
     "kernel",

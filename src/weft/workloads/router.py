@@ -46,9 +46,7 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
     "fp32-weight": ("linghe/router", "deepseek-v3/router", "odd/200"),
     "bias": ("gpt-oss-120b/router", "odd/33"),
 }
-_SHARED = (
-    "every tile of tokens reads the whole weight, and every tile of columns the gradient, out of the cache"
-)
+_SHARED = "tiles of tokens share the weight and tiles of columns the gradient; partial sums are written and read back"
 
 
 def _linear_inputs(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _linear(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str)
                     tags=frozenset(tags),
                     settings=tuple(settings.items()),
                     rereads=_SHARED,
-                    moves=9.0,
+                    moves=2.55 if backward else 1.25,
                 )
                 for count in rows
             ]
@@ -215,7 +213,7 @@ def _route(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str) 
             tags=frozenset(tags),
             dtype=torch.float32,
             settings=tuple(ROUTE_OPTIONS[options].items()),
-            moves=1.02 if backward else 9.0,
+            moves=1.02 if backward else 1.75 if count > 64 else 2.95,
             rereads=""
             if backward
             else "each program leaves its counts and sums for a second launch to add up",
