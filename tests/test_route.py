@@ -12,13 +12,13 @@ import pytest
 import torch
 import truth_router
 from accuracy import EPS32, assert_rounded_once
-from test_catalogue import LAYOUTS, as_on, assert_same, far_apart
+from test_catalogue import LAYOUTS, assert_same, far_apart
 from torch import Tensor
 from truth_router import Rule
 
 import weft
 from weft.ops import CONVENTIONS, Routing
-from weft.runtime import recording
+from weft.runtime import choosing_for, recording
 
 # ---- the peers, in plain PyTorch, with the lowest index first among equals ----------------------------------
 
@@ -421,7 +421,7 @@ def test_the_best_comes_first() -> None:
 def test_a_token_is_routed_alike_in_any_batch(target: str) -> None:
     x = torch.randn(70, 48)
     options = {"score": "sigmoid", "groups": 4, "group_topk": 2, "bias": torch.randn(48)}
-    with as_on(target):
+    with choosing_for(target):
         whole = weft.route(x, 4, **options)
         for rows in (1, 2, 33):
             part = weft.route(x[5 : 5 + rows], 4, **options)
@@ -451,7 +451,7 @@ SIZES = [
 def test_sizes(target: str, rows: int, experts: int, k: int) -> None:
     """Bug B10: any number of experts and any k; several rows to a program, and several programs."""
     x = torch.randn(rows, experts, generator=torch.Generator().manual_seed(experts))
-    with as_on(target):
+    with choosing_for(target):
         check(x, k, Rule("sigmoid", renormalize=k > 1), {"score": "sigmoid"})
 
 
@@ -540,7 +540,7 @@ def test_gradients_of_some_outputs(rule: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("rule", ["softmax-post", "sigmoid"])
 def test_gradients_as_on(target: str, rule: str) -> None:
-    with as_on(target):
+    with choosing_for(target):
         check(torch.randn(37, 40, generator=torch.Generator().manual_seed(2)), 5, *RULES[rule])
 
 
@@ -672,7 +672,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_deterministic(target: str) -> None:
     x, dweights = torch.randn(3000, 48), torch.randn(3000, 4)
-    with as_on(target):
+    with choosing_for(target):
         first = run(x, dweights, balance_coefficient=1.0)
         for threads in (1, 2):
             torch.set_num_threads(threads)

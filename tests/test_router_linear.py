@@ -9,11 +9,11 @@ import pytest
 import torch
 import truth_router
 from accuracy import assert_rounded_once
-from test_catalogue import LAYOUTS, as_on, assert_same, far_apart
+from test_catalogue import LAYOUTS, assert_same, far_apart
 from torch import Tensor
 
 import weft
-from weft.runtime import recording
+from weft.runtime import choosing_for, recording
 
 F = torch.nn.functional
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -76,7 +76,7 @@ def test_sizes(rows: int, cols: int, experts: int) -> None:
 )
 def test_dtypes_on(target: str, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     """Products of fp32 numbers and products of bf16 parts, in tiles for each target: the same budget."""
-    with as_on(target):
+    with choosing_for(target):
         got = check(*inputs(70, 1100, 36, x_dtype, weight_dtype))
     assert (got["y"].dtype, got["dx"].dtype, got["dweight"].dtype) == (FP32, x_dtype, weight_dtype)
 
@@ -99,7 +99,7 @@ def test_error_is_no_larger_than_that_of_fp32(target: str, rows: int) -> None:
     """Bug F8. Beside F.linear in fp32, in TF32 and in bf16, against float64: y, dx (kept in fp32) and dweight."""
     cols, experts = (2048, 64) if rows < 1000 else (256, 16)  # few rows are split over columns, many are not
     x, weight, _, dy = inputs(rows, cols, experts)
-    with as_on(target):
+    with choosing_for(target):
         got = run(x, weight, None, dy)
         # dx is rounded to x's dtype, which hides its error: x in fp32 shows it
         dx = run(x.float(), weight, None, dy)["dx"]
@@ -130,7 +130,7 @@ def test_large_and_small_terms() -> None:
     weight = torch.zeros(16, 64)
     weight[:, 0], weight[:, 1], weight[:, 2] = 2.0**23 + 1, -(2.0**23), 2.0**-20
     for target in ("cpu", "sm_90"):
-        with as_on(target):
+        with choosing_for(target):
             y = weft.router_linear(x, weight)
         assert torch.equal(y, torch.full((16, 16), 1 + 2.0**-20)), target
 
@@ -144,7 +144,7 @@ def test_special_values(target: str) -> None:
         changed = weight.clone()
         changed[3, 5] = special
         small = x.clone() * 2.0**-9
-        with as_on(target):
+        with choosing_for(target):
             y = weft.router_linear(small, changed)
             others = weft.router_linear(small, weight)
         wanted = F.linear(small.float(), changed)
@@ -162,7 +162,7 @@ def test_special_values(target: str) -> None:
 def test_same_bits_whatever_the_number_of_rows(target: str) -> None:
     """A token's logits depend on nothing but the token, as long as the columns are split or as long as they are not."""
     x, weight, bias, _ = inputs(300, 1100, 20)
-    with as_on(target):
+    with choosing_for(target):
         whole = weft.router_linear(x, weight, bias)
         for rows in (1, 2, 63, 64, 65):
             assert torch.equal(weft.router_linear(x[7 : 7 + rows], weight, bias), whole[7 : 7 + rows])
@@ -179,7 +179,7 @@ def test_columns_are_split_for_few_rows_alone() -> None:
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_deterministic(target: str) -> None:
     args = inputs(500, 192, 24)
-    with as_on(target):
+    with choosing_for(target):
         first = run(*args)
         for threads in (1, 2):
             torch.set_num_threads(threads)
