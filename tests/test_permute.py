@@ -125,6 +125,16 @@ def test_row_map_is_deterministic() -> None:
             assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
 
 
+def test_ends_are_where_the_pads_begin() -> None:
+    rows = weft.row_map(torch.tensor([[3, 0], [3, 1], [0, 3], [-1, 0]]), 5, align=4)
+    begin = 0
+    for end, offset in zip(rows.ends.tolist(), rows.offsets.tolist(), strict=True):
+        assert (rows.slot_of_row[begin:end] >= 0).all()
+        assert (rows.slot_of_row[end:offset] == -1).all()
+        begin = offset
+    assert rows.ends.tolist() == [3, 5, 8, 11, 12]
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_index_is_written(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is not -1 by chance, as the suite's poison would be."""

@@ -1166,6 +1166,13 @@ class RowMap(NamedTuple):
     align: int
     experts: Tensor | None = None
 
+    @property
+    def ends(self) -> Tensor:
+        """Where each expert's own rows end and its pads begin: the `offsets` that `glu` takes."""
+        return (
+            self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0) + self.counts
+        )
+
 
 def row_map(
     routing: Tensor,
