@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import mutants_permute
+import mutants_route
+import mutants_router_linear
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
@@ -410,7 +412,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for kernel, lines in mutants_permute.LINES.items()
-        for m in _made(kernel, mutants_permute.FILE, lines)
+        for module in (mutants_permute, mutants_route, mutants_router_linear)
+        for kernel, lines in module.LINES.items()
+        for m in _made(kernel, module.FILE, lines)
     ),
 )
