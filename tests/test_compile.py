@@ -199,6 +199,7 @@ REPRESENTATIVE = (
     "glu:linghe/experts:1x128-both-experts:131072",
     "glu_backward:linghe/experts:1x128-both-experts:131072",
     "row_map:qwen3-30b-a3b/routing:mask:8192",
+    "permute:linghe/hidden:probs:8192",
     "permute:mixtral-8x7b/hidden:1x128-both:8192",
     "unpermute:linghe/hidden:carried:8192",
     "unpermute_backward:qwen3-30b-a3b/hidden:probs:8192",
