@@ -3,8 +3,7 @@
     python benchmarks/peers_traffic.py
 
 Kernels run here, on the CPU, and are counted as they would be launched on a GPU with 132 multiprocessors (an H100).
-What such a GPU's memory moves is modelled from the counts as `weft.workloads.traffic` does it: a tensor of at most
-4 MB moves once, of a larger one every program reads what it asks for, as often as it asks.
+What such a GPU's memory moves is modelled from the counts by `weft.workloads.traffic`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from liger_kernel.ops.utils import torch_to_triton_dtype
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from triton_loom.counters import LaunchCount, Traffic
+from triton_loom.counters import LaunchCount
 
 from weft.workloads.norm import WORKLOADS
-from weft.workloads.traffic import CACHED, Moved, count_traffic
+from weft.workloads.traffic import Totals, count_traffic, totals
 
 MULTIPROCESSORS = 132
 NORMS = [(8192, 2048), (8192, 4096), (4096, 7168)]
@@ -39,10 +38,7 @@ class Row:
     shape: tuple[int, int]
     whose: str
     least: int
-    requested: int  # by every access
-    per_program: int  # 32-byte sectors that each program touches, added up
-    per_launch: int  # sectors that each launch touches
-    modelled: int  # what a GPU's memory moves
+    total: Totals
 
 
 Measure = Callable[[int, int], Row]
@@ -69,29 +65,12 @@ def least_loss(rows: int, cols: int) -> int:
 # ---- Liger ------------------------------------------------------------------------------------------------
 
 
-def modelled(loads: Traffic, stores: Traffic) -> int:
-    """What a GPU's memory moves for one tensor of a launch; the same as in weft.workloads.traffic."""
-    small = loads.distinct <= CACHED
-    moved = loads.launch_sectors if small else max(loads.requested, loads.program_sectors)
-    small = stores.distinct <= CACHED
-    return moved + (stores.launch_sectors if small else max(stores.requested, stores.launch_sectors))
-
-
 def liger(
     what: str, shape: tuple[int, int], least: int, launches: list[LaunchCount], by_torch: int = 0
 ) -> Row:
     """A row from counted launches and the bytes that an operator of PyTorch moves beside them."""
-    tensors = [argument for launch in launches for argument in launch.arguments.values()]
-    return Row(
-        what,
-        shape,
-        "Liger",
-        least,
-        by_torch + sum(t.loads.requested + t.stores.requested for t in tensors),
-        by_torch + sum(t.loads.program_sectors + t.stores.program_sectors for t in tensors),
-        by_torch + sum(t.loads.launch_sectors + t.stores.launch_sectors for t in tensors),
-        by_torch + sum(modelled(t.loads, t.stores) for t in tensors),
-    )
+    total = Totals(*(count + by_torch for count in totals(launches)))
+    return Row(what, shape, "Liger", least, total)
 
 
 def liger_forward(rows: int, cols: int) -> Row:
@@ -137,9 +116,8 @@ def liger_loss(rows: int, cols: int) -> Row:
 
 def weft(what: str, op: str, rows: int, cols: int) -> Row:
     plain = next(w for w in WORKLOADS if (w.op, w.name, w.options) == (op, "linghe/hidden", "plain"))
-    moved: Moved = count_traffic(replace(plain, shape=("rows", cols), rows=rows))
-    counts = moved.requested, moved.per_program, moved.per_launch, moved.modelled
-    return Row(what, (rows, cols), "Weft", moved.least, *counts)
+    moved = count_traffic(replace(plain, shape=("rows", cols), rows=rows))
+    return Row(what, (rows, cols), "Weft", moved.least, moved.total)
 
 
 def weft_forward(rows: int, cols: int) -> Row:
@@ -171,8 +149,8 @@ def table(rows: list[Row]) -> Table:
         if last not in (None, (row.what, row.shape)):
             made.add_section()
         first = (row.what, "{} x {}".format(*row.shape)) if last != (row.what, row.shape) else ("", "")
-        numbers = (row.least, row.requested, row.per_program, row.per_launch, row.modelled)
-        ratio = f"{row.modelled / row.least:.3f}"
+        numbers = (row.least, *row.total)
+        ratio = f"{row.total.modelled / row.least:.3f}"
         made.add_row(*first, row.whose, *(f"{number / 1e6:,.1f}" for number in numbers), ratio)
         last = row.what, row.shape
     return made

@@ -305,7 +305,7 @@ _TENSOR: list[tuple[Any, ...]] = [
     ("te's largest number that of fp32", f"{COPIES}:reduce_amax", "torch.finfo(input_dtype).max", "torch.finfo(torch.float32).max", (f"{B}test_sixteen_bit_inputs[float16-e5m2:tensor:te]",)),
     ("te's nvfp4 scale as torchao's", f"{SCALES}:nvfp4_global", "tl.div_rn(1.0, _nvfp4_encode(amax))", "tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 2688.0))", (f"{EVERY}[e2m1:nvfp4:te-rows]",)),
     ("nvfp4 scale of nothing 0", f"{SCALES}:nvfp4_global", "tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 2688.0))", "tl.div_rn(amax, 2688.0)", (f"{EVERY}[e2m1:nvfp4:torchao-rows]",)),
-    ("te's nvfp4 factor infinite for small amax", f"{SCALES}:_nvfp4_encode", "_at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)", "tl.div_rn(2688.0, amax)", (f"{EVERY}[e2m1:nvfp4:te-rows]",)),
+    ("te's nvfp4 factor infinite for small amax", f"{SCALES}:_nvfp4_encode", "at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)", "tl.div_rn(2688.0, amax)", (f"{EVERY}[e2m1:nvfp4:te-rows]",)),
     ("te's nvfp4 factor 0 for infinite amax", f"{SCALES}:_nvfp4_encode", "(amax == 0.0) | (scale == 0.0)", "amax == 0.0", (f"{EVERY}[e2m1:nvfp4:te-rows]",)),
     ("scale halved", "_tensor_scale_kernel", "tl.store(scale_ptr, scale)", "tl.store(scale_ptr, scale * 0.5)", (f"{SHAPES}[e5m2:tensor:te]",)),
 ]  # fmt: skip
@@ -330,9 +330,9 @@ GLU_SIZES = f"{G}test_sizes[3-1025]"
 
 _GLU: list[tuple[Any, ...]] = [
     ("up and gate swapped", "_value", "y = activate(gate, alpha, ACT)", "gate, up = up, gate; y = activate(gate, alpha, ACT)", (GPT,)),
-    ("no limit of the gate", "_value", "gate = _at_most(gate, limit)", "gate = gate", (GPT, LIMITS)),
-    ("up limited on one side", "_value", "_at_least(_at_most(up, limit), -limit)", "_at_most(up, limit)", (GPT, LIMITS)),
-    ("limit swallows NaN", "_at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
+    ("no limit of the gate", "_value", "gate = at_most(gate, limit)", "gate = gate", (GPT, LIMITS)),
+    ("up limited on one side", "_value", "_at_least(at_most(up, limit), -limit)", "at_most(up, limit)", (GPT, LIMITS)),
+    ("limit swallows NaN", f"{SCALES}:at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
     ("no alpha", f"{ACTIVATIONS}:activate", "a * _sigmoid(alpha * a)", "a * _sigmoid(a)", (GPT,)),
     ("no up_offset", "_value", "y * (up + up_offset)", "y * up", (GPT,)),
     ("not weighted", "_value", "y = y * prob[:, None]", "y = y", (PROB,)),
@@ -381,7 +381,7 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("dup in dgate's place", "_glu_backward_kernel", "shift = (up_shift // ALIGN) * ALIGN", "shift = up_shift * 0", (f"{G}test_layouts_are_one_maths",)),
     ("dup and dgate in turn, swapped", "_glu_backward_kernel", "tl.interleave(dgate, dup)", "tl.interleave(dup, dgate)", (GPT,)),
     ("gradient's rows at dy's stride", "_store_gradient", "row * stride", "row * (width if ROWS > 1 else stride - 1)", (GLU_SIZES,)),
-    ("dy read without a mask", "_glu_backward_kernel", "dy = _load(dy_ptr + dy_off[:, None] + col[None, :], mask)", "dy = _load(dy_ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
+    ("dy read without a mask", "_glu_backward_kernel", "dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], mask)", "dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
     ("32-bit row offsets", "_glu_backward_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
     ("partial sums of dprob in one place", "_glu_backward_kernel", "part.to(tl.int64) * rows + row", "part.to(tl.int64) * 0 * rows + row", (f"{G}test_configuration_of[sm_90-256-options3]",)),
     ("codes of all slots in one place", "_glu_backward_kernel", "gate_data_t_ptr += first // PACKED", "gate_data_t_ptr += 0 * first // PACKED", (SLOTS,)),

@@ -499,7 +499,7 @@ def witnessed(workload: Workload) -> None:
     """With the launches of an H100: every access is to an element of a tensor argument, no byte is read that nobody
     wrote, no two programs race, no 32-bit offset overflows, every promise to the compiler is kept; and no more bytes
     move than the workload says."""
-    rows = rows_within(workload, 32 << 20)
+    rows = rows_within(workload, 144 << 20)
     rows -= rows > 64  # no multiple of anything
     with triton_loom.sanitize() as seen:
         moved = count_traffic(workload, rows)

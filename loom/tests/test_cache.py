@@ -54,6 +54,14 @@ def script(path: Path, text: str) -> Path:
 # ---- the compiler ----------------------------------------------------------------------------------------
 
 
+def test_a_bug_of_the_optimiser_is_worked_around(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fails = 'case "$*" in *-O2*) echo "kernel.cpp: internal compiler error: in loops" >&2; exit 1;; esac'
+    fresh_toolchain.setenv("CXX", str(script(tmp_path / "bin" / "my-compiler", f'{fails}; exec g++ "$@"')))
+    assert toolchain.build(KERNEL)
+    with pytest.raises(toolchain.BuildError, match="does not compile"):
+        toolchain.build("not C++")
+
+
 def test_cxx_is_respected(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
     wrapper = script(tmp_path / "bin" / "my-compiler", f'echo "$@" >> {log}; exec g++ "$@"')

@@ -772,6 +772,31 @@ def hand_over(x_ptr, flag_ptr, y_ptr, RELEASE: tl.constexpr, ACQUIRE: tl.constex
         tl.store(y_ptr, tl.load(x_ptr))
 
 
+@triton.jit(noinline=True)
+def take_lock(lock_ptr):
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+
+
+@triton.jit(noinline=True)
+def leave_lock(lock_ptr):
+    tl.atomic_xchg(lock_ptr, 0)
+
+
+@triton.jit
+def add_under_a_called_lock(lock_ptr, x_ptr):
+    take_lock(lock_ptr)
+    tl.store(x_ptr, tl.load(x_ptr) + 1)
+    leave_lock(lock_ptr)
+
+
+def test_atomics_of_called_functions_order_programs() -> None:
+    lock, x = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with triton_loom.sanitize():
+        add_under_a_called_lock[(9,)](lock, x)
+    assert x == 9
+
+
 def locked(sem: str) -> bool:
     x = torch.zeros(16, dtype=torch.int32)
     add_under_a_lock[(20,)](torch.zeros(1, dtype=torch.int32), x, SEM=sem, BLOCK=16)
@@ -1053,6 +1078,20 @@ def test_meta_tensors() -> None:
         double[(3,)](x[:100], y, 101, BLOCK=64)
     (finding,) = seen.findings
     assert (finding.kind, finding.index, finding.program) == ("out-of-bounds load", (100,), (1, 0, 0))
+
+
+@triton.jit
+def copy_in_tuples(pair, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(pair[1] + i, tl.load(pair[0] + i, mask=i < n), mask=i < n)
+
+
+def test_meta_tensors_in_tuples() -> None:
+    x, y = torch.empty(1 << 40, device="meta"), torch.empty(1 << 40, device="meta")
+    with triton_loom.sanitize(collect=True) as seen:
+        copy_in_tuples[(3,)]((x[:100], y), 101, BLOCK=64)
+    (finding,) = seen.findings
+    assert (finding.kind, finding.argument, finding.index) == ("out-of-bounds load", "pair[0]", (100,))
 
 
 def test_dry_launches_store_nothing() -> None:

@@ -72,11 +72,13 @@ def sanitize(*, collect: bool = False, dry: bool = False) -> AbstractContextMana
 
 
 def count() -> AbstractContextManager[Counter]:
-    """Count what the launches inside a `with` block load, store and multiply.
+    """Count what the launches inside a `with` block load, store and multiply: bytes for each tensor argument.
 
-    with triton_loom.count() as counted:
-        kernel[grid](x, y)
-    print(counted.launches[0].arguments["x_ptr"].loads.distinct)
+        with triton_loom.count() as counted:
+            kernel[grid](x, y)
+        print(counted.launches[0].arguments["x_ptr"].loads.distinct)
+
+    What is counted is explained at `triton_loom.counters.Traffic`.
     """
     from . import counters
 

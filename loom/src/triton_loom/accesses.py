@@ -28,9 +28,9 @@ class Accesses:
     ) -> str:
         lanes, stored = nest.lanes, stored_type(element_of(op.result.type))
         type_ = vector_of(stored, lanes)
-        mask = nest.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
+        mask = _mask(nest, count, masked)
         if pointer.kind == "vector":
-            return f"load_at<{type_}>({pointer.expr}, {mask or f'splat<i32x{lanes}>(-1)'}, {rest})"
+            return f"load_at<{type_}>({pointer.expr}, {mask or every_lane(nest)}, {rest})"
         base = f"(const {stored} *){pointer.expr}"
         if pointer.kind == "offsets":
             assert pointer.offset
@@ -59,8 +59,8 @@ class Accesses:
     ) -> str:
         lanes, stored = nest.lanes, stored_type(element_of(op.operands[1].type))
         type_ = vector_of(stored, lanes)
-        mask = nest.vec(masked) if masked else f"first_mask<{lanes}>({count})" if count else None
-        every = mask or f"splat<i32x{lanes}>(-1)"
+        mask = _mask(nest, count, masked)
+        every = mask or every_lane(nest)
         base = f"({stored} *){pointer.expr}"
         if pointer.kind == "vector":
             return f"store_at<{type_}>({pointer.expr}, {every}, {text});"
@@ -118,7 +118,7 @@ class Site:
     called: str  # and of the kernel's line that it comes from
     argument: int = (
         -1
-    )  # the pointer argument that it goes through, by position among the pointers; -1: known at run time
+    )  # the pointer that it goes through, by position among the arguments; -1: known when it runs
     size: int = 0  # bytes of an element
 
 
@@ -162,7 +162,7 @@ class Witnessed(Accesses):
         stored = stored_type(element_of(op.result.type))
         where = _chunk(nest, pointer, f"const {stored}")
         each = "load_each" if pointer.kind in ("vector", "offsets") else "seen_load"
-        mask = _mask(nest, count, masked)
+        mask = _mask(nest, count, masked) or every_lane(nest)
         return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'load')}, {where}, {mask}, {rest})"
 
     def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
@@ -175,7 +175,7 @@ class Witnessed(Accesses):
         stored = stored_type(element_of(op.operands[1].type))
         where = _chunk(nest, pointer, stored)
         each = "store_each" if pointer.kind in ("vector", "offsets") else "seen_store"
-        mask = _mask(nest, count, masked)
+        mask = _mask(nest, count, masked) or every_lane(nest)
         return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'store')}, {where}, {mask}, {text});"
 
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
@@ -212,11 +212,13 @@ class Witnessed(Accesses):
     def promise(self, op: Op, condition: str, value: str) -> list[str]:
         return [f"keeps_promise({self.site(op, 'promise')}, {condition}, {value});"]
 
-    def metadata(self, entry: Function) -> dict[str, Any]:
+    def metadata(self, module: Module) -> dict[str, Any]:
         """What the launcher has to know, as JSON."""
+        entry = module.entry
+        operations = (op for function in module.functions.values() for op in function.body.walk())
         return {
             "sites": [asdict(site) for site in self.sites],
-            "ordered": any(op.name.startswith("tt.atomic") for op in entry.body.walk()),
+            "ordered": any(op.name.startswith("tt.atomic") for op in operations),
             "divisible": [attrs.get("tt.divisibility", 1) for attrs in entry.arg_attrs],
             "location": entry.location,
         }
@@ -229,10 +231,15 @@ def _chunk(nest: LoopNest, pointer: Form, stored: str) -> str:
     return f"({stored} *){pointer.expr}, {pointer.step}"
 
 
-def _mask(nest: LoopNest, count: str | None, masked: Form | None) -> str:
+def _mask(nest: LoopNest, count: str | None, masked: Form | None) -> str | None:
+    """The lanes of a chunk that are on, if not all are."""
     if count is not None:
         return f"first_mask<{nest.lanes}>({count})"
-    return nest.vec(masked) if masked else f"splat<i32x{nest.lanes}>(-1)"
+    return nest.vec(masked) if masked else None
+
+
+def every_lane(nest: LoopNest) -> str:
+    return f"splat<i32x{nest.lanes}>(-1)"
 
 
 def root_of(value: Value) -> Value | None:

@@ -102,7 +102,7 @@ class _Unit:
             entry.name,
             self.scratch,
             _depends_on_order(self.module),
-            witnessed.metadata(entry) if witnessed else None,
+            witnessed.metadata(self.module) if witnessed else None,
         )
 
     def called(self, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import glob
@@ -11,7 +12,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import DeviceAssertion, toolchain
 
@@ -83,25 +84,23 @@ class WatchedLauncher(LoomLauncher):
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
         self.told = _moved(metadata.witnessed, src)
-        self.fields = [
-            field
-            for position, (name, kind) in enumerate(src.signature.items())
-            for field in _flat(kind, (position,), str(name))
-        ]
+        self.fields = list(fields(src.signature))
+        self.pointers = [field for field in self.fields if field.code == "P"]
         self.names = list(src.signature)
         self.constants = getattr(src, "constants", {})
 
     def __call__(self, grid_x: int, grid_y: int, grid_z: int, *rest: Any) -> None:
         from . import witness
 
-        hidden, args = rest[:6], list(rest[6:])  # stream, function, metadata and hooks; then the kernel's own
-        pointers = [(name, _at(args, path)) for name, pointer, path in self.fields if pointer]
+        hidden, args = rest[:6], rest[6:]  # stream, function, metadata and hooks; then the kernel's own
+        pointers = [(field.name, _at(args, field.path)) for field in self.pointers]
         watched = witness.Watched(self.name, self.told, pointers, (grid_x, grid_y, grid_z))
         broken = list(self.broken_promises(args))
-        places = [path for _, pointer, path in self.fields if pointer]
-        for path, argument in zip(places, watched.arguments, strict=False):  # allowed ones come after them
+        for field, argument in zip(
+            self.pointers, watched.arguments, strict=False
+        ):  # allowed ones come after them
             if argument.is_meta:
-                args[path[0]] = argument.address  # nothing is there: the launch is dry
+                args = _with(args, field.path, argument.address)  # nothing is there: the launch is dry
         status = _own.memory.status
         with witness.ARENA.lock:
             watched.prepare(self.threads(grid_x * grid_y * grid_z))
@@ -116,11 +115,13 @@ class WatchedLauncher(LoomLauncher):
                 watched.done()
         watched.tell(broken)
 
-    def broken_promises(self, args: list[Any]) -> Iterator[tuple[str, str]]:
+    def broken_promises(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
         """Arguments that the kernel was compiled for and that are others now: a caller may reuse a compiled kernel."""
-        for (name, pointer, path), divisor in zip(self.fields, self.told["divisible"], strict=True):
-            value = _at(args, path)
-            value = address(value, name) if pointer and not getattr(value, "is_meta", False) else value
+        for field, divisor in zip(self.fields, self.told["divisible"], strict=True):
+            name, value = field.name, _at(args, field.path)
+            value = (
+                address(value, name) if field.code == "P" and not getattr(value, "is_meta", False) else value
+            )
             if divisor > 1 and isinstance(value, int) and value % divisor:
                 yield name, f"{name} is {value}, but the kernel was compiled for multiples of {divisor}"
         for path, constant in self.constants.items():
@@ -145,27 +146,21 @@ def _moved(told: dict[str, Any], src: Any) -> dict[str, Any]:
     return {**told, "location": moved(told["location"]), "sites": sites}
 
 
-def _flat(kind: Any, path: tuple[Any, ...], name: str) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
-    """What a kernel's TTIR has for one argument in Python: names, whether each is a pointer, where its value is."""
-    if isinstance(kind, tuple):
-        for position, inner in enumerate(kind):
-            yield from _flat(inner, (*path, position), f"{name}[{position}]")
-    elif kind.startswith("tensordesc"):
-        yield name, True, (*path, "base")
-        rank = _descriptor_rank(kind)
-        yield from ((name, False, (*path, "shape", d)) for d in range(rank))
-        yield from ((name, False, (*path, "strides", d)) for d in range(rank))
-        yield from ((name, False, (*path, flag)) for flag in ("padding", "round_f32_to_tf32"))
-        yield from ((name, False, (*path, "shape", d)) for d in range(rank))
-        yield from ((name, False, (*path, "strides", d)) for d in range(rank))
-    elif kind != "constexpr":
-        yield name, kind.startswith("*"), path
-
-
 def _at(args: Any, path: tuple[Any, ...]) -> Any:
     for step in path:
         args = getattr(args, step) if isinstance(step, str) else args[step]
     return args
+
+
+def _with(args: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of nested arguments with another value in one place."""
+    step, *rest = path
+    inner = _with(_at(args, (step,)), tuple(rest), value) if rest else value
+    if isinstance(step, str):
+        args = copy.copy(args)
+        setattr(args, step, inner)
+        return args
+    return (*args[:step], inner, *args[step + 1 :])
 
 
 def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int]:
@@ -279,41 +274,56 @@ def argument_packer(signature: dict[str, Any]) -> Callable[[tuple[Any, ...]], by
 
     It is one expression made for the signature: `pack(address(args[0], 'x_ptr'), args[1])`.
     """
-    parts = [
-        part
-        for position, (name, kind) in enumerate(signature.items())
-        for part in _fields(kind, f"args[{position}]", str(name))
-    ]
-    layout = struct.Struct("@" + "".join(code for code, _ in parts))
-    text = f"lambda args: pack({', '.join(value for _, value in parts)})"
-    packer: Callable[[tuple[Any, ...]], bytes] = eval(
-        text, {"pack": layout.pack, "address": address, "single": single, "brain": brain}
-    )
+    members = list(fields(signature))
+    layout = struct.Struct("@" + "".join(field.code for field in members))
+    text = f"lambda args: pack({', '.join(field.expression for field in members)})"
+    functions = {"address": address, "single": single, "brain": brain, "is_nan": is_nan}
+    packer: Callable[[tuple[Any, ...]], bytes] = eval(text, {"pack": layout.pack, **functions})
     return packer
 
 
-def _fields(kind: Any, value: str, name: str) -> Iterator[tuple[str, str]]:
-    """The members of `struct Args` for one argument: format, and expression of the value."""
+class Field(NamedTuple):
+    """A member of `struct Args`, which is an argument of the kernel in TTIR."""
+
+    name: str  # of the argument in Python that it comes from
+    code: str  # its format in the `struct` module
+    path: tuple[int | str, ...]  # where its value is among the launch's arguments
+    convert: str = ""  # a function of the value
+
+    @property
+    def expression(self) -> str:
+        value = "args" + "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in self.path)
+        if self.code == "P":
+            return f"address({value}, {self.name!r})"
+        return f"{self.convert}({value})" if self.convert else value
+
+
+def fields(signature: dict[str, Any]) -> Iterator[Field]:
+    for position, (name, kind) in enumerate(signature.items()):
+        yield from _fields(kind, (position,), str(name))
+
+
+def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field]:
     if isinstance(kind, tuple):
         for position, inner in enumerate(kind):
-            yield from _fields(inner, f"{value}[{position}]", f"{name}[{position}]")
+            yield from _fields(inner, (*path, position), f"{name}[{position}]")
     elif kind.startswith("*"):
-        yield "P", f"address({value}, {name!r})"
+        yield Field(name, "P", path)
     elif kind.startswith("tensordesc"):
         # The compiler turns a descriptor into base, shape, strides and two flags, and keeps the shape and
         # strides that the front end had put beside it.
-        rank = _descriptor_rank(kind)
-        shape = [f"{value}.shape[{d}]" for d in range(rank)]
-        strides = [f"{value}.strides[{d}]" for d in range(rank)]
-        yield "P", f"address({value}.base, {name!r})"
-        yield from (("q", extent) for extent in shape + strides)
-        yield "?", f"{value}.padding == 'nan'"
-        yield "?", f"{value}.round_f32_to_tf32"
-        yield from (("i", extent) for extent in shape)
-        yield from (("q", stride) for stride in strides)
+        shape, strides = (
+            [(*path, what, d) for d in range(_descriptor_rank(kind))] for what in ("shape", "strides")
+        )
+        yield Field(name, "P", (*path, "base"))
+        yield from (Field(name, "q", place) for place in shape + strides)
+        yield Field(name, "?", (*path, "padding"), "is_nan")
+        yield Field(name, "?", (*path, "round_f32_to_tf32"))
+        yield from (Field(name, "i", extent) for extent in shape)
+        yield from (Field(name, "q", stride) for stride in strides)
     elif kind != "constexpr":
-        convert = {"fp32": "single", "f32": "single", "bf16": "brain"}.get(kind)
-        yield SCALARS[kind][0], f"{convert}({value})" if convert else value
+        convert = {"fp32": "single", "f32": "single", "bf16": "brain"}.get(kind, "")
+        yield Field(name, SCALARS[kind][0], path, convert)
 
 
 def _descriptor_rank(kind: str) -> int:
@@ -343,6 +353,11 @@ def address(argument: Any, name: str) -> int:
 def single(value: float) -> float:
     """To float32, where too large a value is infinite (`struct` would refuse it)."""
     return ctypes.c_float(value).value
+
+
+def is_nan(padding: str) -> bool:
+    """What a descriptor pads with."""
+    return padding == "nan"
 
 
 def brain(value: float) -> int:

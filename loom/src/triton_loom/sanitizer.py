@@ -9,23 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import SanitizerError
-from .witness import SCOPES, PointerArgument, Watched, caller
-
-FindingKind = Literal[
-    "out-of-bounds load",
-    "out-of-bounds store",
-    "uninitialised read",
-    "race",
-    "offset overflow",
-    "broken promise",
-]
+from .witness import SCOPES, FindingKind, PointerArgument, Watched, caller
 
 
 @dataclass(frozen=True)

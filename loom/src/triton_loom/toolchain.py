@@ -100,6 +100,10 @@ def build(source: str, arch: str = "native", optimize: str = "-O2") -> bytes:
         options = f"{SEMANTICS} {flags(arch)} {optimize} {PRODUCT}".split()
         command = [*compiler(), *options, *files, *LIBRARIES.split()]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if run.returncode and "internal compiler error" in run.stderr and optimize != "-O1":
+            return build(
+                source, arch, "-O1"
+            )  # a bug of an optimisation: GCC 12 has one that big kernels meet
         if run.returncode:
             raise BuildError(f"a generated kernel does not compile\n{shlex.join(command)}\n{run.stderr}")
         return product.read_bytes()

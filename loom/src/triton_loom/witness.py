@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .accesses import COUNT, SANITIZE
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from .counters import Counter
     from .sanitizer import Sanitizer
 
-KINDS = (
+FindingKind = Literal[  # in the order of `Kind` in include/witness.h
     "out-of-bounds load",
     "out-of-bounds store",
     "uninitialised read",
     "race",
     "offset overflow",
     "broken promise",
-)
+]
+KINDS = get_args(FindingKind)
 
 
 # ---- the scopes that are open ----------------------------------------------------------------------------

@@ -55,15 +55,18 @@ def as_row(moved: Moved) -> dict[str, Any]:
         "rows": moved.rows,
         "launches": moved.launches,
         "least": moved.least,
-        "requested": moved.requested,
-        "per_program": moved.per_program,
-        "per_launch": moved.per_launch,
-        "modelled": moved.modelled,
+        **moved.total._asdict(),
         "ratio": round(moved.ratio, 4),
         "limit": moved.workload.moves,
         "reason": moved.workload.rereads,
         "as_promised": moved.as_promised,
     }
+
+
+def numbers(moved: Moved) -> list[str]:
+    """Launches, least and other bytes in MB, ratio."""
+    megabytes = [f"{count / 1e6:,.3f}" for count in (moved.least, *moved.total)]
+    return [str(moved.launches), *megabytes, f"{moved.ratio:.3f}"]
 
 
 def markdown(moved: list[Moved]) -> Iterator[str]:
@@ -72,15 +75,8 @@ def markdown(moved: list[Moved]) -> Iterator[str]:
     yield f"| workload | rows | launches | {' | '.join(headings)} |"
     yield "|---|" + "---:|" * 8 + "---|"
     for m in moved:
-        numbers = (m.least, m.requested, m.per_program, m.per_launch, m.modelled)
-        cells = [
-            f"`{m.workload}`",
-            str(m.rows),
-            str(m.launches),
-            *(f"{n / 1e6:,.3f}" for n in numbers),
-            f"{m.ratio:.3f}",
-        ]
-        yield f"| {' | '.join(cells)} | {m.workload.rereads} |"
+        cells = (f"`{m.workload}`", str(m.rows), *numbers(m), m.workload.rereads)
+        yield f"| {' | '.join(cells)} |"
 
 
 def table(moved: list[Moved], target: str) -> Table:
@@ -94,13 +90,5 @@ def table(moved: list[Moved], target: str) -> Table:
         made.add_column(heading, justify="right")
     made.add_column("reason", overflow="fold")
     for m in moved:
-        numbers = (m.least, m.requested, m.per_program, m.per_launch, m.modelled)
-        made.add_row(
-            str(m.workload),
-            str(m.launches),
-            *(f"{n / 1e6:,.3f}" for n in numbers),
-            f"{m.ratio:.3f}",
-            m.workload.rereads,
-            style="" if m.as_promised else "red",
-        )
+        made.add_row(str(m.workload), *numbers(m), m.workload.rereads, style="" if m.as_promised else "red")
     return made

@@ -64,11 +64,6 @@ def count_stripes(rows: int, cols: int) -> int:
     return -(-rows // STRIPE)
 
 
-def stand_in(x: Tensor) -> Tensor:
-    """What autograd holds on to in place of a quantised result: of x's shape and dtype, and one element."""
-    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
-
-
 def split_copies(
     format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool
 ) -> tuple[Copy | None, Copy | None]:

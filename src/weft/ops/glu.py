@@ -32,10 +32,11 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
+from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, empty_scale, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, scaled
+from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
 from .copies import (
     STRIPE,
     allocate_copies,
@@ -45,7 +46,6 @@ from .copies import (
     count_stripes,
     reduce_amax,
     split_copies,
-    stand_in,
     store_codes,
     store_rows,
     store_stripe,
@@ -53,7 +53,16 @@ from .copies import (
 )
 from .groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
 from .quantize import quantize_op
-from .rows import align_of, count_rows, cpu_tile, row_offset, row_strides
+from .rows import (
+    align_of,
+    compute_dtype,
+    count_rows,
+    cpu_tile,
+    load_stored,
+    mask_of_rows,
+    row_offset,
+    row_strides,
+)
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -99,10 +108,6 @@ def _activated(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
     return positive * positive, 2.0 * positive
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def glu_reference(
     x: Tensor, up: Tensor | None, prob: Tensor | None, ends: Tensor | None, act: str, layout: str,
     limit: float | None, alpha: float, up_offset: float, align: int, out_dtype: torch.dtype, format: str | None,
@@ -110,7 +115,7 @@ def glu_reference(
     grad_rowwise: bool, grad_columnwise: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The definition. x [..., 2H], or x and up [..., H]; prob [M]; ends [groups]."""
-    gate, value = _parts(x, up, layout, _compute_dtype(x))
+    gate, value = _parts(x, up, layout, compute_dtype(x))
     if limit is not None:
         gate = torch.where(gate > limit, limit, gate)
         value = value if value is None else torch.where(value.abs() > limit, value.sign() * limit, value)
@@ -181,7 +186,7 @@ def glu_backward_reference(
     rowwise: bool, columnwise: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Of dx, dup and dprob those that are needed; dx and dup as their copies if there is a format."""
-    gate, value = _parts(x, up, layout, _compute_dtype(x))
+    gate, value = _parts(x, up, layout, compute_dtype(x))
     d = dy.reshape(gate.shape).to(gate.dtype)
     if ends is not None:
         real = real_rows_reference(ends, len(gate), align)[:, None]
@@ -235,12 +240,6 @@ FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def _at_most(x, limit):
-    """min(x, limit) that keeps NaN."""
-    return tl.where(x > limit, limit, x)
-
-
-@triton.jit
 def _at_least(x, limit):
     """max(x, limit) that keeps NaN."""
     return tl.where(x < limit, limit, x)
@@ -266,28 +265,6 @@ def _place(ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.
 
 
 @triton.jit
-def _tile_mask(rows_mask, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """Which elements of a tile exist, bool [R] and col [C] -> [R, C]; None when all do."""
-    if ROWS_MASKED and COLS_MASKED:
-        return rows_mask[:, None] & (col < cols)[None, :]
-    elif ROWS_MASKED:
-        return rows_mask[:, None] & (col >= 0)[None, :]
-    elif COLS_MASKED:
-        return (rows_mask | True)[:, None] & (col < cols)[None, :]
-    else:
-        return None
-
-
-@triton.jit
-def _load(ptr, mask):
-    """A tile as it is stored, zero where it does not exist."""
-    if mask is None:
-        return tl.load(ptr)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0)
-
-
-@triton.jit
 def _load_parts(
     gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS: tl.constexpr, TILE: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
@@ -295,14 +272,14 @@ def _load_parts(
     """(gate, up) [R, C] as they are stored, zero where there is no input; nobody reads up if nothing is gated."""
     if INTERLEAVED:
         pair = 2 * start + tl.arange(0, 2 * TILE)
-        pairs_mask = _tile_mask(read, pair, 2 * cols, ROWS_MASKED, COLS_MASKED)
-        pairs = _load(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
+        pairs_mask = mask_of_rows(read, pair, 2 * cols, ROWS_MASKED, COLS_MASKED)
+        pairs = load_stored(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
         gate, up = tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
     else:
-        gate = _load(gate_ptr + gate_off[:, None] + col[None, :], mask)
+        gate = load_stored(gate_ptr + gate_off[:, None] + col[None, :], mask)
         up = gate
         if up_ptr is not None:
-            up = _load(up_ptr + up_off[:, None] + col[None, :], mask)
+            up = load_stored(up_ptr + up_off[:, None] + col[None, :], mask)
     return gate, up
 
 
@@ -314,15 +291,15 @@ def _value(
 ):  # fmt: skip
     """y [R, C] in fp32, zero where there is no input."""
     col = start + tl.arange(0, TILE)
-    mask = _tile_mask(read, col, cols, ROWS_MASKED, COLS_MASKED)
+    mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
     gate, up = _load_parts(
         gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
         COLS_MASKED,
     )  # fmt: skip
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if LIMITED:
-        gate = _at_most(gate, limit)
-        up = _at_least(_at_most(up, limit), -limit)
+        gate = at_most(gate, limit)
+        up = _at_least(at_most(up, limit), -limit)
     y = activate(gate, alpha, ACT)
     if INTERLEAVED or up_ptr is not None:
         y = y * (up + up_offset)
@@ -438,7 +415,7 @@ def _glu_kernel(
             program_amax = larger(program_amax, amax(y, axis=1))
         if y_ptr is not None:
             col = start + tl.arange(0, TILE)
-            mask = _tile_mask(written, col, cols, ROWS > 1, COLS_MASKED)
+            mask = mask_of_rows(written, col, cols, ROWS > 1, COLS_MASKED)
             tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
         if data_ptr is not None or data_t_ptr is not None:
             if STRIPES:
@@ -474,8 +451,8 @@ def _gradients_of(
     """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
     a, g = gate, up
     if LIMITED:
-        a = _at_most(gate, limit)
-        g = _at_least(_at_most(up, limit), -limit)
+        a = at_most(gate, limit)
+        g = _at_least(at_most(up, limit), -limit)
     f, slope = activate_with_slope(a, alpha, ACT)
     w = dy
     if WEIGHTED:
@@ -526,7 +503,7 @@ def _store_gradient(
     """A tile of dgate, of dup or of both in turn, plain or as copies."""
     if plain_ptr is not None:
         col = start + tl.arange(0, gradient.shape[1])
-        mask = _tile_mask(written, col, width, ROWS > 1, COLS_MASKED)
+        mask = mask_of_rows(written, col, width, ROWS > 1, COLS_MASKED)
         off = tl.multiple_of(row * stride, ALIGN)
         tl.store(plain_ptr + off[:, None] + col[None, :], gradient.to(plain_ptr.dtype.element_ty), mask=mask)
     if data_ptr is not None or data_t_ptr is not None:
@@ -640,12 +617,12 @@ def _glu_backward_kernel(
     for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
         start = (part + step * row_programs) * TILE
         col = start + tl.arange(0, TILE)
-        mask = _tile_mask(read, col, cols, ROWS_MASKED, COLS_MASKED)
+        mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
         gate, up = _load_parts(
             gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
             COLS_MASKED,
         )  # fmt: skip
-        dy = _load(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+        dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
         gate, up, dy = gate.to(tl.float32), up.to(tl.float32), dy.to(tl.float32)
         dgate, dup, terms = _gradients_of(
             gate, up, dy, prob, alpha, limit, up_offset, mask, ACT, LIMITED, WEIGHTED, GATED, GROUPED

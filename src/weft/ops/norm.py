@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Format, QTensor
+from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
@@ -43,7 +44,6 @@ from .copies import (
     count_stripes,
     reduce_amax,
     split_copies,
-    stand_in,
     store_codes,
     store_rows,
     store_stripe,
@@ -52,6 +52,7 @@ from .copies import (
 )
 from .rows import (
     align_of,
+    compute_dtype,
     contiguous,
     count_rows,
     cpu_tile,
@@ -64,10 +65,6 @@ from .rows import (
 )
 
 # ---- reference ------------------------------------------------------------------------------------------
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _normalized(
@@ -93,7 +90,7 @@ def norm_reference(
     return_amax: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The definition. x [..., K], residual like x, scale and shift [M or samples, K], weight and bias [K]."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     flat = x.reshape(count_rows(x), x.shape[-1])
     h = flat if residual is None else (flat.to(dtype) + residual.reshape(flat.shape).to(dtype)).to(x.dtype)
     y, rstd, mean = _normalized(h.to(dtype), eps, kind, casting, x.dtype)
@@ -135,7 +132,7 @@ def norm_backward_reference(
     needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Of dx, dweight, dbias, dscale and dshift those that are needed."""
-    dtype = _compute_dtype(h)
+    dtype = compute_dtype(h)
     flat = h.reshape(count_rows(h), h.shape[-1])
     rows, cols = flat.shape
     v, d = flat.to(dtype), dy.reshape(flat.shape).to(dtype)
@@ -186,6 +183,15 @@ def _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask):
         h += load_tile(residual_ptr + residual_off[:, None] + col[None, :], mask)
         h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
     return h
+
+
+@triton.jit
+def _load_again(x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, mask):
+    """The h that was loaded before: from where it was stored, if it was."""
+    if residual_out_ptr is not None:
+        return load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
+    else:
+        return _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
 
 
 @triton.jit
@@ -334,10 +340,7 @@ def _norm_kernel(
             for start in range(0, cols, TILE):
                 col = start + piece
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-                if residual_out_ptr is not None:
-                    h = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
-                else:
-                    h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+                h = _load_again(x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, mask)
                 y = _affine(
                     h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
                     weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
@@ -348,12 +351,12 @@ def _norm_kernel(
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + piece
             exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            if not LOOP:
-                value = h
-            elif residual_out_ptr is not None:
-                value = load_tile(residual_out_ptr + y_off[:, None] + col[None, :], exists)
+            if LOOP:
+                value = _load_again(
+                    x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, exists
+                )
             else:
-                value = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, exists)
+                value = h
             y = _affine(
                 value, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, exists,
                 weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,

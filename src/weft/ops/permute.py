@@ -44,7 +44,7 @@ from .copies import (
     store_stripe,
     stripe_tile,
 )
-from .rows import align_of, cpu_tile, flat_rows, load_tile, tile_mask
+from .rows import align_of, compute_dtype, cpu_tile, flat_rows, load_tile, tile_mask
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -83,10 +83,6 @@ def row_map_reference(
         padded[:experts].cumsum(0).clamp(max=rows).int(),
     ]
     return [*outputs, torch.where(valid, key, -1).int().view(*lead, slots)] if dense else outputs
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _pick(rows: Tensor, index: Tensor) -> Tensor:
@@ -147,7 +143,7 @@ def unpermute_reference(
     row_of_slot: Tensor, slot_of_row: Tensor, experts: Tensor | None, expert_count: int, format: str | None,
 ) -> list[Tensor]:  # fmt: skip
     """The definition; rows [R, K], or `codes` and scales in their place."""
-    dtype = _compute_dtype(rows)
+    dtype = compute_dtype(rows)
     values = _values(rows, codes, codes_scale, format, rows.shape[-1], dtype)
     index = _flat_slots(row_of_slot).long()
     weights = None if probs is None else _flat_probs(probs, row_of_slot, experts).view(index.shape).to(dtype)
@@ -197,7 +193,7 @@ def unpermute_backward_reference(
     row_of_slot: Tensor, slot_of_row: Tensor, experts: Tensor | None, format: str | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Of drows and dprobs those that are needed; rows or `codes` are for dprobs."""
-    dtype = _compute_dtype(dy)
+    dtype = compute_dtype(dy)
     slots = row_of_slot.shape[-1]
     flat = dy.reshape(row_of_slot.numel() // slots, dy.shape[-1]).to(dtype)
     outputs = []

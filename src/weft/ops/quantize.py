@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
+from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
@@ -35,7 +36,6 @@ from .copies import (
     count_stripes,
     reduce_amax,
     split_copies,
-    stand_in,
     store_codes,
     store_rows,
     store_stripe,

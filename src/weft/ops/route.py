@@ -40,7 +40,7 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
-from .rows import count_rows, flat_rows
+from .rows import align_of, compute_dtype, count_rows, flat_rows
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -105,10 +105,6 @@ class Routing(NamedTuple):
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _scores(x: Tensor, score: str) -> Tensor:
     if score == "softmax":
         return torch.softmax(x, -1)
@@ -140,7 +136,7 @@ def route_reference(
 ) -> list[Tensor]:  # fmt: skip
     """The definition. logits [..., E], bias [E]."""
     experts, rows = logits.shape[-1], count_rows(logits)
-    x = logits.reshape(rows, experts).to(_wide(logits))
+    x = logits.reshape(rows, experts).to(compute_dtype(logits))
     s = _scores(x, score)
     choice = x if post else s
     if bias is not None:
@@ -179,7 +175,7 @@ def route_backward_reference(
 ) -> list[Tensor]:  # fmt: skip
     """dlogits, from the gradients that there are."""
     experts, rows = logits.shape[-1], count_rows(logits)
-    x = logits.reshape(rows, experts).to(_wide(logits))
+    x = logits.reshape(rows, experts).to(compute_dtype(logits))
     chosen = indices.reshape(rows, indices.shape[-1]).long()
     s = _scores(x, score)
     ds = torch.zeros_like(s)
@@ -524,12 +520,6 @@ class RouteConfig:
 CPU_NUMBERS = 1024
 
 
-def _align(*sizes: int) -> int:
-    """The largest of 16, 8, 4 and 1 that divides all sizes: 128 bits are 4 fp32 or 8 bf16."""
-    combined = functools.reduce(int.__or__, sizes)
-    return next(align for align in (16, 8, 4, 1) if combined % align == 0)
-
-
 @functools.cache
 def _route_launch(
     score: str, post: bool, renormalize: bool, masked_is_zero: bool, config: RouteConfig, k: int, align: int
@@ -588,7 +578,9 @@ def _launch_route(
             None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
             for t in totals
         )
-    launch = _route_launch(score, post, renormalize, masked_is_zero, config, k, _align(group_size, stride))
+    launch = _route_launch(
+        score, post, renormalize, masked_is_zero, config, k, align_of(group_size, stride, least=4)
+    )
     launch(
         (programs, 1, 1),
         (logits, bias, weights, indices, *partial),
@@ -622,7 +614,7 @@ def _launch_route_backward(
     config = RouteConfig.choose(1, experts, target.target)
     launch = Launch.of(
         _route_backward_kernel, num_warps=config.num_warps, SCORE=SCORES.index(score), POST=post,
-        RENORMALIZE=renormalize, ROWS=config.rows, TILE=config.tile, ALIGN=_align(experts, stride),
+        RENORMALIZE=renormalize, ROWS=config.rows, TILE=config.tile, ALIGN=align_of(experts, stride, least=4),
     )  # fmt: skip
     launch(
         (-(-rows // config.rows), 1, 1),

@@ -24,18 +24,14 @@ from ..language import tl
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
 from ..tiles.split import dot_fp32
 from .norm import _sum_kernel
-from .rows import align_of, count_rows, flat_rows
+from .rows import align_of, compute_dtype, count_rows, flat_rows
 
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def router_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
     """The definition: x [..., H], weight [E, H], bias [E]."""
-    dtype = _wide(x)
+    dtype = compute_dtype(x)
     y = x.to(dtype) @ weight.to(dtype).t()
     return [y if bias is None else y + bias.to(dtype)]
 
@@ -44,7 +40,7 @@ def router_linear_backward_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
 ) -> list[Tensor]:
     """Of dx, dweight and dbias those that are needed."""
-    dtype = _wide(x)
+    dtype = compute_dtype(x)
     rows = count_rows(x)
     flat, d = x.reshape(rows, x.shape[-1]).to(dtype), dy.reshape(rows, weight.shape[0]).to(dtype)
     gradients = []
@@ -285,7 +281,7 @@ SPLIT_COLS = 512  # columns of a split when a sum over columns is shared: whole 
 
 def _four(*sizes: int) -> int:
     """4 if all sizes are multiples of it, 128 bits of fp32; else 1."""
-    return 4 if functools.reduce(int.__or__, sizes) % 4 == 0 else 1
+    return min(4, align_of(*sizes, least=4))
 
 
 def _add_up(partial: Tensor, out: Tensor, target: Capabilities) -> None:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from ..language import tl, triton
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a reference computes in: fp32, or fp64 to be the truth of a test."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def count_rows(x: Tensor) -> int:
@@ -47,13 +53,17 @@ def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
     return flat, flat.stride(0)
 
 
-def align_of(*sizes: int) -> int:
+def align_of(*sizes: int, least: int = 8) -> int:
     """16 if all sizes are multiples of it: then every access can be 128 bits wide; so are those of two-byte elements
-    with 8. Else 1."""
+    with 8, and of four-byte ones with 4 (where `least` says that there are such). Else 1."""
     combined = 0
     for size in sizes:
         combined |= size
-    return 16 if combined % 16 == 0 else 8 if combined % 8 == 0 else 1
+    if combined % 16 == 0:
+        return 16
+    if combined % 8 == 0:
+        return 8
+    return least if combined % least == 0 else 1
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -88,23 +98,35 @@ def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr, ALI
 @triton.jit
 def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
     """Which elements of a tile exist: row [R] and col [C] -> [R, C], or None when all do."""
+    return mask_of_rows(row < rows, col, cols, ROWS_MASKED, COLS_MASKED)
+
+
+@triton.jit
+def mask_of_rows(exist, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """The same from which rows exist, bool [R]."""
     if ROWS_MASKED and COLS_MASKED:
-        return (row < rows)[:, None] & (col < cols)[None, :]
+        return exist[:, None] & (col < cols)[None, :]
     elif ROWS_MASKED:
-        return (row < rows)[:, None] & (col >= 0)[None, :]
+        return exist[:, None] & (col >= 0)[None, :]
     elif COLS_MASKED:
-        return (row >= 0)[:, None] & (col < cols)[None, :]
+        return (exist | True)[:, None] & (col < cols)[None, :]
     else:
         return None
 
 
 @triton.jit
+def load_stored(ptr, mask):
+    """A tile as it is stored, zero where it does not exist."""
+    if mask is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
 def load_tile(ptr, mask):
     """A tile as fp32, zero where it does not exist."""
-    if mask is None:
-        return tl.load(ptr).to(tl.float32)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return load_stored(ptr, mask).to(tl.float32)
 
 
 @triton.jit

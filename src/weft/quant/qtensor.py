@@ -176,6 +176,11 @@ class QTensor(Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
+def stand_in(x: Tensor) -> Tensor:
+    """What autograd holds on to in place of a quantised tensor: of x's shape and dtype, and one element."""
+    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+
 def _with_codes(func: Any, args: Any) -> list[Any] | None:
     """The arguments of an op that takes `codes` and `codes_scale` after a tensor, with those of a QTensor given there;
     None if there are none to give."""
@@ -186,8 +191,7 @@ def _with_codes(func: Any, args: Any) -> list[Any] | None:
             and names[i + 1 : i + 3] == ["codes", "codes_scale"]
             and q.rowwise is not None
         ):
-            stand_in = torch.empty_strided(q.shape, (0,) * q.dim(), dtype=q.dtype, device=q.device)
-            return [*args[:i], stand_in, q.rowwise.data, q.rowwise.scale, *args[i + 3 :]]
+            return [*args[:i], stand_in(q), q.rowwise.data, q.rowwise.scale, *args[i + 3 :]]
     return None
 
 

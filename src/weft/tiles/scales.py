@@ -86,7 +86,7 @@ def nvfp4_global(amax, FORMAT: tl.constexpr):
 @triton.jit
 def _nvfp4_encode(amax):
     """TransformerEngine's S: 2688 = 448 * 6 over the tensor's amax, 1 where amax is 0 or infinite."""
-    scale = _at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
+    scale = at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
     return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
 
@@ -96,8 +96,8 @@ def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
     LARGEST: tl.constexpr = 3.4028234663852886e38
     if FORMAT.rule.name == "te":
         encode = _nvfp4_encode(tensor_amax)
-        code = encode_e4m3(_at_most(amax * (encode * 0.1666666716337204), LARGEST))  # fp32(1 / 6)
-        factor = _at_most(reciprocal(decode_e4m3(code) * tl.div_rn(1.0, encode)), LARGEST)
+        code = encode_e4m3(at_most(amax * (encode * 0.1666666716337204), LARGEST))  # fp32(1 / 6)
+        factor = at_most(reciprocal(decode_e4m3(code) * tl.div_rn(1.0, encode)), LARGEST)
         return code, factor
     else:
         decode = nvfp4_global(tensor_amax, FORMAT)
@@ -108,7 +108,7 @@ def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _at_most(x, limit):
+def at_most(x, limit):
     """min(x, limit) that keeps NaN."""
     return tl.where(x > limit, limit, x)
 

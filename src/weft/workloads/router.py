@@ -99,7 +99,7 @@ def _linear(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str)
                     tags=frozenset(tags),
                     settings=tuple(settings.items()),
                     rereads=_SHARED,
-                    moves=2.7 if backward else 1.25,
+                    moves=2.55 if backward else 1.25,
                 )
                 for count in rows
             ]
