@@ -17,6 +17,8 @@ from rich.console import Console
 import weft
 from weft import Capabilities
 from weft.cli import doctor, main
+from weft.cli.published import widths
+from weft.workloads.published import PUBLISHED, Published
 
 # Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
 WITHOUT = """
@@ -251,3 +253,37 @@ def shown(report: doctor.Report, width: int) -> str:
     with console.capture() as capture:
         console.print(doctor.render(report))
     return capture.get()
+
+
+# ---- published rows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.number}")
+def test_published_row_is_its_workload(row: Published) -> None:
+    """It moves what the published shapes say; lists of a token's experts are shorter than the map of the original."""
+    least = row.find().least_bytes() / 1e6
+    assert 0.95 * row.megabytes < least < 1.01 * row.megabytes
+
+
+def test_published_prints_what_was_counted_and_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["published", "router product, b", "--most", "4", "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["number"] == 5
+    assert row["workload"].startswith("router_linear_backward:linghe")
+    assert 1 <= row["launches"] <= 2
+    assert row["rows"] < 8192
+    assert 3.9 < row["least, MB"] <= row["per launch"] <= row["per program"]
+    assert row["ratio"] == pytest.approx(row["modelled"] / row["least, MB"], abs=0.01)
+    assert 0 < row["registers"] <= 255
+    assert row["spilled, B"] == 0
+    assert "x128" in row["loads, bits"]
+    assert "x128" in row["stores, bits"]
+    assert row["limit, us"] == 12.8
+    assert row["times the limit"] == pytest.approx(78.1 / 12.8, rel=0.01)
+    assert main(["published", "router product, b", "--most", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "none was measured on a GPU" in " ".join(printed.split())
+
+
+def test_widths_are_counted() -> None:
+    assert widths([{32: 1, 128: 4}, {128: 2}, {}]) == "6x128 1x32"

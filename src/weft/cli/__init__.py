@@ -10,7 +10,7 @@ from .. import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import doctor, traffic
+    from . import doctor, published, traffic
 
     parser = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
@@ -19,5 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_command(commands)
     traffic.add_command(commands)
+    published.add_command(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))

@@ -84,6 +84,7 @@ class Workload:
     - `name`: the model and the place in it that the shape comes from.
     - `shape`: of the main input; "rows" stands for the dimension that grows with the tokens, `rows` of them.
     - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
+    - `unread`: arguments of which the shape and dtype alone matter.
     - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times as much.
     """
 
@@ -96,6 +97,7 @@ class Workload:
     tags: frozenset[str] = frozenset({"training"})
     dtype: torch.dtype = torch.bfloat16
     settings: tuple[tuple[str, Any], ...] = ()
+    unread: tuple[str, ...] = ()
     rereads: str = ""
     moves: float = 1.02
 
@@ -135,7 +137,7 @@ class Workload:
         call = self.make("meta", dtype, rows)
         with recording("sm_90"):
             result = call()
-        inputs = list(_leaves([*call.kwargs.values()]))
+        inputs = list(_leaves([value for name, value in call.kwargs.items() if name not in self.unread]))
         held = {tensor.untyped_storage()._cdata for tensor in inputs}
         moved = sum(map(_bytes, inputs))
         for tensor in _leaves(result):

@@ -21,13 +21,13 @@ HIDDEN: dict[str, tuple[int, int]] = {
     "odd/33": (33, 7),
 }
 
-# weight: its dtype. needs: which gradients of x, weight and bias the backward computes.
+# weight: its dtype. needs: which gradients of x, weight and bias the backward computes; unread: what it needs not.
 LINEAR_OPTIONS: dict[str, dict[str, Any]] = {
     "bf16-weight": {"weight": torch.bfloat16},
     "fp32-weight": {"weight": torch.float32},
     "bias": {"weight": torch.float32, "bias": True},
-    "dgrad": {"weight": torch.bfloat16, "needs": (True, False, False)},
-    "wgrad": {"weight": torch.bfloat16, "needs": (False, True, False)},
+    "dgrad": {"weight": torch.bfloat16, "needs": (True, False, False), "unread": ("x",)},
+    "wgrad": {"weight": torch.bfloat16, "needs": (False, True, False), "unread": ("weight",)},
 }
 _FORWARD: dict[str, tuple[str, ...]] = {
     "bf16-weight": ("linghe/router", "deepseek-v3/router", "odd/33"),
@@ -98,8 +98,9 @@ def _linear(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str)
                     build=_build_linear_backward if backward else _build_linear,
                     tags=frozenset(tags),
                     settings=tuple(settings.items()),
+                    unread=settings.get("unread", ()),
                     rereads=_SHARED,
-                    moves=2.55 if backward else 1.25,
+                    moves=2.57 if backward else 1.25,
                 )
                 for count in rows
             ]
