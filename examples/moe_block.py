@@ -16,9 +16,10 @@ TOKENS, HIDDEN, FFN, EXPERTS, TOP_K, ALIGN = 96, 128, 64, 8, 2, 16
 def expert_products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [rows, K] times the matrix of each row's expert, weights [E, K, N]; `ends` says where their regions end.
 
-    On a GPU this is a grouped matrix product."""
+    A stand-in for `torch.nn.functional.grouped_mm`, which torch.compile takes in bf16 alone. In fp32, so that the
+    gradient of a weight is not rounded after every row."""
     expert = torch.bucketize(torch.arange(len(x)), ends, right=True).clamp(max=len(weights) - 1)
-    return torch.bmm(x[:, None], weights[expert])[:, 0]
+    return torch.bmm(x[:, None].float(), weights.float()[expert])[:, 0].to(x.dtype)
 
 
 def moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
