@@ -131,10 +131,11 @@ FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def _place(row, second, third, first_stride, second_stride, third_stride, ALIGN: tl.constexpr):
-    """Where rows lie that are counted in three dimensions [any, second, third]."""
+    """Where rows lie that are counted in three dimensions [any, second, third]. Offsets have 64 bits; rows have no
+    more than it takes to count them, since long divisions take time and registers."""
     rest = row // third
-    off = (rest // second) * first_stride + (rest % second) * second_stride + (row % third) * third_stride
-    return tl.multiple_of(off, ALIGN)
+    off = (rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride
+    return tl.multiple_of(off + (row % third).to(tl.int64) * third_stride, ALIGN)
 
 
 @triton.jit
@@ -160,6 +161,7 @@ def _gated_norm_kernel(
     amax_ptr,  # [programs], or None
     data_ptr,  # row-wise codes, or None
     data_scale_ptr,
+    bound,  # rows of all programs, of which the last may not exist
     rows,
     cols,  # of a group
     groups,
@@ -188,12 +190,12 @@ def _gated_norm_kernel(
 ):
     """ROWS groups in full to a program: y, or its row-wise copy; or no more than the statistics."""
     cols = (cols // ALIGN) * ALIGN
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    row = tl.program_id(0).to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
     x_off = _place(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
     gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
     weight_off = tl.multiple_of((row % groups) * cols, ALIGN)
-    y_off = tl.multiple_of(row * cols, ALIGN)
+    y_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
     piece = tl.arange(0, TILE)
 
     if not LOOP:
@@ -262,15 +264,16 @@ def _gated_norm_kernel(
                     G: tl.constexpr = FORMAT.group
                     blocks = (cols + G - 1) // G
                     block = start // G + tl.arange(0, TILE // G)
-                    scale_off = (row // groups * data_scale_row_stride)[:, None] + (
-                        ((row % groups) * blocks)[:, None] + block[None, :]
-                    ) * data_scale_col_stride
+                    block_off = (((row % groups) * blocks)[:, None] + block[None, :]).to(tl.int64)
+                    scale_off = (row // groups).to(tl.int64)[:, None] * data_scale_row_stride
+                    scale_off += block_off * data_scale_col_stride
                     scale_mask = tile_mask(row, block, rows, blocks, ROWS_MASKED, COLS_MASKED)
                     tl.store(data_scale_ptr + scale_off, scale, mask=scale_mask)
                 # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
-                    codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED,
+                    codes, data_ptr, row.to(tl.int64), start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED,
+                    COLS_MASKED,
                 )  # fmt: skip
         if amax_ptr is not None:
             tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
@@ -288,6 +291,7 @@ def _gated_norm_stripe_kernel(
     data_scale_ptr,
     data_t_ptr,  # column-wise codes, or None
     data_t_scale_ptr,
+    bound,  # rows of all programs, of which the last may not exist
     tokens,
     cols,  # of all groups
     groups,
@@ -312,6 +316,7 @@ def _gated_norm_stripe_kernel(
     STATIC: tl.constexpr,  # the scale of the tensor is given
     ROWS: tl.constexpr,  # tokens of a stripe: the longest block along them
     TILE: tl.constexpr,
+    WITHIN: tl.constexpr,  # every tile lies in one group
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
@@ -319,7 +324,7 @@ def _gated_norm_stripe_kernel(
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
-    token = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    token = stripe.to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     start = (tl.program_id(0) % tiles) * TILE
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(token, col, tokens, cols, True, COLS_MASKED)
@@ -327,7 +332,11 @@ def _gated_norm_stripe_kernel(
     x_off = _place(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
     gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
     y = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-    y = y * load_tile(rstd_ptr + row[:, None] + (col // (cols // groups))[None, :], mask)
+    if WITHIN:
+        rstd = tl.load(rstd_ptr + (row + start // (cols // groups)), mask=token < tokens, other=0.0)
+        y = y * rstd[:, None]
+    else:
+        y = y * load_tile(rstd_ptr + (row[:, None] + (col // (cols // groups))[None, :]), mask)
     if weight_ptr is not None:
         y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
     y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
@@ -374,6 +383,7 @@ def _gated_norm_backward_kernel(
     dx_ptr,  # [rows, cols], or None
     dgate_ptr,  # [rows, cols], or None
     dweight_ptr,  # partial sums [parts, groups, cols] in fp32, or None
+    bound,  # rows of all programs, of which the last may not exist
     tokens,  # rows of a group
     program_tokens,
     cols,  # of a group
@@ -406,12 +416,12 @@ def _gated_norm_backward_kernel(
     partial sums, which it reads and writes for each of its tokens.
     """
     cols = (cols // ALIGN) * ALIGN
-    program = tl.program_id(0).to(tl.int64)
-    group, part = program % groups, program // groups
+    program = tl.program_id(0)
+    group = program % groups
     if weight_ptr is not None:
-        weight_ptr += tl.multiple_of(group * cols, ALIGN)
-    sums_off = tl.multiple_of(program * cols, ALIGN)  # [parts, groups, cols]
-    first = part * program_tokens
+        weight_ptr += tl.multiple_of(group.to(tl.int64) * cols, ALIGN)
+    sums_off = tl.multiple_of(program.to(tl.int64) * cols, ALIGN)  # [parts, groups, cols]
+    first = (program // groups).to(bound.dtype) * program_tokens
     last = tl.minimum(first + program_tokens, tokens)
     piece = tl.arange(0, TILE)
     ROWS_MASKED: tl.constexpr = ROWS > 1
@@ -425,7 +435,7 @@ def _gated_norm_backward_kernel(
         gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
         dy_off = _place(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride, ALIGN)
         dx_off = _place(row, second, third, dx_first_stride, dx_second_stride, dx_third_stride, ALIGN)
-        dgate_off = tl.multiple_of(row * cols, ALIGN)
+        dgate_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
         rstd = tl.load(rstd_ptr + row, mask=token < last, other=0.0)[:, None]
 
         tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
@@ -459,9 +469,8 @@ def _gated_norm_backward_kernel(
                     _add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), begin > first, col, cols)
                 else:
                     sums += d * z  # zero where there is no element
-    if dweight_ptr is not None:
-        if not LOOP:
-            tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)
+    if dweight_ptr is not None and not LOOP:
+        tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -478,16 +487,17 @@ class GroupConfig:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, backward: bool, target: str) -> GroupConfig:
+    def choose(cols: int, smallest_tile: int, backward: bool, align: int, target: str) -> GroupConfig:
         if target == "cpu":
-            tile = cpu_tile(cols, smallest_tile, 4096 if backward else 1024)
+            tile = cpu_tile(cols, 128, 4096 if backward else 1024)  # 128: a block of any format
             return GroupConfig(1, tile, tile < cols, 4)
         # A power of two that holds the group, up to what registers hold: backward has three tiles and a sum.
         tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
         most = 8192 if backward else 16384
         loop = tile > most
         tile = min(tile, most // 2 if loop else most)
-        rows = max(1, 2048 // tile)
+        # Where an access has one element, its address is longer than it.
+        rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
         return GroupConfig(rows, tile, loop, _warps(rows * tile * (2 if loop and backward else 1), target))
 
 
@@ -590,11 +600,12 @@ def _launch_gated_norm(
     align = align_of(cols, *levels[2:])
 
     if format is None:
-        config = GroupConfig.choose(cols, 1, False, target.target)
+        config = GroupConfig.choose(cols, 1, False, align, target.target)
+        programs = -(-rows // config.rows)
         _rows_launch(activation, None, 0, False, False, config, align, cols % config.tile != 0)(
-            (-(-rows // config.rows), 1, 1),
+            (programs, 1, 1),
             (x, gate, weight, None, outputs[0], rstd, None, None, None),
-            (rows, cols, groups, *levels, 0, 0),
+            (programs * config.rows, rows, cols, groups, *levels, 0, 0),
             (eps, weight_offset),
         )
         return
@@ -604,7 +615,7 @@ def _launch_gated_norm(
     row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
     count = count_copies(f, rowwise=rowwise, columnwise=columnwise)
     amax_out = outputs[1 + count] if return_amax else None
-    config = GroupConfig.choose(cols, f.group, False, target.target)
+    config = GroupConfig.choose(cols, f.group, False, align, target.target)
     programs = -(-rows // config.rows)
     by_tensor = f.needs_tensor_amax and quant_scale is None
     direct = row_copy is not None and _within_groups(f, groups, cols)
@@ -625,7 +636,7 @@ def _launch_gated_norm(
                 x, None if idle else gate, None if idle else weight, given if spec else None, y, rstd, partials,
                 data, data_scale,
             ),
-            (rows, cols, groups, *levels, *strides),
+            (programs * config.rows, rows, cols, groups, *levels, *strides),
             (eps, weight_offset),
         )  # fmt: skip
 
@@ -670,7 +681,10 @@ def _launch_gated_norm(
 
     tokens = rows // groups
     tile, num_warps = stripe_tile(f.block, target.target, norm=True)
-    tiles = count_stripes(tokens, width) * -(-width // tile)
+    if align == 1 and target.backend == "cuda":
+        num_warps = 16
+    stripes = count_stripes(tokens, width)
+    tiles = stripes * -(-width // tile)
     partials = None
     if amax_out is not None:
         partials = torch.empty(tiles, dtype=torch.float32, device=x.device)
@@ -678,12 +692,13 @@ def _launch_gated_norm(
     data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
     launch = Launch.of(
         _gated_norm_stripe_kernel, num_warps=num_warps, ACT=activation, FORMAT=f, CAST=cast,
-        STATIC=quant_scale is not None, ROWS=STRIPE, TILE=tile, ALIGN=align, COLS_MASKED=width % tile != 0,
+        STATIC=quant_scale is not None, ROWS=STRIPE, TILE=tile, WITHIN=cols % tile == 0, ALIGN=align,
+        COLS_MASKED=width % tile != 0,
     )  # fmt: skip
     launch(
         (tiles, 1, 1),
         (x, gate, weight, given, rstd, partials, data, data_scale, data_t, data_t_scale),
-        (tokens, width, groups, *levels, *strides, *strides_t),
+        (stripes * STRIPE * groups, tokens, width, groups, *levels, *strides, *strides_t),
         (weight_offset,),
     )
     if partials is not None:
@@ -717,7 +732,7 @@ def _launch_gated_norm_backward(
     if dx is None:
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
-    config = GroupConfig.choose(cols, 1, True, target.target)
+    config = GroupConfig.choose(cols, 1, True, align, target.target)
     # Four programs to a multiprocessor. Each group has its own, as many as it has tiles of tokens at most.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
     program_tokens = -(-tokens // parts)
@@ -733,7 +748,7 @@ def _launch_gated_norm_backward(
     launch(
         (parts * groups, 1, 1),
         (x, gate, dy, weight, rstd, dx, dgate, sums),
-        (tokens, program_tokens, cols, groups, *levels),
+        (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
         (weight_offset,),
     )
     if dweight is not None:
