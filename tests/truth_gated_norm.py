@@ -89,7 +89,7 @@ def gated_norm_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, N
     """As the autograd engine calls it, against the gradients of the formula."""
     kept = ("x", "gate", "weight", "groups", "activation", "weight_offset", "transpose")
     found = gated_norm(Call(weft.gated_norm, {name: call[name] for name in kept}), {"y": call["dy"]})
-    return {"y": found["dx"], "output1": found["dgate"], "output2": found.get("dweight", found["dx"])}
+    return {"y": found["dx"], "output1": found["dgate"], "output2": found["dweight"]}
 
 
 TRUTHS = {f.__name__: f for f in (gated_norm, gated_norm_backward)}

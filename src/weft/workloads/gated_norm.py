@@ -15,17 +15,15 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/attention": (2, "rows", 2048),
     "qwen3-next-80b-a3b/heads": ("rows", 32, 128),
     "odd/200": (2, "rows", 200),
-    "odd/33": ("rows", 33),
 }
 
-# The sets of options: arguments of the function, and whether there is a `weight`.
-_LINGHE: dict[str, Any] = {"weight": True, "groups": 4, "transpose": True}
+# The sets of options: arguments of the function.
+_LINGHE: dict[str, Any] = {"groups": 4, "transpose": True}
 _ODD: dict[str, Any] = {**_LINGHE, "activation": "silu", "weight_offset": 1.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups": _LINGHE,
-    "silu": {"weight": True, "activation": "silu"},
+    "silu": {"activation": "silu"},
     "groups-silu": _ODD,
-    "no-weight": {"weight": False, "groups": 3},
     "1x128": {**_LINGHE, "quantize": "1x128"},
     "1x128-both": {**_LINGHE, "quantize": "1x128", "columnwise": True},
     "mx-both": {**_ODD, "quantize": "mx", "columnwise": True},
@@ -36,7 +34,6 @@ _TRAINED = (
     ("groups", "linghe/attention", 4096),
     ("silu", "qwen3-next-80b-a3b/heads", 1024),
     ("groups-silu", "odd/200", 1024),
-    ("no-weight", "odd/33", 1024),
     ("1x128-both", "linghe/attention", 1024),
     ("mx-both", "odd/200", 1024),
 )
@@ -47,9 +44,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     settings = dict(workload.settings)
     first = (shape[1], shape[0], *shape[2:]) if settings.get("transpose") else shape
     made = {"x": inputs.activation(*shape), "gate": inputs.normal(*first, std=2.0)}
-    if settings.pop("weight"):
-        offset = settings.get("weight_offset", 0.0)
-        made["weight"] = inputs.normal(shape[-1], mean=1.0 - offset, std=0.2)
+    made["weight"] = inputs.normal(shape[-1], mean=1.0 - settings.get("weight_offset", 0.0), std=0.2)
     groups = settings.get("groups", 1)
     if shape[-1] % groups:  # a size that no model has
         settings["groups"] = 1
@@ -68,7 +63,7 @@ def _backward(**kwargs: Any) -> Any:
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: the inputs, the gradient, the statistics."""
     made = _arguments(workload, inputs, shape)
-    x, gate, weight = made["x"], made["gate"], made.get("weight")
+    x, gate = made["x"], made["gate"]
     groups, transpose = made.get("groups", 1), made.get("transpose", False)
     rows = gate.numel() // max(shape[-1], 1) * groups
     if x.device.type == "meta":
@@ -80,13 +75,13 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "x": x,
         "gate": gate,
         "dy": inputs.normal(*gate.shape),
-        "weight": weight,
+        "weight": made["weight"],
         "rstd": rstd,
         "groups": groups,
         "activation": made.get("activation", "sigmoid"),
         "weight_offset": made.get("weight_offset", 0.0),
         "transpose": transpose,
-        "needs": [True, True, weight is not None],
+        "needs": [True, True, True],
     }
     return Call(_backward, kwargs)
 
