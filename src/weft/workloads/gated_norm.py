@@ -14,6 +14,7 @@ from .problem import Call, Inputs, Size, Workload
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/attention": (2, "rows", 2048),
     "qwen3-next-80b-a3b/heads": ("rows", 32, 128),
+    "gla-340m/values": (2, "rows", 1024),
     "odd/200": (2, "rows", 200),
 }
 
@@ -33,8 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 _TRAINED = (
     ("groups", "linghe/attention", 4096),
     ("silu", "qwen3-next-80b-a3b/heads", 1024),
-    ("groups-silu", "odd/200", 1024),
-    ("1x128-both", "linghe/attention", 1024),
+    ("groups-silu", "odd/200", 4096),
+    ("1x128-both", "gla-340m/values", 1024),
     ("mx-both", "odd/200", 1024),
 )
 _SERVED = (("1x128", "linghe/attention", 64), ("row-fp8", "linghe/attention", 8))
