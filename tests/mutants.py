@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mutants_gated_norm
 import mutants_permute
 import mutants_route
 import mutants_router_linear
@@ -373,7 +374,7 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("no up_offset", "_gradients_of", "g = g + up_offset", "g = g", (GPT,)),
     ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
     ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
-    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * (1.0 - s)", "return s, s * (1.0 - s)", (f"{G}test_sigmoid_with_alpha",)),
+    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{G}test_sigmoid_with_alpha",)),
     ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + a * (0.3989422804014327 * tl.exp(-0.5 * a * a))", "cdf", (GELU,)),
     ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
     ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
@@ -412,7 +413,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for module in (mutants_permute, mutants_route, mutants_router_linear)
+        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_gated_norm)
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

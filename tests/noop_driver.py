@@ -124,6 +124,7 @@ def measure() -> dict[str, float]:
     x = torch.randn(8, 4096, dtype=torch.bfloat16)
     weight = torch.ones(4096, dtype=torch.bfloat16)
     residual = torch.randn_like(x)
+    sequences, gates = x.view(2, 4, 4096), residual.view(4, 2, 4096)
     dy = torch.randn(8, 2048, dtype=torch.bfloat16)
     chosen = torch.arange(8).expand(8, 8)
     with weft.backend("reference"):
@@ -166,6 +167,7 @@ def measure() -> dict[str, float]:
             "permute": lambda: weft.permute(x, rows, probs),
             "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
             "unpermute": lambda: weft.unpermute(permuted, rows, probs),
+            "gated_norm": lambda: weft.gated_norm(sequences, gates, weight, groups=4, transpose=True),
         }
     )
 

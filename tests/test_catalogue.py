@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton_loom
 import truth
+import truth_gated_norm
 import truth_glu
 import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
@@ -201,7 +202,10 @@ def accuracy(workload: Workload) -> None:
 
 
 # What each result and gradient of a call must be: within a noise, or exactly.
-TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = truth_permute.TRUTHS
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = {
+    **truth_permute.TRUTHS,
+    **truth_gated_norm.TRUTHS,
+}
 
 
 def accuracy_by_reference(workload: Workload) -> None:
@@ -324,6 +328,8 @@ def quantized_bytes(workload: Workload) -> None:
         return
     if workload.op == "norm":
         value = own_value(call)
+    elif workload.op == "gated_norm":
+        value = own_numbers(call)["y"]
     elif workload.op == "permute":
         if isinstance(call["x"], QTensor):  # nothing is quantised
             return
@@ -1059,7 +1065,7 @@ def arguments_of(call: Call, op: str) -> list[tuple[Any, ...]]:
 
 
 def differentiable_call(call: Call) -> bool:
-    return call.function in (*NORMS, weft.quantize, weft.glu)
+    return call.function in (*NORMS, weft.quantize, weft.glu, weft.gated_norm)
 
 
 OPCHECKED = [

@@ -207,6 +207,8 @@ REPRESENTATIVE = (
     "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
     "route:deepseek-v3/router:groups:8192",
     "route_backward:linghe/router:top8:8192",
+    "gated_norm:gla-340m/values:1x128-both:1024",
+    "gated_norm_backward:linghe/attention:groups:4096",
 )
 
 

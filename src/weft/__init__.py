@@ -3,6 +3,7 @@
 from .ops import (
     RowMap,
     dequantize,
+    gated_norm,
     glu,
     glu_backward,
     layer_norm,
@@ -27,6 +28,7 @@ __all__ = [
     "backend",
     "catalogue",
     "dequantize",
+    "gated_norm",
     "glu",
     "glu_backward",
     "layer_norm",

@@ -1,5 +1,6 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
+from .gated_norm import gated_norm
 from .glu import glu, glu_backward
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
@@ -13,6 +14,7 @@ __all__ = [
     "Routing",
     "RowMap",
     "dequantize",
+    "gated_norm",
     "glu",
     "glu_backward",
     "layer_norm",

@@ -92,7 +92,7 @@ def _activated(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
         s = torch.sigmoid(alpha * a)
         if act == "silu":
             return a * s, s * (1.0 + alpha * a * (1.0 - s))
-        return s, alpha * s * (1.0 - s)
+        return s, alpha * s * torch.sigmoid(-alpha * a)
     if act == "gelu":
         cdf = 0.5 * (1.0 + torch.erf(a * math.sqrt(0.5)))
         return a * cdf, cdf + a * (torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))

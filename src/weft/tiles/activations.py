@@ -54,7 +54,7 @@ def activate_with_slope(a, alpha, ACT: tl.constexpr):
         return a * s, s * (1.0 + alpha * a * (1.0 - s))
     elif ACT == "sigmoid":
         s = _sigmoid(alpha * a)
-        return s, alpha * s * (1.0 - s)
+        return s, alpha * s * _sigmoid(-alpha * a)  # 1 - s, with all its digits
     elif ACT == "gelu":
         cdf = _normal_cdf(a)
         return a * cdf, cdf + a * (0.3989422804014327 * tl.exp(-0.5 * a * a))
