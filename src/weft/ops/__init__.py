@@ -1,6 +1,7 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .glu import glu, glu_backward
+from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
@@ -12,9 +13,14 @@ __all__ = [
     "Convention",
     "Routing",
     "RowMap",
+    "Shards",
+    "any_nonfinite",
+    "clip_grads_",
+    "count_zeros",
     "dequantize",
     "glu",
     "glu_backward",
+    "grad_norm",
     "layer_norm",
     "permute",
     "quantize",
