@@ -18,6 +18,7 @@ import torch
 import triton_loom
 import truth
 import truth_glu
+import truth_multi_tensor
 import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
@@ -201,7 +202,10 @@ def accuracy(workload: Workload) -> None:
 
 
 # What each result and gradient of a call must be: within a noise, or exactly.
-TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = truth_permute.TRUTHS
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = {
+    **truth_permute.TRUTHS,
+    **truth_multi_tensor.TRUTHS,
+}
 
 
 def accuracy_by_reference(workload: Workload) -> None:

@@ -93,7 +93,7 @@ class WatchedLauncher(LoomLauncher):
         """The launcher for a launch that finds the addresses of these tensors in memory."""
         return functools.partial(self, reached=tensors)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, grid_x: int, grid_y: int, grid_z: int, *rest: Any, reached: Sequence[Any] = ()
     ) -> None:
         from . import witness

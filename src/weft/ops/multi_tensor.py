@@ -2,7 +2,7 @@
 
     norm_p = (sum over tensors, sum over elements of |x|^p)^(1/p)          p = 1, 2, or the largest |x| for p = inf
     x *= c,  c = min(1, max_norm / (norm + 1e-6))                          rounded once to x's dtype
-    zeros = number of elements with x == 0                                 -0.0 is one; NaN and subnormal numbers are not
+    zeros = number of elements with x == 0                                 -0.0 is one; NaN and subnormals are not
     nonfinite = whether any x is infinite or NaN
 
 A tensor is cut into chunks of `CHUNK` neighbours. A table in the device's memory holds the address and the length of
@@ -11,8 +11,8 @@ are. One launch for each dtype gives a partial result for each chunk, in fp32 or
 together. How the numbers are added depends on neither the device's size nor the number of threads:
 
 - in a chunk, each lane adds every TILE-th number in fp32, and a tree adds the lanes;
-- a partial 2-norm is a norm, not its square, made from one of three sums, of x^2, (2^90 x)^2 and (2^-80 x)^2: no square
-  overflows or vanishes, whatever fp32 numbers the tensors hold;
+- a partial 2-norm is a norm, not its square. Where the sum of squares is so small or so large that squares may have
+  vanished or overflowed, and the chunk is not all zeros, it is read again and x scaled by 2^90 or 2^-80;
 - partial norms are put together as multiples of a power of two near the largest, in fp32 with the rounding errors added
   up beside the sum, in the order of the table: dtypes as they first come in the list, then tensors.
 
@@ -79,26 +79,45 @@ def _chunk(table_ptr, first):
 
 
 @triton.jit
-def _add(x, a, b, c, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
-    """Adds a tile to a program's sums: floats for a sum of them, else their bits as integers."""
+def _add(x, sums, bits, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
+    """Adds a tile to a program's sums, and to all bits that its numbers have. x: floats for a sum of them, else as
+    integers."""
     if WHAT == "norm2":
         x = x.to(tl.float32)
-        a += x * x
-        if EXPONENT != 0x7C00:  # squares of fp16 neither overflow nor vanish
-            small = x * 1.2379400392853803e27  # 2^90
-            large = x * 8.271806125530277e-25  # 2^-80
-            b += small * small
-            c += large * large
+        if scale is not None:
+            x = x * scale
+        elif EXPONENT != 0x7C00:  # squares of fp16 neither vanish nor overflow
+            bits |= x.to(tl.int32, bitcast=True)
+        sums += x * x
     elif WHAT == "norm1":
-        a += tl.abs(x.to(tl.float32))
+        sums += tl.abs(x.to(tl.float32))
     elif WHAT == "norminf":
         # As integers the magnitudes are ordered as the numbers are, and NaN comes last.
-        a = tl.maximum(a, x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        sums = tl.maximum(sums, x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     elif WHAT == "zeros":
-        a += ((x << 1) == 0).to(tl.int32)
+        sums += ((x << 1) == 0).to(tl.int32)
     else:
-        a |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
-    return a, b, c
+        sums |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+    return sums, bits
+
+
+@triton.jit
+def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr, TILE: tl.constexpr):
+    """The sums of each lane of a program over its chunk, [TILE]."""
+    lane = tl.arange(0, TILE)
+    sums = tl.zeros((TILE,), tl.float32 if WHAT == "norm2" or WHAT == "norm1" else tl.int32)
+    bits = tl.zeros((TILE,), tl.int32)
+    whole = (count // TILE) * TILE
+    for begin in range(0, whole, TILE):
+        # Where a chunk has a whole tile it begins at a multiple of 16 bytes.
+        x = tl.load(tl.multiple_of(start_ptr + begin, 16) + lane)  # [TILE]
+        sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
+    if whole < count:
+        # What is not there is no zero where zeros are counted, and finite.
+        OTHER: tl.constexpr = 1 if WHAT == "zeros" or WHAT == "nonfinite" else 0
+        x = tl.load(start_ptr + whole + lane, mask=whole + lane < count, other=OTHER)  # [TILE]
+        sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
+    return sums, bits
 
 
 @kernel
@@ -113,38 +132,48 @@ def _multi_tensor_reduce_kernel(
 ):
     address, count, chunk = _chunk(table_ptr, first)
     start_ptr = address.to(tl.pointer_type(ELEMENT))
-    lane = tl.arange(0, TILE)
-    SUM: tl.constexpr = tl.float32 if WHAT == "norm2" or WHAT == "norm1" else tl.int32
-    a, b, c = tl.zeros((TILE,), SUM), tl.zeros((TILE,), SUM), tl.zeros((TILE,), SUM)
-    whole = (count // TILE) * TILE
-    for begin in range(0, whole, TILE):
-        # Where a chunk has a whole tile it begins at a multiple of 16 bytes.
-        x = tl.load(tl.multiple_of(start_ptr + begin, 16) + lane)  # [TILE]
-        a, b, c = _add(x, a, b, c, WHAT, EXPONENT)
-    if whole < count:
-        # What is not there is no zero where zeros are counted, and finite.
-        OTHER: tl.constexpr = 1 if WHAT == "zeros" or WHAT == "nonfinite" else 0
-        x = tl.load(start_ptr + whole + lane, mask=whole + lane < count, other=OTHER)  # [TILE]
-        a, b, c = _add(x, a, b, c, WHAT, EXPONENT)
+    sums, bits = _over_chunk(start_ptr, count, None, WHAT, EXPONENT, TILE)
     if WHAT == "norm2":
-        total, small, large = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
-        if EXPONENT == 0x7C00:
-            partial = tl.sqrt_rn(total)
-        elif total < 8.271806125530277e-25:  # 2^-80: every |x| < 2^-40
-            partial = tl.sqrt_rn(small) * 8.077935669463161e-28
-        elif total > 8.507059173023462e37:  # 2^126
-            partial = tl.sqrt_rn(large) * 1.2089258196146292e24
-        else:
-            partial = tl.sqrt_rn(total)
-    elif WHAT == "norm1":
-        partial = tl.sum(a, axis=0)
+        squares = tl.sum(sums, axis=0)
+        partial = tl.sqrt_rn(squares)
+        if EXPONENT != 0x7C00:
+            # Below 2^-80 every |x| is below 2^-40; squares that vanished from a larger sum do not show in it.
+            small = squares < 8.271806125530277e-25
+            if (small | (squares > 8.507059173023462e37)) & (tl.max(bits & 0x7FFFFFFF, axis=0) != 0):  # 2^126
+                scale = tl.where(small, 1.2379400392853803e27, 8.271806125530277e-25)  # 2^90, 2^-80
+                again, _ = _over_chunk(start_ptr, count, scale, WHAT, EXPONENT, TILE)
+                up = tl.where(small, 8.077935669463161e-28, 1.2089258196146292e24)
+                partial = tl.sqrt_rn(tl.sum(again, axis=0)) * up
     elif WHAT == "norminf":
-        partial = tl.max(a, axis=0).to(tl.float32, bitcast=True)
-    elif WHAT == "zeros":
-        partial = tl.sum(a, axis=0)
+        partial = tl.max(sums, axis=0).to(tl.float32, bitcast=True)
+    elif WHAT == "nonfinite":
+        partial = tl.max(sums, axis=0)
     else:
-        partial = tl.max(a, axis=0)
+        partial = tl.sum(sums, axis=0)
     tl.store(partial_ptr + chunk, partial)
+
+
+@triton.jit
+def _norm_of_norms(partial_ptr, count, bits, WHAT: tl.constexpr, TILE: tl.constexpr):
+    """The norm of partial norms that are all finite; bits: of the largest."""
+    # Times 2^-e the largest lies in [1, 2), if it is not subnormal: no sum overflows.
+    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = (exponent << 23).to(tl.float32, bitcast=True)
+    lane = tl.arange(0, TILE)
+    sums, lost = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    for begin in range(0, count, TILE):
+        term = tl.load(partial_ptr + begin + lane, mask=begin + lane < count, other=0.0) * down
+        if WHAT == "norm2":
+            term = term * term
+        sum_ = sums + term
+        there = sum_ - sums
+        lost += (sums - (sum_ - there)) + (term - there)  # what the addition rounded away (Knuth)
+        sums = sum_
+    total = tl.sum(sums, axis=0) + tl.sum(lost, axis=0)
+    if WHAT == "norm2":
+        total = tl.sqrt_rn(total)
+    return total * up
 
 
 @kernel
@@ -165,29 +194,15 @@ def _multi_tensor_total_kernel(
         largest = tl.zeros((TILE,), tl.int32)
         for begin in range(0, count, TILE):
             partial = tl.load(partial_ptr + begin + lane, mask=begin + lane < count, other=0)
-            largest = tl.maximum(largest, partial.to(tl.int32, bitcast=True))
+            largest = tl.maximum(largest, partial.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         bits = tl.max(largest, axis=0)
         if WHAT == "nonfinite":
             tl.store(total_ptr, bits != 0)
         else:
             total = bits.to(tl.float32, bitcast=True)
-            if WHAT != "norminf":
-                if bits < 0x7F800000:  # else infinite or NaN, and so is the norm
-                    # Times 2^-e the largest lies in [1, 2), if it is not subnormal: no sum overflows.
-                    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
-                    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-                    up = (exponent << 23).to(tl.float32, bitcast=True)
-                    sums, lost = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
-                    for begin in range(0, count, TILE):
-                        term = tl.load(partial_ptr + begin + lane, mask=begin + lane < count, other=0.0) * down
-                        if WHAT == "norm2":
-                            term = term * term
-                        sum_ = sums + term
-                        there = sum_ - sums
-                        lost += (sums - (sum_ - there)) + (term - there)
-                        sums = sum_
-                    total = tl.sum(sums, axis=0) + tl.sum(lost, axis=0)
-                    total = tl.sqrt_rn(total) * up if WHAT == "norm2" else total * up
+            if WHAT == "norm1" or WHAT == "norm2":  # noqa: SIM102
+                if bits < 0x7F800000:  # else the largest is infinite or NaN, and so is the norm
+                    total = _norm_of_norms(partial_ptr, count, bits, WHAT, TILE)
             tl.store(total_ptr, total)
 
 
@@ -223,7 +238,7 @@ class Segment(NamedTuple):
 
     dtype: torch.dtype
     first: int
-    count: int
+    chunks: int
 
 
 class Table(NamedTuple):
@@ -314,7 +329,7 @@ def _build(
         if first > begin:
             segments.append(Segment(dtype, begin, first - begin))
     host = torch.cat(pieces) if pieces else torch.zeros(0, 2, dtype=torch.int64)
-    overlapping = _overlap(addresses, sizes, dtypes)
+    overlapping = device.type != "meta" and _overlap(addresses, sizes, dtypes)
     entries, stream, ready = host, None, None
     if device.type == "meta":
         entries = torch.empty((first, 2), dtype=torch.int64, device=device)
@@ -330,7 +345,9 @@ def _build(
 def _overlap(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
     """Whether two tensors share memory."""
     end = 0
-    for address, size, dtype in sorted(zip(addresses, sizes, dtypes, strict=True), key=lambda entry: entry[0]):
+    for address, size, dtype in sorted(
+        zip(addresses, sizes, dtypes, strict=True), key=lambda entry: entry[0]
+    ):
         if size:
             if address < end:
                 return True
@@ -362,7 +379,7 @@ def _launch_reduce(outputs: list[Tensor], tensors: list[Tensor], what: str) -> N
     device, tile = table.entries.device, _tile(reached[0].device)
     as_bits = what in ("zeros", "nonfinite")
     partial = torch.empty(table.chunks, dtype=torch.int32 if as_bits else torch.float32, device=device)
-    for dtype, first, count in table.segments:
+    for dtype, first, chunks in table.segments:
         name = f"int{8 * dtype.itemsize}" if as_bits else _ELEMENTS[dtype]
         launch = Launch.of(
             _multi_tensor_reduce_kernel,
@@ -372,7 +389,7 @@ def _launch_reduce(outputs: list[Tensor], tensors: list[Tensor], what: str) -> N
             WHAT=what,
             TILE=tile,
         )
-        launch((count, 1, 1), (table.entries, partial), (first,), reached=reached)
+        launch((chunks, 1, 1), (table.entries, partial), (first,), reached=reached)
     total = Launch.of(_multi_tensor_total_kernel, num_warps=8, WHAT=what, TILE=tile)
     total((1, 1, 1), (partial, outputs[0]), (table.chunks,))
 
@@ -394,10 +411,10 @@ def _launch_clip(outputs: list[Tensor], tensors: list[Tensor], norm: Tensor, max
             "clip_grads_ would scale a number twice: two of the tensors share memory. Give each gradient once"
         )
     tile = _tile(reached[0].device)
-    for dtype, first, count in table.segments:
+    for dtype, first, chunks in table.segments:
         element = getattr(tl, _ELEMENTS[dtype])
         launch = Launch.of(_multi_tensor_clip_kernel, num_warps=8, ELEMENT=element, TILE=tile)
-        launch((count, 1, 1), (table.entries, norm), (first,), (max_norm,), reached=reached)
+        launch((chunks, 1, 1), (table.entries, norm), (first,), (max_norm,), reached=reached)
     for t, dense in zip(tensors, reached, strict=True):
         if dense is not t:
             t.copy_(dense)
@@ -410,7 +427,7 @@ multi_tensor_reduce_op = define_op(
     allocate=_allocate_reduce,
     launch=_launch_reduce,
     reference=multi_tensor_reduce_reference,
-    variants=2,  # one that reduces, one that puts together
+    variants=4,  # one for each dtype that a list may have, and one that puts all together
 )
 
 multi_tensor_clip_op = define_op(
@@ -418,7 +435,7 @@ multi_tensor_clip_op = define_op(
     allocate=_allocate_clip,
     launch=_launch_clip,
     reference=multi_tensor_clip_reference,
-    variants=2,  # the norm is a number of its own, or one of many
+    variants=6,  # one for each dtype; the norm is a number of its own, or one of many
 )
 
 
@@ -548,7 +565,9 @@ def _shards(tensors: Tensors, groups: Sequence[Any]) -> list[Shards]:
     """The argument `tensors` in its general form."""
     if any(isinstance(item, Shards) for item in tensors):
         if groups or not all(isinstance(item, Shards) for item in tensors):
-            raise ValueError("give tensors and groups=, or a list of weft.Shards that each have their own groups")
+            raise ValueError(
+                "give tensors and groups=, or a list of weft.Shards that each have their own groups"
+            )
         return list(tensors)  # type: ignore[arg-type]
     return [Shards(tensors, groups)]  # type: ignore[arg-type]
 
@@ -576,7 +595,8 @@ def _statistic(tensors: Tensors, what: str, groups: Sequence[Any], device: torch
     kinds = _shards(tensors, groups)
     with torch.no_grad():
         found = [
-            [multi_tensor_reduce_op(alike, what)[0] for alike in _sets(kind.tensors).values()] for kind in kinds
+            [multi_tensor_reduce_op(alike, what)[0] for alike in _sets(kind.tensors).values()]
+            for kind in kinds
         ]
         if len(found) == 1 and len(found[0]) == 1 and not kinds[0].groups and device is None:
             return found[0][0]
