@@ -369,8 +369,7 @@ def _tile(device: torch.device) -> int:
 def _allocate_reduce(tensors: list[Tensor], what: str) -> list[Tensor]:
     dtype = {"zeros": torch.int64, "nonfinite": torch.bool}.get(what)
     if dtype is None:
-        double = any(t.dtype is torch.float64 for t in tensors)
-        dtype = torch.float64 if double else torch.float32
+        dtype = torch.float64 if tensors and tensors[0].dtype is torch.float64 else torch.float32
     return [torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)]
 
 
@@ -563,31 +562,34 @@ def clip_grads_(
 
 def _shards(tensors: Tensors, groups: Sequence[Any]) -> list[Shards]:
     """The argument `tensors` in its general form."""
-    if any(isinstance(item, Shards) for item in tensors):
-        if groups or not all(isinstance(item, Shards) for item in tensors):
-            raise ValueError(
-                "give tensors and groups=, or a list of weft.Shards that each have their own groups"
-            )
-        return list(tensors)  # type: ignore[arg-type]
-    return [Shards(tensors, groups)]  # type: ignore[arg-type]
+    kinds = set(map(type, tensors))
+    if Shards not in kinds:
+        return [Shards(tensors, groups)]  # type: ignore[arg-type]
+    if groups or len(kinds) > 1:
+        raise ValueError("give tensors and groups=, or a list of weft.Shards that each have their own groups")
+    return list(tensors)  # type: ignore[arg-type]
 
 
 def _sets(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, bool], list[Tensor]]:
     """The tensors that one call of an op takes: of a device, and of fp64 those or the others."""
+    there = [t for t in tensors if t is not None]
     found: dict[tuple[torch.device, bool], list[Tensor]] = {}
-    for t in tensors:
-        if t is None:
-            continue
-        if t.dtype not in _DTYPES or t.layout is not torch.strided:
+    kinds = {(t.device, t.dtype, t.layout) for t in there}
+    for device, dtype, layout in kinds:
+        if dtype not in _DTYPES or layout is not torch.strided:
             raise ValueError(
-                f"tensors must be dense and of float32, bfloat16, float16 or float64; one is {t.dtype}, {t.layout}"
+                f"tensors must be dense and of float32, bfloat16, float16 or float64; one is {dtype}, {layout}"
             )
-        if hasattr(t, "to_local"):
-            raise ValueError(
-                "a DTensor does not say over which groups its norm is to be added up: give its to_local(), and "
-                "groups= with the process groups of the mesh dimensions that it is sharded over"
-            )
-        found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
+        found[device, dtype is torch.float64] = there
+    if any(hasattr(kind, "to_local") for kind in set(map(type, there))):
+        raise ValueError(
+            "a DTensor does not say over which groups its norm is to be added up: give its to_local(), and "
+            "groups= with the process groups of the mesh dimensions that it is sharded over"
+        )
+    if len(found) > 1:
+        found = {}
+        for t in there:
+            found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
     return found
 
 

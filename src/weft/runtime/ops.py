@@ -18,6 +18,8 @@ from .backend import serves
 
 Outputs = list[Tensor]
 
+_PLAIN = frozenset({Tensor, Parameter})
+
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
 catalogue: dict[str, Op] = {}
 
@@ -61,11 +63,16 @@ class Op:
         for position in self.tensors:
             arg = args[position]
             if arg is not None:
-                for tensor in arg if type(arg) is list else (arg,):
-                    kind = type(tensor)
-                    if kind is not Tensor and kind is not Parameter:
+                kind = type(arg)
+                if kind is list:
+                    if not _PLAIN.issuperset(map(type, arg)):
                         return self.overload(*args)  # type: ignore[no-any-return]
-                    requires_grad = requires_grad or tensor.requires_grad
+                    if torch.is_grad_enabled():
+                        requires_grad = requires_grad or any(tensor.requires_grad for tensor in arg)
+                    continue
+                if kind is not Tensor and kind is not Parameter:
+                    return self.overload(*args)  # type: ignore[no-any-return]
+                requires_grad = requires_grad or arg.requires_grad
         if requires_grad and torch.is_grad_enabled():
             if self.backward is None:
                 raise RuntimeError(
