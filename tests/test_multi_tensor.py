@@ -163,6 +163,27 @@ def test_errors_do_not_add_up() -> None:
     assert (weft.grad_norm(many, 1).double() / (20000 * x[0].double()) - 1).abs() < 1e-7
 
 
+def test_many_chunks() -> None:
+    """More of them than one tile of the last launch holds."""
+    tensors = [draw(3) + 0.1 for _ in range(700)] + [torch.zeros(CHUNK), draw(CHUNK, zeros=False)] * 2
+    for what in WHAT:
+        check(tensors, what)
+    assert weft.count_zeros([torch.zeros(40 * CHUNK)] * 3) == 120 * CHUNK
+    tensors[600] = torch.tensor([torch.inf])
+    for what in WHAT[:3]:
+        assert STATISTICS[what](tensors) == torch.inf
+    assert weft.any_nonfinite(tensors)
+
+
+def test_zeros_are_read_once() -> None:
+    """Gradients of experts without tokens are not searched for small numbers."""
+    for value, times in ((0.0, 1), (-0.0, 1), (1e-30, 2), (1.0, 1)):
+        x = torch.full((CHUNK + 5,), value)
+        with triton_loom.count() as counted:
+            weft.grad_norm([x])
+        assert counted.launches[0].arguments["reached[0]"].loads.requested == times * 4 * x.numel()
+
+
 def test_the_same_bits_on_gpus_of_any_size() -> None:
     """The number of multiprocessors changes nothing."""
     tensors = mixed()
@@ -273,6 +294,12 @@ def test_clip_rounds_once() -> None:
     wanted = (x.float() * coefficient).bfloat16()
     weft.clip_grads_([x], 1.3, norm=norm)
     assert torch.equal(x, wanted)
+
+
+def test_clip_of_a_small_norm() -> None:
+    x = torch.tensor([1e-5, -3e-6])
+    weft.clip_grads_([x], 1e-6, norm=torch.tensor(1e-5))
+    torch.testing.assert_close(x, torch.tensor([1e-5, -3e-6]) / 11, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0 - 2e-6])
