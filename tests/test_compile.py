@@ -207,6 +207,8 @@ REPRESENTATIVE = (
     "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
     "route:deepseek-v3/router:groups:8192",
     "route_backward:linghe/router:top8:8192",
+    "multi_tensor_reduce:linghe/gradients:norm2:4096",
+    "multi_tensor_clip:llama3-8b/attention:clip:4096",
 )
 
 
