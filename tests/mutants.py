@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import mutants_gated_norm
+import mutants_multi_tensor
 import mutants_permute
 import mutants_route
 import mutants_router_linear
@@ -413,7 +414,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_gated_norm)
+        for module in (
+            mutants_permute,
+            mutants_route,
+            mutants_router_linear,
+            mutants_gated_norm,
+            mutants_multi_tensor,
+        )
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

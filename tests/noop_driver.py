@@ -130,6 +130,8 @@ def measure() -> dict[str, float]:
     with weft.backend("reference"):
         rows = weft.row_map(chosen, 8, align=16)
     probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
+    gradients = [torch.ones(64) for _ in range(32)]
+    norm = torch.tensor(2.0)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -168,6 +170,8 @@ def measure() -> dict[str, float]:
             "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
             "unpermute": lambda: weft.unpermute(permuted, rows, probs),
             "gated_norm": lambda: weft.gated_norm(sequences, gates, weight, groups=4, transpose=True),
+            "grad_norm of 32": lambda: weft.grad_norm(gradients),
+            "clip_grads_ of 32": lambda: weft.clip_grads_(gradients, 1.0, norm=norm),
         }
     )
 

@@ -209,6 +209,8 @@ REPRESENTATIVE = (
     "route_backward:linghe/router:top8:8192",
     "gated_norm:gla-340m/values:1x128-both:1024",
     "gated_norm_backward:linghe/attention:groups:4096",
+    "multi_tensor_reduce:linghe/gradients:norm2:4096",
+    "multi_tensor_clip:llama3-8b/attention:clip:4096",
 )
 
 

@@ -521,6 +521,8 @@ def host_times() -> dict[str, float]:
         ("permute with 1x128", "plain with residual", 4.0),
         ("unpermute", "plain", 2.0),
         ("gated_norm", "plain", 2.0),
+        ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
+        ("clip_grads_ of 32", "plain", 5.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

@@ -507,6 +507,27 @@ def test_addresses_found_in_memory() -> None:
     assert y[1, 15] == 0
 
 
+def test_tensors_that_one_launch_reaches() -> None:
+    """Named for a launch, they may be reached in it alone, and are counted."""
+    from triton.runtime import driver
+
+    tensors = [torch.randn(16), torch.randn(40)[:16], torch.randn(40)[20:36]]
+    table, y = torch.tensor([x.data_ptr() for x in tensors]), torch.zeros(3, 16)
+    with triton_loom.sanitize(collect=True) as seen, triton_loom.count() as counted:
+        compiled = follow[(3,)](table, y, BLOCK=16)
+        assert len(seen.findings) == 1
+        launch = compiled.run.reaching(tensors)
+        stream = driver.active.get_current_stream(None)
+        launch(3, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, table, y, 16)
+        assert len(seen.findings) == 1
+        assert torch.equal(y, torch.stack(tensors))
+        follow[(3,)](table, y, BLOCK=16)
+        assert len(seen.findings) == 2
+    reached = [counted.launches[1].arguments[f"reached[{number}]"] for number in range(3)]
+    assert [argument.loads.requested for argument in reached] == [64] * 3
+    assert "reached[0]" not in counted.launches[2].arguments
+
+
 # ---- memory that nobody has written ----------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import DeviceAssertion, toolchain
@@ -89,16 +89,22 @@ class WatchedLauncher(LoomLauncher):
         self.names = list(src.signature)
         self.constants = getattr(src, "constants", {})
 
-    def __call__(self, grid_x: int, grid_y: int, grid_z: int, *rest: Any) -> None:
+    def reaching(self, tensors: Sequence[Any]) -> Callable[..., None]:
+        """The launcher for a launch that finds the addresses of these tensors in memory."""
+        return functools.partial(self, reached=tensors)
+
+    def __call__(
+        self, grid_x: int, grid_y: int, grid_z: int, *rest: Any, reached: Sequence[Any] = ()
+    ) -> None:
         from . import witness
 
         hidden, args = rest[:6], rest[6:]  # stream, function, metadata and hooks; then the kernel's own
         pointers = [(field.name, _at(args, field.path)) for field in self.pointers]
-        watched = witness.Watched(self.name, self.told, pointers, (grid_x, grid_y, grid_z))
+        watched = witness.Watched(self.name, self.told, pointers, (grid_x, grid_y, grid_z), reached)
         broken = list(self.broken_promises(args))
         for field, argument in zip(
             self.pointers, watched.arguments, strict=False
-        ):  # allowed ones come after them
+        ):  # those reached through memory come after them
             if argument.is_meta:
                 args = _with(args, field.path, argument.address)  # nothing is there: the launch is dry
         status = _own.memory.status

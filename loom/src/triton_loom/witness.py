@@ -276,7 +276,12 @@ class Watched:
     """A launch that is about to happen, as witness.h wants to have it described."""
 
     def __init__(
-        self, kernel: str, told: dict[str, Any], pointers: list[tuple[str, Any]], grid: tuple[int, int, int]
+        self,
+        kernel: str,
+        told: dict[str, Any],
+        pointers: list[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        reached: Sequence[Any] = (),
     ) -> None:
         self.kernel, self.grid, self.sites, self.location = kernel, grid, told["sites"], told["location"]
         self.sanitizer = SCOPES.sanitizers[-1] if SCOPES.sanitizers else None
@@ -284,10 +289,11 @@ class Watched:
         for number, (name, value) in enumerate(pointers):
             tensor, address = _tensor_and_address(value, (number + 1) << 44)
             self.arguments.append(PointerArgument.of(name, tensor, address))
-        if self.sanitizer is not None and any(site["argument"] < 0 for site in self.sites):
-            self.arguments += (
-                PointerArgument.of(n, t, t.data_ptr()) for n, t in self.sanitizer.allowed.items()
-            )
+        if any(site["argument"] < 0 for site in self.sites):
+            found = {f"reached[{number}]": tensor for number, tensor in enumerate(reached)}
+            if self.sanitizer is not None:
+                found |= self.sanitizer.allowed
+            self.arguments += (PointerArgument.of(n, t, t.data_ptr()) for n, t in found.items())
         declared_only = any(a.is_meta for a in self.arguments)
         self.dry = declared_only or (self.sanitizer is not None and self.sanitizer.dry)
         for site in self.sites:

@@ -2,6 +2,7 @@
 
 from .gated_norm import gated_norm
 from .glu import glu, glu_backward
+from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
@@ -13,10 +14,15 @@ __all__ = [
     "Convention",
     "Routing",
     "RowMap",
+    "Shards",
+    "any_nonfinite",
+    "clip_grads_",
+    "count_zeros",
     "dequantize",
     "gated_norm",
     "glu",
     "glu_backward",
+    "grad_norm",
     "layer_norm",
     "permute",
     "quantize",

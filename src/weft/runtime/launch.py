@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -118,8 +118,10 @@ class Launch:
         pointers: tuple[Tensor | None, ...],
         integers: tuple[int, ...],
         floats: tuple[float, ...] = (),
+        reached: Sequence[Tensor] = (),
     ) -> None:
-        """Launch `grid` programs; a pointer that is None is absent at compile time. The first one is a tensor."""
+        """Launch `grid` programs; a pointer that is None is absent at compile time. The first one is a tensor.
+        `reached` are tensors whose addresses the kernel finds in memory: a sanitizer wants to know them."""
         wide = max(integers) > 2147483647
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
@@ -145,6 +147,8 @@ class Launch:
         run, function, metadata, constants, whole = found
         if whole:
             addresses = pointers  # type: ignore[assignment]
+            if reached:
+                run = run.reaching(reached)
         enter = knobs.runtime.launch_enter_hook
         if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
             stream = driver.get_current_stream(index)

@@ -18,6 +18,8 @@ from .backend import serves
 
 Outputs = list[Tensor]
 
+_PLAIN = frozenset({Tensor, Parameter})
+
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
 catalogue: dict[str, Op] = {}
 
@@ -32,6 +34,7 @@ class Op:
     - `launch(outputs, *args)` fills them with Triton kernels.
     - `reference(*args)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
     - `setup_context`, `backward`: as for `torch.library.register_autograd`, with gradients in a list.
+    - `mutates`: positions of the lists of tensors that it writes to. Such an op returns nothing.
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
     """
@@ -44,7 +47,8 @@ class Op:
     variants: int
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
-    tensors: tuple[int, ...] = ()  # positions of the tensors among the arguments
+    tensors: tuple[int, ...] = ()  # positions of the tensors, and lists of them, among the arguments
+    mutates: tuple[int, ...] = ()
     overload: Any = field(default=None, compare=False)
     function: Any = field(default=None, compare=False)
 
@@ -60,6 +64,12 @@ class Op:
             arg = args[position]
             if arg is not None:
                 kind = type(arg)
+                if kind is list:
+                    if not _PLAIN.issuperset(map(type, arg)):
+                        return self.overload(*args)  # type: ignore[no-any-return]
+                    if torch.is_grad_enabled():
+                        requires_grad = requires_grad or any(tensor.requires_grad for tensor in arg)
+                    continue
                 if kind is not Tensor and kind is not Parameter:
                     return self.overload(*args)  # type: ignore[no-any-return]
                 requires_grad = requires_grad or arg.requires_grad
@@ -72,8 +82,11 @@ class Op:
             return self.function.apply(*args)  # type: ignore[no-any-return]
         return self.run(*args)
 
-    def serves(self, x: Tensor) -> bool:
-        """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver."""
+    def serves(self, x: Tensor | list[Tensor]) -> bool:
+        """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
+        of a list are on one device, and in float64 all or none."""
+        if isinstance(x, list):
+            return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
     def run(self, *args: Any) -> Outputs:
@@ -81,8 +94,11 @@ class Op:
         if self.serves(args[0]):
             outputs = self.allocate(*args)
             self.launch(outputs, *args)
-            return outputs
-        return self.reference(*args)
+        else:
+            outputs = self.reference(*args)
+        for position in self.mutates:
+            torch.autograd.graph.increment_version(args[position])
+        return outputs
 
 
 def define_op(
@@ -95,29 +111,42 @@ def define_op(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Op:
-    """Register an op under `torch.ops.weft` and in the catalogue. The schema ends in `-> Tensor[]`, and the first
-    argument is a tensor: its device decides who serves the call."""
+    """Register an op under `torch.ops.weft` and in the catalogue. The schema ends in `-> Tensor[]`, or in `-> ()` for
+    an op that writes to lists of tensors that it is given, `Tensor(a!)[]`. The first argument is a tensor or a list of
+    tensors: its device decides who serves the call."""
     name = schema.partition("(")[0]
     if name in catalogue:
         raise ValueError(f"the op {name!r} is already defined")
-    if not schema.endswith("-> Tensor[]"):
+    if not schema.endswith(("-> Tensor[]", "-> ()")):
         raise ValueError(
-            f"the schema of an op ends in '-> Tensor[]', one list of its outputs; got {schema!r}"
+            f"the schema of an op ends in '-> Tensor[]', one list of its outputs, or in '-> ()' if it writes to its "
+            f"arguments; got {schema!r}"
         )
     if (backward is None) != (setup_context is None):
         raise ValueError(f"{name}: setup_context and backward go together")
     _library.define(schema)
     parameters = getattr(torch.ops.weft, name).default._schema.arguments
     tensors = tuple(i for i, p in enumerate(parameters) if "Tensor" in str(p.type))
-    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward, tensors)
-    _library.impl(name, op.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", allocate, lib=_library)
+    mutates = tuple(i for i in tensors if parameters[i].alias_info is not None)
+    if bool(mutates) != schema.endswith("-> ()"):
+        raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
+    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates)
+    run, fake = (_without_result(op.run), _without_result(allocate)) if mutates else (op.run, allocate)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
     object.__setattr__(op, "overload", getattr(torch.ops.weft, name).default)
     if backward is not None and setup_context is not None:
         torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=_library)
         object.__setattr__(op, "function", _eager_function(op, setup_context, backward))
     catalogue[name] = op
     return op
+
+
+def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        function(*args)
+
+    return call
 
 
 def _eager_function(
