@@ -306,7 +306,9 @@ def qkv_prepare_backward_reference(
             results += [_laid_out(part, layout).clone() for part in parts if part is not None]
         else:
             q, k, v, gate_part = parts
-            assert q is not None and k is not None and v is not None
+            assert q is not None
+            assert k is not None
+            assert v is not None
             packed = _joined(q, k, v, gate_part, h)
             results.append(packed[0] if layout == "thd" else _canonical(packed, layout).contiguous())
     return results + [t for t in sums if t is not None]
@@ -348,112 +350,118 @@ def _rotation(
 
 # ---- kernels --------------------------------------------------------------------------------------------
 
-# A head is three tiles: a and b, the first and the second numbers of its pairs, and c, what is not rotated. Tiles are
-# [TOKENS, HEADS, HALF] and [TOKENS, HEADS, REST], or c is [TOKENS, HEADS, 1] of zeros if
-# REST is 0. Numbers that do not exist are 0.
+# A head is two tiles of half its numbers, a and b [TOKENS, HEADS, PAIRS]: the first and the second numbers of the
+# `half` pairs that are rotated, and after them the halves of the `rest`. Numbers that do not exist are 0.
 
 
 @triton.jit
-def _mask(there, lane, width, MASKED: tl.constexpr):
-    """there [T, H] and lane [C] -> [T, H, C]"""
+def _columns(
+    half, rest, PAIRS: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr
+):
+    """Where in a head the numbers of a and of b are, and which exist: four of [PAIRS]. Those that are neighbours in
+    memory are so here, in pieces that the compiler knows to be aligned if half and rest are."""
+    lane = tl.arange(0, PAIRS)
+    a_rest = rest - rest // 2
+    if PARTIAL:
+        if FIRST:
+            a = lane + tl.where(lane < half, 0, half)
+            b = lane + half + tl.where(lane < half, 0, a_rest)
+        else:
+            a = lane + tl.where(lane < half, rest, -half)
+            b = lane + tl.where(lane < half, rest + half, a_rest - half)
+    else:
+        a = lane
+        b = lane + half
+    if MASKED and PARTIAL:
+        return a, b, lane < half + a_rest, lane < half + rest // 2
+    elif MASKED:
+        return a, b, lane < half, lane < half
+    else:
+        return a, b, lane >= 0, lane >= 0
+
+
+@triton.jit
+def _paired_columns(
+    half, rest, PAIRS: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr
+):
+    """The same for pairs of neighbours: one column after the other, two of [2 * PAIRS]."""
+    lane = tl.arange(0, 2 * PAIRS)
+    column = lane
+    if PARTIAL and not FIRST:
+        column = lane + tl.where(lane < 2 * half, rest, -2 * half)
     if MASKED:
-        return there[:, :, None] & (lane < width)[None, None, :]
+        return column, lane < 2 * half + rest
     else:
-        return there[:, :, None] & (lane >= 0)[None, None, :]
+        return column, lane >= 0
 
 
 @triton.jit
-def _load_parts(
-    ptr, off, there, half, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIRST: tl.constexpr, MASKED: tl.constexpr,
+def _load_pairs(
+    ptr, off, there, half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """(a, b, c) in fp32 of the heads at off [T, H]."""
-    T: tl.constexpr = off.shape[0]
-    H: tl.constexpr = off.shape[1]
-    if FIRST:
-        turned_ptr = ptr
-        rest_ptr = ptr + 2 * half
-    else:
-        turned_ptr = ptr + rest
-        rest_ptr = ptr
+    """(a, b) in fp32 of the heads at off [T, H]."""
     if INTERLEAVED:
-        lane = tl.arange(0, 2 * HALF)
-        mask = _mask(there, lane, 2 * half, MASKED)
-        pairs = tl.load(turned_ptr + off[:, :, None] + lane[None, None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        a, b = tl.split(tl.reshape(pairs, (T, H, HALF, 2)))
+        T: tl.constexpr = off.shape[0]
+        H: tl.constexpr = off.shape[1]
+        column, exists = _paired_columns(half, rest, PAIRS, FIRST, MASKED, PARTIAL)
+        mask = there[:, :, None] & exists[None, None, :]
+        both = tl.load(ptr + off[:, :, None] + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (T, H, PAIRS, 2)))
     else:
-        lane = tl.arange(0, HALF)
-        mask = _mask(there, lane, half, MASKED)
-        a = tl.load(turned_ptr + off[:, :, None] + lane[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(turned_ptr + half + off[:, :, None] + lane[None, None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-    if REST > 0:
-        lane = tl.arange(0, REST)
-        mask = _mask(there, lane, rest, MASKED)
-        c = tl.load(rest_ptr + off[:, :, None] + lane[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    else:
-        c = tl.zeros((T, H, 1), tl.float32)
-    return a, b, c
+        a_column, b_column, a_exists, b_exists = _columns(half, rest, PAIRS, FIRST, MASKED, PARTIAL)
+        mask = there[:, :, None] & a_exists[None, None, :]
+        a = tl.load(ptr + off[:, :, None] + a_column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = there[:, :, None] & b_exists[None, None, :]
+        b = tl.load(ptr + off[:, :, None] + b_column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        return a, b
 
 
 @triton.jit
-def _store_parts(
-    ptr, off, there, a, b, c, half, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIRST: tl.constexpr, MASKED: tl.constexpr,
+def _store_pairs(
+    ptr, off, there, a, b, half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The one rounding of each head, to the dtype that ptr points to."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
-    if FIRST:
-        turned_ptr = ptr
-        rest_ptr = ptr + 2 * half
-    else:
-        turned_ptr = ptr + rest
-        rest_ptr = ptr
     if INTERLEAVED:
-        lane = tl.arange(0, 2 * HALF)
-        mask = _mask(there, lane, 2 * half, MASKED)
-        pairs = tl.interleave(a.to(DTYPE), b.to(DTYPE))
-        tl.store(turned_ptr + off[:, :, None] + lane[None, None, :], pairs, mask=mask)
+        column, exists = _paired_columns(half, rest, PAIRS, FIRST, MASKED, PARTIAL)
+        mask = there[:, :, None] & exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + column[None, None, :], tl.interleave(a, b).to(DTYPE), mask=mask)
     else:
-        lane = tl.arange(0, HALF)
-        mask = _mask(there, lane, half, MASKED)
-        tl.store(turned_ptr + off[:, :, None] + lane[None, None, :], a.to(DTYPE), mask=mask)
-        tl.store(turned_ptr + half + off[:, :, None] + lane[None, None, :], b.to(DTYPE), mask=mask)
-    if REST > 0:
-        lane = tl.arange(0, REST)
-        mask = _mask(there, lane, rest, MASKED)
-        tl.store(rest_ptr + off[:, :, None] + lane[None, None, :], c.to(DTYPE), mask=mask)
+        a_column, b_column, a_exists, b_exists = _columns(half, rest, PAIRS, FIRST, MASKED, PARTIAL)
+        mask = there[:, :, None] & a_exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + a_column[None, None, :], a.to(DTYPE), mask=mask)
+        mask = there[:, :, None] & b_exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + b_column[None, None, :], b.to(DTYPE), mask=mask)
 
 
 @triton.jit
 def _load_vector(
-    ptr, offset, half, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIRST: tl.constexpr, MASKED: tl.constexpr,
+    ptr, offset, half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """(a, b, c) of a weight or a bias: tiles [1, 1, HALF] and [1, 1, REST]."""
+    """(a, b) of a weight or a bias: tiles [1, 1, PAIRS]."""
     zero = tl.zeros((1, 1), tl.int32)
-    a, b, c = _load_parts(ptr, zero, zero == 0, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
-    return a + offset, b + offset, c + offset
+    a, b = _load_pairs(ptr, zero, zero == 0, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
+    return a + offset, b + offset
 
 
 @triton.jit
 def _find_angles(
     cos_ptr, sin_ptr, turns_ptr, positions_ptr, batch, token, tokens, half, table_rows, table_batch_stride,
     table_stride, position_axis_stride, position_batch_stride, position_stride, first_section, second_section,
-    SECTIONS: tl.constexpr, INVERSE: tl.constexpr, HALF: tl.constexpr,
+    SECTIONS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin [TOKENS, 1, HALF] of tokens [TOKENS] of a sequence."""
-    pair = tl.arange(0, HALF)
+    """cos and sin [TOKENS, 1, PAIRS] of tokens [TOKENS] of a sequence; of what is not rotated, something finite."""
+    pair = tl.arange(0, PAIRS)
     there = (token < tokens)[:, None] & (pair < half)[None, :]
     if positions_ptr is not None:
         place_off = batch * position_batch_stride + token * position_stride
         if SECTIONS:
             axis = tl.where(pair >= second_section, 2, tl.where(pair >= first_section, 1, 0)).to(tl.int64)
             off = place_off[:, None] + (axis * position_axis_stride)[None, :]
-            position = tl.load(positions_ptr + off, mask=there, other=0).to(tl.int64)  # [TOKENS, HALF]
+            position = tl.load(positions_ptr + off, mask=there, other=0).to(tl.int64)  # [TOKENS, PAIRS]
         else:
             position = tl.load(positions_ptr + place_off, mask=token < tokens, other=0).to(tl.int64)[:, None]
     else:
@@ -475,42 +483,36 @@ def _find_angles(
 
 
 @triton.jit
-def _total(a, b, c, REST: tl.constexpr):
-    """Sums over heads, [T, H, 1]."""
-    total = tl.sum(a + b, axis=2)
-    if REST > 0:
-        total += tl.sum(c, axis=2)
-    return total[:, :, None]
+def _turn(a, b, cos, sin, half, PARTIAL: tl.constexpr):
+    """The pairs rotated; what comes after them as it is."""
+    turned_a, turned_b = rotate(a, b, cos, sin)
+    if PARTIAL:
+        turned = (tl.arange(0, a.shape[2]) < half)[None, None, :]
+        turned_a, turned_b = tl.where(turned, turned_a, a), tl.where(turned, turned_b, b)
+    return turned_a, turned_b
 
 
 @triton.jit
-def _normalize(
-    a,
-    b,
-    c,
-    half,
-    rest,
-    eps,
-    LAYER: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """(a, b, c) normalised, and r [T, H, 1]."""
+def _total(x):
+    """Sums over heads, [T, H, 1]."""
+    return tl.sum(x, axis=2)[:, :, None]
+
+
+@triton.jit
+def _normalize(a, b, half, rest, eps, LAYER: tl.constexpr, MASKED: tl.constexpr):
+    """(a, b) normalised, and r [T, H, 1]."""
     dim = (2 * half + rest).to(tl.float32)
     if LAYER:
-        mean = _total(a, b, c, REST) / dim
-        a, b, c = a - mean, b - mean, c - mean
+        mean = _total(a + b) / dim
+        a, b = a - mean, b - mean
         if MASKED:  # a lane without a number would add mean^2
-            pair = tl.arange(0, HALF)[None, None, :] < half
-            a, b = tl.where(pair, a, 0.0), tl.where(pair, b, 0.0)
-            if REST > 0:
-                c = tl.where(tl.arange(0, REST)[None, None, :] < rest, c, 0.0)
-    squares = _total(a * a, b * b, c * c, REST)
-    r = tl.div_rn(
-        tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(squares, squares * 0.0 + dim) + eps)
-    )
-    return a * r, b * r, c * r, r
+            lane = tl.arange(0, a.shape[2])[None, None, :]
+            a = tl.where(lane < half + rest - rest // 2, a, 0.0)
+            b = tl.where(lane < half + rest // 2, b, 0.0)
+    squares = _total(a * a + b * b)
+    variance = tl.div_rn(squares, squares * 0.0 + dim)
+    r = tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    return a * r, b * r, r
 
 
 @triton.jit
@@ -530,32 +532,32 @@ def _prepare_heads(
     x_ptr, y_ptr, weight_ptr, bias_ptr, x_off, y_off, exists, cos, sin, heads, group, x_group_stride,
     x_head_stride, y_head_stride, half, rest, eps, weight_offset, NORM: tl.constexpr, AFTER: tl.constexpr,
     ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, MASKED: tl.constexpr,
+    PAIRS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """All heads of the tokens at x_off [T]: normed, rotated and stored at y_off [T]."""
     if weight_ptr is not None:
-        wa, wb, wc = _load_vector(
-            weight_ptr, weight_offset, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED
+        wa, wb = _load_vector(
+            weight_ptr, weight_offset, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL
         )
     if bias_ptr is not None:
-        ba, bb, bc = _load_vector(bias_ptr, 0.0, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+        ba, bb = _load_vector(bias_ptr, 0.0, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         there = exists[:, None] & (head < heads)[None, :]  # [T, H]
         off = x_off[:, None] + _head_offset(head, group, x_group_stride, x_head_stride)[None, :]
-        a, b, c = _load_parts(x_ptr, off, there, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+        a, b = _load_pairs(x_ptr, off, there, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
         if ROTATE and AFTER:
-            a, b = rotate(a, b, cos, sin)
+            a, b = _turn(a, b, cos, sin, half, PARTIAL)
         if NORM > 0:
-            a, b, c, _ = _normalize(a, b, c, half, rest, eps, NORM == 2, HALF, REST, MASKED)
+            a, b, _ = _normalize(a, b, half, rest, eps, NORM == 2, MASKED)
             if weight_ptr is not None:
-                a, b, c = a * wa, b * wb, c * wc
+                a, b = a * wa, b * wb
             if bias_ptr is not None:
-                a, b, c = a + ba, b + bb, c + bc
+                a, b = a + ba, b + bb
         if ROTATE and not AFTER:
-            a, b = rotate(a, b, cos, sin)
+            a, b = _turn(a, b, cos, sin, half, PARTIAL)
         off = y_off[:, None] + (head.to(tl.int64) * y_head_stride)[None, :]
-        _store_parts(y_ptr, off, there, a, b, c, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+        _store_pairs(y_ptr, off, there, a, b, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
 
 
 @triton.jit
@@ -567,7 +569,7 @@ def _copy_heads(
     lane = tl.arange(0, DIM)[None, None, :]
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
-        mask = _mask(exists[:, None] & (head < heads)[None, :], tl.arange(0, DIM), dim, MASKED)
+        mask = (exists[:, None] & (head < heads)[None, :])[:, :, None] & (lane < (dim if MASKED else DIM))
         off = x_off[:, None] + _head_offset(head, x_group, x_group_stride, x_head_stride)[None, :]
         value = tl.load(x_ptr + off[:, :, None] + lane, mask=mask, other=0.0)
         off = y_off[:, None] + _head_offset(head, y_group, y_group_stride, y_head_stride)[None, :]
@@ -641,11 +643,11 @@ def _qkv_kernel(
     SECTIONS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program
     HEADS: tl.constexpr,  # at a time
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    PAIRS: tl.constexpr,
     V_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    MASKED: tl.constexpr,  # half, rest or the width of v or the gate is not that of its tile
+    MASKED: tl.constexpr,  # a head, or one of v, is narrower than its tiles
+    PARTIAL: tl.constexpr,  # not all of a head is rotated
     ALIGN: tl.constexpr,  # all of them, starts and strides are multiples of it
 ):
     """A few tokens of a sequence, all of their heads: angles are found once."""
@@ -660,7 +662,7 @@ def _qkv_kernel(
         cos, sin = _find_angles(
             cos_ptr, sin_ptr, turns_ptr, positions_ptr, batch, token, tokens, half, table_rows,
             _multiple(table_batch_stride, ALIGN), _multiple(table_stride, ALIGN), position_axis_stride,
-            position_batch_stride, position_stride, first_section, second_section, SECTIONS, INVERSE, HALF,
+            position_batch_stride, position_stride, first_section, second_section, SECTIONS, INVERSE, PAIRS,
         )  # fmt: skip
     q_off = _multiple(q_start, ALIGN) + batch * _multiple(q_batch_stride, ALIGN)
     q_off = q_off + token * _multiple(q_stride, ALIGN)
@@ -670,7 +672,7 @@ def _qkv_kernel(
     _prepare_heads(
         q_ptr, q_out_ptr, q_weight_ptr, q_bias_ptr, q_off, q_out_off, exists, cos, sin, heads, group,
         q_group_stride, q_head_stride, q_out_head_stride, half, rest, eps, weight_offset, NORM, AFTER, ROTATE,
-        INTERLEAVED, FIRST, HEADS, HALF, REST, MASKED,
+        INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL,
     )  # fmt: skip
     if k_ptr is not None:
         k_off = _multiple(k_start, ALIGN) + batch * _multiple(k_batch_stride, ALIGN)
@@ -679,7 +681,7 @@ def _qkv_kernel(
         _prepare_heads(
             k_ptr, k_out_ptr, k_weight_ptr, k_bias_ptr, k_off, k_out_off, exists, cos, sin, kv_heads, kv_heads, 0,
             _multiple(k_head_stride, ALIGN), _multiple(k_out_head_stride, ALIGN), half, rest, eps, weight_offset,
-            NORM, AFTER, ROTATE, INTERLEAVED, FIRST, HEADS, HALF, REST, MASKED,
+            NORM, AFTER, ROTATE, INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL,
         )  # fmt: skip
     if v_ptr is not None:
         v_off = _multiple(v_start, ALIGN) + batch * _multiple(v_batch_stride, ALIGN)
@@ -700,63 +702,60 @@ def _qkv_kernel(
 def _backward_heads(
     dy_ptr, x_ptr, dx_ptr, weight_ptr, dy_off, x_off, dx_off, exists, cos, sin, heads, group, dy_head_stride,
     x_group_stride, x_head_stride, dx_group_stride, dx_head_stride, half, rest, eps, weight_offset, da_weight,
-    db_weight, dc_weight, da_bias, db_bias, dc_bias, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-    NORM: tl.constexpr, AFTER: tl.constexpr, ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIRST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, MASKED: tl.constexpr,
+    db_weight, da_bias, db_bias, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, NORM: tl.constexpr,
+    AFTER: tl.constexpr, ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of all heads of some tokens; the sums for weight and bias, with these heads added."""
     dim = (2 * half + rest).to(tl.float32)
     if weight_ptr is not None:
-        wa, wb, wc = _load_vector(
-            weight_ptr, weight_offset, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED
+        wa, wb = _load_vector(
+            weight_ptr, weight_offset, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL
         )
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         there = exists[:, None] & (head < heads)[None, :]  # [T, H]
         off = dy_off[:, None] + (head.to(tl.int64) * dy_head_stride)[None, :]
-        a, b, c = _load_parts(dy_ptr, off, there, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+        a, b = _load_pairs(dy_ptr, off, there, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
         if ROTATE and not AFTER:
-            a, b = rotate(a, b, cos, -sin)
+            a, b = _turn(a, b, cos, -sin, half, PARTIAL)
         if NORM > 0:
             off = x_off[:, None] + _head_offset(head, group, x_group_stride, x_head_stride)[None, :]
-            za, zb, zc = _load_parts(x_ptr, off, there, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+            za, zb = _load_pairs(x_ptr, off, there, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
             if ROTATE and AFTER:
-                za, zb = rotate(za, zb, cos, sin)
-            za, zb, zc, r = _normalize(za, zb, zc, half, rest, eps, NORM == 2, HALF, REST, MASKED)
+                za, zb = _turn(za, zb, cos, sin, half, PARTIAL)
+            za, zb, r = _normalize(za, zb, half, rest, eps, NORM == 2, MASKED)
             if DWEIGHT:
                 da_weight += a * za
                 db_weight += b * zb
-                dc_weight += c * zc
             if DBIAS:
                 da_bias += a
                 db_bias += b
-                dc_bias += c
             if weight_ptr is not None:
-                a, b, c = a * wa, b * wb, c * wc
-            tz = _total(a * za, b * zb, c * zc, REST) / dim
+                a, b = a * wa, b * wb
+            tz = _total(a * za + b * zb) / dim
             if NORM == 2:
-                t = _total(a, b, c, REST) / dim
-                a, b, c = a - t, b - t, c - t
-            a, b, c = r * (a - za * tz), r * (b - zb * tz), r * (c - zc * tz)
+                t = _total(a + b) / dim
+                a, b = a - t, b - t
+            a, b = r * (a - za * tz), r * (b - zb * tz)
         if ROTATE and AFTER:
-            a, b = rotate(a, b, cos, -sin)
+            a, b = _turn(a, b, cos, -sin, half, PARTIAL)
         if dx_ptr is not None:
             off = dx_off[:, None] + _head_offset(head, group, dx_group_stride, dx_head_stride)[None, :]
-            _store_parts(dx_ptr, off, there, a, b, c, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
-    return da_weight, db_weight, dc_weight, da_bias, db_bias, dc_bias
+            _store_pairs(dx_ptr, off, there, a, b, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
+    return da_weight, db_weight, da_bias, db_bias
 
 
 @triton.jit
 def _store_sums(
-    ptr, program, a, b, c, half, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIRST: tl.constexpr, MASKED: tl.constexpr,
+    ptr, program, a, b, half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Tiles added up over tokens and heads, to the program's row of partial sums [programs, dim]."""
     a = tl.sum(tl.sum(a, axis=0), axis=0)[None, None, :]
     b = tl.sum(tl.sum(b, axis=0), axis=0)[None, None, :]
-    c = tl.sum(tl.sum(c, axis=0), axis=0)[None, None, :]
     off = tl.zeros((1, 1), tl.int64) + program * (2 * half + rest)
-    _store_parts(ptr, off, off >= 0, a, b, c, half, rest, HALF, REST, INTERLEAVED, FIRST, MASKED)
+    _store_pairs(ptr, off, off >= 0, a, b, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
 
 
 @kernel
@@ -842,33 +841,27 @@ def _qkv_backward_kernel(
     SECTIONS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    PAIRS: tl.constexpr,
     V_DIM: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTIAL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """A run of tiles of a few tokens, all of their heads; sums over them stay in registers until the last."""
+    """A run of tiles of a few tokens: their query heads, then what else they have. Sums stay in registers until the
+    last tile of the one, and the other needs none of these registers."""
     half, rest, v_dim = _multiple(half, ALIGN), _multiple(rest, ALIGN), _multiple(v_dim, ALIGN)
     q_group_stride, q_head_stride = _multiple(q_group_stride, ALIGN), _multiple(q_head_stride, ALIGN)
     q_grad_group_stride = _multiple(q_grad_group_stride, ALIGN)
     q_grad_head_stride = _multiple(q_grad_head_stride, ALIGN)
     program = tl.program_id(0).to(tl.int64)
-    C: tl.constexpr = REST if REST > 0 else 1
-    qa_weight = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    qb_weight = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    qc_weight = tl.zeros((TOKENS, HEADS, C), tl.float32)
-    ka_weight = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    kb_weight = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    kc_weight = tl.zeros((TOKENS, HEADS, C), tl.float32)
-    qa_bias = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    qb_bias = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    qc_bias = tl.zeros((TOKENS, HEADS, C), tl.float32)
-    ka_bias = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    kb_bias = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
-    kc_bias = tl.zeros((TOKENS, HEADS, C), tl.float32)
-    for tile in range(program * program_tiles, tl.minimum((program + 1) * program_tiles, tiles)):
+    first = program * program_tiles
+    last = tl.minimum(first + program_tiles, tiles)
+    da_weight = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    db_weight = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    da_bias = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    db_bias = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    for tile in range(first, last):
         batch = tile % batches
         token = (tile // batches) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
         exists = token < tokens
@@ -878,42 +871,20 @@ def _qkv_backward_kernel(
             cos, sin = _find_angles(
                 cos_ptr, sin_ptr, turns_ptr, positions_ptr, batch, token, tokens, half, table_rows,
                 _multiple(table_batch_stride, ALIGN), _multiple(table_stride, ALIGN), position_axis_stride,
-                position_batch_stride, position_stride, first_section, second_section, SECTIONS, False, HALF,
+                position_batch_stride, position_stride, first_section, second_section, SECTIONS, False, PAIRS,
             )  # fmt: skip
         dq_off = batch * _multiple(dq_batch_stride, ALIGN) + token * _multiple(dq_stride, ALIGN)
         q_off = _multiple(q_start, ALIGN) + batch * _multiple(q_batch_stride, ALIGN)
         q_off = q_off + token * _multiple(q_stride, ALIGN)
         q_grad_off = _multiple(q_grad_start, ALIGN) + batch * _multiple(q_grad_batch_stride, ALIGN)
         q_grad_off = q_grad_off + token * _multiple(q_grad_stride, ALIGN)
-        qa_weight, qb_weight, qc_weight, qa_bias, qb_bias, qc_bias = _backward_heads(
+        da_weight, db_weight, da_bias, db_bias = _backward_heads(
             dq_ptr, q_ptr, q_grad_ptr, q_weight_ptr, dq_off, q_off, q_grad_off, exists, cos, sin, heads, group,
             _multiple(dq_head_stride, ALIGN), q_group_stride, q_head_stride, q_grad_group_stride,
-            q_grad_head_stride, half, rest, eps, weight_offset, qa_weight, qb_weight, qc_weight, qa_bias, qb_bias,
-            qc_bias, q_weight_sum_ptr is not None, q_bias_sum_ptr is not None, NORM, AFTER, ROTATE, INTERLEAVED,
-            FIRST, HEADS, HALF, REST, MASKED,
+            q_grad_head_stride, half, rest, eps, weight_offset, da_weight, db_weight, da_bias, db_bias,
+            q_weight_sum_ptr is not None, q_bias_sum_ptr is not None, NORM, AFTER, ROTATE, INTERLEAVED, FIRST,
+            HEADS, PAIRS, MASKED, PARTIAL,
         )  # fmt: skip
-        if dk_ptr is not None:
-            dk_off = batch * _multiple(dk_batch_stride, ALIGN) + token * _multiple(dk_stride, ALIGN)
-            k_off = _multiple(k_start, ALIGN) + batch * _multiple(k_batch_stride, ALIGN)
-            k_off = k_off + token * _multiple(k_stride, ALIGN)
-            k_grad_off = _multiple(k_grad_start, ALIGN) + batch * _multiple(k_grad_batch_stride, ALIGN)
-            k_grad_off = k_grad_off + token * _multiple(k_grad_stride, ALIGN)
-            ka_weight, kb_weight, kc_weight, ka_bias, kb_bias, kc_bias = _backward_heads(
-                dk_ptr, k_ptr, k_grad_ptr, k_weight_ptr, dk_off, k_off, k_grad_off, exists, cos, sin, kv_heads,
-                kv_heads, _multiple(dk_head_stride, ALIGN), 0, _multiple(k_head_stride, ALIGN), 0,
-                _multiple(k_grad_head_stride, ALIGN), half, rest, eps, weight_offset, ka_weight, kb_weight,
-                kc_weight, ka_bias, kb_bias, kc_bias, k_weight_sum_ptr is not None, k_bias_sum_ptr is not None,
-                NORM, AFTER, ROTATE, INTERLEAVED, FIRST, HEADS, HALF, REST, MASKED,
-            )  # fmt: skip
-        if v_grad_ptr is not None:
-            dv_off = batch * _multiple(dv_batch_stride, ALIGN) + token * _multiple(dv_stride, ALIGN)
-            v_grad_off = _multiple(v_grad_start, ALIGN) + batch * _multiple(v_grad_batch_stride, ALIGN)
-            v_grad_off = v_grad_off + token * _multiple(v_grad_stride, ALIGN)
-            _copy_heads(
-                dv_ptr, v_grad_ptr, dv_off, v_grad_off, exists, kv_heads, kv_heads, 0,
-                _multiple(dv_head_stride, ALIGN), kv_heads, 0, _multiple(v_grad_head_stride, ALIGN), v_dim, HEADS,
-                V_DIM, MASKED,
-            )  # fmt: skip
         if dgate_ptr is not None and q_grad_ptr is not None:
             dgate_off = batch * _multiple(dgate_batch_stride, ALIGN) + token * _multiple(dgate_stride, ALIGN)
             _copy_heads(
@@ -923,44 +894,60 @@ def _qkv_backward_kernel(
             )  # fmt: skip
     if q_weight_sum_ptr is not None:
         _store_sums(
-            q_weight_sum_ptr, program, qa_weight, qb_weight, qc_weight, half, rest, HALF, REST, INTERLEAVED, FIRST,
-            MASKED,
-        )  # fmt: skip
-    if k_weight_sum_ptr is not None:
-        _store_sums(
-            k_weight_sum_ptr, program, ka_weight, kb_weight, kc_weight, half, rest, HALF, REST, INTERLEAVED, FIRST,
-            MASKED,
+            q_weight_sum_ptr, program, da_weight, db_weight, half, rest, PAIRS, INTERLEAVED, FIRST,
+            MASKED, PARTIAL,
         )  # fmt: skip
     if q_bias_sum_ptr is not None:
         _store_sums(
-            q_bias_sum_ptr,
-            program,
-            qa_bias,
-            qb_bias,
-            qc_bias,
-            half,
-            rest,
-            HALF,
-            REST,
-            INTERLEAVED,
-            FIRST,
-            MASKED,
-        )
+            q_bias_sum_ptr, program, da_bias, db_bias, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL
+        )  # fmt: skip
+
+    da_weight = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    db_weight = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    da_bias = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    db_bias = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    for tile in range(first, last):
+        batch = tile % batches
+        token = (tile // batches) * TOKENS + tl.arange(0, TOKENS)
+        exists = token < tokens
+        cos = None
+        sin = None
+        if ROTATE:
+            cos, sin = _find_angles(
+                cos_ptr, sin_ptr, turns_ptr, positions_ptr, batch, token, tokens, half, table_rows,
+                _multiple(table_batch_stride, ALIGN), _multiple(table_stride, ALIGN), position_axis_stride,
+                position_batch_stride, position_stride, first_section, second_section, SECTIONS, False, PAIRS,
+            )  # fmt: skip
+        dk_off = batch * _multiple(dk_batch_stride, ALIGN) + token * _multiple(dk_stride, ALIGN)
+        k_off = _multiple(k_start, ALIGN) + batch * _multiple(k_batch_stride, ALIGN)
+        k_off = k_off + token * _multiple(k_stride, ALIGN)
+        k_grad_off = _multiple(k_grad_start, ALIGN) + batch * _multiple(k_grad_batch_stride, ALIGN)
+        k_grad_off = k_grad_off + token * _multiple(k_grad_stride, ALIGN)
+        da_weight, db_weight, da_bias, db_bias = _backward_heads(
+            dk_ptr, k_ptr, k_grad_ptr, k_weight_ptr, dk_off, k_off, k_grad_off, exists, cos, sin, kv_heads,
+            kv_heads, _multiple(dk_head_stride, ALIGN), 0, _multiple(k_head_stride, ALIGN), 0,
+            _multiple(k_grad_head_stride, ALIGN), half, rest, eps, weight_offset, da_weight, db_weight,
+            da_bias, db_bias, k_weight_sum_ptr is not None, k_bias_sum_ptr is not None, NORM, AFTER, ROTATE,
+            INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL,
+        )  # fmt: skip
+        if v_grad_ptr is not None:
+            dv_off = batch * _multiple(dv_batch_stride, ALIGN) + token * _multiple(dv_stride, ALIGN)
+            v_grad_off = _multiple(v_grad_start, ALIGN) + batch * _multiple(v_grad_batch_stride, ALIGN)
+            v_grad_off = v_grad_off + token * _multiple(v_grad_stride, ALIGN)
+            _copy_heads(
+                dv_ptr, v_grad_ptr, dv_off, v_grad_off, exists, kv_heads, kv_heads, 0,
+                _multiple(dv_head_stride, ALIGN), kv_heads, 0, _multiple(v_grad_head_stride, ALIGN), v_dim, HEADS,
+                V_DIM, MASKED,
+            )  # fmt: skip
+    if k_weight_sum_ptr is not None:
+        _store_sums(
+            k_weight_sum_ptr, program, da_weight, db_weight, half, rest, PAIRS, INTERLEAVED, FIRST,
+            MASKED, PARTIAL,
+        )  # fmt: skip
     if k_bias_sum_ptr is not None:
         _store_sums(
-            k_bias_sum_ptr,
-            program,
-            ka_bias,
-            kb_bias,
-            kc_bias,
-            half,
-            rest,
-            HALF,
-            REST,
-            INTERLEAVED,
-            FIRST,
-            MASKED,
-        )
+            k_bias_sum_ptr, program, da_bias, db_bias, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL
+        )  # fmt: skip
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -972,8 +959,7 @@ class Config:
 
     tokens: int
     heads: int
-    half: int
-    rest: int
+    pairs: int
     v_dim: int
     dim: int
     masked: bool
@@ -981,21 +967,16 @@ class Config:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def choose(
-        heads: int, half: int, rest: int, v_dim: int, gate: bool, target: str, backward: bool
-    ) -> Config:
-        halves, rests, v_dims = _tile(half), _tile(rest), _tile(v_dim)
-        dim = 2 * half + rest
-        dims = _tile(dim) if gate else 0
-        masked = (halves, rests, v_dims, dims) != (half, rest, v_dim, dim if gate else 0)
-        numbers = 2 * halves + rests
+    def choose(heads: int, dim: int, v_dim: int, gate: bool, interleaved: bool, target: str) -> Config:
+        pairs, v_tile, gates = _tile(dim - dim // 2), _tile(v_dim), _tile(dim) if gate else 0
+        tiles = (pairs, v_tile, gates, 2 * pairs != dim or v_tile != v_dim)
         if target == "cpu":
-            return Config(1, 1, halves, rests, v_dims, dims, masked, 4)
-        at_once = min(4, _tile(heads))
-        tokens = max(1, (1024 if backward else 2048) // (at_once * _tile(numbers)))
-        lanes = 64 if target.startswith("gfx") else 32
-        warps = min(16, max(128 // lanes, tokens * at_once * numbers // (16 * lanes)))
-        return Config(tokens, at_once, halves, rests, v_dims, dims, masked, 1 << (warps.bit_length() - 1))
+            return Config(1, 1, *tiles, 4)
+        # 128 threads with 16 bytes of bf16 each in the narrowest tile: every access can have 128 bits.
+        narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
+        rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
+        at_once = min(4, _tile(heads), rows)
+        return Config(max(1, rows // at_once), at_once, *tiles, 2 if target.startswith("gfx") else 4)
 
 
 def _tile(size: int) -> int:
@@ -1093,7 +1074,8 @@ class Angles(NamedTuple):
         if h.rope_dim and cos is None:
             turns = _turns(base, h.rope_dim, device)
         elif h.rope_dim:
-            assert cos is not None and sin is not None
+            assert cos is not None
+            assert sin is not None
             if cos.stride() != sin.stride() or cos.stride(-1) != 1:
                 cos, sin = cos.contiguous(), sin.contiguous()
             rows = cos.shape[-2]
@@ -1141,19 +1123,23 @@ def _launch_heads(
     half, rest = _halves(h)
     v_dim = h.v_dim if v_out is not None else 0
     target = capabilities_of(x.device)
-    config = Config.choose(h.kv_heads or h.heads, half, rest, v_dim, h.gate, target.target, False)
+    config = Config.choose(
+        h.kv_heads or h.heads, h.head_dim, v_dim, h.gate, h.style == "interleaved", target.target
+    )
     assert q_out is not None
     out_strides = (
         *_strides(q_out, h.out_layout, tokens),
         *((0, 0, 0) if k_out is None else _strides(k_out, h.out_layout, tokens)),
         *((0, 0, 0) if v_out is None else _strides(v_out, h.out_layout, tokens)),
     )
-    align = align_of(half, rest, v_dim, *places.q, *places.k, *places.v, *out_strides, *angles.table)
+    align = align_of(
+        half, rest, rest // 2, v_dim, *places.q, *places.k, *places.v, *out_strides, *angles.table
+    )
     launch = Launch.of(
         _qkv_kernel, num_warps=config.num_warps, NORM=_NORMS[h.norm], AFTER=h.norm_after, ROTATE=h.rope_dim > 0,
         INVERSE=inverse, INTERLEAVED=h.style == "interleaved", FIRST=h.rope_first, SECTIONS=bool(h.sections),
-        TOKENS=config.tokens, HEADS=config.heads, HALF=config.half, REST=config.rest, V_DIM=config.v_dim,
-        DIM=config.dim, MASKED=config.masked, ALIGN=align,
+        TOKENS=config.tokens, HEADS=config.heads, PAIRS=config.pairs, V_DIM=config.v_dim,
+        DIM=config.dim, MASKED=config.masked, PARTIAL=rest > 0, ALIGN=align,
     )  # fmt: skip
     launch(
         (-(-tokens // config.tokens) * batch, 1, 1),
@@ -1226,9 +1212,8 @@ def _allocate_qkv_backward(
         shapes += [] if dv is None else [_shape(layout, batch, tokens, kv_heads, v_dim)]
     elif needs[0]:
         width = heads * head_dim * (1 + gate) + kv_heads * (head_dim + v_dim)
-        shapes.append(_shape("bshd" if layout == "thd" else layout, batch, tokens, 1, width)[:2] + (width,))
-        if layout == "thd":
-            shapes[0] = (tokens, width)
+        lead = _shape("bshd" if layout == "thd" else layout, batch, tokens, 1, width)[:2]
+        shapes.append((tokens, width) if layout == "thd" else (*lead, width))
     outputs = [torch.empty(shape, dtype=dq.dtype, device=dq.device) for shape in shapes]
     for vector, need in zip((q_weight, k_weight, q_bias, k_bias), needs[1:], strict=True):
         if need and vector is not None:
@@ -1270,7 +1255,7 @@ def _launch_qkv_backward(
     half, rest = _halves(h)
     v_dim = v_dim if grads[2] is not None else 0
     target = capabilities_of(dq.device)
-    config = Config.choose(kv_heads, half, rest, v_dim, gate, target.target, True)
+    config = Config.choose(kv_heads, head_dim, v_dim, gate, style == "interleaved", target.target)
     tiles = -(-tokens // config.tokens) * batch
     program_tiles = 1
     if any(needs[1:]):
@@ -1283,14 +1268,14 @@ def _launch_qkv_backward(
         for vector in vectors
     ]
     align = align_of(
-        half, rest, v_dim, *(s for three in strides for s in three), *source.q, *source.k, *into.q, *into.k, *into.v,
-        *angles.table,
+        half, rest, rest // 2, v_dim, *(s for three in strides for s in three), *source.q, *source.k, *into.q,
+        *into.k, *into.v, *angles.table,
     )  # fmt: skip
     launch = Launch.of(
         _qkv_backward_kernel, num_warps=config.num_warps, NORM=_NORMS[norm], AFTER=norm_after, ROTATE=rope_dim > 0,
         INTERLEAVED=style == "interleaved", FIRST=rope_first, SECTIONS=bool(sections), TOKENS=config.tokens,
-        HEADS=config.heads, HALF=config.half, REST=config.rest, V_DIM=config.v_dim, DIM=config.dim,
-        MASKED=config.masked, ALIGN=align,
+        HEADS=config.heads, PAIRS=config.pairs, V_DIM=config.v_dim, DIM=config.dim,
+        MASKED=config.masked, PARTIAL=rest > 0, ALIGN=align,
     )  # fmt: skip
     launch(
         (programs, 1, 1),
@@ -1695,8 +1680,8 @@ def _check_rotation(
         )
         if not fits or cos.shape != sin.shape or cos.device != device or cos.dtype != sin.dtype:
             raise ValueError(
-                f"cos and sin must be tables [{tokens} or more, {rope_dim // 2}], or without positions {own}, on {device};"
-                f" got {tuple(cos.shape)} and {tuple(sin.shape)} on {cos.device}"
+                f"cos and sin must be tables [{tokens} or more, {rope_dim // 2}], or without positions {own}, on "
+                f"{device}; got {tuple(cos.shape)} and {tuple(sin.shape)} on {cos.device}"
             )
     if sections is not None and (len(sections) != 3 or sum(sections) != rope_dim // 2 or min(sections) < 0):
         raise ValueError(f"mrope_sections must be three parts of {rope_dim // 2} pairs; got {sections}")
