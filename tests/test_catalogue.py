@@ -19,6 +19,7 @@ import triton_loom
 import truth
 import truth_glu
 import truth_permute
+import truth_rope
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -201,7 +202,9 @@ def accuracy(workload: Workload) -> None:
 
 
 # What each result and gradient of a call must be: within a noise, or exactly.
-TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = truth_permute.TRUTHS
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = (
+    truth_permute.TRUTHS | truth_rope.TRUTHS
+)
 
 
 def accuracy_by_reference(workload: Workload) -> None:
