@@ -207,6 +207,9 @@ def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
     return Call(rope, kwargs)
 
 
+_SECTORS = "queries, keys and values of a row begin inside sectors, which count for each of them"
+
+
 def _named(
     op: str, build: Any, kind: Any, tags: tuple[str, ...], *names: tuple[str, str, int]
 ) -> list[Workload]:
