@@ -129,7 +129,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, h: Heads) -> T
     both = q if gate is None else torch.cat([q, gate], -1)
     if h.packing == "flat":
         return torch.cat([t.flatten(2) for t in (both, k, v)], -1)
-    groups = both.reshape(*both.shape[:2], h.kv_heads, -1)
+    groups = both.reshape(*both.shape[:2], h.kv_heads, h.heads // h.kv_heads * h.q_dim)
     return torch.cat([groups, k, v], -1).flatten(2)
 
 
@@ -147,9 +147,10 @@ def _angles(
             torch.tensor(h.sections, device=device),
             output_size=sum(h.sections),
         )
-        where = positions.reshape(3, -1, tokens)[axis].permute(1, 2, 0)  # [batch, sequence, pairs]
+        shared = positions[:, None] if positions.dim() == 2 else positions
+        where = shared[axis].permute(1, 2, 0)  # [batch, sequence, pairs]
     else:
-        where = positions.reshape(-1, tokens)[..., None]
+        where = (positions[None] if positions.dim() == 1 else positions)[..., None]
     if cos is None:
         inverse = base ** (-torch.arange(half, dtype=torch.float64, device=device) * 2 / h.rope_dim)
         angle = (where * inverse)[:, :, None, :]
@@ -162,10 +163,8 @@ def _angles(
         else:
             inside = (where >= 0) & (where < table.shape[0])
             rows = where.clamp(0, max(table.shape[0] - 1, 0)).expand(*where.shape[:2], half)
-            value = (
-                table.gather(0, rows.reshape(-1, half)).view(rows.shape) if table.shape[0] else table[rows]
-            )
-            value = torch.where(inside, value, torch.nan)
+            pair = torch.arange(half, device=device)
+            value = torch.where(inside, table[rows, pair], torch.nan)
         found.append(value[:, :, None, :].to(dtype))
     return found[0], found[1]
 

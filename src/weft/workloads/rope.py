@@ -207,7 +207,9 @@ def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
     return Call(rope, kwargs)
 
 
-_SECTORS = "queries, keys and values of a row begin inside sectors, which count for each of them"
+_SECTORS = (
+    "parts of a row begin inside sectors, which count for each; partial sums of four vectors for few tokens"
+)
 
 
 def _named(
@@ -216,7 +218,7 @@ def _named(
     return [
         kind(
             op, name, options, SHAPES[name], rows, build, frozenset(tags), settings=tuple(OPTIONS[options].items()),
-            **({"rereads": _SECTORS, "moves": 1.07} if name == "odd/qkv" else {}),
+            **({"rereads": _SECTORS, "moves": 1.12 if build is _build_backward else 1.07} if name == "odd/qkv" else {}),
         )
         for name, options, rows in names
     ]  # fmt: skip
