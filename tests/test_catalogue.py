@@ -21,6 +21,7 @@ import truth_gated_norm
 import truth_glu
 import truth_multi_tensor
 import truth_permute
+import truth_rope
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -208,6 +209,9 @@ TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]]
     **truth_gated_norm.TRUTHS,
     **truth_multi_tensor.TRUTHS,
 }
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = (
+    truth_permute.TRUTHS | truth_rope.TRUTHS
+)
 
 
 def accuracy_by_reference(workload: Workload) -> None:

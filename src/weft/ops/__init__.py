@@ -6,6 +6,7 @@ from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
+from .rope import qkv_prepare, rope
 from .route import CONVENTIONS, Convention, Routing, route
 from .router_linear import router_linear
 
@@ -25,8 +26,10 @@ __all__ = [
     "grad_norm",
     "layer_norm",
     "permute",
+    "qkv_prepare",
     "quantize",
     "rms_norm",
+    "rope",
     "route",
     "router_linear",
     "row_map",

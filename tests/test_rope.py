@@ -1,0 +1,624 @@
+"""The rotations and what is done with them: angles, options, layouts, sequences in parts, wrong calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_catalogue import (
+    LAYOUTS,
+    assert_same,
+    backward,
+    constant,
+    expanded,
+    far_apart,
+    near,
+    results,
+    run,
+    upstreams,
+)
+from torch import Tensor
+from truth_rope import TRUTHS
+
+import weft
+from weft.runtime import choosing_for
+from weft.workloads import Call
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def table(*lead: int, half: int) -> dict[str, Tensor]:
+    angle = normal(*lead, half, seed=9, dtype=torch.float32) * 3
+    return {"cos": angle.cos(), "sin": angle.sin()}
+
+
+def packed(
+    batch: int = 2, tokens: int = 5, heads: int = 4, kv_heads: int = 2, dim: int = 24, v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16, **options: Any,
+) -> Call:  # fmt: skip
+    """A call with a packed projection; `rope_dim` of a table unless there is a base, weights if there is a norm."""
+    width = heads * dim * (1 + options.get("gate", False)) + kv_heads * (dim + (v_dim or dim))
+    lead = (tokens, batch) if options.get("layout") == "sbhd" else (batch, tokens)
+    kwargs: dict[str, Any] = {"qkv": normal(*lead, width, dtype=dtype)}
+    if options.get("qk_norm"):
+        kwargs |= {"q_weight": normal(dim, seed=1), "k_weight": normal(dim, seed=2, dtype=torch.float32)}
+    if options.get("qk_norm") == "layer":
+        kwargs |= {"q_bias": normal(dim, seed=3, dtype=torch.float32), "k_bias": normal(dim, seed=4)}
+    if "base" not in options and "cos" not in options and options.get("rope_dim") != 0:
+        kwargs |= table(tokens, half=options.get("rope_dim", dim) // 2)
+    options = {name: value for name, value in options.items() if (name, value) != ("rope_dim", 0)}
+    if v_dim is not None:
+        options["v_dim"] = v_dim
+    return Call(
+        weft.qkv_prepare, {**kwargs, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, **options}
+    )
+
+
+def check(call: Call) -> dict[str, Tensor]:
+    """Forward and backward against the truth; returns all of them."""
+    call = call.requiring_grad()
+    outputs = results(call)
+    gradients = upstreams(outputs)
+    expected = TRUTHS[call.function.__name__](call, gradients)
+    got = {**outputs, **backward(call, outputs, gradients)}
+    assert set(got) == set(expected)
+    for name, wanted in expected.items():
+        near(got[name], wanted)
+    return got
+
+
+# ---- angles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5])
+@pytest.mark.parametrize("first", [0, (1 << 20) - 64, (1 << 31) - 64])
+def test_angles_are_those_of_fp64(first: int, base: float) -> None:
+    """To the last place of fp32, a million positions away; products in fp32 are wrong in the second digit there."""
+    dim = 128
+    positions = first + torch.arange(64)
+    x = torch.zeros(64, 1, dim)
+    x[..., : dim // 2] = 1.0
+    y = weft.rope(x, positions=positions, base=base).double()[:, 0]
+    inverse = base ** (-2.0 * torch.arange(dim // 2).double() / dim)
+    angle = positions.double()[:, None] * inverse
+    # The truth itself is off by an ulp of float64 of an angle of 2^31.
+    wanted = torch.cat([angle.cos(), angle.sin()], 1)
+    allowed = 2.0**-23 + first * 2.0**-52
+    assert (y - wanted).abs().max() < allowed
+    if first:
+        naive = positions.float()[:, None] * inverse.float()
+        assert (naive.double().cos() - angle.cos()).abs().max() > 100 * allowed or first > 1 << 30
+
+
+def test_small_angles_keep_their_digits() -> None:
+    """Relative to the sine, which is small for slow pairs."""
+    x = torch.zeros(512, 1, 128)
+    x[..., :64] = 1.0
+    sin = weft.rope(x, base=1e6).double()[:, 0, 64:]
+    wanted = (torch.arange(512).double()[:, None] * 1e6 ** (-torch.arange(64).double() / 64)).sin()
+    assert ((sin - wanted).abs() <= 2.0**-22 * wanted.abs() + 2.0**-40).all()
+
+
+def test_a_base_and_its_table_agree() -> None:
+    positions = torch.randint(0, 4000, (2, 5), generator=torch.Generator().manual_seed(1))
+    angle = torch.arange(4000).double()[:, None] * 1e4 ** (-torch.arange(12).double() / 12)
+    tables = {"cos": angle.cos().float(), "sin": angle.sin().float()}
+    by_table = packed(positions=positions, qk_norm="rms", dtype=torch.float32, **tables)()
+    by_base = packed(positions=positions, qk_norm="rms", dtype=torch.float32, base=1e4)()
+    for a, b in zip(by_table, by_base, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_a_position_without_a_row_is_nan() -> None:
+    """And no other row: neither the neighbour's nor what lies behind the table."""
+    tables = table(7, half=12)
+    positions = torch.tensor([[0, 6, 7, -1, 3], [1 << 33, 1, 2, 3, 4]])
+    q, k, v = packed(positions=positions, **tables)()
+    outside = (positions < 0) | (positions >= 7)
+    assert q[outside].isnan().all()
+    assert k[outside].isnan().all()
+    assert q[~outside].isfinite().all()
+    assert v.isfinite().all()
+
+
+# ---- options -------------------------------------------------------------------------------------------
+
+COMBINED: list[dict[str, Any]] = [
+    {},
+    {"packing": "groups", "qk_norm": "rms", "layout": "sbhd", "out_layout": "bshd", "rope_dim": 12},
+    {"qk_norm": "layer", "norm_after": True, "rope_dim": 16, "rope_first": False, "out_layout": "bhsd"},
+    {"qk_norm": "layer", "style": "interleaved", "rope_dim": 8, "out_layout": "thd"},
+    {
+        "qk_norm": "rms",
+        "norm_after": True,
+        "style": "interleaved",
+        "rope_first": False,
+        "rope_dim": 12,
+        "base": 1e4,
+    },
+    {"gate": True, "packing": "groups", "v_dim": 10, "qk_norm": "rms", "rope_dim": 0, "weight_offset": 1.0},
+    {"gate": True, "v_dim": 40, "base": 500.0, "out_layout": "sbhd"},
+]
+SLOWLY = [
+    {
+        "packing": packing, "qk_norm": norm, "norm_after": after, "style": style, "rope_first": first,
+        "rope_dim": rope_dim, "gate": gate, "out_layout": layout,
+    }
+    for (packing, norm, after, style), (first, rope_dim, gate, layout) in zip(
+        itertools.product(("flat", "groups"), (None, "rms", "layer"), (False, True), ("neox", "interleaved")),
+        itertools.cycle(
+            itertools.product((False, True), (24, 10), (False, True), ("bshd", "sbhd", "bhsd", "thd"))
+        ),
+        strict=False,
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*COMBINED, *(pytest.param(options, marks=pytest.mark.slow) for options in SLOWLY)],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_options(options: dict[str, Any]) -> None:
+    check(packed(**options))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 1, "kv_heads": 1},
+        {"batch": 1, "tokens": 1, "heads": 3, "kv_heads": 1},
+        {"dim": 2, "heads": 7, "kv_heads": 3},
+        {"dim": 80, "rope_dim": 32},
+        {"dim": 96, "tokens": 33},
+        {"dim": 192, "rope_dim": 64, "rope_first": False, "v_dim": 128},
+        {"dim": 7, "rope_dim": 6},
+        {"dim": 5, "rope_dim": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_sizes(sizes: dict[str, int], target: str) -> None:
+    """Bug E5 (one head), odd numbers of heads and tokens; as the CPU takes them, and an H100, several at a time."""
+    with choosing_for(target):
+        check(packed(**{"qk_norm": "rms", **sizes}))
+
+
+@pytest.mark.parametrize("options", COMBINED[1:], ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_configuration_of(options: dict[str, Any], target: str) -> None:
+    """Several tokens and heads to a program, and several tiles to a program of backward."""
+    with choosing_for(target):
+        check(packed(**{"tokens": 37, "heads": 6, **options}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtype(dtype: torch.dtype) -> None:
+    got = check(packed(dtype=dtype, qk_norm="rms"))
+    assert got["y"].dtype == got["dqkv"].dtype == dtype
+    assert (got["dq_weight"].dtype, got["dk_weight"].dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+def test_without_weights(norm: str | None) -> None:
+    call = packed(qk_norm=norm)
+    check(call.with_(q_weight=None))
+    check(call.with_(q_weight=None, k_weight=None))
+
+
+def apart(layout: str = "bshd", **options: Any) -> Call:
+    """q, k and v as tensors of their own."""
+    heads = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (5, 4)}[layout]
+    few = tuple(2 if size == 4 else size for size in heads)
+    kwargs = {"qkv": normal(*heads, 24), "k": normal(*few, 24, seed=1), "v": normal(*few, 10, seed=2)}
+    return Call(weft.qkv_prepare, {**kwargs, **table(5, half=12), "layout": layout, **options})
+
+
+@pytest.mark.parametrize(
+    ("layout", "out_layout"), [("bshd", "bhsd"), ("bhsd", "thd"), ("sbhd", None), ("thd", "bhsd")]
+)
+def test_separate_tensors(layout: str, out_layout: str | None) -> None:
+    weights = {"qk_norm": "rms", "q_weight": normal(24, seed=5), "k_weight": normal(24, seed=6)}
+    check(apart(layout, out_layout=out_layout, **weights))
+    check(apart(layout, out_layout=out_layout).with_(v=None))
+
+
+def test_separate_tensors_are_the_parts_of_a_packed_one() -> None:
+    call = packed(qk_norm="rms", gate=True)
+    got = run(call)
+    x = call["qkv"].clone().requires_grad_()
+    q, k, v = x.split((4 * 48, 2 * 24, 2 * 24), -1)
+    parts = {"qkv": q.unflatten(-1, (4, 48)), "k": k.unflatten(-1, (2, 24)), "v": v.unflatten(-1, (2, 24))}
+    outputs = results(call.with_(**parts))
+    assert_same(outputs, {name: got[name] for name in outputs}, "apart")
+    gradients = upstreams(results(call.requiring_grad()))
+    (dx,) = torch.autograd.grad(list(outputs.values()), x, list(gradients.values()))
+    assert torch.equal(dx, got["dqkv"])
+
+
+@pytest.mark.parametrize("size", [{"tokens": 0}, {"batch": 0}])
+def test_nothing(size: dict[str, int]) -> None:
+    call = packed(**size, qk_norm="rms")
+    got = run(call)
+    assert got["y"].numel() == 0
+    assert got["dqkv"].shape == call["qkv"].shape
+    assert not got["dq_weight"].count_nonzero()
+
+
+# ---- sequences in parts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("angles", ["base", "table"])
+def test_packed_sequences_are_their_parts(angles: str) -> None:
+    """Bugs A7, A10: 128 sequences one after the other, each from position 0, as if each were alone."""
+    lengths = [1 + i % 3 for i in range(128)]
+    tokens = sum(lengths)
+    given: dict[str, Any] = {"base": 1e4} if angles == "base" else table(3, half=12)
+    x = normal(tokens, 8 * 24)
+    positions = torch.cat([torch.arange(n) for n in lengths]).int()
+    options = {"heads": 4, "kv_heads": 2, "head_dim": 24, **given}
+    whole = weft.qkv_prepare(x, positions=positions, **options)
+    parts = [weft.qkv_prepare(part, **options) for part in x.split(lengths)]
+    for i, got in enumerate(whole):
+        assert torch.equal(got, torch.cat([part[i] for part in parts]))
+
+
+def test_context_parallel_zig_zag() -> None:
+    """Rank r of 4 holds chunks r and 7 - r of every sequence, with their positions."""
+    call = packed(tokens=32, base=1e4, qk_norm="rms")
+    whole = call()
+    for rank in range(4):
+        mine = torch.cat([torch.arange(4 * c, 4 * c + 4) for c in (rank, 7 - rank)])
+        got = call.with_(qkv=call["qkv"][:, mine], positions=mine)()
+        for a, b in zip(got, whole, strict=True):
+            assert torch.equal(a, b[:, mine])
+
+
+def test_tables_of_every_sample() -> None:
+    """Bug: tables of the first sample for all."""
+    tables = table(2, 5, half=12)
+    got = check(packed(**tables))
+    for i in range(2):
+        alone = packed(**{name: t[i] for name, t in tables.items()})
+        assert torch.equal(got["y"][i], alone()[0][i])
+    one = {name: t[:1] for name, t in tables.items()}
+    assert torch.equal(packed(**one)()[0], packed(**{name: t[0] for name, t in one.items()})()[0])
+
+
+@pytest.mark.parametrize("angles", ["base", "table"])
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_three_axes(angles: str, target: str) -> None:
+    given: dict[str, Any] = {"base": 1e4} if angles == "base" else table(40, half=12)
+    positions = torch.randint(0, 40, (3, 2, 5), generator=torch.Generator().manual_seed(2))
+    with choosing_for(target):
+        call = packed(positions=positions, mrope_sections=(3, 5, 4), **given)
+        check(call)
+        same = call.with_(positions=positions[:1].expand(3, 2, 5))()
+    assert torch.equal(same[0], call.with_(positions=positions[0], mrope_sections=None)()[0])
+    check(
+        Call(
+            weft.rope,
+            {"x": normal(5, 3, 24), "positions": positions[:, 1], "mrope_sections": (0, 12, 0), **given},
+        )
+    )
+
+
+# ---- one tensor ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base": 1e4, "style": "interleaved", "rope_dim": 8, "rope_first": False, "layout": "bhsd"},
+        {"base": 1e4, "layout": "sbhd", "out_layout": "bhsd", "inverse": True},
+    ],
+    ids=str,
+)
+def test_rope(options: dict[str, Any]) -> None:
+    check(Call(weft.rope, {"x": normal(3, 4, 5, 24), **options}))
+    check(Call(weft.rope, {"x": normal(5, 1, 24), **{k: v for k, v in options.items() if "layout" not in k}}))
+
+
+def test_rope_is_that_of_qkv_prepare() -> None:
+    q, k, v = packed()()
+    x = packed()["qkv"].unflatten(-1, (8, 24))
+    tables = table(5, half=12)
+    assert torch.equal(weft.rope(x[:, :, :4], **tables), q)
+    assert torch.equal(weft.rope(x[:, :, 4:6], **tables), k)
+    assert torch.equal(x[:, :, 6:], v)
+
+
+def test_rotations_keep_lengths_and_can_be_undone() -> None:
+    x = normal(2, 50, 3, 64, dtype=torch.float32).requires_grad_()
+    y = weft.rope(x, base=1e4)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(weft.rope(y, base=1e4, inverse=True), x)
+    gradient = normal(*y.shape, seed=1, dtype=torch.float32)
+    (dx,) = torch.autograd.grad(y, x, gradient)
+    assert torch.equal(dx, weft.rope(gradient, base=1e4, inverse=True))
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    x = normal(1, 1, 1, 64, dtype=torch.float32).expand(1, 9, 1, 64)
+    far = weft.rope(x, base=1e4, positions=torch.arange(9) + (1 << 20))[0, :, 0]
+    close = weft.rope(x, base=1e4)[0, :, 0]
+    torch.testing.assert_close(far @ far.T, close @ close.T, rtol=1e-5, atol=1e-4)
+
+
+def test_a_rotation_has_second_derivatives() -> None:
+    x = normal(3, 2, 24, dtype=torch.float32).requires_grad_()
+    (dx,) = torch.autograd.grad(weft.rope(x, base=1e4).square().sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    torch.testing.assert_close(ddx, torch.full_like(x, 2.0))
+    call = packed().requiring_grad()
+    squares = call()[0].float().square().sum()
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(squares, call["qkv"], create_graph=True)
+
+
+# ---- layouts -------------------------------------------------------------------------------------------
+
+
+def everything() -> Call:
+    return packed(qk_norm="layer", gate=True, rope_dim=16, packing="groups", out_layout="bhsd")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+def test_layout_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
+    """Any strides give the bits of the contiguous tensor, forward and backward; of tables and positions too."""
+    positions = torch.tensor([[4, 0, 3, 3, 1], [0, 1, 2, 3, 4]])
+    call = everything().with_(positions=positions)
+    for name, tensor in call.tensors().items():
+        if not tensor.is_floating_point() and layout.__name__ in (
+            "stepped",
+            "padded",
+            "padded_oddly",
+            "off_by_one",
+        ):
+            continue  # which fill up with NaN
+        laid_out = layout(tensor)
+        wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
+        assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
+    separate = apart(qk_norm="rms")
+    for name in ("qkv", "k", "v"):
+        laid_out = layout(separate[name])
+        wanted = run(separate.with_(**{name: laid_out.contiguous().clone()}))
+        assert_same(run(separate.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name} apart")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+def test_layout_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
+    for call in (everything(), apart("bhsd")):
+        gradients = upstreams(results(call.requiring_grad()))
+        for name, gradient in gradients.items():
+            laid_out = layout(gradient)
+            wanted = run(call, {**gradients, name: laid_out.contiguous().clone()})
+            assert_same(
+                run(call, {**gradients, name: laid_out}), wanted, f"{layout.__name__} gradient of {name}"
+            )
+
+
+def test_gradients_of_one_number_are_not_copied() -> None:
+    """What sum().backward() sends back."""
+    from weft.ops.rope import _unit
+
+    whole = normal(2, 5, 4, 24)
+    assert _unit(constant(whole)).untyped_storage().nbytes() == 2 * 24
+    assert _unit(expanded(whole)).stride(0) == 0
+    assert _unit(whole) is whole
+
+
+@pytest.mark.parametrize("given", [g for g in itertools.product([False, True], repeat=4) if any(g)])
+def test_missing_gradients(given: tuple[bool, ...]) -> None:
+    """Of some results only: the others count as zero."""
+    call = everything().requiring_grad()
+    outputs = results(call)
+    gradients = upstreams(outputs)
+    some = {name: g for (name, g), there in zip(gradients.items(), given, strict=True) if there}
+    zeros = {name: g if name in some else torch.zeros_like(g) for name, g in gradients.items()}
+    wanted = backward(call, outputs, zeros, retain_graph=True)
+    assert_same(backward(call, outputs, some), wanted, "missing gradients")
+
+
+@pytest.mark.parametrize("wanted", [("qkv",), ("q_weight",), ("k_bias",), ("q_bias", "k_weight"), ()])
+def test_gradients_of_a_subset(wanted: tuple[str, ...]) -> None:
+    call = everything()
+    full = run(call)
+    leaves = {name: call[name].clone().requires_grad_() for name in wanted}
+    outputs = results(call.with_(**leaves))
+    assert outputs["y"].requires_grad == bool(wanted)
+    if wanted:
+        gradients = {
+            name: g
+            for name, g in upstreams(results(call.requiring_grad())).items()
+            if outputs[name].requires_grad
+        }
+        got = backward(call.with_(**leaves), outputs, gradients)
+        assert set(got) == {f"d{name}" for name in wanted}
+        assert_same(got, {name: full[name] for name in got}, "a subset")
+
+
+def test_gradients_of_a_subset_of_separate_tensors() -> None:
+    call = apart(qk_norm="rms")
+    full = run(call)
+    for name in ("qkv", "k", "v"):
+        leaf = call[name].clone().requires_grad_()
+        outputs = results(call.with_(**{name: leaf}))
+        gradients = upstreams(results(call.requiring_grad()))
+        got = backward(call.with_(**{name: leaf}), outputs, gradients)
+        assert_same(got, {f"d{name}": full[f"d{name}"]}, name)
+
+
+def test_inputs_stay_as_they_are() -> None:
+    """Bugs D6, D7: nothing is in place."""
+    call = everything()
+    before = {name: t.clone() for name, t in call.tensors().items()}
+    run(call)
+    assert_same(call.tensors(), before, "inputs")
+
+
+def test_offsets_have_64_bits() -> None:
+    """Bug A5: rows so far apart that 32 bits do not reach."""
+    x = far_apart(4, 8 * 24)
+    call = Call(
+        weft.qkv_prepare, {"qkv": x, "heads": 4, "kv_heads": 2, "head_dim": 24, "base": 1e4, "qk_norm": "rms"}
+    )
+    assert_same(run(call), run(call.with_(qkv=x.contiguous())), "far apart")
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+@pytest.mark.parametrize("style", ["neox", "interleaved"])
+def test_a_special_value_stays_where_it_is(special: float, style: str) -> None:
+    """In its pair if it is rotated, by itself if not; a norm spreads it over its head."""
+    call = packed(rope_dim=8, style=style)
+    x, wanted = call["qkv"].clone(), call()[0]
+    for column in (1, 13):
+        changed = x.clone()
+        changed[1, 2, 24 + column] = special  # of head 1
+        got = call.with_(qkv=changed)()[0]
+        differs = (got != wanted).nonzero()
+        assert (differs[:, :3] == torch.tensor([1, 2, 1])).all()
+        columns = {(1, "neox"): [1, 5], (1, "interleaved"): [0, 1]}.get((column, style), [column])
+        assert differs[:, 3].tolist() == columns
+    changed = x.clone()
+    changed[1, 2, 24 + 13] = torch.nan
+    got = call.with_(qkv=changed, qk_norm="rms")()[0].isnan()
+    assert got[1, 2, 1].all()
+    assert got.sum() == 24
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e15])
+def test_values(scale: float) -> None:
+    for options in ({"qk_norm": "rms", "norm_after": True}, {"qk_norm": "layer"}):
+        call = packed(dtype=torch.float32, **options)
+        got = results(call.with_(qkv=call["qkv"] * scale))
+        for name, wanted in TRUTHS["qkv_prepare"](call.with_(qkv=call["qkv"] * scale), {}).items():
+            assert ((got[name].double() - wanted.truth).abs() <= wanted.noise + 1e-30).all()  # type: ignore[union-attr]
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------
+
+
+def prepared(qkv: Tensor, weight: Tensor, positions: Tensor) -> Any:
+    q, k, v = weft.qkv_prepare(
+        qkv, heads=4, kv_heads=2, head_dim=24, qk_norm="rms", q_weight=weight, k_weight=weight, base=1e4,
+        positions=positions, out_layout="thd",
+    )  # fmt: skip
+    return weft.rope(q, base=1e4, inverse=True), k, v
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+def test_compiled_is_eager(how: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(prepared, fullgraph=True, backend=how, dynamic=how == "aot_eager")
+    for tokens in (5, 8) if how == "aot_eager" else (5,):
+        found = []
+        for f in (prepared, compiled):
+            leaves = [normal(2, tokens, 8 * 24).requires_grad_(), normal(24, seed=1).requires_grad_()]
+            outputs = f(*leaves, torch.arange(tokens))
+            gradients = torch.autograd.grad(outputs, leaves, [normal(*o.shape, seed=3) for o in outputs])
+            found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+        assert_same(found[1], found[0], f"compiled with {tokens} tokens")
+
+
+def test_opcheck() -> None:
+    from test_catalogue import arguments_of
+
+    for make in (everything, apart):
+        call = make().requiring_grad()
+        torch.library.opcheck(weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare")[0])
+    call = Call(weft.rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
+    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope")[0])
+
+
+def test_opcheck_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.runtime.ops import Op
+
+    seen: list[tuple[Any, ...]] = []
+    original = Op.__call__
+
+    def spy(self: Any, *args: Any) -> Any:
+        seen.extend([args] * (self.name == "qkv_prepare_backward"))
+        return original(self, *args)
+
+    monkeypatch.setattr(Op, "__call__", spy)
+    for call in (everything(), apart("thd")):
+        run(call)
+    monkeypatch.undo()
+    for args in seen:
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(weft.catalogue["qkv_prepare_backward"].overload, args)
+    assert len(seen) == 2
+
+
+def test_gradcheck_of_the_reference() -> None:
+    for call in (
+        packed(tokens=2, dim=6, rope_dim=4, heads=2, kv_heads=1, gate=True, qk_norm="layer", norm_after=True),
+        packed(tokens=2, dim=6, rope_dim=4, heads=2, kv_heads=1, packing="groups", qk_norm="rms"),
+    ):
+        names = [name for name in call.tensors() if name not in ("cos", "sin")]
+        doubled = call.with_(**{name: call[name].double() for name in call.tensors()})
+        inputs = [doubled[name].requires_grad_() for name in names]
+        f = lambda *t: doubled.with_(**dict(zip(names, t, strict=True)))()  # noqa: B023, E731
+        assert torch.autograd.gradcheck(f, inputs)
+
+
+# ---- wrong calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"heads": 5}, "columns"),
+        ({"head_dim": None}, "head_dim="),
+        ({"packing": "pairs"}, "packing"),
+        ({"qk_norm": "batch"}, "qk_norm"),
+        ({"q_weight": torch.ones(24)}, "goes with qk_norm"),
+        ({"qk_norm": "rms", "q_weight": torch.ones(23)}, "q_weight must be"),
+        ({"cos": None}, "together"),
+        ({"base": 1e4}, "together"),
+        ({"cos": torch.ones(4, 12), "sin": torch.ones(4, 12)}, "cos and sin must be"),
+        ({"rope_dim": 11}, "even"),
+        ({"rope_dim": 26}, "even"),
+        ({"style": "gptj"}, "style"),
+        ({"positions": torch.zeros(5)}, "int32 or int64"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions must be"),
+        ({"mrope_sections": (4, 4, 4)}, "positions"),
+        ({"mrope_sections": (4, 4, 5)}, "three parts"),
+        ({"layout": "bhsd"}, "packed"),
+        ({"layout": "bsd"}, "layout must be"),
+        ({"out_layout": "bsd"}, "out_layout"),
+        ({"v": torch.ones(2, 5, 2, 24)}, "without k"),
+        ({"k": torch.ones(2, 5, 2, 24)}, "dimensions|must be like q|numbers"),
+        ({"cos": None, "sin": None, "rope_dim": 4}, "need tables"),
+        ({"qkv": torch.ones(2, 5, 192, dtype=torch.int32)}, "must be bfloat16"),
+    ],
+    ids=str,
+)
+def test_wrong_calls(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packed().with_(**changed)()
+
+
+def test_wrong_calls_of_rope() -> None:
+    x = normal(2, 5, 3, 24)
+    with pytest.raises(ValueError, match="needs tables"):
+        weft.rope(x)
+    with pytest.raises(ValueError, match="does not go with"):
+        weft.rope(x, base=1e4, out_layout="thd")
+    with pytest.raises(ValueError, match="dimensions"):
+        weft.rope(x[0, 0], base=1e4)
+    with pytest.raises(ValueError, match="positive"):
+        weft.rope(x, base=-1.0)
+    with pytest.raises(ValueError, match="does not go with q"):
+        apart().with_(v=normal(2, 4, 2, 10))()
+    with pytest.raises(ValueError, match="heads=3"):
+        apart().with_(heads=3)()
