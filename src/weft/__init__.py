@@ -2,6 +2,7 @@
 
 from .ops import (
     RowMap,
+    cross_entropy,
     dequantize,
     glu,
     glu_backward,
@@ -26,6 +27,7 @@ __all__ = [
     "RowMap",
     "backend",
     "catalogue",
+    "cross_entropy",
     "dequantize",
     "glu",
     "glu_backward",

@@ -1,5 +1,6 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
+from .cross_entropy import CrossEntropy, cross_entropy
 from .glu import glu, glu_backward
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
@@ -10,8 +11,10 @@ from .router_linear import router_linear
 __all__ = [
     "CONVENTIONS",
     "Convention",
+    "CrossEntropy",
     "Routing",
     "RowMap",
+    "cross_entropy",
     "dequantize",
     "glu",
     "glu_backward",
