@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton_loom
 import truth
+import truth_cross_entropy
 import truth_glu
 import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
@@ -201,7 +202,10 @@ def accuracy(workload: Workload) -> None:
 
 
 # What each result and gradient of a call must be: within a noise, or exactly.
-TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = truth_permute.TRUTHS
+TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = {
+    **truth_permute.TRUTHS,
+    **truth_cross_entropy.TRUTHS,
+}
 
 
 def accuracy_by_reference(workload: Workload) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
-from .rows import align_of, compute_dtype, count_rows, row_offset, row_strides
+from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -229,7 +229,7 @@ def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
     if mask is not None:
         there = there & mask
     if weight_ptr is not None:
-        w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        w = load_tile(weight_ptr + col, mask)
         mass += tl.sum(tl.where(there, w, 0.0), axis=0)
         below += tl.sum(tl.where(there, w * (z - origin), 0.0), axis=0)
     else:
@@ -427,7 +427,7 @@ def _gradient(
         dz = e * factor
     if SMOOTHED:
         if weight_ptr is not None:
-            w = part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+            w = part * load_tile(weight_ptr + col, mask)
             dz -= tl.where(z > -float("inf"), w, 0.0)
         else:
             dz -= tl.where(z > -float("inf"), part, 0.0)
