@@ -18,6 +18,10 @@ target. With g the gradient of a token's loss (divided likewise), h that of its 
 Everything in fp32; losses and statistics stay fp32, and dx is rounded once, the target's column like the others. Sums
 over tokens are made in one order: the same bits every run. Rows without a target are not read: their results and their
 gradient are zero.
+
+A row is read from its first multiple of 16 bytes on, so that accesses are wide for any V; what lies before and after
+whole tiles comes last. Where V is not a multiple of 8 the order of adding up a row, and with it the last bit of its
+lse, depends on where the row begins.
 """
 
 from __future__ import annotations
