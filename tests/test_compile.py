@@ -54,8 +54,8 @@ MOVED = {  # kernels whose parameters mean something else
     "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
     "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
 }
-# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 PICKING = {"_cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
 
 
