@@ -13,6 +13,7 @@ from typing import Any
 
 import mutants_gated_norm
 import mutants_multi_tensor
+import mutants_cross_entropy
 import mutants_permute
 import mutants_route
 import mutants_router_linear
@@ -421,6 +422,7 @@ MUTANTS: tuple[Mutant, ...] = (
             mutants_gated_norm,
             mutants_multi_tensor,
         )
+        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_cross_entropy)
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

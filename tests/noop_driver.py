@@ -132,6 +132,7 @@ def measure() -> dict[str, float]:
     probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
     gradients = [torch.ones(64) for _ in range(32)]
     norm = torch.tensor(2.0)
+    target = torch.arange(8)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -172,6 +173,8 @@ def measure() -> dict[str, float]:
             "gated_norm": lambda: weft.gated_norm(sequences, gates, weight, groups=4, transpose=True),
             "grad_norm of 32": lambda: weft.grad_norm(gradients),
             "clip_grads_ of 32": lambda: weft.clip_grads_(gradients, 1.0, norm=norm),
+            "cross_entropy": lambda: weft.cross_entropy(x, target),
+            "cross_entropy of each token": lambda: weft.cross_entropy(x, target, reduction="none"),
         }
     )
 

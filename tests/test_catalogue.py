@@ -18,6 +18,7 @@ import torch
 import triton_loom
 import truth
 import truth_gated_norm
+import truth_cross_entropy
 import truth_glu
 import truth_multi_tensor
 import truth_permute
@@ -212,6 +213,7 @@ TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]]
 TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = (
     truth_permute.TRUTHS | truth_rope.TRUTHS
 )
+    **truth_cross_entropy.TRUTHS,
 
 
 def accuracy_by_reference(workload: Workload) -> None:

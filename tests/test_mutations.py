@@ -26,6 +26,7 @@ WHOLE = (
     *("test_norm.py", "test_glu.py", "test_permute.py", "test_route.py", "test_router_linear.py"),
     "test_gated_norm.py",
     *("test_multi_tensor.py",),
+    "test_cross_entropy.py",
     *("test_combinations.py", "test_bytes.py", "test_catalogue.py"),
 )
 

@@ -523,6 +523,8 @@ def host_times() -> dict[str, float]:
         ("gated_norm", "plain", 2.0),
         ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
         ("clip_grads_ of 32", "plain", 5.0),
+        ("cross_entropy", "plain", 4.0),  # two launches, seven allocations
+        ("cross_entropy of each token", "plain", 2.5),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

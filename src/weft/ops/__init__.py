@@ -1,6 +1,7 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .gated_norm import gated_norm
+from .cross_entropy import CrossEntropy, cross_entropy
 from .glu import glu, glu_backward
 from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
@@ -13,12 +14,14 @@ from .router_linear import router_linear
 __all__ = [
     "CONVENTIONS",
     "Convention",
+    "CrossEntropy",
     "Routing",
     "RowMap",
     "Shards",
     "any_nonfinite",
     "clip_grads_",
     "count_zeros",
+    "cross_entropy",
     "dequantize",
     "gated_norm",
     "glu",

@@ -56,6 +56,15 @@ class Op:
     def differentiable(self) -> bool:
         return self.backward is not None
 
+    def is_traced(self, *args: Any) -> bool:
+        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a subclass."""
+        tensors = (args[i] for i in self.tensors if args[i] is not None)
+        return (
+            torch.compiler.is_compiling()
+            or _in_a_mode()
+            or any(type(t) is not Tensor and type(t) is not Parameter for t in tensors)
+        )
+
     def __call__(self, *args: Any) -> Outputs:
         if torch.compiler.is_compiling() or _in_a_mode():
             return self.overload(*args)  # type: ignore[no-any-return]

@@ -1,0 +1,901 @@
+"""Cross entropy of logits, read once, with everything that losses of language models add to it.
+
+    u = softcap * tanh(x / softcap)            x itself without a softcap, and where x is minus infinity
+    z = scale * u
+    m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
+    nll = (m - z_y) + log(d)
+    loss = (1 - a) * w_y * nll + a / V * sum_c(w_c * (lse - z_c)) + z_loss * lse^2
+    entropy = log(d) - sum(exp(z - m) * (z - m)) / d
+
+a is the label smoothing and w the class weights, 1 without. V counts the columns that are not minus infinity: columns
+that pad a vocabulary take no part in the smoothing either. The sum over them is one of z_c - z_y, so that nothing of a
+common offset of all logits is left in it. A mean divides the sum of the losses by that of w_y over the tokens with a
+target. With g the gradient of a token's loss (divided likewise), h that of its lse and e that of its entropy H:
+
+    dz_j = p_j * (g * (A + 2 * z_loss * lse) + h - e * (log(p_j) + H)) - g * (1 - a) * w_y * [j = y] - g * a / V * w_j
+    dx_j = dz_j * scale * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
+
+Everything in fp32; losses and statistics stay fp32, and dx is rounded once, the target's column like the others. Sums
+over tokens are made in one order: the same bits every run. Rows without a target are not read: their results and their
+gradient are zero.
+
+A row is read from its first multiple of 16 bytes on, so that accesses are wide for any V; what lies before and after
+whole tiles comes last. Where V is not a multiple of 8 the order of adding up a row, and with it the last bit of its
+lse, depends on where the row begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..language import tl, triton
+from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropy(NamedTuple):
+    """What `cross_entropy` returns if more than the loss is asked for; the rest is None.
+
+    - `loss` and `accuracy`: reduced as asked, or [...] for each token.
+    - `lse`, `entropy`: [...] for each token, with gradients.
+    """
+
+    loss: Tensor
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    accuracy: Tensor | None = None
+
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _capped(x: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Tensor | float]:
+    """(z, dz/dx)."""
+    if softcap is None:
+        return x * scale, scale
+    t = torch.tanh(x / softcap)
+    return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
+
+
+def _targets(target: Tensor, cols: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(targets with 0 where there is none, which are in range, which are not though they are not ignored) [T]."""
+    y = target.reshape(-1).long()
+    inside = (y >= 0) & (y < cols)
+    given = y != ignore_index
+    return torch.where(inside & given, y, 0), inside & given, given & ~inside
+
+
+def cross_entropy_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float | None, scale: float, reduction: str, zero_if_none: bool, entropy: bool, accuracy: bool,
+    inplace: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The definition. logits [..., V], target [...], weight [V]."""
+    rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
+    z, _ = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
+    y, valid, wrong = _targets(target, cols, ignore_index)
+
+    def told(value: Tensor) -> Tensor:
+        """0 where there is no target, NaN where it is none of the columns."""
+        return torch.where(valid, value, torch.where(wrong, torch.nan, 0.0))
+
+    largest = z.amax(1).clamp(min=torch.finfo(dtype).min)
+    t = z - largest[:, None]
+    e = torch.exp(t)
+    total = e.sum(1)
+    log_total = torch.log(total)
+    picked = z.gather(1, y[:, None])[:, 0]
+    nll = (largest - picked) + log_total
+    share = torch.ones_like(nll) if weight is None else weight.to(dtype)[y]
+    lse = largest + log_total
+    loss = share * nll
+    smooth = None
+    if label_smoothing:
+        there = z > -torch.inf
+        weights = torch.ones_like(z) if weight is None else weight.to(dtype).expand(z.shape)
+        weights = torch.where(there, weights, 0.0)
+        part = label_smoothing / there.sum(1)
+        origin = torch.where(picked > -torch.inf, picked, 0.0)
+        below = torch.where(there, weights * (z - origin[:, None]), 0.0).sum(1)
+        mass = weights.sum(1)
+        loss = (1.0 - label_smoothing) * loss + part * (mass * ((largest - origin) + log_total) - below)
+        smooth = torch.stack([part * mass, part])
+    loss = told(loss + z_loss * lse.square())
+    share = torch.where(valid, share, 0.0)
+    outputs = []
+    inverse = None
+    if reduction == "none":
+        outputs.append(loss.view(target.shape))
+    elif reduction == "sum":
+        outputs.append(loss.sum())
+    else:
+        total_share = share.sum()
+        inverse = 1.0 / total_share
+        mean = loss.sum() / total_share
+        if zero_if_none:
+            inverse = torch.where(total_share == 0, 0.0, inverse)
+            mean = torch.where((total_share == 0) & ~loss.sum().isnan(), 0.0, mean)
+        outputs.append(mean)
+    outputs.append(told(lse).view(target.shape))
+    if entropy:
+        moment = torch.where(e > 0, e * t, 0.0).sum(1)
+        outputs.append(told(log_total - moment / total).view(target.shape))
+    if accuracy:
+        col = torch.arange(cols, device=z.device)
+        before = (z > picked[:, None]) | ((z == picked[:, None]) & (col < y[:, None]))
+        hit = torch.where(valid, (~before.any(1)).to(dtype), 0.0)
+        if reduction == "none":
+            outputs.append(hit.view(target.shape))
+        elif reduction == "sum":
+            outputs.append(hit.sum())
+        else:
+            count = valid.sum()
+            right = hit.sum() / count
+            outputs.append(torch.where(count == 0, 0.0, right) if zero_if_none else right)
+    outputs += [torch.where(valid, largest, 0.0), torch.where(valid, total, 1.0)]
+    if inverse is not None:
+        outputs.append(inverse)
+    if smooth is not None:
+        outputs.append(torch.where(valid, smooth, 0.0))
+    return outputs
+
+
+def cross_entropy_backward_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor, inverse: Tensor | None,
+    smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
+    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """dlogits, from the gradients that there are: dloss of a token or of all, dlse and dentropy of a token."""
+    rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
+    z, slope = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
+    y, valid, _ = _targets(target, cols, ignore_index)
+    t = z - largest.to(dtype)[:, None]
+    log_total = torch.log(total.to(dtype))
+    p = torch.exp(t) / total.to(dtype)[:, None]
+    factor = torch.zeros_like(log_total)
+    dz = torch.zeros_like(z)
+    if dloss is not None:
+        g = dloss.reshape(-1).to(dtype).expand(rows) * (1.0 if inverse is None else inverse.to(dtype))
+        at_target = g * (1.0 - label_smoothing)
+        if weight is not None:
+            at_target = at_target * weight.to(dtype)[y]
+        factor = at_target + g * 2.0 * z_loss * (largest.to(dtype) + log_total)
+        if smooth is not None:
+            factor = factor + g * smooth[0].to(dtype)
+            part = (g * smooth[1].to(dtype))[:, None].expand(z.shape)
+            part = part if weight is None else part * weight.to(dtype)
+            dz = dz - torch.where(z > -torch.inf, part, 0.0)
+        dz = dz.scatter_add(1, y[:, None], -at_target[:, None])
+    if dlse is not None:
+        factor = factor + dlse.reshape(-1).to(dtype)
+    by_row = factor[:, None]
+    if dentropy is not None:
+        assert entropy is not None
+        e = dentropy.reshape(-1, 1).to(dtype)
+        by_row = by_row - e * (t - log_total[:, None] + entropy.reshape(-1, 1).to(dtype))
+    dz = dz + torch.where(p > 0, p * by_row, p)
+    dx = torch.where(valid[:, None], dz * slope, 0.0)
+    return [dx.to(logits.dtype).view(logits.shape)]
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
+
+
+@triton.jit
+def _number(x, softcap, scale, KIND: tl.constexpr):
+    """z of logits as they are stored."""
+    z = x.to(tl.float32)
+    if KIND == CAPPED:
+        z, _ = cap(z, softcap)
+    if KIND != PLAIN:
+        z = z * scale
+    return z
+
+
+@triton.jit
+def _cut(offset, cols, ALIGN: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr):
+    """How a row of `cols` logits at `offset` is read: (head, body), a head of a few elements up to the next multiple
+    of 16 bytes, a body of whole tiles, and the rest."""
+    if ALIGN > 1:
+        head = 0
+    else:
+        head = ((16 // ELEMENT - offset % (16 // ELEMENT)) % (16 // ELEMENT)).to(tl.int32)
+    return head, tl.maximum(cols - head, 0) // TILE * TILE
+
+
+@triton.jit
+def _edge(start, lane, head, body, cols, ALIGN: tl.constexpr):
+    """(columns, which of them exist) of a piece of what is not in the body: the head, then what follows the body."""
+    if ALIGN > 1:
+        col = body + start + lane
+        return col, col < (cols // ALIGN) * ALIGN
+    else:
+        at = start + lane
+        col = tl.where(at < head, at, at + body)
+        return col, col < cols
+
+
+@triton.jit
+def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
+    """Sums over columns: of weight * (z - origin), of weights, of ones; without columns of minus infinity."""
+    there = z > -float("inf")
+    if mask is not None:
+        there = there & mask
+    if weight_ptr is not None:
+        w = load_tile(weight_ptr + col, mask)
+        mass += tl.sum(tl.where(there, w, 0.0), axis=0)
+        below += tl.sum(tl.where(there, w * (z - origin), 0.0), axis=0)
+    else:
+        below += tl.sum(tl.where(there, z - origin, 0.0), axis=0)
+    count += tl.sum(tl.where(there, 1.0, 0.0), axis=0)
+    return below, mass, count
+
+
+@triton.jit
+def _target_of(target_ptr, row, cols, ignore_index):
+    """(the target, whether it is a column, whether it is none though it is not ignored)."""
+    y = tl.load(target_ptr + row)
+    given = y != ignore_index
+    inside = (y >= 0) & (y < cols)
+    return tl.where(inside, y, 0).to(tl.int32), given & inside, given & (inside == 0)
+
+
+@kernel
+def _cross_entropy_kernel(
+    logits_ptr,  # [rows, cols]
+    target_ptr,  # [rows]
+    weight_ptr,  # [cols], or None
+    loss_ptr,  # fp32 [rows], and so the following
+    lse_ptr,
+    entropy_ptr,  # or None
+    hit_ptr,  # or None: 1 if the target comes first, else 0
+    largest_ptr,
+    total_ptr,
+    share_ptr,  # or None: w_y, 0 without a target
+    smooth_ptr,  # [2, rows], or None: a / V * sum(w), and a / V
+    rows,
+    cols,
+    inner,
+    outer_stride,
+    inner_stride,
+    ignore_index,
+    softcap,
+    scale,
+    label_smoothing,
+    z_loss,
+    KIND: tl.constexpr,
+    TOLD: tl.constexpr,  # hit is -1 without a target
+    TILE: tl.constexpr,  # logits at a time, in rows of LANES
+    LANES: tl.constexpr,  # each of which has statistics of its own
+    NESTED: tl.constexpr,  # logits have two row strides
+    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+):
+    """One row: statistics of LANES interleaved parts, joined at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    y, valid, wrong = _target_of(target_ptr, row, cols, ignore_index)
+    cols = tl.where(valid, cols, 0)  # without a target nothing is read
+    offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
+    ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    STEPS: tl.constexpr = TILE // LANES
+    head, body = _cut(offset, cols, ALIGN, TILE, ELEMENT)
+    picked = tl.load(logits_ptr + offset + y, mask=valid, other=0.0)
+    picked = _number(picked, softcap, scale, KIND)
+    origin = tl.where(picked > -float("inf"), picked, 0.0)
+
+    lane = tl.arange(0, LANES)
+    piece = (tl.arange(0, STEPS) * LANES)[:, None] + lane[None, :]  # [STEPS, LANES]
+    largest = tl.full((LANES,), LOWEST, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    below = tl.zeros((LANES,), tl.float32)
+    mass = tl.zeros((LANES,), tl.float32)
+    count = tl.zeros((LANES,), tl.float32)
+    ahead = tl.zeros((LANES,), tl.int32)  # columns before the target: larger, or as large and to the left
+    body_ptr = logits_ptr + tl.multiple_of(offset + head, 16 // ELEMENT)
+    for start in range(0, body, TILE):
+        z = _number(tl.load(body_ptr + start + piece), softcap, scale, KIND)
+        if entropy_ptr is not None:
+            largest, total, moment = add_moments(largest, total, moment, z, 0)
+        else:
+            largest, total = add_exponentials(largest, total, z, 0)
+        col = head + start + piece
+        if smooth_ptr is not None:
+            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, None)
+        if hit_ptr is not None:
+            ahead += tl.sum(((z > picked) | ((z == picked) & (col < y))).to(tl.int32), axis=0)
+    for start in range(0, cols - body, LANES):
+        col, exists = _edge(start, lane[None, :], head, body, cols, ALIGN)  # [1, LANES]
+        x = tl.load(logits_ptr + offset + col, mask=exists, other=-float("inf"))
+        z = tl.where(exists, _number(x, softcap, scale, KIND), -float("inf"))
+        if entropy_ptr is not None:
+            largest, total, moment = add_moments(largest, total, moment, z, 0)
+        else:
+            largest, total = add_exponentials(largest, total, z, 0)
+        if smooth_ptr is not None:
+            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, exists)
+        if hit_ptr is not None:
+            ahead += tl.sum((exists & ((z > picked) | ((z == picked) & (col < y)))).to(tl.int32), axis=0)
+
+    nothing = tl.where(wrong, float("nan"), 0.0)
+    if entropy_ptr is not None:
+        row_largest, row_total, row_moment = join_moments(largest, total, moment, 0)
+        entropy = tl.log(row_total) - row_moment / row_total
+        tl.store(entropy_ptr + row, tl.where(valid, entropy, nothing))
+    else:
+        row_largest, row_total = join_exponentials(largest, total, 0)
+    log_total = tl.log(row_total)
+    lse = row_largest + log_total
+    share = 1.0
+    if weight_ptr is not None:
+        share = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
+    loss = share * ((row_largest - picked) + log_total)
+    if smooth_ptr is not None:
+        row_count = tl.sum(count, axis=0)
+        row_mass = tl.sum(mass, axis=0) if weight_ptr is not None else row_count
+        part = label_smoothing / row_count
+        spread = row_mass * ((row_largest - origin) + log_total) - tl.sum(below, axis=0)
+        loss = (1.0 - label_smoothing) * loss + part * spread
+        tl.store(smooth_ptr + row, tl.where(valid, part * row_mass, 0.0))
+        tl.store(smooth_ptr + rows + row, tl.where(valid, part, 0.0))
+    loss += z_loss * lse * lse
+    tl.store(loss_ptr + row, tl.where(valid, loss, nothing))
+    tl.store(lse_ptr + row, tl.where(valid, lse, nothing))
+    tl.store(largest_ptr + row, tl.where(valid, row_largest, 0.0))
+    tl.store(total_ptr + row, tl.where(valid, row_total, 1.0))
+    if share_ptr is not None:
+        tl.store(share_ptr + row, tl.where(valid, share, 0.0))
+    if hit_ptr is not None:
+        first = tl.where(tl.sum(ahead, axis=0) == 0, 1.0, 0.0)
+        tl.store(hit_ptr + row, tl.where(valid, first, -1.0 if TOLD else 0.0))
+
+
+@kernel
+def _cross_entropy_totals_kernel(
+    loss_ptr,  # fp32 [rows]
+    share_ptr,  # so too, or None: then sums are asked for, not means
+    hit_ptr,  # or None
+    total_loss_ptr,  # a scalar
+    inverse_ptr,  # a scalar, or None: 1 / sum(share)
+    accuracy_ptr,  # a scalar, or None
+    rows,
+    ZERO_IF_NONE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Sums over all rows, TILE at a time, in order."""
+    piece = tl.arange(0, TILE)
+    losses = tl.zeros((TILE,), tl.float32)
+    shares = tl.zeros((TILE,), tl.float32)
+    hits = tl.zeros((TILE,), tl.float32)
+    told = tl.zeros((TILE,), tl.float32)
+    for start in range(0, rows, TILE):
+        row = tl.cast(start, tl.int64) + piece
+        there = row < rows
+        losses += tl.load(loss_ptr + row, mask=there, other=0.0)
+        if share_ptr is not None:
+            shares += tl.load(share_ptr + row, mask=there, other=0.0)
+        if hit_ptr is not None:
+            hit = tl.load(hit_ptr + row, mask=there, other=-1.0)
+            hits += tl.maximum(hit, 0.0)
+            told += tl.where(hit >= 0.0, 1.0, 0.0)
+    loss = tl.sum(losses, axis=0)
+    hit_sum = tl.sum(hits, axis=0)
+    if share_ptr is not None:
+        share = tl.sum(shares, axis=0)
+        inverse = 1.0 / share
+        mean = loss / share
+        told_sum = tl.sum(told, axis=0)
+        accuracy = hit_sum / told_sum
+        if ZERO_IF_NONE:
+            inverse = tl.where(share == 0.0, 0.0, inverse)
+            mean = tl.where((share == 0.0) & (loss == loss), 0.0, mean)
+            accuracy = tl.where(told_sum == 0.0, 0.0, accuracy)
+        tl.store(total_loss_ptr, mean)
+        tl.store(inverse_ptr, inverse)
+        if hit_ptr is not None:
+            tl.store(accuracy_ptr, accuracy)
+    else:
+        tl.store(total_loss_ptr, loss)
+        if hit_ptr is not None:
+            tl.store(accuracy_ptr, hit_sum)
+
+
+@triton.jit
+def _gradient(
+    x, col, largest, factor, bend, at_target, part, y, weight_ptr, mask, softcap, scale,
+    KIND: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile of logits: z - largest = t gives exp(t) * (factor - bend * t), less what the target takes."""
+    z = x.to(tl.float32)
+    slope = scale
+    if KIND == CAPPED:
+        z, bent = cap(z, softcap)
+        slope = scale * bent
+    if KIND != PLAIN:
+        z = z * scale
+    t = z - largest
+    e = tl.exp(t)
+    if ENTROPY:
+        dz = tl.where(e == 0.0, 0.0, e * (factor - bend * t))
+    else:
+        dz = e * factor
+    if SMOOTHED:
+        if weight_ptr is not None:
+            w = part * load_tile(weight_ptr + col, mask)
+            dz -= tl.where(z > -float("inf"), w, 0.0)
+        else:
+            dz -= tl.where(z > -float("inf"), part, 0.0)
+    dz = tl.where(col == y, dz - at_target, dz)
+    if KIND != PLAIN:
+        dz = dz * slope
+    return dz
+
+
+@kernel
+def _cross_entropy_backward_kernel(
+    logits_ptr,  # [rows, cols]
+    target_ptr,  # [rows]
+    weight_ptr,  # [cols], or None
+    largest_ptr,  # fp32 [rows]
+    total_ptr,  # fp32 [rows]
+    inverse_ptr,  # a scalar, or None
+    smooth_ptr,  # fp32 [2, rows], or None
+    entropy_ptr,  # fp32 [rows], or None
+    dloss_ptr,  # [rows], or None
+    dlse_ptr,  # [rows], or None
+    dentropy_ptr,  # [rows], or None
+    dlogits_ptr,  # [rows, cols]; logits themselves if INPLACE
+    rows,
+    cols,
+    inner,
+    outer_stride,
+    inner_stride,
+    ignore_index,
+    dloss_stride,
+    dlse_stride,
+    dentropy_stride,
+    span,  # columns of a program, a multiple of TILE
+    softcap,
+    scale,
+    label_smoothing,
+    z_loss,
+    KIND: tl.constexpr,
+    INPLACE: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,  # elements at a time where rows begin and end
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ALIKE: tl.constexpr,  # rows of dlogits begin where those of logits do, modulo 16 bytes
+):
+    """A span of one row's gradient. Rows without a target are zeros, and their logits are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    y, valid, _ = _target_of(target_ptr, row, cols, ignore_index)
+    offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
+    ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    DTYPE: tl.constexpr = dlogits_ptr.dtype.element_ty
+    head, body = _cut(offset, cols, ALIGN, TILE, ELEMENT)
+    if INPLACE:
+        out_offset = offset
+    else:
+        out_offset = tl.multiple_of(row * cols, ALIGN)
+    x_ptr = logits_ptr + tl.multiple_of(offset + head, 16 // ELEMENT)
+    out_off = out_offset + head
+    if ALIKE:
+        out_off = tl.multiple_of(out_off, 16 // ELEMENT)
+    dx_ptr = dlogits_ptr + out_off
+
+    largest = tl.load(largest_ptr + row)
+    total = tl.load(total_ptr + row)
+    log_total = tl.log(total)
+    factor = 0.0
+    at_target = 0.0
+    part = 0.0
+    bend = 0.0
+    if dloss_ptr is not None:
+        g = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+        if inverse_ptr is not None:
+            g *= tl.load(inverse_ptr)
+        at_target = g * (1.0 - label_smoothing)
+        if weight_ptr is not None:
+            at_target *= tl.load(weight_ptr + y).to(tl.float32)
+        factor = at_target + g * 2.0 * z_loss * (largest + log_total)
+        if smooth_ptr is not None:
+            factor += g * tl.load(smooth_ptr + row)
+            part = g * tl.load(smooth_ptr + rows + row)
+    if dlse_ptr is not None:
+        factor += tl.load(dlse_ptr + row * dlse_stride).to(tl.float32)
+    if dentropy_ptr is not None:
+        bend = tl.load(dentropy_ptr + row * dentropy_stride).to(tl.float32)
+        factor -= bend * (tl.load(entropy_ptr + row) - log_total)
+        bend = bend / total
+    factor = factor / total
+    SMOOTHED: tl.constexpr = smooth_ptr is not None and dloss_ptr is not None
+    ENTROPY: tl.constexpr = dentropy_ptr is not None
+
+    first = tl.multiple_of(tl.program_id(1) * span, TILE)
+    last = tl.minimum(first + span, body)
+    piece = tl.arange(0, TILE)
+    read = tl.multiple_of(tl.where(valid, last, first), TILE)
+    for start in range(first, read, TILE):
+        x = tl.load(x_ptr + start + piece)
+        dz = _gradient(
+            x, head + start + piece, largest, factor, bend, at_target, part, y, weight_ptr, None, softcap, scale,
+            KIND, SMOOTHED, ENTROPY,
+        )  # fmt: skip
+        tl.store(dx_ptr + start + piece, dz.to(DTYPE))
+    for start in range(read, last, TILE):
+        tl.store(dx_ptr + start + piece, tl.zeros((TILE,), DTYPE))
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        lane = tl.arange(0, LANES)
+        for start in range(0, cols - body, LANES):
+            col, exists = _edge(start, lane, head, body, cols, ALIGN)
+            x = tl.load(logits_ptr + offset + col, mask=exists & valid, other=0.0)
+            dz = _gradient(
+                x, col, largest, factor, bend, at_target, part, y, weight_ptr, exists, softcap, scale,
+                KIND, SMOOTHED, ENTROPY,
+            )  # fmt: skip
+            dz = tl.where(valid, dz, 0.0)
+            tl.store(dlogits_ptr + out_offset + col, dz.to(DTYPE), mask=exists)
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How a row is read: `tile` logits at a time, by `lanes` of them that have statistics of their own."""
+
+    tile: int
+    lanes: int
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(cols: int, element: int, steps: int, target: str) -> RowConfig:
+        """For `steps` reads of 128 bits by each thread before anything is done with them."""
+        if target == "cpu":
+            # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
+            long = cols >= 2048
+            return RowConfig(1024 if long else 64, 128 if long else 64, 4)
+        wave = 64 if target.startswith("gfx") else 32
+        num_warps = (4 if wave == 64 else 8) if cols >= 4096 else 4 if cols >= 1024 else 1
+        lanes = num_warps * wave * (16 // element)
+        return RowConfig((steps if cols >= 4096 else 1) * lanes, lanes, num_warps)
+
+
+# Compiled for sm_90: 64 registers forward; backward with as many steps as forward would take half as many again on
+# sm_120, and spill on sm_80.
+FORWARD_STEPS, BACKWARD_STEPS = 4, 2
+
+
+def _kind(softcap: float | None, scale: float) -> int:
+    return 2 if softcap is not None else 1 if scale != 1.0 else 0
+
+
+def _allocate_cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float | None, scale: float, reduction: str, zero_if_none: bool, entropy: bool, accuracy: bool,
+    inplace: bool,
+) -> list[Tensor]:  # fmt: skip
+    dtype, device = compute_dtype(logits), logits.device
+    rows = target.numel()
+    reduced = target.shape if reduction == "none" else ()
+    outputs = [
+        torch.empty(reduced, dtype=dtype, device=device),
+        torch.empty(target.shape, dtype=dtype, device=device),
+    ]
+    if entropy:
+        outputs.append(torch.empty(target.shape, dtype=dtype, device=device))
+    if accuracy:
+        outputs.append(torch.empty(reduced, dtype=dtype, device=device))
+    outputs += [torch.empty((rows,), dtype=dtype, device=device) for _ in range(2)]
+    if reduction == "mean":
+        outputs.append(torch.empty((), dtype=dtype, device=device))
+    if label_smoothing:
+        outputs.append(torch.empty((2, rows), dtype=dtype, device=device))
+    return outputs
+
+
+def _launch_cross_entropy(
+    outputs: list[Tensor], logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, scale: float, reduction: str, zero_if_none: bool,
+    entropy: bool, accuracy: bool, inplace: bool,
+) -> None:  # fmt: skip
+    target_name = capabilities_of(logits.device).target
+    logits, inner, outer_stride, inner_stride = row_strides(logits)
+    target = target.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    rows, cols = target.numel(), logits.shape[-1]
+    results = iter(outputs)
+    loss, lse = next(results), next(results)
+    entropies = next(results) if entropy else None
+    accuracies = next(results) if accuracy else None
+    largest, total = next(results), next(results)
+    inverse = next(results) if reduction == "mean" else None
+    smooth = next(results) if label_smoothing else None
+    losses, hits, shares = loss, accuracies, None
+    if reduction != "none":
+        device = logits.device
+        losses = torch.empty((rows,), dtype=torch.float32, device=device)
+        hits = torch.empty((rows,), dtype=torch.float32, device=device) if accuracy else None
+        if inverse is not None:
+            shares = torch.empty((rows,), dtype=torch.float32, device=device)
+    element = logits.element_size()
+    config = RowConfig.choose(cols, element, FORWARD_STEPS, target_name)
+    align = _align(element, cols, outer_stride, inner_stride)
+    launch = _forward_launch(config, _kind(softcap, scale), reduction != "none", inner > 1, align)
+    launch(
+        (rows, 1, 1),
+        (logits, target, weight, losses, lse, entropies, hits, largest, total, shares, smooth),
+        (rows, cols, inner, outer_stride, inner_stride, ignore_index),
+        (softcap or 0.0, scale, label_smoothing, z_loss),
+    )
+    if reduction != "none":
+        launch = Launch.of(_cross_entropy_totals_kernel, num_warps=8, ZERO_IF_NONE=zero_if_none, TILE=1024)
+        launch((1, 1, 1), (losses, shares, hits, loss, inverse, accuracies), (rows,))
+
+
+def _align(element: int, *sizes: int) -> int:
+    """A common divisor of sizes that makes 16 bytes, or 1."""
+    return align_of(*sizes, least=16 // element if element >= 4 else 8)
+
+
+@functools.cache
+def _forward_launch(config: RowConfig, kind: int, told: bool, nested: bool, align: int) -> Launch:
+    return Launch.of(
+        _cross_entropy_kernel, num_warps=config.num_warps, KIND=kind, TOLD=told, TILE=config.tile, LANES=config.lanes,
+        NESTED=nested, ALIGN=align,
+    )  # fmt: skip
+
+
+def _allocate_cross_entropy_backward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor, inverse: Tensor | None,
+    smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
+    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)]
+
+
+def _launch_cross_entropy_backward(outputs: list[Tensor], *args: Any) -> None:
+    _differentiate(outputs[0], *args)
+
+
+def _differentiate(
+    dlogits: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor,
+    inverse: Tensor | None, smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
+    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    scale: float,
+) -> None:  # fmt: skip
+    """Write dlogits, which may be logits."""
+    capabilities = capabilities_of(logits.device)
+    inplace = dlogits is logits
+    logits, inner, outer_stride, inner_stride = row_strides(logits)
+    if inplace:
+        dlogits = logits
+    target = target.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    entropy = None if entropy is None else entropy.contiguous()
+    rows, cols = target.numel(), logits.shape[-1]
+    upstream: list[Tensor | None] = []
+    strides: list[int] = []
+    for gradient in (dloss, dlse, dentropy):
+        # One for all rows has the stride 0.
+        flat = None if gradient is None else gradient.reshape(-1)
+        upstream.append(flat)
+        strides.append(0 if flat is None or flat.numel() == 1 else flat.stride(0))
+    element = logits.element_size()
+    config = RowConfig.choose(cols, element, BACKWARD_STEPS, capabilities.target)
+    align = _align(element, cols, outer_stride, inner_stride)
+    alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
+    tiles = max(1, cols // config.tile)
+    spans = 1
+    if capabilities.target != "cpu":  # enough programs to even out, of a few tiles each
+        spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
+    span = -(-tiles // spans) * config.tile
+    spans = -(-tiles * config.tile // span)
+    launch = _backward_launch(config, _kind(softcap, scale), inplace, inner > 1, align, alike)
+    launch(
+        (rows, spans, 1),
+        (logits, target, weight, largest, total, inverse, smooth, entropy, *upstream, dlogits),
+        (rows, cols, inner, outer_stride, inner_stride, ignore_index, *strides, span),
+        (softcap or 0.0, scale, label_smoothing, z_loss),
+    )
+
+
+@functools.cache
+def _backward_launch(
+    config: RowConfig, kind: int, inplace: bool, nested: bool, align: int, alike: bool
+) -> Launch:
+    return Launch.of(
+        _cross_entropy_backward_kernel, num_warps=config.num_warps, KIND=kind, INPLACE=inplace, TILE=config.tile,
+        LANES=config.lanes, NESTED=nested, ALIGN=align, ALIKE=alike,
+    )  # fmt: skip
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, scale, reduction = inputs[:9]
+    entropy, accuracy = inputs[10], inputs[11]
+    results = iter(output[2:])
+    entropies = next(results) if entropy else None
+    accuracies = next(results) if accuracy else None
+    largest, total = next(results), next(results)
+    inverse = next(results) if reduction == "mean" else None
+    smooth = next(results) if label_smoothing else None
+    ctx.save_for_backward(logits, target, weight, largest, total, inverse, smooth, entropies)
+    ctx.options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+    ctx.entropy, ctx.inplace, ctx.inputs = entropy, inputs[12], len(inputs)
+    ctx.set_materialize_grads(False)
+    others = (accuracies, largest, total, inverse, smooth)
+    ctx.mark_non_differentiable(*(t for t in others if t is not None))
+
+
+def _gradients(ctx: Any, grads: Any) -> Any:
+    dloss, dlse = grads[:2]
+    dentropy = grads[2] if ctx.entropy else None
+    nothing = (None,) * (ctx.inputs - 1)
+    if not ctx.needs_input_grad[0] or (dloss is None and dlse is None and dentropy is None):
+        return (None, *nothing)
+    args = (*ctx.saved_tensors, dloss, dlse, dentropy, *ctx.options)
+    if ctx.inplace and not cross_entropy_backward_op.is_traced(*args):
+        return (_overwrite(*args), *nothing)
+    return (cross_entropy_backward_op(*args)[0], *nothing)
+
+
+def _overwrite(logits: Tensor, *args: Any) -> Tensor:
+    """The gradient in the memory of the logits. Autograd is told: whoever saved them for a later backward gets its
+    error about an in-place operation, not wrong numbers."""
+    logits = logits.detach()
+    if cross_entropy_backward_op.serves(logits):
+        _differentiate(logits, logits, *args)
+    else:
+        logits.copy_(cross_entropy_backward_reference(logits, *args)[0])
+    torch.autograd.graph.increment_version(logits)
+    return logits
+
+
+cross_entropy_backward_op = define_op(
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor? weight, Tensor largest, Tensor total, "
+    "Tensor? inverse, Tensor? smooth, Tensor? entropy, Tensor? dloss, Tensor? dlse, Tensor? dentropy, "
+    "int ignore_index, float label_smoothing, float z_loss, float? softcap, float scale) -> Tensor[]",
+    allocate=_allocate_cross_entropy_backward,
+    launch=_launch_cross_entropy_backward,
+    reference=cross_entropy_backward_reference,
+    variants=32,
+)
+
+cross_entropy_op = define_op(
+    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
+    "float z_loss, float? softcap, float scale, str reduction, bool zero_if_none, bool entropy, bool accuracy, "
+    "bool inplace) -> Tensor[]",
+    allocate=_allocate_cross_entropy,
+    launch=_launch_cross_entropy,
+    reference=cross_entropy_reference,
+    setup_context=_setup,
+    backward=_gradients,
+    variants=32,
+)
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    all_ignored: Literal["zero", "nan"] = "zero",
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_accuracy: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Cross entropy of logits [..., V] in bf16, fp16 or fp32, of any strides, and targets [...] in int32 or int64.
+
+    The logits are read once forward; backward reads them once and writes their gradient. Losses are fp32 whatever the
+    logits are. Returns the loss, or a `CrossEntropy` with it if more is asked for.
+
+    - `weight` [V]: a weight for each class; a mean divides by the sum of the targets'. It has no gradient.
+    - `ignore_index`: a token with this target has no part in anything: its loss, lse, entropy and gradient are 0, and
+      its logits are not read. Any other target that is no column makes the token's results NaN and its gradient 0;
+      nothing outside of the row is ever read, and nothing waits for the device to find out.
+    - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
+      vocabulary and get none of it, where PyTorch's loss would be infinite.
+    - `z_loss`: times the square of lse = log(sum(exp(z))) is added to each token's loss.
+    - `softcap`: logits become softcap * tanh(logits / softcap) first. `scale` then multiplies them: 1 / temperature.
+    - `reduction`: "mean" over the tokens that have a target, "sum", or "none".
+    - `all_ignored`: what the mean is if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
+    - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients: any loss
+      that is a function of them is autograd's business. `return_accuracy`: whether the target has the largest logit,
+      the lowest column among equals; reduced like the loss, but without class weights.
+    - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
+      them. Under torch.compile, which plans memory itself, the gradient is a new tensor.
+
+    >>> import torch, weft
+    >>> logits = torch.randn(6, 1000, dtype=torch.bfloat16, requires_grad=True)
+    >>> target = torch.tensor([1, 2, 3, -100, 5, 999])
+    >>> weft.cross_entropy(logits, target, label_smoothing=0.1).backward()
+    >>> loss, lse, _, accuracy = weft.cross_entropy(
+    ...     logits, target, reduction="none", return_lse=True, return_accuracy=True
+    ... )
+    >>> loss.dtype, loss[3], lse.shape
+    (torch.float32, tensor(0., grad_fn=<SelectBackward0>), torch.Size([6]))
+    """
+    shape = logits.shape
+    if not shape or shape[-1] == 0 or logits.dtype not in _DTYPES:
+        raise ValueError(
+            "logits must be [..., V] in bfloat16, float16, float32 or float64, with at least one column; "
+            f"got {logits.dtype} {tuple(shape)}"
+        )
+    if target.shape != shape[:-1] or target.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"target must have the shape {tuple(shape[:-1])}, one to each row of logits, in int32 or int64; "
+            f"got {target.dtype} {tuple(target.shape)}"
+        )
+    if target.device != logits.device:
+        raise ValueError(f"target must be on {logits.device} like logits; it is on {target.device}")
+    if weight is not None:
+        if weight.shape != shape[-1:] or weight.dtype not in _DTYPES or weight.device != logits.device:
+            raise ValueError(
+                f"weight must be a float tensor of shape ({shape[-1]},) on {logits.device}; "
+                f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+            )
+        weight = weight.detach()
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if all_ignored not in ("zero", "nan"):
+        raise ValueError(f"all_ignored must be 'zero' or 'nan'; got {all_ignored!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+    if (softcap is not None and not softcap > 0.0) or not scale > 0.0:
+        raise ValueError(f"softcap and scale must be above 0; got {softcap} and {scale}")
+    if not -(2**31) <= ignore_index < 2**31:
+        raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
+    if inplace:
+        _check_inplace(logits)
+    outputs = cross_entropy_op(
+        logits, target, weight, ignore_index, float(label_smoothing), float(z_loss),
+        None if softcap is None else float(softcap), float(scale), reduction, all_ignored == "zero", return_entropy,
+        return_accuracy, inplace,
+    )  # fmt: skip
+    if not (return_lse or return_entropy or return_accuracy):
+        return outputs[0]
+    return CrossEntropy(
+        outputs[0],
+        outputs[1] if return_lse else None,
+        outputs[2] if return_entropy else None,
+        outputs[2 + return_entropy] if return_accuracy else None,
+    )
+
+
+def _check_inplace(logits: Tensor) -> None:
+    """Whether every logit has a place of its own that a kernel can reach."""
+    rows, inner, outer_stride, inner_stride = row_strides(logits)
+    apart = outer_stride >= (inner - 1) * inner_stride + logits.shape[-1]
+    if rows is not logits or not apart or (inner > 1 and inner_stride < logits.shape[-1]):
+        raise ValueError(
+            "inplace=True needs logits whose rows are contiguous and do not overlap, at one or two strides; "
+            f"got the shape {tuple(logits.shape)} with the strides {logits.stride()}"
+        )

@@ -1,0 +1,66 @@
+"""Softmax without its row at once: statistics of tiles, joined to those of a row, of shards, of ranks.
+
+What is known of a set of numbers z is (`largest`, `total`): total = sum(exp(z - largest)), so that
+log(sum(exp(z))) = largest + log(total). Of nothing, and of minus infinities alone, it is (LOWEST, 0): numbers that need
+no case of their own, since exp(LOWEST - z) is 0 and exp(LOWEST - LOWEST) * 0 is too. `moment` = sum(exp(z - largest) *
+(z - largest)) is what the entropy takes besides: log(total) - moment / total. NaN reaches the total.
+"""
+
+from ..language import tl, triton
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
+
+
+@triton.jit
+def add_exponentials(largest, total, z, axis: tl.constexpr):
+    """(largest, total) with z joined to them: z has one more axis, over which it is added up."""
+    joined = tl.maximum(largest, tl.max(z, axis=axis))
+    e = tl.exp(z - tl.expand_dims(joined, axis))
+    return joined, total * tl.exp(largest - joined) + tl.sum(e, axis=axis)
+
+
+@triton.jit
+def add_moments(largest, total, moment, z, axis: tl.constexpr):
+    """(largest, total, moment) with z joined to them."""
+    joined = tl.maximum(largest, tl.max(z, axis=axis))
+    down = largest - joined
+    t = z - tl.expand_dims(joined, axis)
+    e = tl.exp(t)
+    factor = tl.exp(down)
+    # Where there is no total yet, down may be minus infinity.
+    moved = tl.where(total > 0.0, moment + down * total, 0.0)
+    moment = moved * factor + tl.sum(tl.where(e > 0.0, e * t, 0.0), axis=axis)
+    return joined, total * factor + tl.sum(e, axis=axis), moment
+
+
+@triton.jit
+def join_exponentials(largest, total, axis: tl.constexpr):
+    """(largest, total) of all sets along an axis."""
+    joined = tl.max(largest, axis=axis)
+    return joined, tl.sum(total * tl.exp(largest - tl.expand_dims(joined, axis)), axis=axis)
+
+
+@triton.jit
+def join_moments(largest, total, moment, axis: tl.constexpr):
+    """(largest, total, moment) of all sets along an axis."""
+    joined = tl.max(largest, axis=axis)
+    down = largest - tl.expand_dims(joined, axis)
+    factor = tl.exp(down)
+    moved = tl.where(total > 0.0, moment + down * total, 0.0)
+    return joined, tl.sum(total * factor, axis=axis), tl.sum(moved * factor, axis=axis)
+
+
+@triton.jit
+def tanh(x):
+    """With an absolute error of some 1e-7."""
+    e = tl.exp(-2.0 * tl.abs(x))  # in [0, 1]
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def cap(x, limit):
+    """limit * tanh(x / limit), which stays between -limit and limit, and its slope. Minus infinity stays what it is: it
+    stands for what is not there."""
+    t = tanh(x / limit)
+    return tl.where(x == -float("inf"), x, limit * t), 1.0 - t * t
