@@ -9,14 +9,10 @@ other kernels of the file are found in Triton's cache, whose keys have line numb
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-import mutants_gated_norm
-import mutants_multi_tensor
-import mutants_cross_entropy
-import mutants_permute
-import mutants_route
-import mutants_router_linear
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
@@ -401,6 +397,9 @@ def _made(kernel: str, file: str, lines: list[tuple[Any, ...]]) -> list[Mutant]:
     return found
 
 
+# The other families of ops have files of their own.
+FAMILIES = tuple(import_module(path.stem) for path in sorted(Path(__file__).parent.glob("mutants_*.py")))
+
 MUTANTS: tuple[Mutant, ...] = (
     *_made("_norm_kernel", NORM, _NORM),
     *_made("_norm_stripe_kernel", NORM, _STRIPE),
@@ -415,14 +414,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for module in (
-            mutants_permute,
-            mutants_route,
-            mutants_router_linear,
-            mutants_gated_norm,
-            mutants_multi_tensor,
-        )
-        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_cross_entropy)
+        for module in FAMILIES
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

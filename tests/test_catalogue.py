@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -17,12 +18,7 @@ import pytest
 import torch
 import triton_loom
 import truth
-import truth_gated_norm
-import truth_cross_entropy
 import truth_glu
-import truth_multi_tensor
-import truth_permute
-import truth_rope
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -206,14 +202,10 @@ def accuracy(workload: Workload) -> None:
 
 # What each result and gradient of a call must be: within a noise, or exactly.
 TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = {
-    **truth_permute.TRUTHS,
-    **truth_gated_norm.TRUTHS,
-    **truth_multi_tensor.TRUTHS,
+    op: truth
+    for path in sorted(Path(__file__).parent.glob("truth_*.py"))
+    for op, truth in getattr(importlib.import_module(path.stem), "TRUTHS", {}).items()
 }
-TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = (
-    truth_permute.TRUTHS | truth_rope.TRUTHS
-)
-    **truth_cross_entropy.TRUTHS,
 
 
 def accuracy_by_reference(workload: Workload) -> None:

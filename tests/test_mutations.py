@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from mutants import MUTANTS
+from mutants import FAMILIES, MUTANTS
 from mutation import PACKAGE, Mutant, Server, Verdict
 
 import weft
@@ -23,10 +23,8 @@ from weft.runtime import Kernel
 AT_LEAST = 10  # mutants of a kernel
 # A mutant that the tests named with it let pass meets these.
 WHOLE = (
-    *("test_norm.py", "test_glu.py", "test_permute.py", "test_route.py", "test_router_linear.py"),
-    "test_gated_norm.py",
-    *("test_multi_tensor.py",),
-    "test_cross_entropy.py",
+    *("test_norm.py", "test_glu.py"),
+    *(f"test_{family.__name__.removeprefix('mutants_')}.py" for family in FAMILIES),
     *("test_combinations.py", "test_bytes.py", "test_catalogue.py"),
 )
 

@@ -1,7 +1,7 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
-from .gated_norm import gated_norm
 from .cross_entropy import CrossEntropy, cross_entropy
+from .gated_norm import gated_norm
 from .glu import glu, glu_backward
 from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
