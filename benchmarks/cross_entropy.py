@@ -1,30 +1,25 @@
 """Cross entropy on this CPU, beside torch.compile, eager PyTorch and a plain copy.
 
-    python benchmarks/cross_entropy.py [--quick] [--rows N] [--json FILE]
+    python benchmarks/cross_entropy.py [--quick] [--only NAME] [--json FILE]
 
-How it is measured, and what the columns mean, stands in `norm_and_quantize.py`. The baselines are F.cross_entropy of
+How they are timed is said in `contests.py`. The baselines are F.cross_entropy of
 the same logits, compiled and as it is. A backward is timed by itself: the graph of one forward is walked again and
 again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from norm_and_quantize import Contest, compiled, keep_pages, measure
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from contests import Contest, compiled, main
 from torch import Tensor
 
 import weft
 
+ROWS = 1024
 VOCABULARIES = {"linghe": 157184, "gpt2": 50257}
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,40 +71,12 @@ def _walk(loss: Tensor, leaf: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.autograd.grad(loss, leaf, retain_graph=True)[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 15")
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--json", help="also write the results to this file")
-    options = parser.parse_args()
-    keep_pages()
-    makers: list[Any] = [
-        (make, f"{make.__name__} · {options.rows}x{cols} ({model})", cols)
-        for model, cols in VOCABULARIES.items()
-        for make in (forward, backward)
-    ]
-    results = []
-    for make, name, cols in track(makers, description="measuring", transient=True):
-        results.append(measure(make(name, options.rows, cols), 5 if options.quick else 15))
-    table = Table(
-        title=f"{torch.get_num_threads()} threads, torch {torch.__version__}; milliseconds, measured here"
-    )
-    for title in ("", "weft", "torch.compile", "eager", "vs compile", "to reach", "vs eager", "of copy"):
-        table.add_column(title, justify="left" if not title else "right")
-    for r in results:
-        ratio = r.compiled_ms / r.ours_ms
-        colour = "green" if ratio >= r.target else "red"
-        table.add_row(
-            r.name, f"{r.ours_ms:.1f}", f"{r.compiled_ms:.1f}", f"{r.eager_ms:.1f}", f"[{colour}]{ratio:.2f}[/]",
-            f"{r.target:.1f}", f"{r.eager_ms / r.ours_ms:.1f}", f"{r.copy_ms / r.ours_ms:.0%}",
-        )  # fmt: skip
-    Console(width=130).print(table)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([asdict(r) for r in results], file, indent=2)
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        [
+            (f"{make.__name__} · {ROWS}x{cols} ({model})", functools.partial(make, rows=ROWS, cols=cols))
+            for model, cols in VOCABULARIES.items()
+            for make in (forward, backward)
+        ],
+    )

@@ -28,6 +28,14 @@ class Published(NamedTuple):
 
 PUBLISHED: tuple[Published, ...] = (
     Published(1, "RMSNorm + quantise", "norm:linghe/hidden:1x128-both:8192", 72.4, 68.19),
+    Published(2, "split, qk-norm, RoPE, transpose", "qkv_prepare:linghe/qkv:groups-half:4096", 59.1, 101.7),
+    Published(
+        3,
+        "split, qk-norm, RoPE, transpose, backward",
+        "qkv_prepare_backward:linghe/qkv:groups-half:4096",
+        107.5,
+        143.7,
+    ),
     Published(4, "router product", "router_linear:linghe/router:bf16-weight:8192", 61.6, 43.0),
     Published(5, "router product, backward", "router_linear_backward:linghe/router:dgrad:8192", 78.1, 43.0),
     Published(6, "permute and pad", "permute:linghe/hidden:probs:8192", 229.4, 327.4),
@@ -44,4 +52,14 @@ PUBLISHED: tuple[Published, ...] = (
     Published(
         11, "SiLU + quantise, backward", "glu_backward:linghe/shared-expert:1x128-both:16384", 74.2, 84.9
     ),
+    Published(12, "group norm and gate", "gated_norm:linghe/attention:groups:4096", 46.9, 100.7),
+    Published(
+        13, "group norm and gate, backward", "gated_norm_backward:linghe/attention:groups:4096", 81.1, 167.8
+    ),
+    Published(14, "cross entropy", "cross_entropy:linghe/vocabulary:plain:8192", 818.2, 2575.5),
+    Published(
+        15, "cross entropy, backward", "cross_entropy_backward:linghe/vocabulary:plain:8192", 1781.0, 5150.8
+    ),
+    Published(16, "norm of gradients", "multi_tensor_reduce:linghe/gradients:norm2:4096", 1413.7, 4295.0),
+    Published(17, "zeros of gradients", "multi_tensor_reduce:linghe/gradients:zeros:4096", 746.8, 4295.0),
 )
