@@ -553,6 +553,9 @@ def test_wrong_arguments() -> None:
         weft.clip_grads_([x], 1.0, norm=torch.tensor(3))
     with pytest.raises(ValueError, match="their own groups"):
         weft.grad_norm([weft.Shards([x]), x])
+    distributed = type("DTensor", (Tensor,), {"to_local": lambda self: self})
+    with pytest.raises(ValueError, match=r"give its to_local\(\)"):
+        weft.grad_norm([x, x.as_subclass(distributed)])
     with pytest.raises(ValueError, match="their own groups"):
         weft.grad_norm([weft.Shards([x])], groups=(object(),))
 
