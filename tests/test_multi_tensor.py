@@ -165,7 +165,7 @@ def test_errors_do_not_add_up() -> None:
 
 def test_many_chunks() -> None:
     """More of them than one tile of the last launch holds."""
-    tensors = [draw(3) + 0.1 for _ in range(700)] + [torch.zeros(CHUNK), draw(CHUNK, zeros=False)] * 2
+    tensors = [draw(3) for _ in range(700)] + [torch.zeros(CHUNK), draw(CHUNK, zeros=False)] * 2
     for what in WHAT:
         check(tensors, what)
     assert weft.count_zeros([torch.zeros(40 * CHUNK)] * 3) == 120 * CHUNK
@@ -553,6 +553,9 @@ def test_wrong_arguments() -> None:
         weft.clip_grads_([x], 1.0, norm=torch.tensor(3))
     with pytest.raises(ValueError, match="their own groups"):
         weft.grad_norm([weft.Shards([x]), x])
+    distributed = type("DTensor", (Tensor,), {"to_local": lambda self: self})
+    with pytest.raises(ValueError, match=r"give its to_local\(\)"):
+        weft.grad_norm([x, x.as_subclass(distributed)])
     with pytest.raises(ValueError, match="their own groups"):
         weft.grad_norm([weft.Shards([x])], groups=(object(),))
 
