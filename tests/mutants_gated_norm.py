@@ -11,7 +11,7 @@ G = "test_gated_norm.py::"
 
 SMALL, ODD, ODD_GPU, PIECES, WIDE_GPU, PIECES_GPU = (
     f"{G}test_sizes[{case}]"
-    for case in ("cpu-2-12-64-4", "cpu-3-13-200-4", "sm_90-3-13-200-4", "cpu-2-2-10002-2", "sm_90-2-17-2048-4", "sm_90-2-2-10002-2")
+    for case in ("cpu-2-12-64-4", "cpu-3-13-200-4", "sm_90-3-13-200-4", "cpu-2-20-10002-2", "sm_90-2-17-2048-4", "sm_90-2-20-10002-2")
 )  # fmt: skip
 ROWS, HEADS = f"{G}test_every_row_of_every_batch[13]", f"{G}test_layouts_of_heads"
 FAR, OPEN, DTYPES = (

@@ -156,7 +156,7 @@ SIZES = [
     (1, 130, 33, 3),
     (2, 3, 1026, 1),
     (2, 17, 2048, 4),
-    (2, 2, 10002, 2),  # on a CPU in pieces
+    (2, 20, 10002, 2),  # on a CPU in pieces, and more than one row to a program
 ]
 QUICK = SIZES[:2] + SIZES[3:5]  # on a GPU much like others of them
 LONG = [(2, 3, 20000, 1), (1, 2, 40016, 2)]  # in pieces on a GPU; 10002 and 20008 columns
@@ -270,8 +270,8 @@ def test_copies_are_made_of_strange_layouts_alone() -> None:
 
 def test_offsets_have_64_bits() -> None:
     x, gate, dy = (far_apart(4, 96) for _ in range(3))
-    for format in (None, "mx"):
-        call = Call(weft.gated_norm, {"x": x, "gate": gate, "groups": 2, "quantize": format})
+    for groups, format in ((1, None), (2, None), (2, "mx")):
+        call = Call(weft.gated_norm, {"x": x, "gate": gate, "groups": groups, "quantize": format})
         if format:
             call = call.with_(columnwise=True)
         near_by = call.with_(x=x.contiguous(), gate=gate.contiguous())
@@ -374,7 +374,7 @@ QUANTISED = [
     slowly("nvfp4", 200, 4, {}),
     slowly("nvfp4", 128, 2, {}),
     slowly("tensor", 96, 4, {}),
-    slowly("tensor", 96, 4, {"columnwise": True, "quant_scale": True}),
+    ("tensor", 96, 4, {"columnwise": True, "quant_scale": True}),
     ("row", 96, 4, {}),
 ]
 
