@@ -31,6 +31,7 @@ SHAPES: list[Shape] = [
     (256, 32, 2), (128, 128, 64),
 ]  # fmt: skip
 TILED_SHAPES = [(m, n, k) for m, n, k in SHAPES if m >= 16 and n >= 16 and k >= 32]
+TURNED_SHAPES = [(m, n, k) for m, n, k in SHAPES if n >= 16 and k >= 16]
 
 # What the arguments of each function are made of: elements of A and B, elements of C, how it is called.
 KINDS = {
@@ -39,6 +40,7 @@ KINDS = {
     "i32": ("i32", "i32", "dot<i32, {}>"),
     "i8": ("i8", "i32", "dot_i8<{}>"),
     "bf16": ("u16", "f32", "dot_bf16<{}>"),
+    "bf16_turned": ("u16", "f32", "dot_bf16<{}, true>"),  # B is [N, K]
 }
 
 SCALAR = """
@@ -99,7 +101,7 @@ def harness(kinds: list[str], shapes: list[Shape]) -> str:
         f"  {call.format(', '.join(map(str, shape)))}(A, B, C, lda, ldb);\n}}"
         for kind, (element, total, call) in KINDS.items()
         for shape in shapes
-        if kind in kinds
+        if kind in kinds and (kind != "bf16_turned" or shape in TURNED_SHAPES)
     ]
     return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, HAS_TILES, "}"])
 
@@ -150,9 +152,10 @@ def aligned(values: Array) -> Array:
 def run(library: Library, kind: str, a: Array, b: Array, c: Array, pad: int = 0) -> Array:
     """C + A B by the header; with `pad`, rows of A and B lie that many elements further apart."""
     (m, k), n = a.shape, b.shape[1]
+    b = b.T if kind == "bf16_turned" else b
     spaced_a, spaced_b = (aligned(np.pad(x, ((0, 0), (0, pad)), constant_values=1)) for x in (a, b))
     total = aligned(c)
-    strides = ctypes.c_int64(k + pad), ctypes.c_int64(n + pad)
+    strides = ctypes.c_int64(k + pad), ctypes.c_int64(b.shape[1] + pad)
     library[name(kind, (m, n, k))](pointer(spaced_a), pointer(spaced_b), pointer(total), *strides)
     return total
 
@@ -189,7 +192,10 @@ def test_floats_take_every_product_in_order(
         a, b, c = floats(rng, m, k, dtype), floats(rng, k, n, dtype), floats(rng, m, n, dtype)
         if kind == "bf16":
             a, b = bf16(a), bf16(b)
-        assert same_bits(run(compiled, kind, a, b, c, pad), expected(scalar, kind, a, b, c)), kind
+        want = expected(scalar, kind, a, b, c)
+        assert same_bits(run(compiled, kind, a, b, c, pad), want), kind
+    if shape in TURNED_SHAPES:
+        assert same_bits(run(compiled, "bf16_turned", a, b, c, pad), want)
 
 
 @pytest.mark.parametrize("pad", [0, 16])
@@ -225,17 +231,21 @@ def test_denormals_infinities_and_nan(
     assert same_bits(run(compiled, "f32", a, b, c), expected(scalar, "f32", a, b, c))
     a, b = bf16(a), bf16(b)
     assert same_bits(run(compiled, "bf16", a, b, c), expected(scalar, "bf16", a, b, c))
+    if shape in TURNED_SHAPES:
+        assert same_bits(run(compiled, "bf16_turned", a, b, c), expected(scalar, "bf16", a, b, c))
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, compiler: str) -> None:
-    library = loader(harness(["bf16"], TILED_SHAPES), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
+    kinds = ["bf16", "bf16_turned"]
+    library = loader(harness(kinds, TILED_SHAPES), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
     if not library.has_tiles():
         pytest.skip("this machine has no AMX tiles")
     for m, n, k in TILED_SHAPES:
         rng = np.random.default_rng(k)
         a, b, c = bf16(floats(rng, m, k)), bf16(floats(rng, k, n)), floats(rng, m, n)
-        assert same_bits(run(library, "bf16", a, b, c, pad=15), expected(scalar, "bf16_tiles", a, b, c))
+        for kind in kinds:
+            assert same_bits(run(library, kind, a, b, c, pad=15), expected(scalar, "bf16_tiles", a, b, c))
 
         denormals, large = np.full((m, k), 1e-39, np.float32), np.full((k, n), 1e30, np.float32)
         nothing = np.zeros((m, n), np.float32)

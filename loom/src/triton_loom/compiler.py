@@ -13,6 +13,7 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
+from .driver import HARDWARE_DOT
 
 if TYPE_CHECKING:
     from .options import LoomOptions
@@ -28,14 +29,18 @@ class LoomBackend(BaseBackend):
     def hash(self) -> str:
         from . import toolchain
 
-        return f"loom {__version__} {_sources()} {toolchain.identity()}"
+        return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
 
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
         from .options import LoomOptions
 
-        arch, *witness = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
-        arch = knobs.runtime.override_arch or arch
-        return LoomOptions.of({"arch": arch, "witness": tuple(witness), **options})
+        arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
+        given = {
+            "arch": knobs.runtime.override_arch or arch,
+            "witness": tuple(name for name in features if name != HARDWARE_DOT),
+            "hardware_dot": HARDWARE_DOT in features,
+        }
+        return LoomOptions.of({**given, **options})
 
     def get_codegen_implementation(self, options: LoomOptions) -> dict[str, Any]:
         return {"min_dot_size": lambda lhs, rhs: (1, 1, 1)}
@@ -93,7 +98,7 @@ def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
     from . import emit
 
-    kernel = emit.generate(module.str(), frozenset(options.witness))
+    kernel = emit.generate(module.str(), frozenset(options.witness), options.hardware_dot)
     metadata["name"] = kernel.name
     metadata["serial"] = kernel.serial
     metadata["witnessed"] = kernel.witness

@@ -15,12 +15,16 @@ from triton.backends.driver import DriverBase
 CPU = -1
 # Instrumented kernels run on devices of their own, for the same reason.
 INSTRUMENTED = {("sanitize",): -2, ("count",): -3, ("sanitize", "count"): -4}
+# And so do kernels whose bf16 dots are the processor's own: each of the above has a twin, four further down.
+HARDWARE_DOT = "hardware_dot"
+_TWIN = 4
 
 
 class LoomDriver(DriverBase):
     """The CPU as a Triton device. Any number of instances may exist.
 
     `witness` is what kernels do at each access to memory (see `witness.py`); the process may ask for it by environment.
+    So it may for the processor's own bf16 dots: TRITON_LOOM_HARDWARE_DOT=1, read when the device is made.
     """
 
     def __init__(self, witness: tuple[str, ...] | None = None) -> None:
@@ -28,6 +32,7 @@ class LoomDriver(DriverBase):
 
         super().__init__()
         self.witness = _open_scopes() if witness is None else witness
+        self.hardware_dot = _hardware_dot()
         self.utils = LoomUtils()
         self.launcher_cls = launcher.WatchedLauncher if self.witness else launcher.LoomLauncher
 
@@ -47,10 +52,11 @@ class LoomDriver(DriverBase):
             _asking.others = False
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cpu", "+".join(("native", *self.witness)), 1)
+        features = (*self.witness, *[HARDWARE_DOT] * self.hardware_dot)
+        return GPUTarget("cpu", "+".join(("native", *features)), 1)
 
     def get_current_device(self) -> int:
-        return INSTRUMENTED.get(self.witness, CPU)
+        return INSTRUMENTED.get(self.witness, CPU) - _TWIN * self.hardware_dot
 
     def set_current_device(self, device: int) -> None:
         pass
@@ -108,6 +114,13 @@ def _open_scopes() -> tuple[str, ...]:
 
     sanitizer.sanitize_process(collect=asked == "collect")
     return SCOPES.modes
+
+
+def _hardware_dot() -> bool:
+    asked = os.environ.get("TRITON_LOOM_HARDWARE_DOT", "0")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"TRITON_LOOM_HARDWARE_DOT is 0 or 1; got {asked!r}")
+    return asked == "1"
 
 
 class LoomInterface:

@@ -28,7 +28,7 @@ _HEADERS = {
     "tile.h": "",
     "casts.h": "_from_",
     "math.h": r"loom_math::|\b(shl|shr|sar|div[su]|rem[su]|mulhi_\w+)\(",
-    "dot.h": r"\bdot(_i8)?<",
+    "dot.h": r"\bdot(_i8|_bf16)?<",
     "launch.h": "",
     "print.h": "print_",
     "witness.h": "LOOM_WITNESS",
@@ -44,18 +44,19 @@ class Generated:
     witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
 
 
-def generate(text: str, witness: frozenset[str] = frozenset()) -> Generated:
+def generate(text: str, witness: frozenset[str] = frozenset(), hardware_dot: bool = False) -> Generated:
     """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both."""
     module = rewrite(parse(text))
-    return _Unit(module, Witnessed(module, witness) if witness else Accesses()).generate()
+    return _Unit(module, Witnessed(module, witness) if witness else Accesses(), hardware_dot).generate()
 
 
 class _Unit:
     """One C++ file: the program, and what stands before it."""
 
-    def __init__(self, module: Module, accesses: Accesses) -> None:
+    def __init__(self, module: Module, accesses: Accesses, hardware_dot: bool) -> None:
         self.module = module
         self.accesses = accesses
+        self.hardware_dot = hardware_dot
         self.top: list[str] = []  # tables, combiners, called functions
         self.scratch = 0
         self.counter = 0
@@ -94,6 +95,8 @@ class _Unit:
         text = _indent(lines)
         witnessed = self.accesses if isinstance(self.accesses, Witnessed) else None
         define = witnessed.define if witnessed else ""
+        if self.hardware_dot:
+            define += "#define LOOM_DOT_BF16_HARDWARE\n"
         includes = [
             f'#include "{name}"\n' for name, sign in _HEADERS.items() if re.search(sign, define + text)
         ]

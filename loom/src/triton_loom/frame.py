@@ -29,8 +29,8 @@ _RESERVED = frozenset(
         typedef typeid typename union unsigned using virtual void volatile while xor args p program
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
-        reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64 u8 u16 u32 u64
-        f32 f64""",
+        dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
+        u8 u16 u32 u64 f32 f64""",
     )
 )
 
@@ -62,6 +62,7 @@ class Unit(Protocol):
 
     top: list[str]  # what stands before the functions: tables, combiners
     accesses: Accesses
+    hardware_dot: bool  # dots of bf16 are the processor's own
 
     def unique(self, stem: str) -> str: ...
     def allocate(self, size: int) -> int: ...
@@ -284,6 +285,25 @@ class Frame:
             return buffer
         copy = self.new_buffer(value.name, wanted, shape_of(value.type))
         self.write_to([(copy, value)], home)
+        copy.filled = True
+        return copy
+
+    def stored_turned(self, value: Value) -> Buffer | None:
+        """A buffer of [.., N, K] for a value of [.., K, N], if that is how its source lies in memory."""
+        self.prepare([value], None)
+        op, rank = value.producer, len(shape_of(value.type))
+        if op is None or self.is_filled(value):
+            return None
+        if op.name == "tt.trans" and list(op.attrs["order"]) == [*range(rank - 2), rank - 1, rank - 2]:
+            return self.stored(op.operands[0])
+        if self.transposed(value) != rank - 2:
+            return None
+        *batch, k, n = shape_of(value.type)
+        copy = self.new_buffer(value.name, element_of(value.type), (*batch, n, k))
+        nest = LoopNest(self, copy.shape)
+        *outer, i, j = nest.index
+        nest.write(copy, nest.linear(nest.index, copy.shape), nest.eval(value, (*outer, j, i)))
+        self.run_nest(nest)
         copy.filled = True
         return copy
 

@@ -22,7 +22,7 @@ from .ops import (
 from .schedule import lane_dimension
 from .ttir import Op, Scalar, Tensor, Value, element_of, shape_of
 
-F32, F64, I8 = Scalar("f32"), Scalar("f64"), Scalar("i8")
+F32, F64, BF16, I8 = Scalar("f32"), Scalar("f64"), Scalar("bf16"), Scalar("i8")
 
 
 class FunctionEmitter(ControlFlow):
@@ -267,12 +267,18 @@ class FunctionEmitter(ControlFlow):
             work, accumulate = F32, F32
         else:
             raise Unsupported(op, f"{element} x {element_of(b.type)} -> {out}")
+        if self.unit.hardware_dot and _fits_hardware(op):
+            work = BF16
         left = self.stored(a, self.plan.nest(op, 0), work)
-        right = self.stored(b, self.plan.nest(op, 1), work)
-        self.multiply(op, left, right, accumulate)
+        turned = self.stored_turned(b) if work == BF16 else None
+        right = turned or self.stored(b, self.plan.nest(op, 1), work)
+        self.multiply(op, left, right, accumulate, turned is not None)
 
-    def multiply(self, op: Op, left: Buffer, right: Buffer, accumulate: Scalar) -> None:
-        """result = c + left x right, accumulated in place; a narrower result is rounded once, at the end."""
+    def multiply(self, op: Op, left: Buffer, right: Buffer, accumulate: Scalar, turned: bool = False) -> None:
+        """result = c + left x right, accumulated in place; a narrower result is rounded once, at the end.
+
+        `turned`: right is [.., N, K].
+        """
         c = op.operands[2]
         target, out = self.buffer_for(op.result), element_of(op.result.type)
         into = target if out == accumulate else self.new_buffer(op.result.name, accumulate, target.shape)
@@ -280,15 +286,15 @@ class FunctionEmitter(ControlFlow):
             self.write_to([(into, c)], self.plan.nest(op, 2))
         *batch, m, n = target.shape
         k = left.shape[-1]
-        kernel = "dot_i8" if left.element == I8 else "dot"
-        template = f"{m}, {n}, {k}" if left.element == I8 else f"{c_type(accumulate)}, {m}, {n}, {k}"
+        name = "dot_i8<" if left.element == I8 else "dot_bf16<" if left.element == BF16 else "dot<"
+        kernel = name + f"{c_type(accumulate)}, " * (name == "dot<") + f"{m}, {n}, {k}{', true' * turned}>"
         names = [left.name, right.name, into.name]
         if batch:
             self.lines.append(f"for (i32 batch = 0; batch < {batch[0]}; ++batch)")
             names = [
                 f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
             ]
-        self.lines.append(f"{kernel}<{template}>({', '.join(names)});")
+        self.lines.append(f"{kernel}({', '.join(names)});")
         self.lines += self.unit.accesses.multiply_adds(prod(batch) * m * n * k)
         if into is not target:
             assert isinstance(out, Scalar)
@@ -406,6 +412,13 @@ class FunctionEmitter(ControlFlow):
         )
         for target in targets:
             target.filled = True
+
+
+def _fits_hardware(op: Op) -> bool:
+    """bf16 x bf16 -> f32 with enough rows and columns for a tile of the processor (see include/dot.h)."""
+    elements = tuple(element_of(v.type) for v in (*op.operands[:2], op.result))
+    *_, m, n = shape_of(op.result.type)
+    return elements == (BF16, BF16, F32) and m >= 16 and n >= 16 and shape_of(op.operands[0].type)[-1] >= 32
 
 
 def _lane_value(value: Value, names: dict[Value, str]) -> str:

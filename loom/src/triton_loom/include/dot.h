@@ -3,6 +3,7 @@
 //   dot<f32, 64, 128, 32>(a, b, c)      f32, f64, i32; integers wrap
 //   dot_i8<64, 128, 32>(a, b, c)        i8 operands, i32 sums, exact
 //   dot_bf16<64, 128, 32>(a, b, c)      bf16 operands as raw bits, f32 sums
+//   dot_bf16<64, 128, 32, true>(a, b, c)    the same with B[N,K], turned: N and K are 16 or more
 //
 // An element of C takes its products in the order k = 0, 1, ... K-1, starting from the C given, by one fused
 // multiply-add each. Blocking and vector width only decide which elements are computed side by side, so a
@@ -175,8 +176,27 @@ LOOM_NOINLINE void pair_rows(const From *from, i64 stride, i32 *to, i64 rows, i6
     }
 }
 
+// Rows of 16-bit numbers become columns of 32-bit ones: 16 by 16 where a register holds 16 of them.
+template <class From, class To>
+LOOM_NOINLINE void widen_turned(const From *from, i64 stride, To *to, i64 rows, i64 cols) {
+  if constexpr (lanes_for<To>(16) == 16) {
+    typedef vec<To, 16> Wide;
+    for (i64 i = 0; i < rows; i += 16, from += 16 * stride)
+      for (i64 j = 0; j < cols; j += 16) {
+        Wide block[16];
+        LOOM_UNROLL for (int l = 0; l < 16; l++)
+          block[l] = widen<Wide>(load<vec<From, 16>>(from + l * stride + j));
+        turn(block);
+        LOOM_UNROLL for (int l = 0; l < 16; l++) store(to + (j + l) * rows + i, block[l]);
+      }
+  } else {
+    for (i64 i = 0; i < rows; i++)
+      for (i64 j = 0; j < cols; j++) to[j * rows + i] = widen<To>(from[i * stride + j]);
+  }
+}
+
 // A part at a time, such that it stays in the first-level cache: at most 32 KB of A and 16 KB of B.
-template <class Step, int M, int N, int K, class Element, class T>
+template <class Step, int M, int N, int K, bool TURNED, class Element, class T>
 LOOM_NOINLINE void run_converted(const Element *A, const Element *B, T *C, i64 lda, i64 ldb) {
   typedef typename Step::template element<T> Wide;
   constexpr int rows = least(M, 128), cols = least(N, 64), depth = least(K, 64), steps = depth / Step::fold;
@@ -185,8 +205,9 @@ LOOM_NOINLINE void run_converted(const Element *A, const Element *B, T *C, i64 l
     for (i64 m = 0; m < M; m += rows) {
       widen_rows<lanes_for<Wide>(depth)>(A + m * lda + k, lda, (Wide *)left, rows, depth);
       for (i64 n = 0; n < N; n += cols) {
-        const Element *b = B + k * ldb + n;
-        if constexpr (Step::fold == 2) pair_rows<lanes_for<T>(cols)>(b, ldb, right, depth, cols);
+        const Element *b = TURNED ? B + n * ldb + k : B + k * ldb + n;
+        if constexpr (TURNED) widen_turned(b, ldb, right, cols, depth);
+        else if constexpr (Step::fold == 2) pair_rows<lanes_for<T>(cols)>(b, ldb, right, depth, cols);
         else widen_rows<lanes_for<T>(cols)>(b, ldb, right, depth, cols);
         run_blocked<Step, rows, cols>(left, right, C + m * N + n, steps, steps, cols, N);
       }
@@ -255,18 +276,34 @@ LOOM_NOINLINE void run_tiles(const u16 *A, const i32 *B, f32 *C, i64 M, i64 K, i
   }
 }
 
-template <int M, int N, int K>
+// Rows of [N,K] hold pairs along K side by side: 16 x 16 of them are turned at a time.
+LOOM_NOINLINE void turn_pairs(const u16 *from, i64 stride, i32 *to, i64 rows, i64 cols) {
+  for (i64 i = 0; i < rows; i += 16, from += 16 * stride)
+    for (i64 j = 0; j < cols; j += 32) {
+      i32x16 block[16];
+      LOOM_UNROLL for (int l = 0; l < 16; l++) block[l] = load<i32x16>((const i32 *)(from + l * stride + j));
+      turn(block);
+      LOOM_UNROLL for (int l = 0; l < 16; l++) store(to + (j / 2 + l) * rows + i, block[l]);
+    }
+}
+
+// A thread of PyTorch may have tiles shaped for its own library, which expects to find them so: they are shaped
+// back at the end (or released, if they were not in use).
+template <int M, int N, int K, bool TURNED>
 LOOM_NOINLINE void run_on_tiles(const u16 *A, const u16 *B, f32 *C, i64 lda, i64 ldb) {
   constexpr int cols = least(N, 32), depth = least(K, 256);
   alignas(64) i32 right[depth / 2 * cols];
   const TileShapes shapes;
+  TileShapes before;
+  asm volatile("sttilecfg %0" : "=m"(before));
   asm volatile("ldtilecfg %0" ::"m"(shapes));
   for (i64 k = 0; k < K; k += depth)
     for (i64 n = 0; n < N; n += cols) {
-      pair_rows<lanes_for<i32>(cols)>(B + k * ldb + n, ldb, right, depth, cols);
+      if constexpr (TURNED) turn_pairs(B + n * ldb + k, ldb, right, cols, depth);
+      else pair_rows<lanes_for<i32>(cols)>(B + k * ldb + n, ldb, right, depth, cols);
       run_tiles<(M > 16), (N > 16)>(A + k, right, C + n, M, depth, lda, cols, N);
     }
-  asm volatile("tilerelease");
+  asm volatile("ldtilecfg %0" ::"m"(before));
 }
 
 template <int M, int N, int K> constexpr bool fits_tiles = M >= 16 && N >= 16 && K >= 32;
@@ -286,16 +323,17 @@ LOOM_INLINE void dot(const T *A, const T *B, T *C, i64 lda = K, i64 ldb = N) {
 template <int M, int N, int K>
 LOOM_INLINE void dot_i8(const i8 *A, const i8 *B, i32 *C, i64 lda = K, i64 ldb = N) {
   if constexpr (K == 1) loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
-  else loom_dot::run_converted<loom_dot::Pair, M, N, K>(A, B, C, lda, ldb);
+  else loom_dot::run_converted<loom_dot::Pair, M, N, K, false>(A, B, C, lda, ldb);
 }
 
 // Up to four rows of A use an element of B once, so that it is converted in passing.
-template <int M, int N, int K>
-LOOM_INLINE void dot_bf16(const u16 *A, const u16 *B, f32 *C, i64 lda = K, i64 ldb = N) {
+template <int M, int N, int K, bool TURNED = false>
+LOOM_INLINE void dot_bf16(const u16 *A, const u16 *B, f32 *C, i64 lda = K, i64 ldb = TURNED ? K : N) {
+  static_assert(!TURNED || (N >= 16 && K >= 16), "a turned operand is turned 16 by 16");
 #if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
   if constexpr (loom_dot::fits_tiles<M, N, K>)
-    if (loom_dot::tiles_granted()) return loom_dot::run_on_tiles<M, N, K>(A, B, C, lda, ldb);
+    if (loom_dot::tiles_granted()) return loom_dot::run_on_tiles<M, N, K, TURNED>(A, B, C, lda, ldb);
 #endif
-  if constexpr (M <= 4) loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
-  else loom_dot::run_converted<loom_dot::Single, M, N, K>(A, B, C, lda, ldb);
+  if constexpr (M <= 4 && !TURNED) loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
+  else loom_dot::run_converted<loom_dot::Single, M, N, K, TURNED>(A, B, C, lda, ldb);
 }

@@ -308,3 +308,29 @@ template <class V> LOOM_INLINE void store(void *p, V v) {
     store((char *)p + sizeof v / 2, high_half(v));
   }
 }
+
+// ---- transposition ----------------------------------------------------------------------------------
+
+template <class V> LOOM_INLINE V interleave_low(V a, V b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+template <class V> LOOM_INLINE V interleave_high(V a, V b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+// Rows become columns: interleaving halves four times turns a 16 x 16 block.
+template <class V> LOOM_INLINE void turn(V (&a)[16]) {
+  V b[16];
+#pragma GCC unroll 4
+  for (int round = 0; round < 2; ++round) {
+#pragma GCC unroll 8
+    for (int l = 0; l < 8; ++l) {
+      b[2 * l] = interleave_low(a[l], a[l + 8]);
+      b[2 * l + 1] = interleave_high(a[l], a[l + 8]);
+    }
+#pragma GCC unroll 8
+    for (int l = 0; l < 8; ++l) {
+      a[2 * l] = interleave_low(b[l], b[l + 8]);
+      a[2 * l + 1] = interleave_high(b[l], b[l + 8]);
+    }
+  }
+}
