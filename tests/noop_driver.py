@@ -129,6 +129,7 @@ def measure() -> dict[str, float]:
     with weft.backend("reference"):
         rows = weft.row_map(chosen, 8, align=16)
     probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
+    norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -166,6 +167,18 @@ def measure() -> dict[str, float]:
             "permute": lambda: weft.permute(x, rows, probs),
             "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
             "unpermute": lambda: weft.unpermute(permuted, rows, probs),
+            "qkv_prepare": lambda: weft.qkv_prepare(
+                x,
+                heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm="rms",
+                q_weight=norms[0],
+                k_weight=norms[1],
+                cos=tables[0],
+                sin=tables[1],
+            ),
+            "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
         }
     )
 

@@ -520,6 +520,8 @@ def host_times() -> dict[str, float]:
         ("permute", "plain with residual", 2.0),
         ("permute with 1x128", "plain with residual", 4.0),
         ("unpermute", "plain", 2.0),
+        ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
+        ("rope", "plain", 2.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

@@ -302,7 +302,11 @@ def qkv_prepare_backward_reference(
     results: list[Tensor] = []
     if need_x:
         if packing == "apart":
-            results += [_laid_out(part, layout).clone() for part in parts if part is not None]
+            *kept, gate_part = parts
+            if gate_part is not None:
+                assert kept[0] is not None
+                kept[0] = torch.cat([kept[0], gate_part], -1)
+            results += [_laid_out(part, layout).clone() for part in kept if part is not None]
         else:
             q, k, v, gate_part = parts
             assert q is not None
@@ -1205,7 +1209,7 @@ def _allocate_qkv_backward(
     shapes: list[tuple[int, ...]] = []
     if needs[0] and packing == "apart":
         shapes += [
-            _shape(layout, batch, tokens, heads, head_dim),
+            _shape(layout, batch, tokens, heads, head_dim * (1 + gate)),
             _shape(layout, batch, tokens, kv_heads, head_dim),
         ]
         shapes += [] if dv is None else [_shape(layout, batch, tokens, kv_heads, v_dim)]
