@@ -178,7 +178,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "rope_dim": angles["rope_dim"],
         "style": settings.get("style", "neox"),
         "rope_first": settings.get("rope_first", True),
-        "sections": [],
+        "sections": "",
         "batch": batch,
         "needs": [True, *(name in vectors for name in ("q_weight", "k_weight", "q_bias", "k_bias"))],
     }
