@@ -35,7 +35,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("one number too many of an odd rest", "_columns", "lane < half + rest // 2\n", "lane < half + a_rest\n", (ODD,)),
         ("all of a head is rotated", "_turn", "    if PARTIAL:", "    if False:", (GROUPS, SPECIAL)),
         ("lanes past a head have a mean", "_normalize", "        if MASKED:  # a lane", "        if False:  # a lane", (PAIRED,)),
-        ("eps outside of the root", "_normalize", "tl.sqrt_rn(variance + eps)", "(tl.sqrt_rn(variance) + eps)", (f"{R}test_values[0.0]",)),
+        ("eps outside of the root", "_normalize", "tl.sqrt_rn(variance + eps)", "(tl.sqrt_rn(variance) + eps)", (f"{R}test_eps[0.3]",)),
         ("mean over half a head", "_normalize", "dim = (2 * half + rest).to(tl.float32)", "dim = half.to(tl.float32)", (GROUPS,)),
         ("norm before the rotation in any case", "_prepare_heads", "if ROTATE and AFTER:", "if ROTATE and AFTER and False:", (LAYER_AFTER, RMS_AFTER)),
         ("no bias", "_prepare_heads", "a, b = a + ba, b + bb", "a, b = a + ba, b", (LAYER_AFTER,)),

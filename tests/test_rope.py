@@ -226,6 +226,12 @@ def test_dtype(dtype: torch.dtype) -> None:
     assert (got["dq_weight"].dtype, got["dk_weight"].dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("eps", [0.3, 1e-12])
+def test_eps(eps: float) -> None:
+    """Inside of the root, and as large as it is given."""
+    check(packed(packing="groups", qk_norm="rms", layout="sbhd", out_layout="bshd", rope_dim=12, eps=eps))
+
+
 @pytest.mark.parametrize(
     "absent", [("q_weight", "k_weight"), pytest.param(("q_weight",), marks=pytest.mark.slow)]
 )

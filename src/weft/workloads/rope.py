@@ -193,7 +193,8 @@ class Backward(Workload):
         unread = (
             0 if call["x"] is None else sum(t.numel() for t in (call["dv"], call["dgate"]) if t is not None)
         )
-        return super().least_bytes(rows, dtype) - unread * call["dq"].element_size()
+        size: int = call["dq"].element_size()
+        return super().least_bytes(rows, dtype) - unread * size
 
 
 def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
