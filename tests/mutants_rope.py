@@ -44,7 +44,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the position of the first axis for all", "_find_angles", "(axis * position_axis_stride)[None, :]", "(axis * 0)[None, :]", (AXES,)),
         ("tables of the first sample", "_find_angles", "batch * table_batch_stride + position * table_stride", "position * table_stride", (SAMPLES,)),
         ("a table without an end", "_find_angles", "& (position < table_rows)", "& (position < table_rows + 1)", (OUTSIDE,)),
-        ("zero for a row that is not there", "_find_angles", "cos = tl.where(there & (inside == 0), float(\"nan\"), cos)", "cos = tl.where(there & (inside == 0), 0.0, cos)", (OUTSIDE,)),
+        ("zero for a row that is not there", "_find_angles", "sin = tl.where(there & (inside == 0), float(\"nan\"), sin)", "sin = tl.where(there & (inside == 0), 0.0, sin)", (OUTSIDE,)),
         ("tokens of another batch", "_qkv_kernel", "batch = (program % batches).to(tl.int64)", "batch = (program % batches * 0).to(tl.int64)", (PLAIN,)),
         ("tokens past the end", "_qkv_kernel", "exists = token < tokens", "exists = token < tokens + 1", (GPU,)),
         ("the gate is the query", "_qkv_kernel", "gate_ptr, gate_out_ptr, q_off + (2 * half + rest),", "gate_ptr, gate_out_ptr, q_off + 0,", (GATE,)),

@@ -479,8 +479,7 @@ def _find_angles(
         off = batch * table_batch_stride + position * table_stride + pair[None, :]
         cos = tl.load(cos_ptr + off, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + off, mask=inside, other=0.0).to(tl.float32)
-        if positions_ptr is not None:  # no row of the table: not another one's
-            cos = tl.where(there & (inside == 0), float("nan"), cos)
+        if positions_ptr is not None:  # no row of the table: NaN, which every rotated number is made of
             sin = tl.where(there & (inside == 0), float("nan"), sin)
     else:
         turns = tl.load(turns_ptr + pair, mask=pair < half, other=0)[None, :]
