@@ -133,6 +133,7 @@ def measure() -> dict[str, float]:
     gradients = [torch.ones(64) for _ in range(32)]
     norm = torch.tensor(2.0)
     target = torch.arange(8)
+    norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -175,6 +176,18 @@ def measure() -> dict[str, float]:
             "clip_grads_ of 32": lambda: weft.clip_grads_(gradients, 1.0, norm=norm),
             "cross_entropy": lambda: weft.cross_entropy(x, target),
             "cross_entropy of each token": lambda: weft.cross_entropy(x, target, reduction="none"),
+            "qkv_prepare": lambda: weft.qkv_prepare(
+                x,
+                heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm="rms",
+                q_weight=norms[0],
+                k_weight=norms[1],
+                cos=tables[0],
+                sin=tables[1],
+            ),
+            "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
         }
     )
 

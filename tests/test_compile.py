@@ -53,6 +53,9 @@ MOVED = {  # kernels whose parameters mean something else
     "_router_linear_kernel": ({"x_ptr"}, set[str]()),
     "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
     "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
+    # Tiles of tokens, heads and pairs: see `test_heads_are_moved_128_bits_at_a_time`.
+    "_qkv_kernel": (set[str](), set[str]()),
+    "_qkv_backward_kernel": (set[str](), set[str]()),
 }
 PICKING = {"_cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
@@ -129,6 +132,8 @@ def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
     if not wide or "ALIGN" not in dict(variant.constants):
         return found
     read, written = MOVED.get(variant.kernel, (READ, WRITTEN))
+    if not read and not written:
+        return found
     return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
 
 
@@ -220,6 +225,8 @@ REPRESENTATIVE = (
     "cross_entropy:odd/1030:everything:8192",
     "cross_entropy_backward:linghe/vocabulary:plain:8192",
     "cross_entropy_backward:gpt2/vocabulary:sft:8192",
+    "qkv_prepare:linghe/qkv:groups-half:4096",
+    "qkv_prepare_backward:linghe/qkv:groups-half:4096",
 )
 
 
@@ -238,6 +245,20 @@ def test_representative_kernels(target: str) -> None:
 def test_representative_workloads_launch_every_kernel() -> None:
     every = {variant.kernel for variant in collected(WORKLOADS, "sm_90")}
     assert {variant.kernel for variant in collected(representative(), "sm_90")} == every
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
+    """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
+    named = [w for w in representative() if w.name == "linghe/qkv"]
+    jobs = [(v, target) for v in collected(named, target) if v.kernel.startswith("_qkv")]
+    for (variant, _), binary in zip(jobs, compile_all(jobs), strict=True):
+        assert isinstance(binary, Binary), binary
+        backward = variant.kernel == "_qkv_backward_kernel"
+        # a and b of q and k, twice with the input of the norm; v is two tiles as wide
+        assert binary.loads[128] >= (10 if backward else 6), binary.loads
+        assert binary.stores[128] == 6, binary.stores
+        assert set(binary.stores) <= ({32, 128} if backward else {128}), binary.stores
 
 
 @pytest.mark.slow

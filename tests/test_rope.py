@@ -168,47 +168,75 @@ def test_options(options: dict[str, Any]) -> None:
     check(packed(**options))
 
 
+SIZES: list[tuple[str, dict[str, int]]] = [
+    ("cpu", {"heads": 1, "kv_heads": 1}),
+    ("cpu", {"dim": 7, "rope_dim": 6}),
+    ("sm_90", {"batch": 1, "tokens": 1, "heads": 3, "kv_heads": 1}),
+    ("sm_90", {"dim": 192, "rope_dim": 64, "rope_first": False, "v_dim": 128}),
+]
+SLOW_SIZES: list[tuple[str, dict[str, int]]] = [
+    *(("sm_90" if target == "cpu" else "cpu", sizes) for target, sizes in SIZES),
+    *itertools.product(
+        ("cpu", "sm_90", "gfx942"),
+        [
+            {"dim": 2, "heads": 7, "kv_heads": 3},
+            {"dim": 80, "rope_dim": 32},
+            {"dim": 96, "tokens": 33},
+            {"dim": 5, "rope_dim": 0},
+        ],
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"heads": 1, "kv_heads": 1},
-        {"batch": 1, "tokens": 1, "heads": 3, "kv_heads": 1},
-        {"dim": 2, "heads": 7, "kv_heads": 3},
-        {"dim": 80, "rope_dim": 32},
-        {"dim": 96, "tokens": 33},
-        {"dim": 192, "rope_dim": 64, "rope_first": False, "v_dim": 128},
-        {"dim": 7, "rope_dim": 6},
-        {"dim": 5, "rope_dim": 0},
-    ],
+    ("target", "sizes"),
+    [*SIZES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SIZES)],
     ids=str,
 )
-@pytest.mark.parametrize("target", ["cpu", "sm_90"])
-def test_sizes(sizes: dict[str, int], target: str) -> None:
+def test_sizes(target: str, sizes: dict[str, int]) -> None:
     """Bug E5 (one head), odd numbers of heads and tokens; as the CPU takes them, and an H100, several at a time."""
     with choosing_for(target):
         check(packed(**{"qk_norm": "rms", **sizes}))
 
 
-@pytest.mark.parametrize("options", COMBINED[1:], ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
-def test_configuration_of(options: dict[str, Any], target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("sm_90", COMBINED[1]),
+        ("sm_90", COMBINED[3]),
+        *(
+            pytest.param(target, options, marks=pytest.mark.slow)
+            for target in ("sm_90", "gfx942")
+            for options in COMBINED[1:]
+            if (target, options) not in (("sm_90", COMBINED[1]), ("sm_90", COMBINED[3]))
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_configuration_of(target: str, options: dict[str, Any]) -> None:
     """Several tokens and heads to a program, and several tiles to a program of backward."""
     with choosing_for(target):
         check(packed(**{"tokens": 37, "heads": 6, **options}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32])
 def test_dtype(dtype: torch.dtype) -> None:
     got = check(packed(dtype=dtype, qk_norm="rms"))
     assert got["y"].dtype == got["dqkv"].dtype == dtype
     assert (got["dq_weight"].dtype, got["dk_weight"].dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("norm", [None, "rms"])
-def test_without_weights(norm: str | None) -> None:
-    call = packed(qk_norm=norm)
-    check(call.with_(q_weight=None))
-    check(call.with_(q_weight=None, k_weight=None))
+@pytest.mark.parametrize("eps", [0.3, 1e-12])
+def test_eps(eps: float) -> None:
+    """Inside of the root, and as large as it is given."""
+    check(packed(packing="groups", qk_norm="rms", layout="sbhd", out_layout="bshd", rope_dim=12, eps=eps))
+
+
+@pytest.mark.parametrize(
+    "absent", [("q_weight", "k_weight"), pytest.param(("q_weight",), marks=pytest.mark.slow)]
+)
+def test_without_weights(absent: tuple[str, ...]) -> None:
+    check(packed(qk_norm="rms").with_(**dict.fromkeys(absent)))
 
 
 def apart(layout: str = "bshd", **options: Any) -> Call:
@@ -221,7 +249,7 @@ def apart(layout: str = "bshd", **options: Any) -> Call:
 
 @pytest.mark.parametrize(
     ("layout", "out_layout"), [("bshd", "bhsd"), ("bhsd", "thd"), ("sbhd", None), ("thd", "bhsd")]
-)
+)  # one compiled kernel serves all
 def test_separate_tensors(layout: str, out_layout: str | None) -> None:
     weights = {"qk_norm": "rms", "q_weight": normal(24, seed=5), "k_weight": normal(24, seed=6)}
     check(apart(layout, out_layout=out_layout, **weights))
@@ -291,7 +319,7 @@ def test_tables_of_every_sample() -> None:
 
 
 @pytest.mark.parametrize("angles", ["base", "table"])
-@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("sm_90", marks=pytest.mark.slow)])
 def test_three_axes(angles: str, target: str) -> None:
     given: dict[str, Any] = {"base": 1e4} if angles == "base" else table(40, half=12)
     positions = torch.randint(0, 40, (3, 2, 5), generator=torch.Generator().manual_seed(2))
@@ -373,7 +401,8 @@ def test_layout_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
     """Any strides give the bits of the contiguous tensor, forward and backward; of tables and positions too."""
     positions = torch.tensor([[4, 0, 3, 3, 1], [0, 1, 2, 3, 4]])
     call = everything().with_(positions=positions)
-    for name, tensor in call.tensors().items():
+    for name in ("qkv", "k_weight", "cos", "positions"):
+        tensor = call[name]
         if not tensor.is_floating_point() and layout.__name__ in (
             "stepped",
             "padded",
@@ -515,7 +544,7 @@ def prepared(qkv: Tensor, weight: Tensor, positions: Tensor) -> Any:
     return weft.rope(q, base=1e4, inverse=True), k, v
 
 
-@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_eager(how: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(prepared, fullgraph=True, backend=how, dynamic=how == "aot_eager")
@@ -597,7 +626,7 @@ def test_gradcheck_of_the_reference() -> None:
         ({"layout": "bsd"}, "layout must be"),
         ({"out_layout": "bsd"}, "out_layout"),
         ({"v": torch.ones(2, 5, 2, 24)}, "without k"),
-        ({"k": torch.ones(2, 5, 2, 24)}, "dimensions|must be like q|numbers"),
+        ({"k": torch.ones(2, 5, 2, 24)}, "tensors have|dimensions"),
         ({"cos": None, "sin": None, "rope_dim": 4}, "need tables"),
         ({"qkv": torch.ones(2, 5, 192, dtype=torch.int32)}, "must be bfloat16"),
     ],

@@ -69,6 +69,11 @@ class Heads(NamedTuple):
         return self.heads * self.q_dim + self.kv_heads * (self.head_dim + self.v_dim)
 
 
+def _sections(text: str) -> tuple[int, ...]:
+    """Those of an op's argument, which is text: PyTorch wants the gradient of a list to be one."""
+    return tuple(map(int, text.split()))
+
+
 def _canonical(x: Tensor, layout: str) -> Tensor:
     """A view [batch, sequence, heads, numbers], or without the heads of a packed one."""
     if layout == "thd":
@@ -206,12 +211,12 @@ def qkv_prepare_reference(
     q_bias: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, base: float, eps: float, weight_offset: float, heads: int, kv_heads: int,
     head_dim: int, v_dim: int, packing: str, gate: bool, layout: str, out_layout: str, norm: str,
-    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: list[int],
+    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str,
 ) -> list[Tensor]:  # fmt: skip
     """The definition: q, k, v and gate, those that there are, in `out_layout`."""
     h = Heads(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
-        rope_first, tuple(sections),
+        rope_first, _sections(sections),
     )  # fmt: skip
     dtype = compute_dtype(x)
     batch, tokens = _sizes(x, layout)
@@ -246,12 +251,12 @@ def qkv_prepare_backward_reference(
     cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float, eps: float,
     weight_offset: float, heads: int, kv_heads: int, head_dim: int, v_dim: int, packing: str, gate: bool,
     layout: str, out_layout: str, norm: str, norm_after: bool, rope_dim: int, style: str, rope_first: bool,
-    sections: list[int], batch: int, needs: list[bool],
+    sections: str, batch: int, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Of dx (dq, dk and dv apart), dq_weight, dk_weight, dq_bias and dk_bias those that are needed."""
     h = Heads(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
-        rope_first, tuple(sections),
+        rope_first, _sections(sections),
     )  # fmt: skip
     dtype = compute_dtype(dq)
     tokens = _tokens(dq, out_layout, batch)
@@ -302,7 +307,11 @@ def qkv_prepare_backward_reference(
     results: list[Tensor] = []
     if need_x:
         if packing == "apart":
-            results += [_laid_out(part, layout).clone() for part in parts if part is not None]
+            *kept, gate_part = parts
+            if gate_part is not None:
+                assert kept[0] is not None
+                kept[0] = torch.cat([kept[0], gate_part], -1)
+            results += [_laid_out(part, layout).clone() for part in kept if part is not None]
         else:
             q, k, v, gate_part = parts
             assert q is not None
@@ -322,7 +331,7 @@ def _tokens(dq: Tensor, out_layout: str, batch: int) -> int:
 
 def rope_reference(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float, layout: str,
-    out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: list[int], inverse: bool,
+    out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: str, inverse: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The definition of the rotation alone."""
     h = _rotation(x, layout, out_layout, rope_dim, style, rope_first, sections)
@@ -337,13 +346,13 @@ def rope_reference(
 
 
 def _rotation(
-    x: Tensor, layout: str, out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: list[int]
+    x: Tensor, layout: str, out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: str
 ) -> Heads:
     dim = x.shape[-1]
     heads = x.shape[LAYOUTS[layout][2]]
     return Heads(
         heads, 0, dim, dim, "apart", False, layout, out_layout, "none", False, rope_dim, style, rope_first,
-        tuple(sections),
+        _sections(sections),
     )  # fmt: skip
 
 
@@ -470,8 +479,7 @@ def _find_angles(
         off = batch * table_batch_stride + position * table_stride + pair[None, :]
         cos = tl.load(cos_ptr + off, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + off, mask=inside, other=0.0).to(tl.float32)
-        if positions_ptr is not None:  # no row of the table: not another one's
-            cos = tl.where(there & (inside == 0), float("nan"), cos)
+        if positions_ptr is not None:  # no row of the table: NaN, which every rotated number is made of
             sin = tl.where(there & (inside == 0), float("nan"), sin)
     else:
         turns = tl.load(turns_ptr + pair, mask=pair < half, other=0)[None, :]
@@ -1159,7 +1167,7 @@ def _allocate_qkv(
     q_bias: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, base: float, eps: float, weight_offset: float, heads: int, kv_heads: int,
     head_dim: int, v_dim: int, packing: str, gate: bool, layout: str, out_layout: str, norm: str,
-    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: list[int],
+    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str,
 ) -> list[Tensor]:  # fmt: skip
     batch, tokens = _sizes(x, layout)
     widths = [(heads, head_dim), (kv_heads, head_dim)]
@@ -1178,11 +1186,11 @@ def _launch_qkv(
     k_weight: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, base: float, eps: float, weight_offset: float, heads: int, kv_heads: int,
     head_dim: int, v_dim: int, packing: str, gate: bool, layout: str, out_layout: str, norm: str,
-    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: list[int],
+    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str,
 ) -> None:  # fmt: skip
     h = Heads(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
-        rope_first, tuple(sections),
+        rope_first, _sections(sections),
     )  # fmt: skip
     q_out, k_out, *more = outputs
     gate_out = more.pop() if gate else None
@@ -1199,13 +1207,13 @@ def _allocate_qkv_backward(
     cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float, eps: float,
     weight_offset: float, heads: int, kv_heads: int, head_dim: int, v_dim: int, packing: str, gate: bool,
     layout: str, out_layout: str, norm: str, norm_after: bool, rope_dim: int, style: str, rope_first: bool,
-    sections: list[int], batch: int, needs: list[bool],
+    sections: str, batch: int, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     tokens = _tokens(dq, out_layout, batch)
     shapes: list[tuple[int, ...]] = []
     if needs[0] and packing == "apart":
         shapes += [
-            _shape(layout, batch, tokens, heads, head_dim),
+            _shape(layout, batch, tokens, heads, head_dim * (1 + gate)),
             _shape(layout, batch, tokens, kv_heads, head_dim),
         ]
         shapes += [] if dv is None else [_shape(layout, batch, tokens, kv_heads, v_dim)]
@@ -1226,11 +1234,11 @@ def _launch_qkv_backward(
     k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float,
     eps: float, weight_offset: float, heads: int, kv_heads: int, head_dim: int, v_dim: int, packing: str,
     gate: bool, layout: str, out_layout: str, norm: str, norm_after: bool, rope_dim: int, style: str,
-    rope_first: bool, sections: list[int], batch: int, needs: list[bool],
+    rope_first: bool, sections: str, batch: int, needs: list[bool],
 ) -> None:  # fmt: skip
     h = Heads(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
-        rope_first, tuple(sections),
+        rope_first, _sections(sections),
     )  # fmt: skip
     tokens = _tokens(dq, out_layout, batch)
     apart = packing == "apart"
@@ -1298,7 +1306,7 @@ def _launch_qkv_backward(
 
 def _allocate_rope(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float, layout: str,
-    out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: list[int], inverse: bool,
+    out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: str, inverse: bool,
 ) -> list[Tensor]:  # fmt: skip
     batch, tokens = _sizes(x, layout)
     shape = _shape(out_layout, batch, tokens, x.shape[LAYOUTS[layout][2]], x.shape[-1])
@@ -1307,7 +1315,7 @@ def _allocate_rope(
 
 def _launch_rope(
     outputs: list[Tensor], x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    base: float, layout: str, out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: list[int],
+    base: float, layout: str, out_layout: str, rope_dim: int, style: str, rope_first: bool, sections: str,
     inverse: bool,
 ) -> None:  # fmt: skip
     h = _rotation(x, layout, out_layout, rope_dim, style, rope_first, sections)
@@ -1369,7 +1377,7 @@ def _qkv_gradients(ctx: Any, grads: Any) -> Any:
 _OPTIONS = (
     "float base, float eps, float weight_offset, int heads, int kv_heads, int head_dim, int v_dim, str packing, "
     "bool gate, str layout, str out_layout, str norm, bool norm_after, int rope_dim, str style, bool rope_first, "
-    "int[] sections"
+    "str sections"
 )
 _VECTORS = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, "
 _VECTORS += "Tensor? positions"
@@ -1408,7 +1416,7 @@ def _rope_gradient(ctx: Any, grads: Any) -> Any:
 
 rope_op = define_op(
     "rope(Tensor x, Tensor? cos, Tensor? sin, Tensor? positions, float base, str layout, str out_layout, int rope_dim, "
-    "str style, bool rope_first, int[] sections, bool inverse) -> Tensor[]",
+    "str style, bool rope_first, str sections, bool inverse) -> Tensor[]",
     allocate=_allocate_rope,
     launch=_launch_rope,
     reference=rope_reference,
@@ -1649,7 +1657,7 @@ def _check_rotation(
     cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float | None, rope_dim: int | None,
     head_dim: int, style: str, sections: tuple[int, int, int] | None, batch: int, tokens: int,
     device: torch.device,
-) -> tuple[int, list[int]]:  # fmt: skip
+) -> tuple[int, str]:  # fmt: skip
     """(rope_dim, sections); 0 without a rotation."""
     if (cos is None) != (sin is None) or (cos is not None and base is not None):
         raise ValueError("angles are given by cos and sin together, or by base")
@@ -1658,7 +1666,7 @@ def _check_rotation(
     if cos is None and base is None:
         if positions is not None or rope_dim or sections is not None:
             raise ValueError("positions, rope_dim and mrope_sections need tables cos and sin, or base")
-        return 0, []
+        return 0, ""
     if rope_dim is None:
         rope_dim = head_dim if cos is None else 2 * cos.shape[-1]
     if rope_dim % 2 or not 0 < rope_dim <= head_dim:
@@ -1698,4 +1706,4 @@ def _check_rotation(
             raise ValueError(
                 f"positions must be int32 or int64, which hold every position; got {positions.dtype}"
             )
-    return rope_dim, list(sections or ())
+    return rope_dim, "" if sections is None else " ".join(map(str, sections))

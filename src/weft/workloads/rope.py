@@ -178,7 +178,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "rope_dim": angles["rope_dim"],
         "style": settings.get("style", "neox"),
         "rope_first": settings.get("rope_first", True),
-        "sections": [],
+        "sections": "",
         "batch": batch,
         "needs": [True, *(name in vectors for name in ("q_weight", "k_weight", "q_bias", "k_bias"))],
     }
@@ -194,6 +194,8 @@ class Backward(Workload):
             0 if call["x"] is None else sum(t.numel() for t in (call["dv"], call["dgate"]) if t is not None)
         )
         return super().least_bytes(rows, dtype) - unread * int(call["dq"].element_size())
+        size: int = call["dq"].element_size()
+        return super().least_bytes(rows, dtype) - unread * size
 
 
 def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
