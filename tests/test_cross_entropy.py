@@ -133,7 +133,7 @@ def test_weights_of_zero() -> None:
 
 # ---- the truth ----------------------------------------------------------------------------------------------
 
-SIZES = [(1, 1), (3, 2), (5, 7), (4, 64), (3, 65), (2, 1000), (3, 2047), (2, 2048), (3, 3073), (2, 5127)]
+SIZES = [(1, 1), (3, 2), (5, 7), (4, 64), (3, 65), (2, 1000), (3, 2047), (2, 2048), (3, 3073), (3, 5127)]
 
 
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
@@ -379,6 +379,11 @@ def test_accuracy_among_equals() -> None:
     ignored = torch.tensor([30, -100, 2400, -100])
     assert weft.cross_entropy(logits, ignored, return_accuracy=True).accuracy == 0.5
     assert weft.cross_entropy(logits, target, reduction="sum", return_accuracy=True).accuracy == 1.0
+    logits[:, [30, 2040]] = 0.0
+    logits[:, 2450] = 3.0  # after the last whole tile, like 2400
+    target = torch.tensor([2400, 2450, 2400, 2450])
+    got = weft.cross_entropy(logits, target, reduction="none", return_accuracy=True)
+    assert got.accuracy.tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 # ---- layouts and sizes --------------------------------------------------------------------------------------
