@@ -13,10 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mutants_permute
-import mutants_rope
-import mutants_route
-import mutants_router_linear
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
@@ -419,7 +415,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *(
         m
         for module in FAMILIES
-        for module in (mutants_permute, mutants_rope, mutants_route, mutants_router_linear)
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

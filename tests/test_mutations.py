@@ -25,8 +25,6 @@ AT_LEAST = 10  # mutants of a kernel
 WHOLE = (
     *("test_norm.py", "test_glu.py"),
     *(f"test_{family.__name__.removeprefix('mutants_')}.py" for family in FAMILIES),
-    *("test_norm.py", "test_glu.py", "test_permute.py", "test_route.py", "test_router_linear.py"),
-    "test_rope.py",
     *("test_combinations.py", "test_bytes.py", "test_catalogue.py"),
 )
 

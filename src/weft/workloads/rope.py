@@ -193,7 +193,6 @@ class Backward(Workload):
         unread = (
             0 if call["x"] is None else sum(t.numel() for t in (call["dv"], call["dgate"]) if t is not None)
         )
-        return super().least_bytes(rows, dtype) - unread * int(call["dq"].element_size())
         size: int = call["dq"].element_size()
         return super().least_bytes(rows, dtype) - unread * size
 
