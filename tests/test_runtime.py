@@ -527,6 +527,8 @@ def host_times() -> dict[str, float]:
         ("cross_entropy of each token", "plain", 2.5),
         ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
         ("rope", "plain", 2.0),
+        ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
+        ("cross_entropy of each token", "plain", 2.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:
