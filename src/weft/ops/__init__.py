@@ -2,6 +2,8 @@
 
 from .cross_entropy import CrossEntropy, cross_entropy
 from .glu import glu, glu_backward
+from .linear_cross_entropy import linear_cross_entropy
+from .linear_logprobs import LogProbs, linear_logprobs
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
@@ -12,6 +14,7 @@ __all__ = [
     "CONVENTIONS",
     "Convention",
     "CrossEntropy",
+    "LogProbs",
     "Routing",
     "RowMap",
     "cross_entropy",
@@ -19,6 +22,8 @@ __all__ = [
     "glu",
     "glu_backward",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_logprobs",
     "permute",
     "quantize",
     "rms_norm",
