@@ -661,7 +661,14 @@ def _linear_dhidden_kernel(
     if TMA:
         gradients = tl.make_tensor_descriptor(dlogits_ptr, [rows + ROWS, block], [block, 1], [ROWS, TILE])
         weights = tl.make_tensor_descriptor(weight_ptr, [vocab, cols], [weight_stride, 1], [TILE, COLS])
-    total = tl.zeros((ROWS, COLS), tl.float32)
+    exists = (number < rows)[:, None] & (col >= 0)[None, :]
+    if COLS_MASKED:
+        exists = exists & (col < cols)[None, :]
+    sums_off = tl.multiple_of(number.to(tl.int64) * cols, ALIGN)
+    if FIRST:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+    else:
+        total = tl.load(sums_ptr + sums_off[:, None] + col[None, :], mask=exists, other=0.0)
     for start in range(0, length, TILE):
         keep = True
         if kept_ptr is not None:
@@ -674,20 +681,13 @@ def _linear_dhidden_kernel(
                 weight = weights.load([begin + start, left])  # [TILE, COLS]
             else:
                 dlogits = tl.load(dlogits_ptr + in_off[:, None] + (start + tl.arange(0, TILE))[None, :])
-                exists = (token < vocab)[:, None] & (col >= 0)[None, :]
+                there = (token < vocab)[:, None] & (col >= 0)[None, :]
                 if COLS_MASKED:
-                    exists = exists & (col < cols)[None, :]
+                    there = there & (col < cols)[None, :]
                 weight_off = tl.multiple_of(token.to(tl.int64) * weight_stride, ALIGN)
-                weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=exists, other=0.0)
+                weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=there, other=0.0)
             total = _dot(dlogits, weight, total, SPLIT)
-    live = number < count
-    total = tl.where(live[:, None], total, 0.0)
-    exists = (number < rows)[:, None] & (col >= 0)[None, :]
-    if COLS_MASKED:
-        exists = exists & (col < cols)[None, :]
-    sums_off = tl.multiple_of(number.to(tl.int64) * cols, ALIGN)
-    if not FIRST:
-        total += tl.load(sums_ptr + sums_off[:, None] + col[None, :], mask=exists, other=0.0)
+    total = tl.where((number < count)[:, None], total, 0.0)
     if dhidden_ptr is not None:
         if unit_ptr is not None:
             total *= tl.load(unit_ptr)
@@ -719,11 +719,13 @@ class HeadConfig:
         """For a role and a target; `whole`: both operands are of one 16-bit type."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
-        if not whole:
+        if not whole:  # six products of parts: smaller tiles, or they spill
             return HeadConfig(64, 64, 32, 4, 2)
         if target in ("sm_90", "sm_100", "sm_103"):
-            return HeadConfig(128, 128, 64, 8, 3)
-        return HeadConfig(128, 128, 32, 8, 2)
+            return HeadConfig(128, 256, 64, 8, 3)
+        if target.startswith("gfx"):
+            return HeadConfig(128, 128, 32, 8, 2)
+        return HeadConfig(128, 128, 32, 8, 3)
 
 
 ORDER_TILE = 1024  # tokens that are numbered at a time
@@ -826,7 +828,7 @@ def _launch_linear_logprobs(
 
 def _descriptors(device: Capabilities, whole: bool, align: int, *tensors: Tensor) -> bool:
     """Whether tiles can be bulk copies: where there are such, of rows that are multiples of 16 bytes."""
-    return False
+    return device.descriptors and whole and align >= 8 and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _allocate_linear_logprobs_backward(
