@@ -19,6 +19,7 @@ import triton_loom
 import truth
 import truth_cross_entropy
 import truth_glu
+import truth_linear_logprobs
 import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
@@ -205,6 +206,7 @@ def accuracy(workload: Workload) -> None:
 TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]] = {
     **truth_permute.TRUTHS,
     **truth_cross_entropy.TRUTHS,
+    **truth_linear_logprobs.TRUTHS,
 }
 
 

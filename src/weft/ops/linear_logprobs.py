@@ -715,17 +715,23 @@ class HeadConfig:
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def choose(role: Literal["logits", "dlogits", "dweight", "dhidden"], whole: bool, target: str) -> HeadConfig:
-        """For a role and a target; `whole`: both operands are of one 16-bit type."""
+    def choose(
+        role: Literal["logits", "dlogits", "dweight", "dhidden"], whole: bool, rich: bool, target: str
+    ) -> HeadConfig:
+        """For a role and a target. `whole`: both operands are of one 16-bit type. `rich`: more is done with logits than
+        a plain softmax does, which takes registers."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
-        if not whole:  # six products of parts: smaller tiles, or they spill
+        if not whole:  # up to six products of parts
             return HeadConfig(64, 64, 32, 4, 2)
+        # Compiled, in registers of a thread: on sm_90 128 x 256 logits take 255, with entropy and smoothing they would
+        # spill 1680 bytes, and so would their gradient; on sm_100 sums of dhidden that are read and written spill 456.
         if target in ("sm_90", "sm_100", "sm_103"):
-            return HeadConfig(128, 256, 64, 8, 3)
+            wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and target == "sm_90")
+            return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
         if target.startswith("gfx"):
             return HeadConfig(128, 128, 32, 8, 2)
-        return HeadConfig(128, 128, 32, 8, 3)
+        return HeadConfig(64 if role == "logits" and rich else 128, 128, 32, 8, 3)
 
 
 ORDER_TILE = 1024  # tokens that are numbered at a time
@@ -784,7 +790,8 @@ def _launch_linear_logprobs(
 ) -> None:  # fmt: skip
     device = capabilities_of(hidden.device)
     _, whole = _operands(hidden, weight)
-    config = HeadConfig.choose("logits", whole, device.target)
+    rich = entropy or spread or accuracy or softcap is not None
+    config = HeadConfig.choose("logits", whole, rich, device.target)
     hidden, weight, target = flat_rows(hidden), _rows_of_weight(weight), target.contiguous()
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
@@ -880,7 +887,8 @@ def _launch_linear_logprobs_backward(
         unit = 1.0 / power
 
     strides = hidden.stride(0), weight.stride(0)
-    first = HeadConfig.choose("dlogits", whole, device.target)
+    rich = dentropy is not None or dspread is not None or softcap is not None
+    first = HeadConfig.choose("dlogits", whole, rich, device.target)
     tiles = -(-rows // first.m)
     budget = CPU_BUDGET if device.target == "cpu" else GPU_BUDGET
     pieces = -(-vocab // first.n)
@@ -899,13 +907,13 @@ def _launch_linear_logprobs_backward(
         SPREAD=dspread is not None, ENTROPY=dentropy is not None, ROWS=first.m, VOCAB=first.n, TILE=first.k,
         COLS_MASKED=cols % first.k != 0, TMA=_descriptors(device, whole, align, weight), **kinds,
     )  # fmt: skip
-    second = HeadConfig.choose("dweight", whole, device.target)
+    second = HeadConfig.choose("dweight", whole, rich, device.target)
     launch_dweight = Launch.of(
         _linear_dweight_kernel, num_warps=second.num_warps, num_stages=second.num_stages, VOCAB=second.m,
         COLS=second.n, TILE=second.k, KEPT_ROWS=first.m, KEPT_VOCAB=first.n, COLS_MASKED=cols % second.n != 0,
         TMA=_descriptors(device, whole, align, dlogits), **kinds,
     )  # fmt: skip
-    third = HeadConfig.choose("dhidden", whole, device.target)
+    third = HeadConfig.choose("dhidden", whole, rich, device.target)
     for begin in range(0, vocab, block):
         last = begin + block >= vocab
         here = min(held, -(-(vocab - begin) // first.n))  # tiles of the vocabulary

@@ -8,12 +8,12 @@ file of workloads here and inherits every check.
 'norm:llama3-8b/hidden:residual:1'
 """
 
-from . import cross_entropy, glu, norm, permute, quantize, router
+from . import cross_entropy, glu, linear_logprobs, norm, permute, quantize, router
 from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-FAMILIES = (norm, quantize, glu, permute, router, cross_entropy)
+FAMILIES = (norm, quantize, glu, permute, router, cross_entropy, linear_logprobs)
 WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.WORKLOADS)
 
 
