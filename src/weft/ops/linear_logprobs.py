@@ -570,7 +570,7 @@ def _linear_dweight_kernel(
     """A tile of dweight, and of dbias, over all tokens."""
     cols = (cols // ALIGN) * ALIGN
     block = (block // VOCAB) * VOCAB
-    tiles = tl.cdiv(cols, COLS)
+    tiles = tl.cdiv(cols, COLS) if dweight_ptr is not None else 1
     # Programs of the same vocabulary follow each other: they read the same dlogits.
     at = (tl.program_id(0) // tiles) * VOCAB
     piece = at + tl.arange(0, VOCAB)  # [VOCAB] in the block
@@ -929,7 +929,7 @@ def _launch_linear_logprobs_backward(
             launch_dweight(
                 (-(-here * first.n // second.m) * across, 1, 1),
                 (hidden, dlogits, order, unit, kept, dweight, dbias),
-                (rows, cols if dweight is not None else 1, vocab, strides[0], begin, block),
+                (rows, cols, vocab, strides[0], begin, block),
             )
         if dhidden is not None:
             launch_dhidden = Launch.of(
