@@ -14,8 +14,6 @@ from .problem import Call, Inputs, Workload
 # (H, V, tokens). "long" ones take seconds on a CPU.
 HEADS: dict[str, tuple[int, int, int]] = {
     "qwen3-0.6b/long-head": (1024, 151936, 4096),
-    "llama3-8b/long-head": (4096, 128256, 8192),
-    "gemma2-9b/long-head": (3584, 256000, 8192),
     "cut/head": (256, 1024, 512),
     "odd/200": (200, 1030, 300),
     "odd/33": (33, 77, 300),
@@ -34,14 +32,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _USED: dict[str, tuple[str, ...]] = {
-    "plain": ("cut/head", "qwen3-0.6b/long-head", "llama3-8b/long-head"),
+    "plain": ("cut/head", "qwen3-0.6b/long-head"),
     "sft": ("odd/200",),
     "rl": ("cut/head",),
-    "capped": ("gemma2-9b/long-head",),
+    "capped": ("cut/head",),
     "everything": ("odd/33",),
 }
 _BACKWARD: dict[str, tuple[str, ...]] = {
-    "plain": ("cut/head", "llama3-8b/long-head"),
+    "plain": ("cut/head",),
     "everything": ("odd/33",),
 }
 _SHARED = (
