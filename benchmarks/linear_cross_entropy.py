@@ -5,7 +5,7 @@
     python benchmarks/linear_cross_entropy.py --tiles               what is compiled for GPUs, tile by tile
 
 Each contender runs in a process of its own, so that none inherits another's memory. There, kernels are compiled and
-libraries warmed up on a small problem first; then the inputs are made, the kernel's mark of the highest resident size
+libraries warmed up with a few tokens first; then the inputs are made, the kernel's mark of the highest resident size
 is reset, and forward and backward run once. `extra` is that mark less what was resident before: gradients, workspaces
 and whatever the allocator held on to. The time is of the same run, on all cores; machines that do other things at the
 time make it longer for everyone.
@@ -92,8 +92,7 @@ def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, A
         weight = (torch.randn(vocab, hidden_size, dtype=torch.bfloat16) / hidden_size**0.5).requires_grad_()
         return hidden, weight, torch.randint(0, vocab, (tokens,))
 
-    for _ in range(2):
-        contender(*inputs(160, 512)).backward()  # compiles; more than one tile of everything
+    contender(*inputs(32, vocab)).backward()  # compiles: a rival's tiles depend on the vocabulary
     hidden, weight, target = inputs(tokens, vocab)
     before = _status("VmRSS")
     with open("/proc/self/clear_refs", "w") as mark:
