@@ -126,14 +126,28 @@ def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None
     from weft.runtime import compile_all, recording
     from weft.runtime.offline import Binary
 
-    table = Table("target", "kernel", "tile", "warps", "stages", "registers", "spilled", "shared", "matrix", "bulk", "flop/B")
+    table = Table(
+        "target",
+        "kernel",
+        "tile",
+        "warps",
+        "stages",
+        "registers",
+        "spilled",
+        "shared",
+        "matrix",
+        "bulk",
+        "flop/B",
+    )
     for target in targets:
         with recording(target) as seen:
             hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
             weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
             labels = torch.empty(tokens, dtype=torch.int64, device="meta")
             weft.linear_cross_entropy(hidden, weight, labels).backward()
-        chosen = [v for v in dict.fromkeys(seen) if "TILE" in dict(v.constants) and "ALIGN" in dict(v.constants)]
+        chosen = [
+            v for v in dict.fromkeys(seen) if "TILE" in dict(v.constants) and "ALIGN" in dict(v.constants)
+        ]
         for variant, binary in zip(chosen, compile_all([(v, target) for v in chosen]), strict=True):
             if not isinstance(binary, Binary):
                 raise binary
@@ -142,7 +156,12 @@ def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None
             m, n, k = sides[0], sides[1], c["TILE"]
             matrix = {
                 name: binary.count(pattern)
-                for name, pattern in (("wgmma", "HGMMA"), ("tcgen05", r"UTC\w*MMA"), ("mma", "HMMA"), ("mfma", "v_mfma"))
+                for name, pattern in (
+                    ("wgmma", "HGMMA"),
+                    ("tcgen05", r"UTC\w*MMA"),
+                    ("mma", "HMMA"),
+                    ("mfma", "v_mfma"),
+                )
             }
             table.add_row(
                 target, variant.kernel.strip("_").removesuffix("_kernel"), f"{m}x{n}x{k}", str(variant.num_warps),
@@ -167,13 +186,17 @@ def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--one", choices=CONTENDERS, help="measure in this process, print JSON")
-    parser.add_argument("--tiles", nargs="*", choices=MACHINES, help="compile for GPUs; all of them by default")
+    parser.add_argument(
+        "--tiles", nargs="*", choices=MACHINES, help="compile for GPUs; all of them by default"
+    )
     parser.add_argument("--json", help="write the results there")
     options = parser.parse_args()
     if options.one:

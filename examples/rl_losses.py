@@ -62,7 +62,9 @@ def _chosen(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1
     return logprobs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens != -100)
 
 
-def textbook_dpo(hidden: Tensor, head: Tensor, tokens: Tensor, reference: Tensor, beta: float = 0.1) -> Tensor:
+def textbook_dpo(
+    hidden: Tensor, head: Tensor, tokens: Tensor, reference: Tensor, beta: float = 0.1
+) -> Tensor:
     answers = _chosen(hidden, head, tokens).sum(-1)
     half = len(answers) // 2
     margins = beta * (answers[:half] - reference[:half]) - beta * (answers[half:] - reference[half:])

@@ -53,6 +53,10 @@ MOVED = {  # kernels whose parameters mean something else
     "_router_linear_kernel": ({"x_ptr"}, set[str]()),
     "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
     "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
+    "_linear_logprobs_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dlogits_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
 }
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
@@ -207,6 +211,8 @@ REPRESENTATIVE = (
     "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
     "route:deepseek-v3/router:groups:8192",
     "route_backward:linghe/router:top8:8192",
+    "linear_logprobs:cut/head:plain:512",
+    "linear_logprobs_backward:cut/head:plain:512",
 )
 
 

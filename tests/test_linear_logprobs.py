@@ -22,7 +22,12 @@ head = importlib.import_module("weft.ops.linear_logprobs")
 
 
 def problem(
-    rows: int = 70, cols: int = 40, vocab: int = 300, dtype: torch.dtype = torch.bfloat16, seed: int = 0, sure: float = 0.0
+    rows: int = 70,
+    cols: int = 40,
+    vocab: int = 300,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    sure: float = 0.0,
 ) -> dict[str, Tensor]:
     """Hidden states, a head and targets. With `sure`, the targets' logits are about so much above the others."""
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +52,9 @@ def run(call: Call, seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]
     generator = torch.Generator().manual_seed(seed)
     upstream = {n: torch.randn(v.shape, generator=generator) for n, v in got.items() if v.requires_grad}
     names = [n for n in ("hidden", "weight", "bias") if call[n] is not None]
-    gradients = torch.autograd.grad([got[n] for n in upstream], [call[n] for n in names], [*upstream.values()])
+    gradients = torch.autograd.grad(
+        [got[n] for n in upstream], [call[n] for n in names], [*upstream.values()]
+    )
     return got | {f"d{n}": g for n, g in zip(names, gradients, strict=True)}, upstream
 
 
@@ -72,7 +79,9 @@ def test_logprobs_entropy_and_lse(dtype: torch.dtype) -> None:
     """More tokens and columns than a tile has, and parts of tiles."""
     given = problem(150, 72, 333, dtype)
     bias = torch.randn(333).to(dtype)
-    got = check(Call(weft.linear_logprobs, given | {"bias": bias, "entropy": True, "lse": True, "temperature": 0.7}))
+    got = check(
+        Call(weft.linear_logprobs, given | {"bias": bias, "entropy": True, "lse": True, "temperature": 0.7})
+    )
     assert (got["logprobs"] <= 0).all(), "a probability above 1"
     assert (got["entropy"] >= 0).all()
 
@@ -128,7 +137,9 @@ def test_equals_cross_entropy_of_pytorch() -> None:
     for options in ({}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}):
         got = weft.linear_cross_entropy(**given, **options)
         logits = given["hidden"] @ given["weight"].t()
-        torch.testing.assert_close(got, F.cross_entropy(logits, given["target"], **options), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            got, F.cross_entropy(logits, given["target"], **options), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_accuracy_takes_the_first_of_equals() -> None:
@@ -242,7 +253,9 @@ def test_more_dimensions_and_constant_gradients() -> None:
     got = call()
     assert got.shape == (2, 3, 4)
     gradients = torch.autograd.grad(got.sum(), (call["hidden"], call["weight"]))
-    assert_same({"h": gradients[0].view(24, 40), "w": gradients[1]}, {"h": wanted[0], "w": wanted[1]}, "shaped")
+    assert_same(
+        {"h": gradients[0].view(24, 40), "w": gradients[1]}, {"h": wanted[0], "w": wanted[1]}, "shaped"
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 129])
@@ -257,7 +270,7 @@ def test_numbers_of_tokens(rows: int) -> None:
     assert not got["dweight"].count_nonzero()
 
 
-@pytest.mark.parametrize("cols, vocab", [(1, 1), (7, 129), (65, 1), (16, 128)])
+@pytest.mark.parametrize(("cols", "vocab"), [(1, 1), (7, 129), (65, 1), (16, 128)])
 def test_odd_sizes(cols: int, vocab: int) -> None:
     given = problem(5, cols, vocab)
     check(Call(weft.linear_logprobs, given | {"bias": torch.randn(vocab).bfloat16(), "lse": True}))
@@ -319,7 +332,9 @@ def test_same_bits_every_run_and_for_any_number_of_threads() -> None:
     wanted, _ = run(Call(weft.linear_logprobs, given | {"entropy": True}))
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        assert_same(run(Call(weft.linear_logprobs, given | {"entropy": True}))[0], wanted, f"{threads} threads")
+        assert_same(
+            run(Call(weft.linear_logprobs, given | {"entropy": True}))[0], wanted, f"{threads} threads"
+        )
 
 
 def test_gradient_accumulation_is_the_big_batch() -> None:
@@ -356,7 +371,9 @@ def test_compiled_is_eager() -> None:
     given["target"][3] = -100
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        out = weft.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, z_loss=1e-3, return_entropy=True)
+        out = weft.linear_cross_entropy(
+            hidden, weight, target, label_smoothing=0.1, z_loss=1e-3, return_entropy=True
+        )
         return out.loss + 0.1 * out.entropy.sum()
 
     torch._dynamo.reset()

@@ -65,7 +65,9 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     off = (p.detach() * of_z).sum(1)
     noise = {
         "lse": off + few * (1 + lse.detach().abs()),
-        "logprobs": off + of_z.gather(1, y[:, None])[:, 0] + few * (1 + picked.detach().abs() + lse.detach().abs()),
+        "logprobs": off
+        + of_z.gather(1, y[:, None])[:, 0]
+        + few * (1 + picked.detach().abs() + lse.detach().abs()),
         "entropy": off * (1 + entropy.detach())
         + (p.detach() * logs.detach().abs() * (of_z + few)).sum(1)
         + few * (1 + entropy.detach() + lse.detach().abs()),
@@ -80,11 +82,15 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         weights = a["class_weight"]
         w = torch.ones(vocab, dtype=torch.float64) if weights is None else weights.detach().double()
         loss = -(1 - alpha) * w[y] * picked + a["z_loss"] * lse**2
-        of_loss = (1 - alpha) * w[y] * noise["logprobs"] + 4 * abs(a["z_loss"]) * lse.detach().abs() * noise["lse"]
+        of_loss = (1 - alpha) * w[y] * noise["logprobs"] + 4 * abs(a["z_loss"]) * lse.detach().abs() * noise[
+            "lse"
+        ]
         if alpha:
             spread = -torch.where(there, w * logs, 0.0).sum(1) / there.sum(1)
             loss = loss + alpha * spread
-            sizes = torch.where(there, w * (of_z + few * (z.detach().abs() + lse.detach().abs()[:, None])), 0.0)
+            sizes = torch.where(
+                there, w * (of_z + few * (z.detach().abs() + lse.detach().abs()[:, None])), 0.0
+            )
             of_loss = of_loss + alpha * sizes.sum(1) / there.sum(1)
         share = w[y].where(valid, 0.0)
         values["loss"], noise["loss"] = loss, of_loss + few * loss.detach().abs()
@@ -97,7 +103,11 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         found[name] = Near(value.detach(), noise[name].view(shape))
     if "reduction" in a:
         if a["reduction"] == "none":
-            results["loss"], of_loss, reached = told["loss"].view(shape), noise["loss"].view(shape), hits.view(shape)
+            results["loss"], of_loss, reached = (
+                told["loss"].view(shape),
+                noise["loss"].view(shape),
+                hits.view(shape),
+            )
         else:
             results["loss"], of_loss, reached = told["loss"].sum(), noise["loss"].sum(), hits.sum()
             if a["reduction"] == "mean":
@@ -143,7 +153,8 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     gradient = leaves["hidden"].grad
     assert gradient is not None
     found["dhidden"] = Near(
-        gradient.where(valid.view(shape)[..., None], 0.0), of_dhidden.where(valid[:, None], 0.0).view(gradient.shape)
+        gradient.where(valid.view(shape)[..., None], 0.0),
+        of_dhidden.where(valid[:, None], 0.0).view(gradient.shape),
     )
     assert leaves["weight"].grad is not None
     found["dweight"] = Near(leaves["weight"].grad, of_dweight)
@@ -195,7 +206,10 @@ def _forward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor
 def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """As the autograd engine calls it. A spread is the loss of everything smoothed."""
     given = {name: call[name] for name in ("hidden", "weight", "target", "bias")}
-    a = arguments(Call(weft.linear_logprobs, given)) | {"softcap": call["softcap"], "temperature": 1 / call["scale"]}
+    a = arguments(Call(weft.linear_logprobs, given)) | {
+        "softcap": call["softcap"],
+        "temperature": 1 / call["scale"],
+    }
     named = {"logprobs": call["dlogprob"], "lse": call["dlse"], "entropy": call["dentropy"]}
     found = head(a, {name: g for name, g in named.items() if g is not None})
     if call["dspread"] is None:

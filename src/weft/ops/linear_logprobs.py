@@ -74,7 +74,9 @@ def linear_logprobs_reference(
 ) -> list[Tensor]:  # fmt: skip
     """The definition. hidden [..., H], weight [V, H], bias [V], target [...], classes [V]."""
     y, valid, wrong = _targets(target, weight.shape[0], ignore_index)
-    z, _ = _logits(torch.where(valid.view(target.shape)[..., None], hidden, 0.0), weight, bias, softcap, scale)
+    z, _ = _logits(
+        torch.where(valid.view(target.shape)[..., None], hidden, 0.0), weight, bias, softcap, scale
+    )
 
     def told(value: Tensor) -> Tensor:
         """0 where there is no target, NaN where it is none of the columns."""
@@ -727,7 +729,11 @@ class HeadConfig:
         # Compiled, in registers of a thread: on sm_90 128 x 256 logits take 255, with entropy and smoothing they would
         # spill 1680 bytes, and so would their gradient; on sm_100 sums of dhidden that are read and written spill 456.
         if target in ("sm_90", "sm_100", "sm_103"):
-            wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and target == "sm_90")
+            wide = (
+                role == "dweight"
+                or (role == "logits" and not rich)
+                or (role == "dhidden" and target == "sm_90")
+            )
             return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
         if target.startswith("gfx"):
             return HeadConfig(128, 128, 32, 8, 2)
@@ -948,7 +954,9 @@ def _launch_linear_logprobs_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    hidden, weight, bias, target, classes, ignore_index, softcap, scale, entropy, spread, accuracy, skip = inputs
+    hidden, weight, bias, target, classes, ignore_index, softcap, scale, entropy, spread, accuracy, skip = (
+        inputs
+    )
     results = iter(output[2:])
     entropies = next(results) if entropy else None
     if spread:

@@ -213,7 +213,7 @@ class Launch:
         compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
         constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
         run = compiled.run
-        if index is not None and getattr(compiled.metadata, "global_scratch_size", 0):
+        if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
             run = _with_scratch(run, index)
         # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
         whole = getattr(run, "takes_tensors", False)

@@ -19,8 +19,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "odd/33": (33, 77, 300),
 }
 
-# Arguments of `linear_cross_entropy`, or of `linear_logprobs` where "logprobs" says so. "ignored": every so manyth token
-# has no target; "biased", "weighted": there are a bias and weights of classes.
+# Arguments of `linear_cross_entropy`, or of `linear_logprobs` where "logprobs" says so. "ignored": every so manyth
+# token has no target; "biased", "weighted": there are a bias and weights of classes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
