@@ -21,8 +21,8 @@ import weft
 
 
 def dpo(hidden: Tensor, head: Tensor, tokens: Tensor, reference: Tensor, beta: float = 0.1) -> Tensor:
-    """Direct preference optimisation. hidden [2B, S, H]: B chosen answers, then B rejected ones; tokens [2B, S] with -100
-    where nothing was said; reference [2B]: log-probabilities of whole answers under the reference model."""
+    """Direct preference optimisation. hidden [2B, S, H]: B chosen answers, then B rejected ones; tokens [2B, S] with
+    -100 where nothing was said; reference [2B]: log-probabilities of whole answers under the reference model."""
     answers = weft.linear_logprobs(hidden, head, tokens).sum(-1)
     chosen, rejected = (answers - reference).chunk(2)
     return -F.logsigmoid(beta * (chosen - rejected)).mean()

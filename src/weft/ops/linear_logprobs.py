@@ -18,12 +18,12 @@ Forward, a program multiplies a tile of tokens with the tiles of one split of th
 statistics to those before it; a second kernel joins the splits in order. Backward goes through the vocabulary in
 blocks: it computes a block's logits again, writes their gradient dx [T, block] once, rounded to the dtype of the
 operands, and multiplies that: into the block's rows of dweight, complete and rounded once, and into dhidden, which is
-added up in fp32 over the blocks and rounded once. So no memory is taken that grows with V, but for dweight itself. dbias
-adds up the rounded dx. Sums have one order: the same bits every run.
+added up in fp32 over the blocks and rounded once. So no memory is taken that grows with V, but for dweight itself.
+dbias adds up the rounded dx. Sums have one order: the same bits every run.
 
-dx is rounded like that of any chain that stores logits in the operands' dtype: to 2^-9 of itself in bf16. In fp16, where
-small numbers would be lost, all of dx is multiplied by a power of two that brings the largest gradient of a token to
-about 1, and the products are divided by it.
+dx is rounded like that of any chain that stores logits in the operands' dtype: to 2^-9 of itself in bf16. In fp16,
+where small numbers would be lost, all of dx is multiplied by a power of two that brings the largest gradient of a token
+to about 1, and the products are divided by it.
 
 Tokens without a target are skipped: the tokens with one are numbered first (`order`), and kernels take tokens by that
 number. Nothing of the others is read or multiplied; their results and their gradient are zeros.
@@ -429,7 +429,8 @@ def _linear_factors_kernel(
     dspread_stride,
     ROWS: tl.constexpr,
 ):
-    """What dz of a token is made of: with t = z - largest, exp(t) * (factor - bend * t) + at_target * [j = y] - part."""
+    """What dz of a token is made of: with t = z - largest, it is exp(t) * (factor - bend * t) + at_target * [j = y]
+    - part."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     live = number < tl.load(order_ptr + rows)
     row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
@@ -1079,7 +1080,7 @@ def linear_logprobs(
       read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
     - `entropy`, `lse`: return these too, as `LogProbs(logprobs, entropy, lse)`: the entropy of the softmax and the log
       of the sum of its exponentials.
-    - `skip_below`: backward takes tiles of 128 tokens x 128 columns for zeros if none of their probabilities reaches
+    - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities reaches
       this threshold and none is a target's, and spares their share of two products in three. What a token's gradient
       loses is less than V * skip_below of its size, and mostly far less: 2^-24 is lost in bf16 sums anyway. Off by
       default.
