@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mutants_linear_logprobs
 import mutants_permute
 import mutants_route
 import mutants_router_linear
@@ -412,7 +413,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for module in (mutants_permute, mutants_route, mutants_router_linear)
+        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_linear_logprobs)
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

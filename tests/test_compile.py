@@ -60,6 +60,7 @@ MOVED = {  # kernels whose parameters mean something else
 }
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
+FOUR_NEIGHBOURS |= {"_linear_dlogits_kernel", "_linear_dweight_kernel", "_linear_dhidden_kernel"}
 
 
 # ---- which variants -------------------------------------------------------------------------------------------

@@ -442,3 +442,56 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             weft.linear_cross_entropy(**(given | wrong))
+
+
+# ---- what single launches can't show -------------------------------------------------------------------
+
+
+def test_more_tokens_than_are_numbered_at_a_time() -> None:
+    given = problem(head.ORDER_TILE + 300, 16, 40)
+    given["target"][::3] = -100
+    given["hidden"][::3] = torch.nan
+    check(Call(weft.linear_logprobs, given))
+
+
+def test_an_ignored_column() -> None:
+    """Any number may stand for no target, that of a column too."""
+    given = problem(30, 16, 40) | {"ignore_index": 7}
+    given["target"][::2] = 7
+    got = check(Call(weft.linear_logprobs, given))
+    assert not got["y"][::2].count_nonzero()
+
+
+def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split, of many tiles of the vocabulary."""
+    monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
+    given = problem(10, 24, 600)
+    check(Call(weft.linear_logprobs, given))
+    options: dict[str, Any] = {"label_smoothing": 0.3, "class_weight": torch.rand(600), "return_accuracy": True}
+    check(Call(weft.linear_cross_entropy, given | options))
+    given["weight"][:] = given["weight"][0]
+    given["target"][:] = torch.arange(10) * 60
+    _, _, _, hit = weft.linear_cross_entropy(**given, reduction="none", return_accuracy=True)
+    assert hit.tolist() == [1.0] + [0.0] * 9
+
+
+def test_one_live_token() -> None:
+    """The hidden states of all others are NaN."""
+    given = problem(40, 16, 60)
+    given["target"][:] = -100
+    given["target"][17] = 5
+    given["hidden"][:17] = given["hidden"][18:] = torch.nan
+    check(Call(weft.linear_logprobs, given))
+
+
+def test_wide_hidden_states() -> None:
+    check(Call(weft.linear_logprobs, problem(9, 300, 140)))
+
+
+def test_a_weight_with_gaps() -> None:
+    given = problem(9, 24, 140)
+    wanted, _ = run(Call(weft.linear_logprobs, given))
+    spaced = torch.full((140, 40), torch.nan).bfloat16()
+    spaced[:, :24] = given["weight"]
+    got, _ = run(Call(weft.linear_logprobs, given | {"weight": spaced[:, :24]}))
+    assert_same(got, wanted, "a weight with gaps")

@@ -1080,10 +1080,9 @@ def linear_logprobs(
       read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
     - `entropy`, `lse`: return these too, as `LogProbs(logprobs, entropy, lse)`: the entropy of the softmax and the log
       of the sum of its exponentials.
-    - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities reaches
-      this threshold and none is a target's, and spares their share of two products in three. What a token's gradient
-      loses is less than V * skip_below of its size, and mostly far less: 2^-24 is lost in bf16 sums anyway. Off by
-      default.
+    - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities
+      reaches this threshold and none is a target's, and spares their share of two products in three. A token's
+      gradient loses less than V * skip_below of its size, and mostly far less. Off by default.
 
     Extra memory of forward and backward does not grow with V, except for the gradient of weight.
 
