@@ -394,7 +394,7 @@ def test_opcheck() -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_the_launches_of_a_gpu(target: str) -> None:
     """Its tiles, its descriptors, under the sanitizer, beside float64."""
     given = problem(130, 64, 520)

@@ -520,6 +520,7 @@ def host_times() -> dict[str, float]:
         ("permute", "plain with residual", 2.0),
         ("permute with 1x128", "plain with residual", 4.0),
         ("unpermute", "plain", 2.0),
+        ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:
