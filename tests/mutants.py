@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mutants_cross_entropy
 import mutants_linear_logprobs
 import mutants_permute
 import mutants_route
@@ -413,7 +414,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
-        for module in (mutants_permute, mutants_route, mutants_router_linear, mutants_linear_logprobs)
+        for module in (
+            mutants_permute,
+            mutants_route,
+            mutants_router_linear,
+            mutants_cross_entropy,
+            mutants_linear_logprobs,
+        )  # fmt: skip
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

@@ -129,6 +129,7 @@ def measure() -> dict[str, float]:
     with weft.backend("reference"):
         rows = weft.row_map(chosen, 8, align=16)
     probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
+    target = torch.arange(8)
     vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
@@ -167,6 +168,8 @@ def measure() -> dict[str, float]:
             "permute": lambda: weft.permute(x, rows, probs),
             "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
             "unpermute": lambda: weft.unpermute(permuted, rows, probs),
+            "cross_entropy": lambda: weft.cross_entropy(x, target),
+            "cross_entropy of each token": lambda: weft.cross_entropy(x, target, reduction="none"),
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
         }
     )

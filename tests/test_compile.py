@@ -58,6 +58,7 @@ MOVED = {  # kernels whose parameters mean something else
     "_linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
     "_linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
 }
+PICKING = {"_cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
 FOUR_NEIGHBOURS |= {"_linear_dlogits_kernel", "_linear_dweight_kernel", "_linear_dhidden_kernel"}
@@ -150,6 +151,10 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     bytes_to_a_group = any("scale_ptr" in name and kind == "*u8" for name, kind in types.items())
     if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
         allowed.add(8)
+    if "*i64" in types.values():  # a target to a row
+        allowed.add(64)
+    if variant.kernel in PICKING:
+        allowed.add(16)
     if variant.kernel in FOUR_NEIGHBOURS and binary.target.startswith("gfx"):
         allowed.add(64)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
@@ -212,6 +217,10 @@ REPRESENTATIVE = (
     "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
     "route:deepseek-v3/router:groups:8192",
     "route_backward:linghe/router:top8:8192",
+    "cross_entropy:linghe/vocabulary:plain:8192",
+    "cross_entropy:odd/1030:everything:8192",
+    "cross_entropy_backward:linghe/vocabulary:plain:8192",
+    "cross_entropy_backward:gpt2/vocabulary:sft:8192",
     "linear_logprobs:cut/head:plain:512",
     "linear_logprobs_backward:cut/head:plain:512",
 )

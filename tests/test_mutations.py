@@ -24,7 +24,8 @@ AT_LEAST = 10  # mutants of a kernel
 # A mutant that the tests named with it let pass meets these.
 WHOLE = (
     *("test_norm.py", "test_glu.py", "test_permute.py", "test_route.py", "test_router_linear.py"),
-    *("test_combinations.py", "test_bytes.py", "test_catalogue.py", "test_linear_logprobs.py"),
+    "test_cross_entropy.py",
+    *("test_linear_logprobs.py", "test_combinations.py", "test_bytes.py", "test_catalogue.py"),
 )
 
 

@@ -520,6 +520,8 @@ def host_times() -> dict[str, float]:
         ("permute", "plain with residual", 2.0),
         ("permute with 1x128", "plain with residual", 4.0),
         ("unpermute", "plain", 2.0),
+        ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
+        ("cross_entropy of each token", "plain", 2.0),
         ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
     ],
 )

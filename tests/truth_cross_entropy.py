@@ -106,7 +106,9 @@ def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) 
     g = torch.zeros_like(g) if divisor == 0 else g / divisor
     of_p = (off + 4 * EPS32)[:, None] + EPS32 * t + of_z  # relative
     smooth = alpha / there.sum(1) * (torch.where(there, weight, 0.0).sum(1) if alpha else 0.0)
-    factor = g * ((1 - alpha) * weight[y] + smooth + 2 * abs(a["z_loss"]) * d(lse)) + per_token.get("lse", 0.0)
+    factor = g * ((1 - alpha) * weight[y] + smooth + 2 * abs(a["z_loss"]) * d(lse)) + per_token.get(
+        "lse", 0.0
+    )
     part = 4 * EPS32 * g[:, None] * (alpha / there.sum(1))[:, None] * weight
     size = p.detach() * (factor[:, None] * (of_p + 4 * EPS32) + (g * 2 * abs(a["z_loss"]) * of_lse)[:, None])
     size = size + torch.where(there, part, 0.0) if alpha else size
@@ -123,7 +125,11 @@ def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) 
         slope = slope * (1 - tanh**2)
         steep = 8 * EPS32 * a["scale"] * torch.ones_like(size)  # 1 - tanh^2 is a difference
     # What is multiplied by the slope, for what the slope is off by.
-    before = p.detach() * factor[:, None] + torch.where(there, part, 0.0) / (4 * EPS32) if alpha else p.detach() * factor[:, None]
+    before = (
+        p.detach() * factor[:, None] + torch.where(there, part, 0.0) / (4 * EPS32)
+        if alpha
+        else p.detach() * factor[:, None]
+    )
     before = before.scatter_add(1, y[:, None], (g * (1 - alpha) * weight[y])[:, None])
     if "entropy" in per_token:
         before = before + e * p.detach() * (logs + d(entropy)[:, None])

@@ -18,6 +18,10 @@ target. With g the gradient of a token's loss (divided likewise), h that of its 
 Everything in fp32; losses and statistics stay fp32, and dx is rounded once, the target's column like the others. Sums
 over tokens are made in one order: the same bits every run. Rows without a target are not read: their results and their
 gradient are zero.
+
+A row is read from its first multiple of 16 bytes on, so that accesses are wide for any V; what lies before and after
+whole tiles comes last. Where V is not a multiple of 8 the order of adding up a row, and with it the last bit of its
+lse, depends on where the row begins.
 """
 
 from __future__ import annotations
@@ -569,9 +573,10 @@ class RowConfig:
         return RowConfig((steps if cols >= 4096 else 1) * lanes, lanes, num_warps)
 
 
-# Compiled for sm_90: 64 registers forward; backward with as many steps as forward would take half as many again on
-# sm_120, and spill on sm_80.
-FORWARD_STEPS, BACKWARD_STEPS = 4, 2
+def _steps(capped: bool, more: bool) -> int:
+    """Forward. Compiled for sm_90: 64 registers with four steps; with more to add up they would be above 100, and with
+    a softcap some spill from two on. Backward takes half as many: with four it would spill on sm_80."""
+    return 1 if capped else 2 if more else 4
 
 
 def _kind(softcap: float | None, scale: float) -> int:
@@ -627,7 +632,8 @@ def _launch_cross_entropy(
         if inverse is not None:
             shares = torch.empty((rows,), dtype=torch.float32, device=device)
     element = logits.element_size()
-    config = RowConfig.choose(cols, element, FORWARD_STEPS, target_name)
+    steps = _steps(softcap is not None, entropy or accuracy or label_smoothing > 0.0)
+    config = RowConfig.choose(cols, element, steps, target_name)
     align = _align(element, cols, outer_stride, inner_stride)
     launch = _forward_launch(config, _kind(softcap, scale), reduction != "none", inner > 1, align)
     launch(
@@ -691,7 +697,7 @@ def _differentiate(
         upstream.append(flat)
         strides.append(0 if flat is None or flat.numel() == 1 else flat.stride(0))
     element = logits.element_size()
-    config = RowConfig.choose(cols, element, BACKWARD_STEPS, capabilities.target)
+    config = RowConfig.choose(cols, element, 1 if softcap is not None else 2, capabilities.target)
     align = _align(element, cols, outer_stride, inner_stride)
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
     tiles = max(1, cols // config.tile)
