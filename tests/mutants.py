@@ -420,7 +420,7 @@ MUTANTS: tuple[Mutant, ...] = (
             mutants_router_linear,
             mutants_cross_entropy,
             mutants_linear_logprobs,
-        )  # fmt: skip
+        )
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

@@ -12,11 +12,26 @@ T = "test_linear_logprobs.py::"
 PLAIN = f"{T}test_logprobs_entropy_and_lse[dtype0]"  # two tiles of tokens, three of columns, a bias, a temperature
 SMOOTH, SUM = f"{T}test_smoothing_with_ignored_tokens[none]", f"{T}test_smoothing_with_ignored_tokens[sum]"
 EVERYTHING = f"{T}test_class_weights_accuracy_and_everything"
-WRONG, IGNORED, PADDING = f"{T}test_targets_that_are_no_columns", f"{T}test_everything_ignored", f"{T}test_padding_columns"
-BLOCKS, SKIPPED, STRIDES = f"{T}test_many_blocks_of_the_vocabulary", f"{T}test_skipped_tiles", f"{T}test_strides"
-EQUALS, SURE, HALF = f"{T}test_accuracy_takes_the_first_of_equals", f"{T}test_confident_targets[dtype1]", f"{T}test_small_gradients_in_fp16"
+WRONG, IGNORED, PADDING = (
+    f"{T}test_targets_that_are_no_columns",
+    f"{T}test_everything_ignored",
+    f"{T}test_padding_columns",
+)
+BLOCKS, SKIPPED, STRIDES = (
+    f"{T}test_many_blocks_of_the_vocabulary",
+    f"{T}test_skipped_tiles",
+    f"{T}test_strides",
+)
+EQUALS, SURE, HALF = (
+    f"{T}test_accuracy_takes_the_first_of_equals",
+    f"{T}test_confident_targets[dtype1]",
+    f"{T}test_small_gradients_in_fp16",
+)
 ODD, SHIFT = f"{T}test_odd_sizes[7-129]", f"{T}test_a_common_offset_changes_nothing[-10000.0]"
-SUBSET, CONSTANT = f"{T}test_gradients_of_a_subset[wanted3]", f"{T}test_more_dimensions_and_constant_gradients"
+SUBSET, CONSTANT = (
+    f"{T}test_gradients_of_a_subset[wanted3]",
+    f"{T}test_more_dimensions_and_constant_gradients",
+)
 GUARD = "test_catalogue.py::test_workload[guard_bands-linear_logprobs:odd/33:everything:300]"
 MANY = f"{T}test_more_tokens_than_are_numbered_at_a_time"
 

@@ -467,7 +467,11 @@ def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
     given = problem(10, 24, 600)
     check(Call(weft.linear_logprobs, given))
-    options: dict[str, Any] = {"label_smoothing": 0.3, "class_weight": torch.rand(600), "return_accuracy": True}
+    options: dict[str, Any] = {
+        "label_smoothing": 0.3,
+        "class_weight": torch.rand(600),
+        "return_accuracy": True,
+    }
     check(Call(weft.linear_cross_entropy, given | options))
     given["weight"][:] = given["weight"][0]
     given["target"][:] = torch.arange(10) * 60
