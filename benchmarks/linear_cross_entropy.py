@@ -213,7 +213,7 @@ def main() -> None:
         command += ["--hidden", str(options.hidden), "--vocab", str(options.vocab)]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         if done.returncode:
-            table.add_row(name, "failed", done.stderr.strip().splitlines()[-1][:60])
+            table.add_row(name, "failed", (done.stderr.strip().splitlines() or ["killed"])[-1][:60])
             continue
         result = json.loads(done.stdout.strip().splitlines()[-1])
         results.append(result)

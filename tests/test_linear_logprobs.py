@@ -499,3 +499,15 @@ def test_a_weight_with_gaps() -> None:
     spaced[:, :24] = given["weight"]
     got, _ = run(Call(weft.linear_logprobs, given | {"weight": spaced[:, :24]}))
     assert_same(got, wanted, "a weight with gaps")
+
+
+def test_a_quantized_weight() -> None:
+    """Dequantised first; the gradient is that of the weight it was made of."""
+    given = problem(6, 256, 300)
+    weight = given["weight"].clone().requires_grad_()
+    got = weft.linear_logprobs(given["hidden"], weft.quantize(weight, "128x128"), given["target"])
+    (dweight,) = torch.autograd.grad(got.sum(), weight)
+    plain = weft.quantize(given["weight"], "128x128").dequantize().requires_grad_()
+    wanted = weft.linear_logprobs(given["hidden"], plain, given["target"])
+    (right,) = torch.autograd.grad(wanted.sum(), plain)
+    assert_same({"y": got, "w": dweight}, {"y": wanted, "w": right}, "quantised")

@@ -1072,7 +1072,8 @@ def linear_logprobs(
     """log(softmax(hidden @ weight^T + bias)) of the target of each token, fp32 [...], without logits in memory.
 
     hidden: [..., H], weight: [V, H] and bias: [V] in bf16, fp16 or fp32, of any strides (a weight whose rows are not
-    contiguous is copied). target: [...] in int32 or int64. The gradient of each result of each token is its own: any
+    contiguous is copied). An FP8 `QTensor` as weight is dequantised first, as a whole, and its gradient passes straight
+    through to what it was quantised from. target: [...] in int32 or int64. The gradient of each result of each token is its own: any
     loss that is a function of log-probabilities, entropies and lse is autograd's business.
 
     - `softcap`: logits become softcap * tanh(logits / softcap); then they are divided by `temperature`.
