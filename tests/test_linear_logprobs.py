@@ -511,3 +511,16 @@ def test_a_quantized_weight() -> None:
     wanted = weft.linear_logprobs(given["hidden"], plain, given["target"])
     (right,) = torch.autograd.grad(wanted.sum(), plain)
     assert_same({"y": got, "w": dweight}, {"y": wanted, "w": right}, "quantised")
+
+
+def test_scratch_memory_is_there_for_the_launch_alone() -> None:
+    """What kernels with descriptors need; whoever set an allocator keeps it."""
+    from triton.runtime._allocation import _allocator
+
+    from weft.runtime import launch
+
+    before, seen = _allocator.get(), []
+    launch._with_scratch(lambda *args: seen.append((args, _allocator.get())), 0)(1, 2)
+    assert seen[0][0] == (1, 2)
+    assert seen[0][1] is not before
+    assert _allocator.get() is before
