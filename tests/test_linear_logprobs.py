@@ -519,7 +519,8 @@ def test_scratch_memory_is_there_for_the_launch_alone() -> None:
 
     from weft.runtime import launch
 
-    before, seen = _allocator.get(), []
+    before = _allocator.get()
+    seen: list[Any] = []
     launch._with_scratch(lambda *args: seen.append((args, _allocator.get())), 0)(1, 2)
     assert seen[0][0] == (1, 2)
     assert seen[0][1] is not before

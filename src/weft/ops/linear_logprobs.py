@@ -1073,8 +1073,8 @@ def linear_logprobs(
 
     hidden: [..., H], weight: [V, H] and bias: [V] in bf16, fp16 or fp32, of any strides (a weight whose rows are not
     contiguous is copied). An FP8 `QTensor` as weight is dequantised first, as a whole, and its gradient passes straight
-    through to what it was quantised from. target: [...] in int32 or int64. The gradient of each result of each token is its own: any
-    loss that is a function of log-probabilities, entropies and lse is autograd's business.
+    through to what it was quantised from. target: [...] in int32 or int64. The gradient of each result of each token is
+    its own: any loss that is a function of log-probabilities, entropies and lse is autograd's business.
 
     - `softcap`: logits become softcap * tanh(logits / softcap); then they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
