@@ -529,6 +529,7 @@ def host_times() -> dict[str, float]:
         ("rope", "plain", 2.0),
         ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
         ("cross_entropy of each token", "plain", 2.0),
+        ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

@@ -4,6 +4,8 @@ from .cross_entropy import CrossEntropy, cross_entropy
 from .gated_norm import gated_norm
 from .glu import glu, glu_backward
 from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
+from .linear_cross_entropy import linear_cross_entropy
+from .linear_logprobs import LogProbs, linear_logprobs
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize
@@ -15,6 +17,7 @@ __all__ = [
     "CONVENTIONS",
     "Convention",
     "CrossEntropy",
+    "LogProbs",
     "Routing",
     "RowMap",
     "Shards",
@@ -28,6 +31,8 @@ __all__ = [
     "glu_backward",
     "grad_norm",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_logprobs",
     "permute",
     "qkv_prepare",
     "quantize",

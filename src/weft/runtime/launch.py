@@ -217,11 +217,32 @@ class Launch:
         compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
         constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
         run = compiled.run
+        if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
+            run = _with_scratch(run, index)
         # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
         whole = getattr(run, "takes_tensors", False)
         found = (run, compiled.function, compiled.packed_metadata, constants, whole)
         self._known[identity] = found
         return found
+
+
+def _with_scratch(run: Any, index: int) -> Any:
+    """A launcher whose kernel keeps tensor descriptors in global memory: Triton asks an allocator for it, which is set
+    for the time of the call alone."""
+    from triton.runtime._allocation import _allocator
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        # PyTorch's blocks are aligned to 512 bytes, and free again only for what follows on the stream.
+        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
+
+    def launch(*args: Any) -> None:
+        token = _allocator.set(allocate)
+        try:
+            run(*args)
+        finally:
+            _allocator.reset(token)
+
+    return launch
 
 
 # ---- recording: which variants would run, without compiling or launching any -----------------------------

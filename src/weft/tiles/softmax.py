@@ -64,3 +64,14 @@ def cap(x, limit):
     stands for what is not there."""
     t = tanh(x / limit)
     return tl.where(x == -float("inf"), x, limit * t), 1.0 - t * t
+
+
+@triton.jit
+def merge_moments(largest, total, moment, largest2, total2, moment2):
+    """(largest, total, moment) of two sets, of each element."""
+    joined = tl.maximum(largest, largest2)
+    down, down2 = largest - joined, largest2 - joined
+    factor, factor2 = tl.exp(down), tl.exp(down2)
+    moved = tl.where(total > 0.0, moment + down * total, 0.0) * factor
+    moved2 = tl.where(total2 > 0.0, moment2 + down2 * total2, 0.0) * factor2
+    return joined, total * factor + total2 * factor2, moved + moved2

@@ -8,12 +8,34 @@ file of workloads here and inherits every check.
 'norm:llama3-8b/hidden:residual:1'
 """
 
-from . import cross_entropy, gated_norm, glu, multi_tensor, norm, permute, quantize, rope, router
+from . import (
+    cross_entropy,
+    gated_norm,
+    glu,
+    linear_logprobs,
+    multi_tensor,
+    norm,
+    permute,
+    quantize,
+    rope,
+    router,
+)
 from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-FAMILIES = (norm, quantize, glu, permute, router, gated_norm, multi_tensor, rope, cross_entropy)
+FAMILIES = (
+    norm,
+    quantize,
+    glu,
+    permute,
+    router,
+    gated_norm,
+    multi_tensor,
+    rope,
+    cross_entropy,
+    linear_logprobs,
+)
 WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.WORKLOADS)
 
 

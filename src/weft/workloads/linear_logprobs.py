@@ -1,0 +1,161 @@
+"""Workloads of the loss head: hidden states and vocabularies of real models, and small ones that every test can run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import linear_cross_entropy, linear_logprobs
+from ..runtime import catalogue
+from .problem import Call, Inputs, Workload
+
+# (H, V, tokens). "long" ones take seconds on a CPU.
+HEADS: dict[str, tuple[int, int, int]] = {
+    "qwen3-0.6b/long-head": (1024, 151936, 4096),
+    "cut/head": (256, 1024, 512),
+    "odd/200": (200, 1030, 300),
+    "odd/33": (33, 77, 300),
+}
+
+# Arguments of `linear_cross_entropy`, or of `linear_logprobs` where "logprobs" says so. "ignored": every so manyth
+# token has no target; "biased", "weighted": there are a bias and weights of classes.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
+    "rl": {"logprobs": True, "temperature": 0.8, "entropy": True, "lse": True, "ignored": 2},
+    "capped": {"softcap": 30.0, "reduction": "sum", "return_accuracy": True},
+    "everything": {
+        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "scale": 0.8, "ignored": 5, "weighted": True,
+        "biased": True, "return_lse": True, "return_entropy": True, "return_accuracy": True,
+    },
+}  # fmt: skip
+_USED: dict[str, tuple[str, ...]] = {
+    "plain": ("cut/head", "qwen3-0.6b/long-head"),
+    "sft": ("odd/200",),
+    "rl": ("cut/head",),
+    "capped": ("cut/head",),
+    "everything": ("odd/33",),
+}
+_BACKWARD: dict[str, tuple[str, ...]] = {
+    "plain": ("cut/head",),
+    "everything": ("odd/33",),
+}
+_SHARED = (
+    "tiles of tokens share the weight, tiles of the vocabulary the hidden states; statistics of splits and the "
+    "gradient of a block's logits are written and read back"
+)
+_CLASSES = ("ignored", "weighted", "biased", "logprobs", "vocab")
+
+
+def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
+    settings = dict(workload.settings)
+    *lead, cols = shape
+    vocab = settings["vocab"]
+    hidden = inputs.normal(*shape)
+    weight = inputs.normal(vocab, cols, std=cols**-0.5)
+    target = _targets(inputs, lead, vocab)
+    if hidden.device.type != "meta":
+        # As of a trained model: every other token's target stands out.
+        hidden[::2] += (12.0 * weight[target[::2]].double()).to(hidden.dtype)
+        if "ignored" in settings:
+            target[1 :: settings["ignored"]] = -100
+            hidden[1 :: settings["ignored"]] = torch.nan
+    kwargs: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target}
+    if settings.get("biased"):
+        kwargs["bias"] = inputs.normal(vocab)
+    if settings.get("weighted"):
+        exact = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+        kwargs["class_weight"] = inputs.normal(vocab, dtype=exact).abs()
+    return kwargs
+
+
+def _targets(inputs: Inputs, lead: list[int], vocab: int) -> Tensor:
+    if inputs.device.type == "meta":
+        return torch.empty(lead, dtype=torch.int64, device="meta")
+    drawn = inputs.normal(*lead, dtype=torch.float64).abs() * 7919.0 % 1.0
+    return (drawn * vocab).long().clamp(max=vocab - 1)
+
+
+def _options(workload: Workload) -> dict[str, Any]:
+    return {k: v for k, v in workload.settings if k not in _CLASSES}
+
+
+def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    function = linear_logprobs if dict(workload.settings).get("logprobs") else linear_cross_entropy
+    return Call(function, {**_arguments(workload, inputs, shape), **_options(workload)})
+
+
+class Gradients(NamedTuple):
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def _backward(**kwargs: Any) -> Gradients:
+    """The op takes its arguments by position."""
+    needs = kwargs["needs"]
+    results = iter(catalogue["linear_logprobs_backward"](*kwargs.values()))
+    return Gradients(*(next(results) if need else None for need in needs))
+
+
+def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    """What the backward of the same call reads: statistics, and the gradients that there are."""
+    given, options = _arguments(workload, inputs, shape), _options(workload)
+    entropy, spread = options.get("return_entropy", False), "label_smoothing" in options
+    softcap, scale = options.get("softcap"), options.get("scale", 1.0)
+    hidden, weight, target = given["hidden"], given["weight"], given["target"]
+    classes = given.get("class_weight") if spread else None
+    logprob, _, *rest = catalogue["linear_logprobs"](
+        hidden, weight, given.get("bias"), target, classes, -100, softcap, scale, entropy, spread, False, None
+    )
+    entropies = rest.pop(0) if entropy else None
+    if spread:
+        rest.pop(0)
+    largest, total, *rest = rest
+    upstream = [inputs.normal(*target.shape, dtype=logprob.dtype) for _ in range(4)]
+    kwargs = {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": given.get("bias"),
+        "target": target,
+        "classes": classes,
+        "largest": largest,
+        "total": total,
+        "entropy": entropies,
+        "parts": rest.pop(0) if spread else None,
+        "order": rest.pop(0),
+        "dlogprob": upstream[0],
+        "dlse": upstream[1] if options.get("return_lse") else None,
+        "dentropy": upstream[2] if entropy else None,
+        "dspread": upstream[3] if spread else None,
+        "ignore_index": -100,
+        "softcap": softcap,
+        "scale": scale,
+        "skip_below": None,
+        "needs": [True, True, "bias" in given],
+    }
+    return Call(_backward, kwargs)
+
+
+WORKLOADS: tuple[Workload, ...] = tuple(
+    Workload(
+        op=op,
+        name=name,
+        options=options,
+        shape=("rows", HEADS[name][0]),
+        rows=HEADS[name][2],
+        build=build,
+        tags=tags,
+        settings=(*OPTIONS[options].items(), ("vocab", HEADS[name][1])),
+        moves=moves,
+        rereads=_SHARED,
+    )
+    for op, build, tags, used, moves in (
+        ("linear_logprobs", _build, frozenset({"training"}), _USED, 3.0),
+        ("linear_logprobs_backward", _build_backward, frozenset({"training", "backward"}), _BACKWARD, 12.0),
+    )
+    for options, names in used.items()
+    for name in names
+)
