@@ -13,11 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mutants_cross_entropy
-import mutants_linear_logprobs
-import mutants_permute
-import mutants_route
-import mutants_router_linear
 from mutation import Mutant
 
 NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
@@ -420,13 +415,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *(
         m
         for module in FAMILIES
-        for module in (
-            mutants_permute,
-            mutants_route,
-            mutants_router_linear,
-            mutants_cross_entropy,
-            mutants_linear_logprobs,
-        )
         for kernel, lines in module.LINES.items()
         for m in _made(kernel, module.FILE, lines)
     ),

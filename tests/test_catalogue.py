@@ -19,8 +19,6 @@ import torch
 import triton_loom
 import truth
 import truth_glu
-import truth_linear_logprobs
-import truth_permute
 from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
@@ -207,9 +205,6 @@ TRUTHS: dict[str, Callable[[Call, dict[str, Tensor]], dict[str, Near | Tensor]]]
     op: truth
     for path in sorted(Path(__file__).parent.glob("truth_*.py"))
     for op, truth in getattr(importlib.import_module(path.stem), "TRUTHS", {}).items()
-    **truth_permute.TRUTHS,
-    **truth_cross_entropy.TRUTHS,
-    **truth_linear_logprobs.TRUTHS,
 }
 
 

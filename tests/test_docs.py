@@ -22,10 +22,12 @@ else:
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
+from weft.workloads.published import BANDWIDTH, PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
 WITNESS, TRAFFIC = ROOT / "loom/docs/witness.md", ROOT / "docs/traffic.md"
+ROWS = ROOT / "docs/published.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
 
@@ -95,13 +97,16 @@ def test_there_are_python_blocks() -> None:
 
 # ---- commands ----------------------------------------------------------------------------------------------
 
-QUICK = ("weft doctor", "weft traffic", "python examples/")
+QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
 
 
 @pytest.mark.parametrize(
     "command",
     dict.fromkeys(
-        c for document in (README, CONTRIBUTING, TRAFFIC) for c, _ in lines(document) if c.startswith(QUICK)
+        c
+        for document in (README, CONTRIBUTING, TRAFFIC, ROWS)
+        for c, _ in lines(document)
+        if c.startswith(QUICK)
     ),
 )
 def test_quick_command_runs(command: str) -> None:
@@ -199,6 +204,31 @@ def test_traffic_table_has_every_workload() -> None:
         assert reason == workload.rereads, workload
         assert ratio <= workload.moves + 0.0005 or workload.least_bytes() < 64_000, workload
     assert not listed, "lines of workloads that are no more"
+
+
+def test_published_table_has_every_row() -> None:
+    """With its limit and time; none moves more than its workload says. And its speed."""
+    counted, measured = (
+        {int(cells[0]): cells for cells in table}
+        for table in (
+            [
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in part.splitlines()
+                if line[:3] != "| #"
+            ]
+            for part in re.findall(r"^\| # .*\n\|-.*\n((?:\|.*\n)+)", ROWS.read_text(), re.MULTILINE)
+        )
+    )
+    assert list(counted) == list(measured) == [row.number for row in PUBLISHED] == list(range(1, 18))
+    for row in PUBLISHED:
+        workload, cells = row.find(), counted[row.number]
+        assert (cells[1], measured[row.number][1]) == (row.title, row.title)
+        assert float(cells[2].replace(",", "")) == workload.rows
+        assert float(cells[7]) <= workload.moves, row
+        limit, published = (float(cell.replace(",", "")) for cell in cells[-3:-1])
+        assert limit == round(workload.least_bytes() / BANDWIDTH * 1e6, 1)
+        assert published == row.microseconds
+        assert float(measured[row.number][5]) >= 0.8
 
 
 def rows(heading: str) -> Iterator[list[str]]:

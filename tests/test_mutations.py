@@ -26,9 +26,6 @@ WHOLE = (
     *("test_norm.py", "test_glu.py"),
     *(f"test_{family.__name__.removeprefix('mutants_')}.py" for family in FAMILIES),
     *("test_combinations.py", "test_bytes.py", "test_catalogue.py"),
-    *("test_norm.py", "test_glu.py", "test_permute.py", "test_route.py", "test_router_linear.py"),
-    "test_cross_entropy.py",
-    *("test_linear_logprobs.py", "test_combinations.py", "test_bytes.py", "test_catalogue.py"),
 )
 
 

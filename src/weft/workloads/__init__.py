@@ -8,35 +8,15 @@ file of workloads here and inherits every check.
 'norm:llama3-8b/hidden:residual:1'
 """
 
-from . import (
-    cross_entropy,
-    gated_norm,
-    glu,
-    linear_logprobs,
-    multi_tensor,
-    norm,
-    permute,
-    quantize,
-    rope,
-    router,
-)
+import pkgutil
+from importlib import import_module
+
 from .problem import Call, Inputs, Workload
 
 __all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
 
-FAMILIES = (
-    norm,
-    quantize,
-    glu,
-    permute,
-    router,
-    gated_norm,
-    multi_tensor,
-    rope,
-    cross_entropy,
-    linear_logprobs,
-)
-WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.WORKLOADS)
+_MODULES = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+WORKLOADS: tuple[Workload, ...] = tuple(w for module in _MODULES for w in getattr(module, "WORKLOADS", ()))
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:

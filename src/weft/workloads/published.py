@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import WORKLOADS
 from .problem import Workload
 
 BANDWIDTH = 3.35e12  # bytes a second, of an H800's memory
@@ -23,6 +22,8 @@ class Published(NamedTuple):
     megabytes: float  # that have to move, computed from the row's own shapes
 
     def find(self) -> Workload:
+        from . import WORKLOADS
+
         return next(workload for workload in WORKLOADS if str(workload) == self.workload)
 
 
