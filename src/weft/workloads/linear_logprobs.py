@@ -149,7 +149,9 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         build=build,
         tags=tags,
         settings=(*OPTIONS[options].items(), ("vocab", HEADS[name][1])),
-        moves=moves,
+        moves=32.0
+        if "long" in name
+        else moves,  # a weight larger than the cache: once for each tile of 128 tokens
         rereads=_SHARED,
     )
     for op, build, tags, used, moves in (
