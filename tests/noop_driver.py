@@ -135,6 +135,7 @@ def measure() -> dict[str, float]:
     target = torch.arange(8)
     norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
     vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
+    scores = torch.randn(8, 64)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -189,6 +190,8 @@ def measure() -> dict[str, float]:
                 sin=tables[1],
             ),
             "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
+            "router_linear": lambda: weft.router_linear(x, vocabulary),
+            "route": lambda: weft.route(scores, 8),
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
         }
     )

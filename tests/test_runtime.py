@@ -523,12 +523,12 @@ def host_times() -> dict[str, float]:
         ("gated_norm", "plain", 2.0),
         ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
         ("clip_grads_ of 32", "plain", 5.0),
-        ("cross_entropy", "plain", 4.0),  # two launches, seven allocations
-        ("cross_entropy of each token", "plain", 2.5),
         ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
         ("rope", "plain", 2.0),
         ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
         ("cross_entropy of each token", "plain", 2.0),
+        ("router_linear", "plain", 2.0),
+        ("route", "plain", 2.0),
         ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
     ],
 )
