@@ -227,6 +227,7 @@ REPRESENTATIVE = (
     "cross_entropy_backward:gpt2/vocabulary:sft:8192",
     "qkv_prepare:linghe/qkv:groups-half:4096",
     "qkv_prepare_backward:linghe/qkv:groups-half:4096",
+    "qkv_prepare_cached:qwen3-30b-a3b/decode:cache-fp8:64",
 )
 
 
