@@ -617,8 +617,8 @@ def held(call: Call, fp8: bool, how: str = "paged") -> Call:
 
     def make(dtype: torch.dtype, kind: int, *dim: int) -> Tensor:
         shape = whole = (*lead, heads, *dim)
-        if how == "strided":  # k and v of a page beside each other, heads before places, and a gap
-            whole = (4, 3, heads + 1, 5, *(d + 3 for d in dim))
+        if how == "strided":  # k and v of a page beside each other, heads before places, and different gaps
+            whole = (4, 3, heads + 1, 5 + kind, *(d + 3 for d in dim))
         size = torch.empty(0, dtype=dtype).element_size()
         made = torch.full((*whole, size), ODD, dtype=torch.uint8).view(dtype)[..., 0]
         return made if how != "strided" else made[:, kind].transpose(1, 2)[tuple(map(slice, shape))]
