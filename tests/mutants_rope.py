@@ -27,6 +27,15 @@ OUTSIDE, SAMPLES = f"{R}test_a_position_without_a_row_is_nan", f"{R}test_tables_
 AXES = f"{R}test_three_axes[cpu-base]"
 SPECIAL = f"{R}test_a_special_value_stays_where_it_is[neox-inf]"
 ODD = f"{R}test_sizes[cpu-{{'dim': 7, 'rope_dim': 6}}]"
+CACHE, CACHE_STRIDED = (
+    f"{R}test_cache[rms-10000.0-bhsd-same-paged]",
+    f"{R}test_cache[rms-10000.0-bhsd-same-strided]",
+)
+FP8, FP8_STRIDED = (
+    f"{R}test_cache[rms-10000.0-bhsd-fp8-paged]",
+    f"{R}test_cache[rms-10000.0-bhsd-fp8-strided]",
+)
+CACHE_GPU = f"{R}test_cache_of_an_h100[same]"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "_qkv_kernel": [
@@ -50,6 +59,24 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the gate is the query", "_qkv_kernel", "gate_ptr, gate_out_ptr, q_off + (2 * half + rest),", "gate_ptr, gate_out_ptr, q_off + 0,", (GATE,)),
         ("values where keys are", "_qkv_kernel", "v_off = _multiple(v_start, ALIGN)", "v_off = _multiple(k_start, ALIGN)", (PLAIN,)),
         ("angles are never turned back", "_find_angles", "        sin = -sin\n", "        sin = sin\n", (f"{R}test_rotations_keep_lengths_and_can_be_undone",)),
+        ("slots without an end", "_qkv_kernel", "& (slot < slots)", "& (slot < slots + 1)", (CACHE_GPU,)),
+        ("a slot of -1 is the first", "_qkv_kernel", "cached = (slot >= 0) &", "cached = (slot >= -1) &", (CACHE_GPU,)),
+        ("slots of the first sequence", "_qkv_kernel", "batch * slot_batch_stride + token * slot_stride", "token * slot_stride", (CACHE,)),
+        ("slots of 32 bits", "_qkv_kernel", "slot = tl.load(slots_ptr + slot_off, mask=exists, other=-1).to(tl.int64)", "slot = tl.load(slots_ptr + slot_off, mask=exists, other=-1).to(tl.int32)", (CACHE, f"{R}test_offsets_in_a_cache_have_64_bits")),
+        ("all slots in the first page", "_qkv_kernel", "page, place = slot // page_size,", "page, place = slot // page_size * 0,", (CACHE,)),
+        ("places of scales for those of k", "_qkv_kernel", "place * _multiple(k_place_stride, ALIGN)", "place * _multiple(k_scale_place_stride, ALIGN)", (CACHE,)),
+        ("pages of scales at the stride of places", "_qkv_kernel", "v_scale_off = page * v_scale_page_stride", "v_scale_off = page * v_scale_place_stride", (FP8_STRIDED,)),
+        ("every token is cached", "_prepare_heads", "kept = there & cached[:, None]", "kept = there", (CACHE,)),
+        ("heads past the last are cached", "_prepare_heads", "kept = there & cached[:, None]", "kept = (there | True) & cached[:, None]", (CACHE_GPU,)),
+        ("amax of the first numbers of pairs", "_prepare_heads", "larger(amax(a, axis=2), amax(b, axis=2))", "larger(amax(a, axis=2), amax(a, axis=2))", (FP8,)),
+        ("codes by another factor", "_prepare_heads", "b = encode(scaled(b, factor, CACHE_FORMAT)", "b = encode(scaled(b, factor * 0.99, CACHE_FORMAT)", (FP8,)),
+        ("codes of rounded keys", "_prepare_heads", "a = encode(scaled(a, factor, CACHE_FORMAT)", "a = encode(scaled(a.to(tl.bfloat16).to(tl.float32), factor, CACHE_FORMAT)", (FP8,)),
+        ("heads of a cache at another stride", "_prepare_heads", "(head.to(tl.int64) * cache_head_stride)", "(head.to(tl.int64) * y_head_stride)", (CACHE_STRIDED,)),
+        ("every value is cached", "_copy_heads", "value, mask=mask & cached[:, None, None])", "value, mask=mask)", (CACHE,)),
+        ("scales of values where none are kept", "_copy_heads", "kept = cached[:, None] & exists[:, None] &", "kept = exists[:, None] &", (FP8,)),
+        ("the factor for the scale", "_store_scales", "tl.store(scale_ptr + off, scale, mask=kept)", "tl.store(scale_ptr + off, factor, mask=kept)", (FP8,)),
+        ("one scale for all heads", "_store_scales", "(head.to(tl.int64) * head_stride)[None, :]", "(head.to(tl.int64) * 0)[None, :]", (FP8,)),
+        ("a factor past fp32", "_store_scales", "fp32_scale(largest, FP32_MAX, CACHE_FORMAT)", "fp32_scale(largest, 1.0, CACHE_FORMAT)", (f"{R}test_cached_values[1e-42]",)),
     ],
     "_qkv_backward_kernel": [
         ("turned on, not back", "_backward_heads", "if ROTATE and not AFTER:\n            a, b = _turn(a, b, cos, -sin,", "if ROTATE and not AFTER:\n            a, b = _turn(a, b, cos, sin,", (PLAIN,)),

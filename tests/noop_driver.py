@@ -136,6 +136,8 @@ def measure() -> dict[str, float]:
     norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
     vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
     scores = torch.randn(8, 64)
+    slots = torch.arange(8)
+    caches = (torch.zeros(2, 8, 8, 128, dtype=torch.uint8).unbind(), torch.zeros(2, 8, 8).unbind())
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -188,6 +190,20 @@ def measure() -> dict[str, float]:
                 k_weight=norms[1],
                 cos=tables[0],
                 sin=tables[1],
+            ),
+            "qkv_prepare with a cache": lambda: weft.qkv_prepare(
+                x,
+                heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm="rms",
+                q_weight=norms[0],
+                k_weight=norms[1],
+                cos=tables[0],
+                sin=tables[1],
+                cache=caches[0],
+                slots=slots,
+                cache_scales=caches[1],
             ),
             "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
             "router_linear": lambda: weft.router_linear(x, vocabulary),

@@ -234,6 +234,7 @@ REPRESENTATIVE = (
     "qkv_prepare_backward:linghe/qkv:groups-half:4096",
     "linear_logprobs:cut/head:plain:512",
     "linear_logprobs_backward:cut/head:plain:512",
+    "qkv_prepare_cached:qwen3-30b-a3b/decode:cache-fp8:64",
 )
 
 

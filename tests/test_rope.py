@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import pytest
 import torch
+import triton_loom
 from test_catalogue import (
     LAYOUTS,
     assert_same,
     backward,
+    bits,
     constant,
     expanded,
     far_apart,
@@ -598,6 +601,255 @@ def test_gradcheck_of_the_reference() -> None:
         inputs = [doubled[name].requires_grad_() for name in names]
         f = lambda *t: doubled.with_(**dict(zip(names, t, strict=True)))()  # noqa: B023, E731
         assert torch.autograd.gradcheck(f, inputs)
+
+
+# ---- caches --------------------------------------------------------------------------------------------
+
+SLOTS = torch.tensor([[3, 15, -1, 7, 16], [1, 0, 9, -5, 1 << 40]])  # of 16; four write nothing
+ODD = 0x5A  # what a slot holds that nobody wrote to
+
+
+def held(call: Call, fp8: bool, how: str = "paged") -> Call:
+    """The call with caches of 16 slots: by pages of 4, one after the other, or with gaps everywhere."""
+    heads, dims = call["kv_heads"], (call["head_dim"], call["v_dim"] or call["head_dim"])
+    lead = (16,) if how == "slots" else (4, 4)
+    code = torch.uint8 if how == "slots" else torch.float8_e4m3fn
+
+    def make(dtype: torch.dtype, kind: int, *dim: int) -> Tensor:
+        shape = whole = (*lead, heads, *dim)
+        if how == "strided":  # k and v of a page beside each other, heads before places, and different gaps
+            whole = (4, 3, heads + 1, 5 + kind, *(d + 3 for d in dim))
+        size = torch.empty(0, dtype=dtype).element_size()
+        made = torch.full((*whole, size), ODD, dtype=torch.uint8).view(dtype)[..., 0]
+        return made if how != "strided" else made[:, kind].transpose(1, 2)[tuple(map(slice, shape))]
+
+    cache = tuple(make(code if fp8 else call["qkv"].dtype, i, dim) for i, dim in enumerate(dims))
+    scales = tuple(make(torch.float32, i) for i in range(2)) if fp8 else None
+    return call.with_(slots=SLOTS, cache=cache, cache_scales=scales)
+
+
+def flat(call: Call) -> list[Tensor]:
+    """What the caches and the scales of a call hold, [slots, heads, …]."""
+    written = (*call["cache"], *(call["cache_scales"] or ()))
+    paged = call["cache"][0].dim() == 4
+    return [t.flatten(0, 1) if paged else t for t in written]
+
+
+def check_held(call: Call, tokens: list[Tensor]) -> None:
+    """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
+    slots = call["slots"].flatten().tolist()
+    for got, wanted in zip(flat(call), tokens, strict=True):
+        raw = bits(got).view(len(got), -1)
+        whole = bits(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        expected = whole.view(raw.dtype).view(raw.shape).clone()
+        for slot, token in zip(slots, bits(wanted).view(len(slots), -1), strict=True):
+            if 0 <= slot < len(raw):
+                expected[slot] = token
+        assert torch.equal(raw, expected)
+
+
+def expected_tokens(call: Call) -> list[Tensor]:
+    """k and v as the call returns them without a cache; or codes and scales of its fp32 numbers."""
+    plain = call.with_(cache=None, slots=None, cache_scales=None, out_layout="thd")
+    if call["layout"] == "sbhd":  # slots are in the order of the input
+        batch = call["qkv"].shape[1]
+        again = lambda t: t.unflatten(0, (batch, -1)).transpose(0, 1).flatten(0, 1)  # noqa: E731
+    else:
+        again = lambda t: t  # noqa: E731
+    if call["cache_scales"] is None:
+        return [again(t) for t in plain()[1:3]]
+    parts = {n: plain[n].float() for n in ("qkv", "k", "v") if plain[n] is not None}
+    codes, scales = [], []
+    for t in plain.with_(**parts)()[1:3]:
+        made = oracle.quantize(
+            again(t).flatten(0, 1), block="row", element="e4m3", convention="te", power_of_two=False
+        )
+        codes.append(made.data.view(torch.uint8).view(t.shape))
+        scales.append(made.scale.view(t.shape[:2]))
+    return [*codes, *scales]
+
+
+CACHED: list[dict[str, Any]] = [
+    {"qk_norm": "rms", "base": 1e4, "out_layout": "bhsd"},
+    {"qk_norm": "layer", "style": "interleaved", "rope_dim": 8, "layout": "sbhd", "v_dim": 10},
+    {"gate": True, "packing": "groups", "v_dim": 40, "rope_dim": 12, "rope_first": False},
+]
+
+
+@pytest.mark.parametrize("how", ["slots", "paged", "strided"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+@pytest.mark.parametrize("options", CACHED, ids=lambda o: "-".join(map(str, o.values())))
+def test_cache(options: dict[str, Any], fp8: bool, how: str) -> None:
+    call = held(packed(**options), fp8, how)
+    if options.get("layout") == "sbhd":
+        call = call.with_(slots=SLOTS.t())
+    got = call()
+    check_held(call, expected_tokens(call))
+    plain = call.with_(cache=None, slots=None, cache_scales=None)
+    assert_same(dict(zip("qkvg", got, strict=False)), dict(zip("qkvg", plain(), strict=False)), "results")
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+def test_cache_of_an_h100(fp8: bool) -> None:
+    """Several tokens and heads to a program, more slots than tokens, and nothing out of bounds."""
+    call = packed(batch=1, tokens=37, heads=6, kv_heads=3, qk_norm="rms", packing="groups")
+    cache = [torch.full((50, 3, 24), ODD, dtype=torch.uint8).repeat(1, 1, 1 if fp8 else 2) for _ in "kv"]
+    cache = [t if fp8 else t.view(torch.bfloat16) for t in cache]
+    scales = [torch.full((50, 12), ODD, dtype=torch.uint8).view(torch.float32) for _ in "kv"]
+    slots = torch.randperm(50, generator=torch.Generator().manual_seed(4))[:37].int()
+    slots[5::7] = torch.tensor([-1, 50, -(1 << 31), (1 << 31) - 1, -50], dtype=torch.int32)
+    call = call.with_(cache=tuple(cache), slots=slots, cache_scales=tuple(scales) if fp8 else None)
+    with choosing_for("sm_90"), triton_loom.sanitize() as seen:
+        call()
+    assert seen.launches == 1
+    with choosing_for("sm_90"):
+        check_held(call, expected_tokens(call))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+def test_cache_of_separate_tensors(fp8: bool) -> None:
+    call = apart("bhsd", qk_norm="rms")
+    call = held(call.with_(head_dim=24, kv_heads=2, v_dim=10), fp8).with_(slots=SLOTS.flatten().int())
+    call()
+    check_held(call, expected_tokens(call))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+def test_decoding(fp8: bool) -> None:
+    """One token of each sequence after the other, at its position: the cache of the whole."""
+    whole = held(packed(tokens=8, base=1e4, qk_norm="rms"), fp8)
+    slots = torch.arange(15, -1, -1).view(2, 8)
+    whole.with_(slots=slots)()
+    step = held(whole, fp8)
+    with torch.inference_mode():
+        for i in range(8):
+            now = {"qkv": whole["qkv"][:, i : i + 1], "positions": torch.tensor([i])}
+            step.with_(slots=slots[:, i : i + 1], **now)()
+    assert_same(dict(enumerate(flat(step))), dict(enumerate(flat(whole))), "token by token")
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+def test_cache_of_the_reference(fp8: bool) -> None:
+    """The same places; the same values to the last bit here, where nothing is summed up."""
+    for options in ({"rope_dim": 0}, {"rope_dim": 0, "layout": "sbhd"}):
+        call, again = (held(packed(**options), fp8, "strided") for _ in range(2))
+        slots = SLOTS.t() if options.get("layout") else SLOTS
+        call.with_(slots=slots)()
+        with weft.backend("reference"):
+            again.with_(slots=slots)()
+            check_held(again.with_(slots=slots), expected_tokens(again))
+        assert_same(dict(enumerate(flat(again))), dict(enumerate(flat(call))), "reference")
+
+
+@pytest.mark.parametrize("special", [0.0, 1e-42, 1e-30, 3e38, torch.inf, torch.nan])
+def test_cached_values(special: float) -> None:
+    """A head of zeros has the scale 1, and NaN is a code."""
+    call = packed(dtype=torch.float32, rope_dim=0, qk_norm=None)
+    x = call["qkv"].clone()
+    x[0, 0, 4 * 24 :] = special * x[0, 0, 4 * 24 :].sign() if special == special else special
+    call = held(call.with_(qkv=x), True)
+    call()
+    check_held(call, expected_tokens(call))
+
+
+def test_offsets_in_a_cache_have_64_bits() -> None:
+    """Bug A5: pages so far apart that 32 bits do not reach."""
+    call = held(packed(qk_norm="rms"), False)
+    caches = [far_apart(4, 4 * 2 * 24).view(4, 4, 2, 24) for _ in "kv"]
+    call.with_(cache=tuple(caches))()
+    call()
+    for far, close in zip(caches, call["cache"], strict=True):
+        for slot in (3, 15, 7, 1, 0, 9):
+            assert torch.equal(far[slot // 4, slot % 4], close[slot // 4, slot % 4])
+
+
+@pytest.mark.parametrize("size", [{"tokens": 0}, {"batch": 0}])
+def test_nothing_is_cached(size: dict[str, int]) -> None:
+    call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
+    assert call()[1].numel() == 0
+    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(call))
+    empty = held(packed(), False)
+    empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
+    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(empty))
+
+
+def test_caches_are_written_in_the_open() -> None:
+    """Version counters tell autograd; gradients are refused, and not needed without grad mode."""
+    call = held(packed(), True)
+    call()
+    assert all(t._version == 1 for t in (*call["cache"], *call["cache_scales"]))
+    for name in ("qkv", "q_weight"):
+        wanted = call.with_(qk_norm="rms", q_weight=torch.ones(24))
+        wanted = wanted.with_(**{name: wanted[name].clone().requires_grad_()})
+        with pytest.raises(ValueError, match="for inference"):
+            wanted()
+        with torch.no_grad():
+            assert not wanted()[0].requires_grad
+    assert call["cache"][0]._version == 3
+
+
+def cached_step(qkv: Tensor, slots: Tensor, kv: Tensor, scales: Tensor | None) -> Any:
+    """k and v of a cache are views of one tensor."""
+    q, k, v = weft.qkv_prepare(
+        qkv, heads=4, kv_heads=2, head_dim=24, base=1e4, cache=(kv[:, 0], kv[:, 1]), slots=slots,
+        cache_scales=None if scales is None else (scales[:, 0], scales[:, 1]),
+    )  # fmt: skip
+    return q + 1, k, v, kv.float().sum() if scales is None else scales.sum()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(cached_step, fullgraph=True, backend=how)
+    found = []
+    for f in (cached_step, compiled):
+        kv = torch.zeros(4, 2, 4, 2, 24, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        scales = torch.zeros(4, 2, 4, 2) if fp8 else None
+        outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
+        found.append({str(i): t for i, t in enumerate(outputs)})
+    assert bits(found[0]["4"]).count_nonzero()
+    assert_same(found[1], found[0], "compiled")
+
+
+def test_opcheck_of_a_cache() -> None:
+    from test_catalogue import arguments_of
+
+    for fp8 in (False, True):
+        call = held(packed(qk_norm="rms"), fp8, "slots")
+        for t in (*call["cache"], *(call["cache_scales"] or ())):
+            t.zero_()
+        args = arguments_of(call, "qkv_prepare_cached")[0]
+        torch.library.opcheck(weft.catalogue["qkv_prepare_cached"].overload, args)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "changed", "message"),
+    [
+        (False, {"cache": None}, "go with cache"),
+        (False, {"slots": None}, "slots="),
+        (False, {"slots": SLOTS.float()}, "slots must be"),
+        (False, {"slots": SLOTS.t()}, "slots must be"),
+        (False, {"cache_scales": (torch.zeros(4, 4, 2),) * 2}, "caches must be"),
+        (True, {"cache_scales": None}, "caches must be"),
+        (True, {"cache_scales": (torch.zeros(4, 4, 3),) * 2}, "k_scale must be"),
+        (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.zeros(4, 4, 2).bfloat16())}, "v_scale must be"),
+        (
+            False,
+            {"cache": (torch.zeros(4, 4, 2, 24).bfloat16(), torch.zeros(3, 4, 2, 24))},
+            "v_cache must be",
+        ),
+        (False, {"cache": (torch.zeros(4, 4, 2, 23).bfloat16(),) * 2}, "k_cache must be"),
+        (False, {"cache": (torch.zeros(4, 4, 24, 2).bfloat16().mT,) * 2}, "last stride"),
+        (False, {"cache": (torch.zeros(4, 4, 2, 24).half(),) * 2}, "caches must be"),
+    ],
+    ids=str,
+)
+def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        held(packed(), fp8).with_(**changed)()
+    with pytest.raises(ValueError, match="v is missing"):
+        apart().with_(v=None, cache=held(packed(), False)["cache"], slots=SLOTS)()
 
 
 # ---- wrong calls ---------------------------------------------------------------------------------------

@@ -524,6 +524,7 @@ def host_times() -> dict[str, float]:
         ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
         ("clip_grads_ of 32", "plain", 5.0),
         ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
+        ("qkv_prepare with a cache", "plain with residual", 4.0),  # four tensors more to look at
         ("rope", "plain", 2.0),
         ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
         ("cross_entropy of each token", "plain", 2.0),

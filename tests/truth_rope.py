@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import torch
 from accuracy import EPS32
 from torch import Tensor
@@ -11,6 +12,7 @@ from truth import ROUNDINGS, Near, arguments
 
 import weft
 from weft.workloads import Call
+from weft.workloads.rope import PAGE
 
 FEW = ROUNDINGS * EPS32
 NAMES = ("y", "output1", "output2", "output3")
@@ -304,4 +306,23 @@ def rope(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     return found
 
 
-TRUTHS = {f.__name__: f for f in (qkv_prepare, qkv_prepare_backward, rope)}
+def qkv_prepare_cached(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Of a workload: results as without a cache; codes and scales from its own fp32 numbers, each token in its slot."""
+    slots = call["slots"].long()
+    plain = Call(weft.qkv_prepare, {name: value for name, value in call.kwargs.items() if name != "slots"})
+    found = qkv_prepare(plain, gradients)
+    wide = plain.with_(qkv=plain["qkv"].float())()
+    pages = -(-len(slots) // PAGE)
+    for i, heads in enumerate(wide[1:3]):
+        made = oracle.quantize(
+            heads.flatten(0, 1), block="row", element="e4m3", convention="te", power_of_two=False
+        )
+        codes = torch.zeros(pages * PAGE, *heads.shape[1:], dtype=torch.uint8)
+        scales = torch.zeros(pages * PAGE, heads.shape[1])
+        codes[slots], scales[slots] = made.data.view(heads.shape), made.scale.view(heads.shape[:2])
+        found[f"output{3 + i}"] = codes.unflatten(0, (pages, PAGE))
+        found[f"output{5 + i}"] = scales.unflatten(0, (pages, PAGE))
+    return found
+
+
+TRUTHS = {f.__name__: f for f in (qkv_prepare, qkv_prepare_backward, qkv_prepare_cached, rope)}

@@ -16,12 +16,18 @@ through the norm, whose statistics are computed again from the input, into one p
     z = the normalised head, r = 1 / its deviation, g = gradient of norm's result, t = g * (weight + weight_offset)
     dx = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
     dweight = sum g * z      dbias = sum g     fp32 partial sums of each program, added up in order
+
+For decoding, k and v are also written to a cache in the same pass, each token to its slot: as they are returned, or as
+e4m3 codes with one scale for each token and head, made of the fp32 numbers before their rounding:
+
+    scale = 1 / (448 / amax)      code = e4m3(x * (448 / amax))         `weft.quantize(x, "e4m3:row:te")` of fp32 heads
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,9 +35,15 @@ import torch
 from torch import Tensor
 
 from ..language import tl, triton
+from ..quant import Format
+from ..quant.reference import quantize_copy
 from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..tiles.numbers import encode
+from ..tiles.reduce import amax, larger
 from ..tiles.rotate import cos_sin, rotate
-from .norm import _sum_kernel
+from ..tiles.scales import fp32_scale, scaled
+from .copies import cast_mode
+from .norm import FP32_MAX, _sum_kernel
 from .rows import align_of, compute_dtype, contiguous
 
 # ---- where heads lie ------------------------------------------------------------------------------------
@@ -218,31 +230,83 @@ def qkv_prepare_reference(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
         rope_first, _sections(sections),
     )  # fmt: skip
+    vectors = (q_weight, k_weight, q_bias, k_bias)
+    parts = _prepared(x, k, v, vectors, cos, sin, positions, base, eps, weight_offset, h)
+    return [_laid_out(part.to(x.dtype), out_layout).clone() for part in parts if part is not None]
+
+
+def _prepared(
+    x: Tensor, k: Tensor | None, v: Tensor | None, vectors: tuple[Tensor | None, ...], cos: Tensor | None,
+    sin: Tensor | None, positions: Tensor | None, base: float, eps: float, weight_offset: float, h: Heads,
+) -> list[Tensor | None]:  # fmt: skip
+    """q, k, v and gate [batch, sequence, heads, numbers], q and k not rounded yet."""
     dtype = compute_dtype(x)
-    batch, tokens = _sizes(x, layout)
+    batch, tokens = _sizes(x, h.layout)
     angles = None
-    if rope_dim:
+    if h.rope_dim:
         angles = _angles(cos, sin, positions, base, h, batch, tokens, dtype, x.device)
     parts = _split(x, k, v, h)
-    outputs = []
+    q_weight, k_weight, q_bias, k_bias = vectors
+    prepared: list[Tensor | None] = []
     for i, (part, weight, bias) in enumerate(
         zip(parts, (q_weight, k_weight, None, None), (q_bias, k_bias, None, None), strict=True)
     ):
-        if part is None:
+        if part is None or i >= 2:
+            prepared.append(part)
             continue
-        if i < 2:
-            value = part.to(dtype)
-            if norm_after:
-                value = _rotated(value, angles, h, False)
-            if norm != "none":
-                value = _affine_reference(
-                    _normed(value, eps, norm == "layer")[0], weight, bias, weight_offset
-                )
-            if not norm_after:
-                value = _rotated(value, angles, h, False)
-            part = value.to(x.dtype)
-        outputs.append(_laid_out(part, out_layout).clone())
-    return outputs
+        value = part.to(dtype)
+        if h.norm_after:
+            value = _rotated(value, angles, h, False)
+        if h.norm != "none":
+            value = _affine_reference(_normed(value, eps, h.norm == "layer")[0], weight, bias, weight_offset)
+        if not h.norm_after:
+            value = _rotated(value, angles, h, False)
+        prepared.append(value)
+    return prepared
+
+
+def qkv_prepare_cached_reference(
+    x: Tensor, k: Tensor | None, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    q_bias: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, base: float, eps: float, weight_offset: float, heads: int, kv_heads: int,
+    head_dim: int, v_dim: int, packing: str, gate: bool, layout: str, out_layout: str, norm: str,
+    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str, slots: Tensor,
+    outputs: list[Tensor], caches: list[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Writes q, k, v and gate to `outputs`, and k and v to their slots of `caches`, the scales' after the numbers'."""
+    h = Heads(
+        heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
+        rope_first, _sections(sections),
+    )  # fmt: skip
+    vectors = (q_weight, k_weight, q_bias, k_bias)
+    parts = _prepared(x, k, v, vectors, cos, sin, positions, base, eps, weight_offset, h)
+    found = [part for part in parts if part is not None]
+    for output, value in zip(outputs, found, strict=True):
+        output.copy_(_laid_out(value.to(x.dtype), out_layout))
+    slot = _slots(slots, x, layout).long().flatten()
+    size = 1 if caches[0].dim() == 3 else caches[0].shape[1]
+    inside = (slot >= 0) & (slot < caches[0].shape[0] * size)
+    slot = slot[inside]
+    for i, value in enumerate(found[1:3]):
+        kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
+        if len(caches) == 2:
+            stored = [kept.to(x.dtype)]
+        else:
+            data, scale, _ = quantize_copy(kept.float().flatten(0, 1), _E4M3)
+            stored = [data.view(torch.uint8).view(kept.shape), scale.view(kept.shape[:2])]
+        for cache, values in zip(caches[i::2], stored, strict=True):
+            into = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+            where = (slot,) if into.dim() == values.dim() else (slot // size, slot % size)
+            into[where] = values
+    return []
+
+
+def _slots(slots: Tensor, x: Tensor, layout: str) -> Tensor:
+    """A view [batch, sequence]."""
+    batch, tokens = _sizes(x, layout)
+    if layout == "sbhd":
+        return slots.view(tokens, batch).t() if slots.dim() == 1 else slots.t()
+    return slots.view(batch, tokens) if slots.dim() == 1 else slots
 
 
 def qkv_prepare_backward_reference(
@@ -534,14 +598,30 @@ def _head_offset(head, group, group_stride, head_stride):
     return (head // group).to(tl.int64) * group_stride + (head % group).to(tl.int64) * head_stride
 
 
+# How heads are cached in FP8: one scale for each, from its fp32 numbers.
+_E4M3 = Format("row", "e4m3", "te")
+CACHE_FORMAT = tl.constexpr(_E4M3)
+
+
+@triton.jit
+def _store_scales(scale_ptr, largest, off, head, head_stride, kept):
+    """The scales [T, H] of heads with this amax, at off [T]; returns the factors that go with them, [T, H, 1]."""
+    scale, factor = fp32_scale(largest, FP32_MAX, CACHE_FORMAT)
+    off = off[:, None] + (head.to(tl.int64) * head_stride)[None, :]
+    tl.store(scale_ptr + off, scale, mask=kept)
+    return factor[:, :, None]
+
+
 @triton.jit
 def _prepare_heads(
     x_ptr, y_ptr, weight_ptr, bias_ptr, x_off, y_off, exists, cos, sin, heads, group, x_group_stride,
     x_head_stride, y_head_stride, half, rest, eps, weight_offset, NORM: tl.constexpr, AFTER: tl.constexpr,
     ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+    PAIRS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr, CAST: tl.constexpr, cache_ptr, scale_ptr,
+    cache_off, scale_off, cached, cache_head_stride, scale_head_stride,
 ):  # fmt: skip
-    """All heads of the tokens at x_off [T]: normed, rotated and stored at y_off [T]."""
+    """All heads of the tokens at x_off [T]: normed, rotated and stored at y_off [T]. If there is a cache, those of
+    tokens that are `cached` [T] at cache_off [T] too."""
     if weight_ptr is not None:
         wa, wb = _load_vector(
             weight_ptr, weight_offset, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL
@@ -565,14 +645,25 @@ def _prepare_heads(
             a, b = _turn(a, b, cos, sin, half, PARTIAL)
         off = y_off[:, None] + (head.to(tl.int64) * y_head_stride)[None, :]
         _store_pairs(y_ptr, off, there, a, b, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
+        if cache_ptr is not None:
+            kept = there & cached[:, None]
+            if scale_ptr is not None:
+                largest = larger(amax(a, axis=2), amax(b, axis=2))
+                factor = _store_scales(scale_ptr, largest, scale_off, head, scale_head_stride, kept)
+                a = encode(scaled(a, factor, CACHE_FORMAT), CACHE_FORMAT, CAST)
+                b = encode(scaled(b, factor, CACHE_FORMAT), CACHE_FORMAT, CAST)
+            off = cache_off[:, None] + (head.to(tl.int64) * cache_head_stride)[None, :]
+            _store_pairs(cache_ptr, off, kept, a, b, half, rest, PAIRS, INTERLEAVED, FIRST, MASKED, PARTIAL)
 
 
 @triton.jit
 def _copy_heads(
     x_ptr, y_ptr, x_off, y_off, exists, heads, x_group, x_group_stride, x_head_stride, y_group, y_group_stride,
-    y_head_stride, dim, HEADS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+    y_head_stride, dim, HEADS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, CAST: tl.constexpr = 0,
+    cache_ptr=None, scale_ptr=None, cache_off=None, scale_off=None, cached=None, cache_head_stride=0,
+    scale_head_stride=0,
 ):  # fmt: skip
-    """All heads of the tokens as they are."""
+    """All heads of the tokens as they are; to a cache too if there is one, as `_prepare_heads` does."""
     lane = tl.arange(0, DIM)[None, None, :]
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -581,6 +672,16 @@ def _copy_heads(
         value = tl.load(x_ptr + off[:, :, None] + lane, mask=mask, other=0.0)
         off = y_off[:, None] + _head_offset(head, y_group, y_group_stride, y_head_stride)[None, :]
         tl.store(y_ptr + off[:, :, None] + lane, value, mask=mask)
+        if cache_ptr is not None:
+            kept = cached[:, None] & exists[:, None] & (head < heads)[None, :]
+            if scale_ptr is not None:
+                wide = value.to(tl.float32)
+                factor = _store_scales(
+                    scale_ptr, amax(wide, axis=2), scale_off, head, scale_head_stride, kept
+                )
+                value = encode(scaled(wide, factor, CACHE_FORMAT), CACHE_FORMAT, CAST)
+            off = cache_off[:, None] + (head.to(tl.int64) * cache_head_stride)[None, :]
+            tl.store(cache_ptr + off[:, :, None] + lane, value, mask=mask & cached[:, None, None])
 
 
 @kernel
@@ -601,6 +702,11 @@ def _qkv_kernel(
     k_out_ptr,
     v_out_ptr,
     gate_out_ptr,
+    slots_ptr,  # [batch, sequence]: where each token goes in the caches, or None without them
+    k_cache_ptr,  # [pages, page_size, kv_heads, dim] anywhere, in the dtype of k or bytes of e4m3; so v
+    v_cache_ptr,
+    k_scale_ptr,  # fp32 [pages, page_size, kv_heads] anywhere, or None; so v
+    v_scale_ptr,
     batches,
     tokens,  # of a sequence
     heads,
@@ -639,6 +745,22 @@ def _qkv_kernel(
     position_stride,
     first_section,
     second_section,
+    slots,  # that the caches have
+    page_size,
+    slot_batch_stride,
+    slot_stride,
+    k_page_stride,
+    k_place_stride,
+    k_cache_head_stride,
+    v_page_stride,
+    v_place_stride,
+    v_cache_head_stride,
+    k_scale_page_stride,
+    k_scale_place_stride,
+    k_scale_head_stride,
+    v_scale_page_stride,
+    v_scale_place_stride,
+    v_scale_head_stride,
     eps,
     weight_offset,
     NORM: tl.constexpr,  # 0, 1: rms, 2: layer
@@ -655,7 +777,8 @@ def _qkv_kernel(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # a head, or one of v, is narrower than its tiles
     PARTIAL: tl.constexpr,  # not all of a head is rotated
-    ALIGN: tl.constexpr,  # all of them, starts and strides are multiples of it
+    ALIGN: tl.constexpr,  # all of them, starts and strides are multiples of it, but not those of slots and scales
+    CAST: tl.constexpr,  # how codes are made
 ):
     """A few tokens of a sequence, all of their heads: angles are found once."""
     half, rest, v_dim = _multiple(half, ALIGN), _multiple(rest, ALIGN), _multiple(v_dim, ALIGN)
@@ -679,8 +802,23 @@ def _qkv_kernel(
     _prepare_heads(
         q_ptr, q_out_ptr, q_weight_ptr, q_bias_ptr, q_off, q_out_off, exists, cos, sin, heads, group,
         q_group_stride, q_head_stride, q_out_head_stride, half, rest, eps, weight_offset, NORM, AFTER, ROTATE,
-        INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL,
+        INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL, CAST, None, None, None, None, None, 0, 0,
     )  # fmt: skip
+    cached = None
+    k_cache_off = None
+    v_cache_off = None
+    k_scale_off = None
+    v_scale_off = None
+    if slots_ptr is not None:
+        slot_off = batch * slot_batch_stride + token * slot_stride
+        slot = tl.load(slots_ptr + slot_off, mask=exists, other=-1).to(tl.int64)
+        cached = (slot >= 0) & (slot < slots)  # nothing is written for any other
+        slot = tl.where(cached, slot, 0)
+        page, place = slot // page_size, slot % page_size
+        k_cache_off = page * _multiple(k_page_stride, ALIGN) + place * _multiple(k_place_stride, ALIGN)
+        v_cache_off = page * _multiple(v_page_stride, ALIGN) + place * _multiple(v_place_stride, ALIGN)
+        k_scale_off = page * k_scale_page_stride + place * k_scale_place_stride
+        v_scale_off = page * v_scale_page_stride + place * v_scale_place_stride
     if k_ptr is not None:
         k_off = _multiple(k_start, ALIGN) + batch * _multiple(k_batch_stride, ALIGN)
         k_off = k_off + token * _multiple(k_stride, ALIGN)
@@ -688,7 +826,8 @@ def _qkv_kernel(
         _prepare_heads(
             k_ptr, k_out_ptr, k_weight_ptr, k_bias_ptr, k_off, k_out_off, exists, cos, sin, kv_heads, kv_heads, 0,
             _multiple(k_head_stride, ALIGN), _multiple(k_out_head_stride, ALIGN), half, rest, eps, weight_offset,
-            NORM, AFTER, ROTATE, INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL,
+            NORM, AFTER, ROTATE, INTERLEAVED, FIRST, HEADS, PAIRS, MASKED, PARTIAL, CAST, k_cache_ptr, k_scale_ptr,
+            k_cache_off, k_scale_off, cached, _multiple(k_cache_head_stride, ALIGN), k_scale_head_stride,
         )  # fmt: skip
     if v_ptr is not None:
         v_off = _multiple(v_start, ALIGN) + batch * _multiple(v_batch_stride, ALIGN)
@@ -696,7 +835,9 @@ def _qkv_kernel(
         v_out_off = batch * _multiple(v_out_batch_stride, ALIGN) + token * _multiple(v_out_stride, ALIGN)
         _copy_heads(
             v_ptr, v_out_ptr, v_off, v_out_off, exists, kv_heads, kv_heads, 0, _multiple(v_head_stride, ALIGN),
-            kv_heads, 0, _multiple(v_out_head_stride, ALIGN), v_dim, HEADS, V_DIM, MASKED,
+            kv_heads, 0, _multiple(v_out_head_stride, ALIGN), v_dim, HEADS, V_DIM, MASKED, CAST, v_cache_ptr,
+            v_scale_ptr, v_cache_off, v_scale_off, cached, _multiple(v_cache_head_stride, ALIGN),
+            v_scale_head_stride,
         )  # fmt: skip
     if gate_ptr is not None:
         _copy_heads(
@@ -1108,6 +1249,36 @@ class Angles(NamedTuple):
         return self.table_rows, *self.table, *self.position, *self.sections
 
 
+class Cache(NamedTuple):
+    """Where k and v of each token are kept."""
+
+    pointers: tuple[Tensor | None, ...]  # slots, k, v, and the scales of both
+    places: tuple[int, int, int, int]  # slots that there are, those of a page, and the strides of `slots`
+    strides: tuple[int, ...]  # page, place, head: of k and of v
+    scale_strides: tuple[int, ...]
+
+    @staticmethod
+    def of(slots: Tensor, caches: list[Tensor], x: Tensor, layout: str) -> Cache:
+        shape = caches[0].shape
+        size = 1 if len(shape) == 3 else shape[1]
+        view = _slots(slots, x, layout)
+        strides = [stride for cache in caches[:2] for stride in _page_strides(cache.stride()[:-1])]
+        scale_strides = [stride for scale in caches[2:] for stride in _page_strides(scale.stride())]
+        scales = caches[2:] or (None, None)
+        return Cache(
+            (slots, *caches[:2], *scales),
+            (shape[0] * size, max(size, 1), view.stride(0), view.stride(1)),
+            tuple(strides),
+            tuple(scale_strides) or (0,) * 6,
+        )
+
+
+def _page_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """(page, place, head) of (slot, head) or of (page, place, head)."""
+    return strides if len(strides) == 3 else (strides[0], 0, strides[1])
+
+
+_NO_CACHE = Cache((None,) * 5, (0, 0, 0, 0), (0,) * 6, (0,) * 6)
 _NORMS = {"none": 0, "rms": 1, "layer": 2}
 
 
@@ -1120,7 +1291,7 @@ def _halves(h: Heads) -> tuple[int, int]:
 
 def _launch_heads(
     outputs: list[Tensor | None], x: Tensor, k: Tensor | None, v: Tensor | None, weights: tuple[Tensor | None, ...],
-    angles: Angles, eps: float, weight_offset: float, h: Heads, inverse: bool,
+    angles: Angles, eps: float, weight_offset: float, h: Heads, inverse: bool, cache: Cache = _NO_CACHE,
 ) -> None:  # fmt: skip
     """outputs: q, k, v and gate."""
     batch, tokens = _sizes(x, h.layout)
@@ -1140,23 +1311,24 @@ def _launch_heads(
         *((0, 0, 0) if v_out is None else _strides(v_out, h.out_layout, tokens)),
     )
     align = align_of(
-        half, rest, rest // 2, v_dim, *places.q, *places.k, *places.v, *out_strides, *angles.table
-    )
+        half, rest, rest // 2, v_dim, *places.q, *places.k, *places.v, *out_strides, *angles.table, *cache.strides
+    )  # fmt: skip
     launch = Launch.of(
         _qkv_kernel, num_warps=config.num_warps, NORM=_NORMS[h.norm], AFTER=h.norm_after, ROTATE=h.rope_dim > 0,
         INVERSE=inverse, INTERLEAVED=h.style == "interleaved", FIRST=h.rope_first, SECTIONS=bool(h.sections),
         TOKENS=config.tokens, HEADS=config.heads, PAIRS=config.pairs, V_DIM=config.v_dim,
         DIM=config.dim, MASKED=config.masked, PARTIAL=rest > 0, ALIGN=align,
+        CAST=0 if cache.pointers[3] is None else cast_mode(target),
     )  # fmt: skip
     launch(
         (-(-tokens // config.tokens) * batch, 1, 1),
         (
             x, k if apart else x, v if apart else x, x if h.gate else None, *weights, *angles.pointers, q_out, k_out,
-            v_out, gate_out,
+            v_out, gate_out, *cache.pointers,
         ),
         (
             batch, tokens, h.heads, max(h.kv_heads, 1), places.group, half, rest, v_dim, *places.q, *places.k,
-            *places.v, *out_strides, *angles.integers,
+            *places.v, *out_strides, *angles.integers, *cache.places, *cache.strides, *cache.scale_strides,
         ),
         (eps, weight_offset),
     )  # fmt: skip
@@ -1186,19 +1358,30 @@ def _launch_qkv(
     k_weight: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, base: float, eps: float, weight_offset: float, heads: int, kv_heads: int,
     head_dim: int, v_dim: int, packing: str, gate: bool, layout: str, out_layout: str, norm: str,
-    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str,
+    norm_after: bool, rope_dim: int, style: str, rope_first: bool, sections: str, slots: Tensor | None = None,
+    caches: list[Tensor] | None = None,
 ) -> None:  # fmt: skip
     h = Heads(
         heads, kv_heads, head_dim, v_dim, packing, gate, layout, out_layout, norm, norm_after, rope_dim, style,
         rope_first, _sections(sections),
     )  # fmt: skip
+    cache = _NO_CACHE if slots is None or caches is None else Cache.of(slots, caches, x, layout)
     q_out, k_out, *more = outputs
     gate_out = more.pop() if gate else None
     weights = tuple(map(contiguous, (q_weight, k_weight, q_bias, k_bias)))
     angles = Angles.of(cos, sin, positions, base, h, x.device)
     k, v = None if k is None else _unit(k), None if v is None else _unit(v)
     results = [q_out, k_out, more[0] if more else None, gate_out]
-    _launch_heads(results, _unit(x), k, v, weights, angles, eps, weight_offset, h, False)
+    _launch_heads(results, _unit(x), k, v, weights, angles, eps, weight_offset, h, False, cache)
+
+
+def _allocate_cached(x: Tensor, *args: Any) -> list[Tensor]:
+    return []
+
+
+def _launch_cached(_: list[Tensor], x: Tensor, *args: Any) -> None:
+    *same, slots, outputs, caches = args
+    _launch_qkv(outputs, x, *(*same, slots, caches))
 
 
 def _allocate_qkv_backward(
@@ -1401,6 +1584,16 @@ qkv_prepare_op = define_op(
     variants=64,
 )
 
+# The results are arguments, as the caches are: PyTorch's compiler takes no op that writes to some and returns a list.
+qkv_prepare_cached_op = define_op(
+    f"qkv_prepare_cached(Tensor x, Tensor? k, Tensor? v, {_VECTORS}, {_OPTIONS}, Tensor slots, Tensor(a!)[] outputs, "
+    "Tensor(b!)[] caches) -> ()",
+    allocate=_allocate_cached,
+    launch=_launch_cached,
+    reference=qkv_prepare_cached_reference,
+    variants=64,
+)
+
 
 def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[1:4])
@@ -1461,6 +1654,9 @@ def qkv_prepare(
     mrope_sections: tuple[int, int, int] | None = None,
     layout: Layout = "bshd",
     out_layout: Layout | None = None,
+    cache: Sequence[Tensor] | None = None,
+    slots: Tensor | None = None,
+    cache_scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """q, k and v for attention, and the gate if there is one: split, normed, rotated and transposed in one pass.
 
@@ -1491,6 +1687,21 @@ def qkv_prepare(
     **Output** in the dtype of the input: [batch, sequence, heads, head_dim], or as `out_layout` says ("thd" joins batch
     and sequence); that of the input by default. Everything is fp32 until the one rounding of each result.
 
+    **Cache**, for inference: k and v are also written to `cache` = (k_cache, v_cache) in the same launch, and returned
+    all the same. A cache is [slots, kv_heads, head_dim], or paged [pages, page_size, kv_heads, head_dim], of any
+    strides whose last is 1.
+
+    - `slots`: int32 or int64, one for each token: [batch, sequence], [sequence, batch] with `layout="sbhd"`, or all of
+      them in this order in one dimension. In a paged cache it is page * page_size + place. -1 writes nothing, and
+      neither does any other number that is no slot of the cache. Two tokens with one slot are a mistake: the slot then
+      holds some of each.
+    - A cache in the dtype of the input gets the bits that are returned. One in float8_e4m3fn, or in uint8 for its
+      bytes, goes with `cache_scales` = (k_scale, v_scale), fp32 of the shape of the caches without the last dimension:
+      each token and head gets the scale and codes of `weft.quantize(head, "e4m3:row:te")`, made of the fp32 numbers
+      before they are rounded to the dtype of the input.
+    - Caches have no gradients, and a call that writes to them gives none: where gradients are on and an input requires
+      one, it is refused.
+
     >>> import torch, weft
     >>> qkv = torch.randn(2, 16, (4 + 2 + 2) * 64).bfloat16()
     >>> weight = torch.ones(64)
@@ -1501,6 +1712,12 @@ def qkv_prepare(
     (torch.Size([2, 16, 4, 64]), torch.Size([2, 16, 2, 64]))
     >>> weft.qkv_prepare(qkv, heads=4, kv_heads=2, head_dim=64, out_layout="bhsd")[0].shape
     torch.Size([2, 4, 16, 64])
+    >>> cache = torch.zeros(2, 8, 16, 2, 64).bfloat16().unbind()  # 8 pages of 16 slots, for k and for v
+    >>> token = torch.randn(3, (4 + 2 + 2) * 64).bfloat16()  # one of each of three sequences
+    >>> slots = torch.tensor([5 * 16 + 3, 16, -1])
+    >>> q, k, v = weft.qkv_prepare(token, heads=4, kv_heads=2, head_dim=64, cache=cache, slots=slots)
+    >>> torch.equal(cache[0][5, 3], k[0]), torch.equal(cache[1][1, 0], v[1])
+    (True, True)
     """
     if k is None and v is not None:
         raise ValueError("v is given without k: give both, or one packed tensor")
@@ -1559,13 +1776,30 @@ def qkv_prepare(
     out_layout = layout if out_layout is None else out_layout
     if out_layout not in LAYOUTS:
         raise ValueError(f"out_layout must be one of {', '.join(LAYOUTS)}; got {out_layout!r}")
-    return tuple(
-        qkv_prepare_op(
-            qkv, k, v, q_weight, k_weight, q_bias, k_bias, cos, sin, positions, float(base or 0.0), float(eps),
-            float(weight_offset), heads, kv_heads, head_dim, v_dim, packing if packed else "apart", gate, layout,
-            out_layout, qk_norm or "none", norm_after, rope_dim, style, rope_first, sections,
-        )
+    args = (
+        qkv, k, v, q_weight, k_weight, q_bias, k_bias, cos, sin, positions, float(base or 0.0), float(eps),
+        float(weight_offset), heads, kv_heads, head_dim, v_dim, packing if packed else "apart", gate, layout,
+        out_layout, qk_norm or "none", norm_after, rope_dim, style, rope_first, sections,
     )  # fmt: skip
+    if cache is None:
+        if slots is not None or cache_scales is not None:
+            raise ValueError("slots and cache_scales go with cache=(k_cache, v_cache)")
+        return tuple(qkv_prepare_op(*args))
+    if slots is None:
+        raise ValueError("a cache is written at slots=: one for each token")
+    if not packed and v is None:
+        raise ValueError("a cache is for k and v: v is missing")
+    caches = _check_cache(cache, cache_scales, qkv, kv_heads, (head_dim, v_dim))
+    _check_slots(slots, qkv, layout)
+    given = (qkv, k, v, q_weight, k_weight, q_bias, k_bias, *caches)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        raise ValueError(
+            "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it under "
+            "torch.no_grad(), or without the cache"
+        )
+    outputs = _allocate_qkv(*args)
+    qkv_prepare_cached_op(*args, slots, outputs, caches)
+    return tuple(outputs)
 
 
 def rope(
@@ -1651,6 +1885,49 @@ def _check_apart(
                 f"{name} {tuple(part.shape)} does not go with q {tuple(q.shape)} and k {tuple(k.shape)}"
             )
     return found
+
+
+def _check_cache(
+    cache: Sequence[Tensor], scales: Sequence[Tensor] | None, x: Tensor, kv_heads: int, dims: tuple[int, int]
+) -> list[Tensor]:  # fmt: skip
+    """The tensors that are written to: both caches, and both scales if there are any."""
+    if len(cache) != 2 or (scales is not None and len(scales) != 2):
+        raise ValueError("cache is (k_cache, v_cache), and cache_scales (k_scale, v_scale)")
+    lead = cache[0].shape[:-2]
+    dtypes = (x.dtype,) if scales is None else (torch.float8_e4m3fn, torch.uint8)
+    for name, each, dim in zip(("k_cache", "v_cache"), cache, dims, strict=True):
+        if len(lead) not in (1, 2) or each.shape != (*lead, kv_heads, dim) or each.device != x.device:
+            raise ValueError(
+                f"{name} must be [slots, {kv_heads}, {dim}] or [pages, page_size, {kv_heads}, {dim}] on {x.device}, "
+                f"and as many slots as the other; got {tuple(each.shape)} on {each.device}"
+            )
+        if each.dtype not in dtypes or each.dtype != cache[0].dtype:
+            raise ValueError(
+                f"caches must be {x.dtype} as the input is, or float8_e4m3fn (or uint8) with cache_scales; {name} is "
+                f"{each.dtype} with{'out' if scales is None else ''} scales"
+            )
+        if each.stride(-1) != 1 and dim > 1:
+            raise ValueError(f"the last stride of {name} must be 1; its strides are {each.stride()}")
+    if scales is None:
+        return [*cache]
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale.shape != (*lead, kv_heads) or scale.dtype != torch.float32 or scale.device != x.device:
+            raise ValueError(
+                f"{name} must be float32 {(*lead, kv_heads)} on {x.device}; got {scale.dtype} {tuple(scale.shape)} on "
+                f"{scale.device}"
+            )
+    return [*cache, *scales]
+
+
+def _check_slots(slots: Tensor, x: Tensor, layout: str) -> None:
+    batch, tokens = _sizes(x, layout)
+    both = (tokens, batch) if layout == "sbhd" else (batch, tokens)
+    fits = slots.shape == (batch * tokens,) or (slots.shape == both and layout != "thd")
+    if not fits or slots.dtype not in (torch.int32, torch.int64) or slots.device != x.device:
+        raise ValueError(
+            f"slots must be int32 or int64 {both if layout != 'thd' else ''} or ({batch * tokens},) on {x.device}; got "
+            f"{slots.dtype} {tuple(slots.shape)} on {slots.device}"
+        )
 
 
 def _check_rotation(

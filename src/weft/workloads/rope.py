@@ -1,4 +1,5 @@
-"""Workloads of the rotations: packed projections of real models, forward and backward, and single tensors of heads."""
+"""Workloads of the rotations: packed projections of real models, forward and backward, with a cache, and single tensors
+of heads."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "qwen3-30b-a3b/qkv": (2, "rows", 128),
     "qwen3-next/qkv": (2, "rows", 256),
     "llama3-8b/qkv": (2, "rows", 128),
+    "qwen3-30b-a3b/decode": ("rows", 128),
     "odd/qkv": (3, "rows", 90),
     "deepseek-v3/q": (2, "rows", 192),
     "qwen2-vl/q": ("rows", 128),
@@ -43,6 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "weight_offset": 1.0, "gate": True, "out_layout": "thd",
     },
     "plain": {"heads": (32, 8), "tensors": (), "angles": "table"},
+    "cache-fp8": {
+        "heads": (32, 4), "tensors": ("q_weight", "k_weight"), "angles": "packed", "base": 1e6, "qk_norm": "rms",
+    },
     "layer-after": {
         "heads": (5, 1), "tensors": ("q_weight", "k_weight", "q_bias", "k_bias"), "angles": "samples", "turned": 2,
         "qk_norm": "layer", "norm_after": True, "style": "interleaved", "rope_first": False, "v_dim": 35,
@@ -124,6 +129,27 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         **{name: settings[name] for name in _PASSED if name in settings},
     }
     return Call(qkv_prepare, {**kwargs, "heads": heads, "kv_heads": kv_heads, "head_dim": dim})
+
+
+PAGE = 16
+
+
+def prepare_cached(**kwargs: Any) -> tuple[Tensor, ...]:
+    """With paged caches in FP8 of its own, which are results like the others: as many slots as there are tokens."""
+    pages, device = -(-kwargs["slots"].shape[0] // PAGE), kwargs["qkv"].device
+    shape = (2, pages, PAGE, kwargs["kv_heads"])
+    cache = torch.zeros((*shape, kwargs["head_dim"]), dtype=torch.uint8, device=device).unbind()
+    scales = torch.zeros(shape, dtype=torch.float32, device=device).unbind()
+    with torch.no_grad():
+        results = qkv_prepare(**kwargs, cache=cache, cache_scales=scales)
+    return (*results, *cache, *scales)
+
+
+def _build_cached(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    call = _build(workload, inputs, shape)
+    # in the last place first, as if pages were handed out from behind
+    slots = torch.arange(shape[0] - 1, -1, -1, dtype=torch.int32, device=inputs.device)
+    return Call(prepare_cached, {**call.kwargs, "slots": slots})
 
 
 def _backward(**kwargs: Any) -> Any:
@@ -232,6 +258,9 @@ WORKLOADS: tuple[Workload, ...] = (
         ("qwen3-next/qkv", "gate", 4096), ("odd/qkv", "layer-after", 1000),
     ),
     *_named("qkv_prepare", _build, Workload, ("inference",), ("llama3-8b/qkv", "plain", 32)),
+    *_named(
+        "qkv_prepare_cached", _build_cached, Workload, ("inference",), ("qwen3-30b-a3b/decode", "cache-fp8", 64)
+    ),
     *_named(
         "qkv_prepare_backward", _build_backward, Backward, ("training", "backward"),
         ("linghe/qkv", "groups-half", 4096), ("odd/qkv", "layer-after", 1000),
