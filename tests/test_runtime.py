@@ -398,7 +398,7 @@ def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatc
         current[0] = before
 
     class Compiled:
-        function, packed_metadata = "function", "metadata"
+        function, packed_metadata, metadata = "function", "metadata", SimpleNamespace()
 
         def run(self, *args: Any) -> None:
             launched.append((current[0], *args))
