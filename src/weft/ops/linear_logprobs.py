@@ -721,11 +721,11 @@ class HeadConfig:
     def choose(
         role: Literal["logits", "dlogits", "dweight", "dhidden"], whole: bool, rich: bool, target: str
     ) -> HeadConfig:
-        """For a role and a target. `whole`: both operands are of one 16-bit type. `rich`: more is done with logits than
-        a plain softmax does, which takes registers."""
+        """For a role and a target. `whole`: both operands are of one 16-bit type, with rows of multiples of 8. `rich`:
+        more is done with logits than a plain softmax does, which takes registers."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
-        if not whole:  # up to six products of parts
+        if not whole:  # up to six products of parts, or an address for every number
             return HeadConfig(64, 64, 32, 4, 2)
         # Compiled, in registers of a thread: on sm_90 128 x 256 logits take 255, with entropy and smoothing they would
         # spill 1680 bytes, and so would their gradient; on sm_100 sums of dhidden that are read and written spill 456.
@@ -735,6 +735,10 @@ class HeadConfig:
                 or (role == "logits" and not rich)
                 or (role == "dhidden" and target == "sm_90")
             )
+            if role == "logits" and rich and target != "sm_90":
+                return HeadConfig(
+                    128, 64, 64, 4, 3
+                )  # 192 registers with entropy; 8 warps would spill 32 bytes
             return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
         if target.startswith("gfx"):
             return HeadConfig(128, 128, 32, 8, 2)
@@ -798,8 +802,10 @@ def _launch_linear_logprobs(
     device = capabilities_of(hidden.device)
     _, whole = _operands(hidden, weight)
     rich = entropy or spread or accuracy or softcap is not None
-    config = HeadConfig.choose("logits", whole, rich, device.target)
     hidden, weight, target = flat_rows(hidden), _rows_of_weight(weight), target.contiguous()
+    strides = hidden.stride(0), weight.stride(0)
+    align = _align(hidden, hidden.shape[1], *strides)
+    config = HeadConfig.choose("logits", whole and align > 1, rich, device.target)
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
     (rows, cols), vocab = hidden.shape, weight.shape[0]
@@ -818,8 +824,6 @@ def _launch_linear_logprobs(
     stats = torch.empty(
         (splits, 3 + entropy + 3 * spread + accuracy, rows), dtype=torch.float32, device=hidden.device
     )
-    strides = hidden.stride(0), weight.stride(0)
-    align = _align(hidden, cols, *strides)
     launch = Launch.of(
         _linear_logprobs_kernel, num_warps=config.num_warps, num_stages=config.num_stages,
         KIND=_kind(softcap, scale), ENTROPY=entropy, SPREAD=spread, ACCURACY=accuracy, SPLIT=config.split,
@@ -895,7 +899,8 @@ def _launch_linear_logprobs_backward(
 
     strides = hidden.stride(0), weight.stride(0)
     rich = dentropy is not None or dspread is not None or softcap is not None
-    first = HeadConfig.choose("dlogits", whole, rich, device.target)
+    align = _align(hidden, cols, *strides)
+    first = HeadConfig.choose("dlogits", whole and align > 1, rich, device.target)
     tiles = -(-rows // first.m)
     budget = CPU_BUDGET if device.target == "cpu" else GPU_BUDGET
     pieces = -(-vocab // first.n)
@@ -907,20 +912,19 @@ def _launch_linear_logprobs_backward(
     sums = None
     if dhidden is not None and block < vocab:
         sums = empty((rows, cols))
-    align = _align(hidden, cols, *strides)
     kinds = {"ALIGN": align, "SPLIT": first.split}
     launch_dlogits = Launch.of(
         _linear_dlogits_kernel, num_warps=first.num_warps, num_stages=first.num_stages, KIND=_kind(softcap, scale),
         SPREAD=dspread is not None, ENTROPY=dentropy is not None, ROWS=first.m, VOCAB=first.n, TILE=first.k,
         COLS_MASKED=cols % first.k != 0, TMA=_descriptors(device, whole, align, weight), **kinds,
     )  # fmt: skip
-    second = HeadConfig.choose("dweight", whole, rich, device.target)
+    second = HeadConfig.choose("dweight", whole and align > 1, rich, device.target)
     launch_dweight = Launch.of(
         _linear_dweight_kernel, num_warps=second.num_warps, num_stages=second.num_stages, VOCAB=second.m,
         COLS=second.n, TILE=second.k, KEPT_ROWS=first.m, KEPT_VOCAB=first.n, COLS_MASKED=cols % second.n != 0,
         TMA=_descriptors(device, whole, align, dlogits), **kinds,
     )  # fmt: skip
-    third = HeadConfig.choose("dhidden", whole, rich, device.target)
+    third = HeadConfig.choose("dhidden", whole and align > 1, rich, device.target)
     for begin in range(0, vocab, block):
         last = begin + block >= vocab
         here = min(held, -(-(vocab - begin) // first.n))  # tiles of the vocabulary
