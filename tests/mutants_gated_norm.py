@@ -13,7 +13,7 @@ SMALL, ODD, ODD_GPU, PIECES, WIDE_GPU, PIECES_GPU = (
     f"{G}test_sizes[{case}]"
     for case in ("cpu-2-12-64-4", "cpu-3-13-200-4", "sm_90-3-13-200-4", "cpu-2-20-10002-2", "sm_90-2-17-2048-4", "sm_90-2-20-10002-2")
 )  # fmt: skip
-ROWS, HEADS = f"{G}test_every_row_of_every_batch[13]", f"{G}test_layouts_of_heads"
+ROWS, HEADS = f"{G}test_every_row_of_every_batch[15]", f"{G}test_layouts_of_heads"
 FAR, OPEN, DTYPES = (
     f"{G}test_offsets_have_64_bits",
     f"{G}test_one_group_and_an_open_gate_is_rms_norm",
