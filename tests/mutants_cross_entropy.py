@@ -63,7 +63,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("ignored rows are hits", "_cross_entropy_kernel", "-1.0 if TOLD else 0.0", "0.0 if TOLD else 0.0", (EQUALS,)),
         ("ignored rows are read", "_cross_entropy_kernel", "cols = tl.where(valid, cols, 0)", "cols = tl.where(valid, cols, cols)", (SHIFTED,)),
         ("the loss of a wrong target is 0", "_cross_entropy_kernel", "nothing = tl.where(wrong, float(\"nan\"), 0.0)", "nothing = tl.where(wrong, 0.0, 0.0)", (OUTSIDE,)),
-        ("a target past the end", "_target_of", "(y >= 0) & (y < cols)", "(y >= 0) & (y < cols + 100)", (OUTSIDE,)),
+        ("a target past the end", "_target_of", "(y >= 0) & (y < vocab)", "(y >= 0) & (y < vocab + 100)", (OUTSIDE,)),
         ("targets of 32 bits", "_target_of", "y = tl.load(target_ptr + row)", "y = tl.load(target_ptr + row).to(tl.int32)", (f"{T}test_a_target_outside_of_the_vocabulary[4294967299]",)),
         ("32-bit row offsets", "_cross_entropy_kernel", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", (FAR,)),
     ],

@@ -388,7 +388,7 @@ def test_compiled_is_eager() -> None:
 def test_opcheck() -> None:
     given = problem(6, 16, 40)
     leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
-    args = (*leaves, None, given["target"], None, -100, None, 1.0, True, False, False, None)
+    args = (*leaves, None, given["target"], None, None, 0, 40, -100, None, 1.0, True, False, False, None)
     torch.library.opcheck(
         weft.catalogue["linear_logprobs"].overload, args, test_utils=("test_schema", "test_faketensor")
     )

@@ -45,7 +45,7 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     of_x = _product(hidden.detach(), leaves["weight"].detach().t()).noise
     if "bias" in leaves:
         x = x + leaves["bias"]
-        of_x = of_x + EPS32 * x.detach().abs()
+        of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
     x.retain_grad()
     there = x.detach() > -torch.inf
     scale = a["scale"] if "scale" in a else 1 / a["temperature"]

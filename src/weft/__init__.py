@@ -3,6 +3,7 @@
 from .ops import (
     RowMap,
     Shards,
+    VocabShard,
     any_nonfinite,
     clip_grads_,
     count_zeros,
@@ -36,6 +37,7 @@ __all__ = [
     "QTensor",
     "RowMap",
     "Shards",
+    "VocabShard",
     "any_nonfinite",
     "backend",
     "catalogue",

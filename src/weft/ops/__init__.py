@@ -12,6 +12,7 @@ from .quantize import dequantize, quantize
 from .rope import qkv_prepare, rope
 from .route import CONVENTIONS, Convention, Routing, route
 from .router_linear import router_linear
+from .vocabulary import VocabShard
 
 __all__ = [
     "CONVENTIONS",
@@ -21,6 +22,7 @@ __all__ = [
     "Routing",
     "RowMap",
     "Shards",
+    "VocabShard",
     "any_nonfinite",
     "clip_grads_",
     "count_zeros",

@@ -15,6 +15,10 @@ target. With g the gradient of a token's loss (divided likewise), h that of its 
     dz_j = p_j * (g * (A + 2 * z_loss * lse) + h - e * (log(p_j) + H)) - g * (1 - a) * w_y * [j = y] - g * a / V * w_j
     dx_j = dz_j * scale * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
 
+Of a rank's shard of the vocabulary a row's statistics are an op of their own (`vocabulary`), which reads the shard
+once; those of all ranks are joined into log-probabilities, of which the loss is made. Backward is the same kernel, on
+the shard.
+
 Everything in fp32; losses and statistics stay fp32, and dx is rounded once, the target's column like the others. Sums
 over tokens are made in one order: the same bits every run. Rows without a target are not read: their results and their
 gradient are zero.
@@ -36,7 +40,20 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from .mesh import is_distributed, localize, loss_over_mesh
 from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
+from .vocabulary import (
+    FEW,
+    VocabShard,
+    allocate_joined,
+    count_statistics,
+    joined_reference,
+    launch_join,
+    loss_of_logprobs,
+    reduced,
+    split_targets,
+    statistics_reference,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -65,14 +82,6 @@ def _capped(x: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Ten
     return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
 
 
-def _targets(target: Tensor, cols: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(targets with 0 where there is none, which are in range, which are not though they are not ignored) [T]."""
-    y = target.reshape(-1).long()
-    inside = (y >= 0) & (y < cols)
-    given = y != ignore_index
-    return torch.where(inside & given, y, 0), inside & given, given & ~inside
-
-
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
     softcap: float | None, scale: float, reduction: str, zero_if_none: bool, entropy: bool, accuracy: bool,
@@ -81,7 +90,7 @@ def cross_entropy_reference(
     """The definition. logits [..., V], target [...], weight [V]."""
     rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
     z, _ = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
-    y, valid, wrong = _targets(target, cols, ignore_index)
+    y, valid, wrong = split_targets(target, cols, ignore_index)
 
     def told(value: Tensor) -> Tensor:
         """0 where there is no target, NaN where it is none of the columns."""
@@ -102,7 +111,7 @@ def cross_entropy_reference(
         there = z > -torch.inf
         weights = torch.ones_like(z) if weight is None else weight.to(dtype).expand(z.shape)
         weights = torch.where(there, weights, 0.0)
-        part = label_smoothing / there.sum(1)
+        part = label_smoothing / there.sum(1).to(dtype)
         origin = torch.where(picked > -torch.inf, picked, 0.0)
         below = torch.where(there, weights * (z - origin[:, None]), 0.0).sum(1)
         mass = weights.sum(1)
@@ -148,16 +157,39 @@ def cross_entropy_reference(
     return outputs
 
 
+def cross_entropy_statistics_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Statistics [STATS, T] over the part of a vocabulary that begins at `start`: logits [..., part], weight [part];
+    target [...] is of all `vocab` columns."""
+    z = logits.reshape(target.numel(), logits.shape[-1]).to(compute_dtype(logits))
+    z, _ = _capped(z, softcap, scale)
+    y, valid, _ = split_targets(target, vocab, ignore_index)
+    return [statistics_reference(z, y, valid, weight, start, entropy, spread, accuracy)]
+
+
+def sharded_logprobs_reference(
+    stats: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool, inplace: bool,
+) -> list[Tensor]:  # fmt: skip
+    """What the statistics of all ranks, [ranks, STATS, T], come to: functions of the ranks' logits, of which those
+    given are a shard."""
+    return joined_reference(stats, target, vocab, ignore_index, entropy, spread, accuracy)
+
+
 def cross_entropy_backward_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor, inverse: Tensor | None,
     smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
-    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    scale: float,
+    dentropy: Tensor | None, dspread: Tensor | None, start: int, vocab: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """dlogits, from the gradients that there are: dloss of a token or of all, dlse and dentropy of a token."""
+    """dlogits, from the gradients that there are: dloss of a token or of all, dlse and dentropy of a token. With
+    dspread the loss is the negative log-probability alone, and class weights count in the spread alone. logits and
+    weight may be the shard of a vocabulary that begins at `start`."""
     rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
     z, slope = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
-    y, valid, _ = _targets(target, cols, ignore_index)
+    y, valid, _ = split_targets(target, vocab, ignore_index)
     t = z - largest.to(dtype)[:, None]
     log_total = torch.log(total.to(dtype))
     p = torch.exp(t) / total.to(dtype)[:, None]
@@ -166,15 +198,18 @@ def cross_entropy_backward_reference(
     if dloss is not None:
         g = dloss.reshape(-1).to(dtype).expand(rows) * (1.0 if inverse is None else inverse.to(dtype))
         at_target = g * (1.0 - label_smoothing)
-        if weight is not None:
+        if weight is not None and dspread is None:
             at_target = at_target * weight.to(dtype)[y]
         factor = at_target + g * 2.0 * z_loss * (largest.to(dtype) + log_total)
-        if smooth is not None:
-            factor = factor + g * smooth[0].to(dtype)
-            part = (g * smooth[1].to(dtype))[:, None].expand(z.shape)
-            part = part if weight is None else part * weight.to(dtype)
-            dz = dz - torch.where(z > -torch.inf, part, 0.0)
-        dz = dz.scatter_add(1, y[:, None], -at_target[:, None])
+        here = torch.arange(start, start + cols, device=z.device) == y[:, None]
+        dz = dz - torch.where(here, at_target[:, None], 0.0)
+    of_spread = dloss if dspread is None else dspread
+    if smooth is not None and of_spread is not None:
+        g = g if dspread is None else dspread.reshape(-1).to(dtype)
+        factor = factor + g * smooth[0].to(dtype)
+        part = (g * smooth[1].to(dtype))[:, None].expand(z.shape)
+        part = part if weight is None else part * weight.to(dtype)
+        dz = dz - torch.where(z > -torch.inf, part, 0.0)
     if dlse is not None:
         factor = factor + dlse.reshape(-1).to(dtype)
     by_row = factor[:, None]
@@ -243,12 +278,23 @@ def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
 
 
 @triton.jit
-def _target_of(target_ptr, row, cols, ignore_index):
-    """(the target, whether it is a column, whether it is none though it is not ignored)."""
+def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
+    """(the target's column of this shard, or -1; whether it is one of the vocabulary; whether it is none though it is
+    not ignored)."""
     y = tl.load(target_ptr + row)
     given = y != ignore_index
-    inside = (y >= 0) & (y < cols)
-    return tl.where(inside, y, 0).to(tl.int32), given & inside, given & (inside == 0)
+    inside = (y >= 0) & (y < vocab)
+    here = given & inside & (y >= start_col) & (y < start_col + cols)
+    return tl.where(here, y - start_col, -1).to(tl.int32), given & inside, given & (inside == 0)
+
+
+@triton.jit
+def _first_largest(best, largest, z, col):
+    """The first columns with the largest z of each lane [LANES], with z [STEPS, LANES] joined to those before."""
+    top = tl.max(z, axis=0)
+    at = tl.min(tl.where(z == tl.expand_dims(top, 0), col, 2147483647), axis=0)
+    # The head of a row comes after its body.
+    return tl.where(top > largest, at, tl.where(top == largest, tl.minimum(best, at), best))
 
 
 @kernel
@@ -256,6 +302,7 @@ def _cross_entropy_kernel(
     logits_ptr,  # [rows, cols]
     target_ptr,  # [rows]
     weight_ptr,  # [cols], or None
+    stats_ptr,  # fp32 [STATS, rows] of a shard of the vocabulary; then the following are None
     loss_ptr,  # fp32 [rows], and so the following
     lse_ptr,
     entropy_ptr,  # or None
@@ -269,12 +316,17 @@ def _cross_entropy_kernel(
     inner,
     outer_stride,
     inner_stride,
+    start_col,  # of the whole vocabulary: the first column
+    vocab,
     ignore_index,
     softcap,
     scale,
     label_smoothing,
     z_loss,
     KIND: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SPREAD: tl.constexpr,  # the sums that label smoothing takes
+    ACCURACY: tl.constexpr,
     TOLD: tl.constexpr,  # hit is -1 without a target
     TILE: tl.constexpr,  # logits at a time, in rows of LANES
     LANES: tl.constexpr,  # each of which has statistics of its own
@@ -283,15 +335,19 @@ def _cross_entropy_kernel(
 ):
     """One row: statistics of LANES interleaved parts, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
-    y, valid, wrong = _target_of(target_ptr, row, cols, ignore_index)
+    y, valid, wrong = _target_of(target_ptr, row, start_col, cols, vocab, ignore_index)
     cols = tl.where(valid, cols, 0)  # without a target nothing is read
     offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
     ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
     STEPS: tl.constexpr = TILE // LANES
     head, body = _cut(offset, cols, ALIGN, TILE, ELEMENT)
-    picked = tl.load(logits_ptr + offset + y, mask=valid, other=0.0)
+    picked = tl.load(logits_ptr + offset + y, mask=y >= 0, other=0.0)
     picked = _number(picked, softcap, scale, KIND)
     origin = tl.where(picked > -float("inf"), picked, 0.0)
+    if stats_ptr is not None and SPREAD:
+        # Some number of the row, where the target is elsewhere.
+        first = _number(tl.load(logits_ptr + offset, mask=valid, other=0.0), softcap, scale, KIND)
+        origin = tl.where((y < 0) & (first > -float("inf")), first, origin)
 
     lane = tl.arange(0, LANES)
     piece = (tl.arange(0, STEPS) * LANES)[:, None] + lane[None, :]  # [STEPS, LANES]
@@ -302,62 +358,89 @@ def _cross_entropy_kernel(
     mass = tl.zeros((LANES,), tl.float32)
     count = tl.zeros((LANES,), tl.float32)
     ahead = tl.zeros((LANES,), tl.int32)  # columns before the target: larger, or as large and to the left
+    best = tl.full((LANES,), 2147483647, tl.int32)  # the first column with the largest z
+    BEST: tl.constexpr = ACCURACY and stats_ptr is not None
     body_ptr = logits_ptr + tl.multiple_of(offset + head, 16 // ELEMENT)
     for start in range(0, body, TILE):
         z = _number(tl.load(body_ptr + start + piece), softcap, scale, KIND)
-        if entropy_ptr is not None:
+        col = head + start + piece
+        if BEST:
+            best = _first_largest(best, largest, z, col)
+        if ENTROPY:
             largest, total, moment = add_moments(largest, total, moment, z, 0)
         else:
             largest, total = add_exponentials(largest, total, z, 0)
-        col = head + start + piece
-        if smooth_ptr is not None:
+        if SPREAD:
             below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, None)
-        if hit_ptr is not None:
+        if ACCURACY and stats_ptr is None:
             ahead += tl.sum(((z > picked) | ((z == picked) & (col < y))).to(tl.int32), axis=0)
     for start in range(0, cols - body, LANES):
         col, exists = _edge(start, lane[None, :], head, body, cols, ALIGN)  # [1, LANES]
         x = tl.load(logits_ptr + offset + col, mask=exists, other=-float("inf"))
         z = tl.where(exists, _number(x, softcap, scale, KIND), -float("inf"))
-        if entropy_ptr is not None:
+        if BEST:
+            best = _first_largest(best, largest, z, col)
+        if ENTROPY:
             largest, total, moment = add_moments(largest, total, moment, z, 0)
         else:
             largest, total = add_exponentials(largest, total, z, 0)
-        if smooth_ptr is not None:
+        if SPREAD:
             below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, exists)
-        if hit_ptr is not None:
+        if ACCURACY and stats_ptr is None:
             ahead += tl.sum((exists & ((z > picked) | ((z == picked) & (col < y)))).to(tl.int32), axis=0)
 
-    nothing = tl.where(wrong, float("nan"), 0.0)
-    if entropy_ptr is not None:
+    row_moment = 0.0
+    if ENTROPY:
         row_largest, row_total, row_moment = join_moments(largest, total, moment, 0)
-        entropy = tl.log(row_total) - row_moment / row_total
-        tl.store(entropy_ptr + row, tl.where(valid, entropy, nothing))
     else:
         row_largest, row_total = join_exponentials(largest, total, 0)
-    log_total = tl.log(row_total)
-    lse = row_largest + log_total
-    share = 1.0
-    if weight_ptr is not None:
-        share = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
-    loss = share * ((row_largest - picked) + log_total)
-    if smooth_ptr is not None:
-        row_count = tl.sum(count, axis=0)
-        row_mass = tl.sum(mass, axis=0) if weight_ptr is not None else row_count
-        part = label_smoothing / row_count
-        spread = row_mass * ((row_largest - origin) + log_total) - tl.sum(below, axis=0)
-        loss = (1.0 - label_smoothing) * loss + part * spread
-        tl.store(smooth_ptr + row, tl.where(valid, part * row_mass, 0.0))
-        tl.store(smooth_ptr + rows + row, tl.where(valid, part, 0.0))
-    loss += z_loss * lse * lse
-    tl.store(loss_ptr + row, tl.where(valid, loss, nothing))
-    tl.store(lse_ptr + row, tl.where(valid, lse, nothing))
-    tl.store(largest_ptr + row, tl.where(valid, row_largest, 0.0))
-    tl.store(total_ptr + row, tl.where(valid, row_total, 1.0))
-    if share_ptr is not None:
-        tl.store(share_ptr + row, tl.where(valid, share, 0.0))
-    if hit_ptr is not None:
-        first = tl.where(tl.sum(ahead, axis=0) == 0, 1.0, 0.0)
-        tl.store(hit_ptr + row, tl.where(valid, first, -1.0 if TOLD else 0.0))
+    row_count = tl.sum(count, axis=0)
+    row_mass = tl.sum(mass, axis=0) if weight_ptr is not None else row_count
+    row_below = tl.sum(below, axis=0)
+    if stats_ptr is not None:
+        STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+        out_ptr = stats_ptr + row
+        tl.store(out_ptr, row_largest)
+        tl.store(out_ptr + rows, row_total)
+        tl.store(out_ptr + 2 * rows, picked)
+        if ENTROPY:
+            tl.store(out_ptr + FEW * rows, row_moment)
+        if SPREAD:
+            row_below = tl.where(row_count > 0.0, row_below + row_mass * (origin - row_largest), 0.0)
+            tl.store(out_ptr + (FEW + ENTROPY) * rows, row_below)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, row_mass)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, row_count)
+        if ACCURACY:
+            at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)
+            at = tl.where(at == 2147483647, -1, at + start_col)
+            tl.store(out_ptr + (STATS - 1) * rows, at.to(tl.float32, bitcast=True))
+    else:
+        nothing = tl.where(wrong, float("nan"), 0.0)
+        log_total = tl.log(row_total)
+        if ENTROPY:
+            entropy = log_total - row_moment / row_total
+            tl.store(entropy_ptr + row, tl.where(valid, entropy, nothing))
+        lse = row_largest + log_total
+        share = 1.0
+        if weight_ptr is not None:
+            share = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
+        loss = share * ((row_largest - picked) + log_total)
+        if SPREAD:
+            part = label_smoothing / row_count
+            spread = row_mass * ((row_largest - origin) + log_total) - row_below
+            loss = (1.0 - label_smoothing) * loss + part * spread
+            tl.store(smooth_ptr + row, tl.where(valid, part * row_mass, 0.0))
+            tl.store(smooth_ptr + rows + row, tl.where(valid, part, 0.0))
+        loss += z_loss * lse * lse
+        tl.store(loss_ptr + row, tl.where(valid, loss, nothing))
+        tl.store(lse_ptr + row, tl.where(valid, lse, nothing))
+        tl.store(largest_ptr + row, tl.where(valid, row_largest, 0.0))
+        tl.store(total_ptr + row, tl.where(valid, row_total, 1.0))
+        if share_ptr is not None:
+            tl.store(share_ptr + row, tl.where(valid, share, 0.0))
+        if ACCURACY:
+            leads = tl.where(tl.sum(ahead, axis=0) == 0, 1.0, 0.0)
+            tl.store(hit_ptr + row, tl.where(valid, leads, -1.0 if TOLD else 0.0))
 
 
 @kernel
@@ -454,16 +537,20 @@ def _cross_entropy_backward_kernel(
     dloss_ptr,  # [rows], or None
     dlse_ptr,  # [rows], or None
     dentropy_ptr,  # [rows], or None
+    dspread_ptr,  # [rows], or None: then it is that of the loss, and so are class weights
     dlogits_ptr,  # [rows, cols]; logits themselves if INPLACE
     rows,
     cols,
     inner,
     outer_stride,
     inner_stride,
+    start_col,  # of the whole vocabulary: the first column
+    vocab,
     ignore_index,
     dloss_stride,
     dlse_stride,
     dentropy_stride,
+    dspread_stride,
     span,  # columns of a program, a multiple of TILE
     softcap,
     scale,
@@ -479,7 +566,7 @@ def _cross_entropy_backward_kernel(
 ):
     """A span of one row's gradient. Rows without a target are zeros, and their logits are not read."""
     row = tl.program_id(0).to(tl.int64)
-    y, valid, _ = _target_of(target_ptr, row, cols, ignore_index)
+    y, valid, _ = _target_of(target_ptr, row, start_col, cols, vocab, ignore_index)
     offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
     ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
     DTYPE: tl.constexpr = dlogits_ptr.dtype.element_ty
@@ -506,12 +593,16 @@ def _cross_entropy_backward_kernel(
         if inverse_ptr is not None:
             g *= tl.load(inverse_ptr)
         at_target = g * (1.0 - label_smoothing)
-        if weight_ptr is not None:
-            at_target *= tl.load(weight_ptr + y).to(tl.float32)
+        if weight_ptr is not None and dspread_ptr is None:
+            at_target *= tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
         factor = at_target + g * 2.0 * z_loss * (largest + log_total)
-        if smooth_ptr is not None:
+        if smooth_ptr is not None and dspread_ptr is None:
             factor += g * tl.load(smooth_ptr + row)
             part = g * tl.load(smooth_ptr + rows + row)
+    if dspread_ptr is not None:
+        g = tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)
+        factor += g * tl.load(smooth_ptr + row)
+        part = g * tl.load(smooth_ptr + rows + row)
     if dlse_ptr is not None:
         factor += tl.load(dlse_ptr + row * dlse_stride).to(tl.float32)
     if dentropy_ptr is not None:
@@ -519,7 +610,7 @@ def _cross_entropy_backward_kernel(
         factor -= bend * (tl.load(entropy_ptr + row) - log_total)
         bend = bend / total
     factor = factor / total
-    SMOOTHED: tl.constexpr = smooth_ptr is not None and dloss_ptr is not None
+    SMOOTHED: tl.constexpr = dspread_ptr is not None or (smooth_ptr is not None and dloss_ptr is not None)
     ENTROPY: tl.constexpr = dentropy_ptr is not None
 
     first = tl.multiple_of(tl.program_id(1) * span, TILE)
@@ -612,10 +703,7 @@ def _launch_cross_entropy(
     label_smoothing: float, z_loss: float, softcap: float | None, scale: float, reduction: str, zero_if_none: bool,
     entropy: bool, accuracy: bool, inplace: bool,
 ) -> None:  # fmt: skip
-    target_name = capabilities_of(logits.device).target
-    logits, inner, outer_stride, inner_stride = row_strides(logits)
     target = target.contiguous()
-    weight = None if weight is None else weight.contiguous()
     rows, cols = target.numel(), logits.shape[-1]
     results = iter(outputs)
     loss, lse = next(results), next(results)
@@ -631,17 +719,11 @@ def _launch_cross_entropy(
         hits = torch.empty((rows,), dtype=torch.float32, device=device) if accuracy else None
         if inverse is not None:
             shares = torch.empty((rows,), dtype=torch.float32, device=device)
-    element = logits.element_size()
-    steps = _steps(softcap is not None, entropy or accuracy or label_smoothing > 0.0)
-    config = RowConfig.choose(cols, element, steps, target_name)
-    align = _align(element, cols, outer_stride, inner_stride)
-    launch = _forward_launch(config, _kind(softcap, scale), reduction != "none", inner > 1, align)
-    launch(
-        (rows, 1, 1),
-        (logits, target, weight, losses, lse, entropies, hits, largest, total, shares, smooth),
-        (rows, cols, inner, outer_stride, inner_stride, ignore_index),
-        (softcap or 0.0, scale, label_smoothing, z_loss),
-    )
+    pointers = (logits, target, weight, None, losses, lse, entropies, hits, largest, total, shares, smooth)
+    _launch_rows(
+        pointers, target.numel(), 0, cols, ignore_index, softcap, scale, label_smoothing, z_loss, entropy,
+        label_smoothing > 0.0, accuracy, reduction != "none",
+    )  # fmt: skip
     if reduction != "none":
         launch = Launch.of(_cross_entropy_totals_kernel, num_warps=8, ZERO_IF_NONE=zero_if_none, TILE=1024)
         launch((1, 1, 1), (losses, shares, hits, loss, inverse, accuracies), (rows,))
@@ -652,19 +734,85 @@ def _align(element: int, *sizes: int) -> int:
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
+def _launch_rows(
+    pointers: tuple[Tensor | None, ...], rows: int, start: int, vocab: int, ignore_index: int, softcap: float | None,
+    scale: float, label_smoothing: float, z_loss: float, entropy: bool, spread: bool, accuracy: bool, told: bool,
+) -> None:  # fmt: skip
+    """Read logits, the first of the pointers, once: for results or for statistics."""
+    logits, target, weight, *rest = pointers
+    assert logits is not None
+    logits, inner, outer_stride, inner_stride = row_strides(logits)
+    weight = None if weight is None else weight.contiguous()
+    cols, element = logits.shape[-1], logits.element_size()
+    steps = _steps(softcap is not None, entropy or accuracy or spread)
+    config = RowConfig.choose(cols, element, steps, capabilities_of(logits.device).target)
+    align = _align(element, cols, outer_stride, inner_stride)
+    launch = _forward_launch(config, _kind(softcap, scale), entropy, spread, accuracy, told, inner > 1, align)
+    launch(
+        (rows, 1, 1),
+        (logits, target, weight, *rest),
+        (rows, cols, inner, outer_stride, inner_stride, start, vocab, ignore_index),
+        (softcap or 0.0, scale, label_smoothing, z_loss),
+    )
+
+
 @functools.cache
-def _forward_launch(config: RowConfig, kind: int, told: bool, nested: bool, align: int) -> Launch:
+def _forward_launch(
+    config: RowConfig,
+    kind: int,
+    entropy: bool,
+    spread: bool,
+    accuracy: bool,
+    told: bool,
+    nested: bool,
+    align: int,
+) -> Launch:
     return Launch.of(
-        _cross_entropy_kernel, num_warps=config.num_warps, KIND=kind, TOLD=told, TILE=config.tile, LANES=config.lanes,
-        NESTED=nested, ALIGN=align,
+        _cross_entropy_kernel, num_warps=config.num_warps, KIND=kind, ENTROPY=entropy, SPREAD=spread,
+        ACCURACY=accuracy, TOLD=told, TILE=config.tile, LANES=config.lanes, NESTED=nested, ALIGN=align,
     )  # fmt: skip
+
+
+def _allocate_cross_entropy_statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
+) -> list[Tensor]:  # fmt: skip
+    shape = count_statistics(entropy, spread, accuracy), target.numel()
+    return [torch.empty(shape, dtype=compute_dtype(logits), device=logits.device)]
+
+
+def _launch_cross_entropy_statistics(
+    outputs: list[Tensor], logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int,
+    ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
+) -> None:  # fmt: skip
+    pointers = (logits, target.contiguous(), weight, outputs[0], *(None,) * 8)
+    _launch_rows(
+        pointers, target.numel(), start, vocab, ignore_index, softcap, scale, 0.0, 0.0, entropy, spread, accuracy,
+        False,
+    )  # fmt: skip
+
+
+def _allocate_sharded_logprobs(
+    stats: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool, inplace: bool,
+) -> list[Tensor]:  # fmt: skip
+    return allocate_joined(target, compute_dtype(logits), entropy, spread, accuracy)
+
+
+def _launch_sharded_logprobs(
+    outputs: list[Tensor], stats: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, start: int,
+    vocab: int, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
+    inplace: bool,
+) -> None:  # fmt: skip
+    target, stats = target.contiguous(), stats.contiguous()
+    launch_join(target, None, stats, outputs, vocab, ignore_index, entropy, spread, accuracy)
 
 
 def _allocate_cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor, inverse: Tensor | None,
     smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
-    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    scale: float,
+    dentropy: Tensor | None, dspread: Tensor | None, start: int, vocab: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)]
 
@@ -676,8 +824,8 @@ def _launch_cross_entropy_backward(outputs: list[Tensor], *args: Any) -> None:
 def _differentiate(
     dlogits: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, largest: Tensor, total: Tensor,
     inverse: Tensor | None, smooth: Tensor | None, entropy: Tensor | None, dloss: Tensor | None, dlse: Tensor | None,
-    dentropy: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    scale: float,
+    dentropy: Tensor | None, dspread: Tensor | None, start: int, vocab: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, scale: float,
 ) -> None:  # fmt: skip
     """Write dlogits, which may be logits."""
     capabilities = capabilities_of(logits.device)
@@ -691,7 +839,7 @@ def _differentiate(
     rows, cols = target.numel(), logits.shape[-1]
     upstream: list[Tensor | None] = []
     strides: list[int] = []
-    for gradient in (dloss, dlse, dentropy):
+    for gradient in (dloss, dlse, dentropy, dspread):
         # One for all rows has the stride 0.
         flat = None if gradient is None else gradient.reshape(-1)
         upstream.append(flat)
@@ -710,7 +858,7 @@ def _differentiate(
     launch(
         (rows, spans, 1),
         (logits, target, weight, largest, total, inverse, smooth, entropy, *upstream, dlogits),
-        (rows, cols, inner, outer_stride, inner_stride, ignore_index, *strides, span),
+        (rows, cols, inner, outer_stride, inner_stride, start, vocab, ignore_index, *strides, span),
         (softcap or 0.0, scale, label_smoothing, z_loss),
     )
 
@@ -738,7 +886,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     inverse = next(results) if reduction == "mean" else None
     smooth = next(results) if label_smoothing else None
     ctx.save_for_backward(logits, target, weight, largest, total, inverse, smooth, entropies)
-    ctx.options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+    ctx.options = (0, logits.shape[-1], ignore_index, label_smoothing, z_loss, softcap, scale)
     ctx.entropy, ctx.inplace, ctx.inputs = entropy, inputs[12], len(inputs)
     ctx.set_materialize_grads(False)
     others = (accuracies, largest, total, inverse, smooth)
@@ -751,10 +899,43 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     nothing = (None,) * (ctx.inputs - 1)
     if not ctx.needs_input_grad[0] or (dloss is None and dlse is None and dentropy is None):
         return (None, *nothing)
-    args = (*ctx.saved_tensors, dloss, dlse, dentropy, *ctx.options)
+    return (_dlogits(ctx, dloss, dlse, dentropy, None), *nothing)
+
+
+def _dlogits(ctx: Any, *upstream: Tensor | None) -> Tensor:
+    args = (*ctx.saved_tensors, *upstream, *ctx.options)
     if ctx.inplace and not cross_entropy_backward_op.is_traced(*args):
-        return (_overwrite(*args), *nothing)
-    return (cross_entropy_backward_op(*args)[0], *nothing)
+        return _overwrite(*args)
+    return cross_entropy_backward_op(*args)[0]
+
+
+def _setup_sharded(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, logits, target, weight, start, vocab, ignore_index, softcap, scale = inputs[:9]
+    entropy, spread, accuracy = inputs[9:12]
+    results = iter(output[2:])
+    entropies = next(results) if entropy else None
+    if spread:
+        next(results)
+    others = [next(results)] if accuracy else []
+    largest, total = next(results), next(results)
+    parts = next(results) if spread else None
+    ctx.save_for_backward(logits, target, weight, largest, total, None, parts, entropies)
+    ctx.options = (start, vocab, ignore_index, 0.0, 0.0, softcap, scale)
+    ctx.entropy, ctx.spread, ctx.inplace, ctx.inputs = entropy, spread, inputs[12], len(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*others, largest, total, *([] if parts is None else [parts]))
+
+
+def _gradients_sharded(ctx: Any, grads: Any) -> Any:
+    results = iter(grads)
+    dlogprob, dlse = next(results), next(results)
+    dentropy = next(results) if ctx.entropy else None
+    dspread = next(results) if ctx.spread else None
+    nothing = (None,) * (ctx.inputs - 2)
+    if not ctx.needs_input_grad[1] or all(g is None for g in (dlogprob, dlse, dentropy, dspread)):
+        return (None, None, *nothing)
+    dloss = None if dlogprob is None else -dlogprob
+    return (None, _dlogits(ctx, dloss, dlse, dentropy, dspread), *nothing)
 
 
 def _overwrite(logits: Tensor, *args: Any) -> Tensor:
@@ -772,7 +953,8 @@ def _overwrite(logits: Tensor, *args: Any) -> Tensor:
 cross_entropy_backward_op = define_op(
     "cross_entropy_backward(Tensor logits, Tensor target, Tensor? weight, Tensor largest, Tensor total, "
     "Tensor? inverse, Tensor? smooth, Tensor? entropy, Tensor? dloss, Tensor? dlse, Tensor? dentropy, "
-    "int ignore_index, float label_smoothing, float z_loss, float? softcap, float scale) -> Tensor[]",
+    "Tensor? dspread, int start, int vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
+    "float scale) -> Tensor[]",
     allocate=_allocate_cross_entropy_backward,
     launch=_launch_cross_entropy_backward,
     reference=cross_entropy_backward_reference,
@@ -788,6 +970,27 @@ cross_entropy_op = define_op(
     reference=cross_entropy_reference,
     setup_context=_setup,
     backward=_gradients,
+    variants=32,
+)
+
+cross_entropy_statistics_op = define_op(
+    "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? weight, int start, int vocab, int ignore_index, "
+    "float? softcap, float scale, bool entropy, bool spread, bool accuracy) -> Tensor[]",
+    allocate=_allocate_cross_entropy_statistics,
+    launch=_launch_cross_entropy_statistics,
+    reference=cross_entropy_statistics_reference,
+    variants=32,
+)
+
+sharded_logprobs_op = define_op(
+    "sharded_logprobs(Tensor stats, Tensor logits, Tensor target, Tensor? weight, int start, int vocab, "
+    "int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy, bool inplace) "
+    "-> Tensor[]",
+    allocate=_allocate_sharded_logprobs,
+    launch=_launch_sharded_logprobs,
+    reference=sharded_logprobs_reference,
+    setup_context=_setup_sharded,
+    backward=_gradients_sharded,
     variants=32,
 )
 
@@ -813,6 +1016,7 @@ def cross_entropy(
     return_entropy: bool = False,
     return_accuracy: bool = False,
     inplace: bool = False,
+    shard: VocabShard | None = None,
 ) -> Any:
     """Cross entropy of logits [..., V] in bf16, fp16 or fp32, of any strides, and targets [...] in int32 or int64.
 
@@ -834,6 +1038,11 @@ def cross_entropy(
       the lowest column among equals; reduced like the loss, but without class weights.
     - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
       them. Under torch.compile, which plans memory itself, the gradient is a new tensor.
+    - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and weight are of the
+      whole vocabulary and the same on all ranks, and so are the results, in every bit. One small all-gather.
+
+    Logits that are a DTensor may be sharded along tokens, along the vocabulary, or both; the results are DTensors,
+    those of tokens sharded as the tokens are.
 
     >>> import torch, weft
     >>> logits = torch.randn(6, 1000, dtype=torch.bfloat16, requires_grad=True)
@@ -845,8 +1054,15 @@ def cross_entropy(
     >>> loss.dtype, loss[3], lse.shape
     (torch.float32, tensor(0., grad_fn=<SelectBackward0>), torch.Size([6]))
     """
+    if is_distributed(logits, target, weight):
+        local = localize({"logits": logits, "weight": weight}, target, {"logits": logits.dim() - 1}, "logits")
+        return loss_over_mesh(
+            cross_entropy, local, "weight", logits.shape[-1], ignore_index, reduction, all_ignored,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale, return_lse=return_lse,
+            return_entropy=return_entropy, return_accuracy=return_accuracy, inplace=inplace,
+        )  # fmt: skip
     shape = logits.shape
-    if not shape or shape[-1] == 0 or logits.dtype not in _DTYPES:
+    if not shape or (shape[-1] == 0 and shard is None) or logits.dtype not in _DTYPES:
         raise ValueError(
             "logits must be [..., V] in bfloat16, float16, float32 or float64, with at least one column; "
             f"got {logits.dtype} {tuple(shape)}"
@@ -858,29 +1074,29 @@ def cross_entropy(
         )
     if target.device != logits.device:
         raise ValueError(f"target must be on {logits.device} like logits; it is on {target.device}")
-    if weight is not None:
-        if weight.shape != shape[-1:] or weight.dtype not in _DTYPES or weight.device != logits.device:
-            raise ValueError(
-                f"weight must be a float tensor of shape ({shape[-1]},) on {logits.device}; "
-                f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
-            )
-        weight = weight.detach()
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if all_ignored not in ("zero", "nan"):
-        raise ValueError(f"all_ignored must be 'zero' or 'nan'; got {all_ignored!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+    if shard is not None:
+        shard.check(shape[-1])
+    vocab = shape[-1] if shard is None else shard.size
+    check_loss("weight", weight, vocab, logits, label_smoothing, reduction, all_ignored)
+    weight = None if weight is None else weight.detach()
     if (softcap is not None and not softcap > 0.0) or not scale > 0.0:
         raise ValueError(f"softcap and scale must be above 0; got {softcap} and {scale}")
     if not -(2**31) <= ignore_index < 2**31:
         raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
     if inplace:
         _check_inplace(logits)
+    softcap = None if softcap is None else float(softcap)
+    if shard is not None:
+        found = _sharded(
+            shard, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, float(scale), reduction,
+            all_ignored, return_entropy, return_accuracy, inplace,
+        )  # fmt: skip
+        if not (return_lse or return_entropy or return_accuracy):
+            return found.loss
+        return found if return_lse else found._replace(lse=None)
     outputs = cross_entropy_op(
-        logits, target, weight, ignore_index, float(label_smoothing), float(z_loss),
-        None if softcap is None else float(softcap), float(scale), reduction, all_ignored == "zero", return_entropy,
-        return_accuracy, inplace,
+        logits, target, weight, ignore_index, float(label_smoothing), float(z_loss), softcap, float(scale), reduction,
+        all_ignored == "zero", return_entropy, return_accuracy, inplace,
     )  # fmt: skip
     if not (return_lse or return_entropy or return_accuracy):
         return outputs[0]
@@ -890,6 +1106,57 @@ def cross_entropy(
         outputs[2] if return_entropy else None,
         outputs[2 + return_entropy] if return_accuracy else None,
     )
+
+
+def check_loss(
+    name: str, weight: Tensor | None, vocab: int, like: Tensor, label_smoothing: float, reduction: str,
+    all_ignored: str,
+) -> None:  # fmt: skip
+    """What the losses take alike: `name` is what the weights of classes are called."""
+    if weight is not None and (
+        weight.shape != (vocab,) or weight.dtype not in _DTYPES or weight.device != like.device
+    ):
+        raise ValueError(
+            f"{name} must be a float tensor of shape ({vocab},) on {like.device}; "
+            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if all_ignored not in ("zero", "nan"):
+        raise ValueError(f"all_ignored must be 'zero' or 'nan'; got {all_ignored!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+
+
+def _sharded(
+    shard: VocabShard, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, scale: float, reduction: str, all_ignored: str,
+    entropy: bool, accuracy: bool, inplace: bool,
+) -> CrossEntropy:  # fmt: skip
+    spread = label_smoothing > 0.0
+    start, vocab = shard.start, shard.size
+    classes = weight[start : start + logits.shape[-1]] if weight is not None and spread else None
+    kind = (start, vocab, ignore_index, softcap, scale, entropy, spread, accuracy)
+    with torch.no_grad():
+        stats = shard.gather(cross_entropy_statistics_op(logits, target, classes, *kind)[0])
+    results = iter(sharded_logprobs_op(stats, logits, target, classes, *kind, inplace))
+    logprob, lse = next(results), next(results)
+    entropies = next(results) if entropy else None
+    loss, share, valid = loss_of_logprobs(
+        logprob,
+        lse,
+        next(results) if spread else None,
+        target,
+        weight,
+        vocab,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+    )
+    hits = next(results) if accuracy else None
+    if hits is not None:
+        hits = reduced(hits, valid.to(hits.dtype), reduction, all_ignored)
+    return CrossEntropy(reduced(loss, share, reduction, all_ignored), lse, entropies, hits)
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from .cross_entropy import REDUCTIONS, CrossEntropy
-from .linear_logprobs import _check, linear_logprobs_op
+from .cross_entropy import CrossEntropy, check_loss
+from .linear_logprobs import check_operands, localize_head, token_results
+from .mesh import is_distributed, loss_over_mesh
+from .vocabulary import VocabShard, loss_of_logprobs, reduced
 
 
 def linear_cross_entropy(
@@ -36,12 +37,15 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     return_accuracy: bool = False,
     skip_below: float | None = None,
+    shard: VocabShard | None = None,
 ) -> Any:
     """Cross entropy of hidden @ weight^T + bias and target, without logits in memory, forward or backward.
 
     hidden: [..., H], weight: [V, H], target: [...] and bias: [V] as for `linear_logprobs`, which has `skip_below` too;
     it does not go together with label smoothing, whose gradient is nowhere small. All other options, and what is
-    returned, as for `cross_entropy`; its weights of classes are `class_weight` [V] here.
+    returned, as for `cross_entropy`; its weights of classes are `class_weight` [V] here. With a `shard` of the
+    vocabulary weight and bias are this rank's, and the gradient of hidden is the sum over the ranks; DTensors as for
+    `linear_logprobs`.
 
     >>> import torch, weft
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -51,60 +55,39 @@ def linear_cross_entropy(
     >>> hidden.grad.shape, hidden.grad[3].count_nonzero().item()
     (torch.Size([6, 64]), 0)
     """
-    _check(hidden, weight, bias, target, softcap, scale, skip_below, ignore_index)
-    vocab = weight.shape[0]
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if all_ignored not in ("zero", "nan"):
-        raise ValueError(f"all_ignored must be 'zero' or 'nan'; got {all_ignored!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+    if is_distributed(hidden, weight, bias, target, class_weight):
+        return loss_over_mesh(
+            linear_cross_entropy, localize_head(hidden, weight, bias, target, class_weight=class_weight),
+            "class_weight", weight.shape[0], ignore_index, reduction, all_ignored, label_smoothing=label_smoothing,
+            z_loss=z_loss, softcap=softcap, scale=scale, return_lse=return_lse, return_entropy=return_entropy,
+            return_accuracy=return_accuracy, skip_below=skip_below,
+        )  # fmt: skip
+    check_operands(hidden, weight, bias, target, shard, softcap, scale, skip_below, ignore_index)
+    vocab = weight.shape[0] if shard is None else shard.size
+    check_loss("class_weight", class_weight, vocab, hidden, label_smoothing, reduction, all_ignored)
     if label_smoothing and skip_below is not None:
         raise ValueError("skip_below leaves out what label smoothing adds everywhere: give one of the two")
-    if class_weight is not None and (
-        class_weight.shape != (vocab,)
-        or not class_weight.is_floating_point()
-        or class_weight.device != hidden.device
-    ):
-        raise ValueError(
-            f"class_weight must be a float tensor of shape ({vocab},) on {hidden.device}; "
-            f"got {class_weight.dtype} {tuple(class_weight.shape)} on {class_weight.device}"
-        )
     classes = None if class_weight is None else class_weight.detach()
     smooth = label_smoothing > 0.0
-    outputs = iter(
-        linear_logprobs_op(
-            hidden, weight, bias, target, classes if smooth else None, ignore_index,
-            None if softcap is None else float(softcap), float(scale), return_entropy, smooth, return_accuracy,
-            skip_below,
-        )
+    results = token_results(
+        hidden, weight, bias, target, classes if smooth else None, shard, ignore_index=ignore_index, softcap=softcap,
+        scale=scale, entropy=return_entropy, spread=smooth, accuracy=return_accuracy, skip_below=skip_below,
     )  # fmt: skip
-    logprob, lse = next(outputs), next(outputs)
-    entropy = next(outputs) if return_entropy else None
-    spread = next(outputs) if smooth else None
-    hits = next(outputs) if return_accuracy else None
-    valid = (target != ignore_index) & (target >= 0) & (target < vocab)
-    loss = -logprob
-    share = valid.to(loss.dtype)
-    if classes is not None:
-        share = torch.where(valid, classes.to(loss.dtype)[torch.where(valid, target, 0)], 0.0)
-        loss = loss * torch.where(valid, share, 1.0)
-    if spread is not None:
-        loss = (1.0 - label_smoothing) * loss + label_smoothing * spread
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    if reduction != "none":
-        loss = _reduced(loss, share, reduction, all_ignored)
-        if hits is not None:
-            hits = _reduced(hits, valid.to(hits.dtype), reduction, all_ignored)
+    loss, share, valid = loss_of_logprobs(
+        results.logprobs,
+        results.lse,
+        results.spread,
+        target,
+        classes,
+        vocab,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+    )
+    loss = reduced(loss, share, reduction, all_ignored)
     if not (return_lse or return_entropy or return_accuracy):
         return loss
-    return CrossEntropy(loss, lse if return_lse else None, entropy, hits)
-
-
-def _reduced(values: Tensor, share: Tensor, reduction: str, all_ignored: str) -> Tensor:
-    total = values.sum()
-    if reduction == "sum":
-        return total
-    divisor = share.sum()
-    return total / (torch.where(divisor == 0, 1.0, divisor) if all_ignored == "zero" else divisor)
+    hits = results.hits
+    if hits is not None:
+        hits = reduced(hits, valid.to(hits.dtype), reduction, all_ignored)
+    return CrossEntropy(loss, results.lse if return_lse else None, results.entropy, hits)

@@ -15,11 +15,12 @@ is m and d. With a, h, e, s the gradients of a token's logprob, lse, entropy H a
     dhidden = dx @ weight        dweight = dx^T @ hidden        dbias = sum_t dx
 
 Forward, a program multiplies a tile of tokens with the tiles of one split of the vocabulary and joins each product's
-statistics to those before it; a second kernel joins the splits in order. Backward goes through the vocabulary in
-blocks: it computes a block's logits again, writes their gradient dx [T, block] once, rounded to the dtype of the
-operands, and multiplies that: into the block's rows of dweight, complete and rounded once, and into dhidden, which is
-added up in fp32 over the blocks and rounded once. So no memory is taken that grows with V, but for dweight itself.
-dbias adds up the rounded dx. Sums have one order: the same bits every run.
+statistics to those before it; a second kernel joins the splits in order (`vocabulary`). Of a rank's shard of the
+vocabulary the statistics are an op of their own, and those of all ranks are joined by the same kernel. Backward goes
+through the vocabulary in blocks: it computes a block's logits again, writes their gradient dx [T, block] once, rounded
+to the dtype of the operands, and multiplies that: into the block's rows of dweight, complete and rounded once, and into
+dhidden, which is added up in fp32 over the blocks and rounded once. So no memory is taken that grows with V, but for
+dweight itself. dbias adds up the rounded dx. Sums have one order: the same bits every run.
 
 dx is rounded like that of any chain that stores logits in the operands' dtype: to 2^-9 of itself in bf16. In fp16,
 where small numbers would be lost, all of dx is multiplied by a power of two that brings the largest gradient of a token
@@ -40,9 +41,21 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
-from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, merge_moments
+from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap
 from ..tiles.split import dot_fp32
+from .mesh import Local, is_distributed, localize, logprobs_over_mesh
 from .rows import align_of, compute_dtype, count_rows, flat_rows
+from .vocabulary import (
+    FEW,
+    JOIN_ROWS,
+    VocabShard,
+    allocate_joined,
+    count_statistics,
+    joined_reference,
+    launch_join,
+    split_targets,
+    statistics_reference,
+)
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -61,64 +74,45 @@ def _logits(
     return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
 
 
-def _targets(target: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(targets with 0 where there is none, which there are, which are no column though not ignored) [T]."""
-    y = target.reshape(-1).long()
-    inside, given = (y >= 0) & (y < vocab), y != ignore_index
-    return torch.where(inside & given, y, 0), inside & given, given & ~inside
+def linear_statistics_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, start: int,
+    vocab: int, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Statistics [STATS, T] over the part of a vocabulary that begins at `start`: weight [part, H], bias [part],
+    classes [part]; target [...] is of all `vocab` columns."""
+    y, valid, _ = split_targets(target, vocab, ignore_index)
+    hidden = torch.where(valid.view(target.shape)[..., None], hidden, 0.0)
+    z, _ = _logits(hidden, weight, bias, softcap, scale)
+    return [statistics_reference(z, y, valid, classes, start, entropy, spread, accuracy)]
 
 
 def linear_logprobs_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, ignore_index: int,
-    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool, skip_below: float | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, stats: Tensor | None,
+    start: int, vocab: int, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
+    accuracy: bool, skip_below: float | None,
 ) -> list[Tensor]:  # fmt: skip
-    """The definition. hidden [..., H], weight [V, H], bias [V], target [...], classes [V]."""
-    y, valid, wrong = _targets(target, weight.shape[0], ignore_index)
-    z, _ = _logits(
-        torch.where(valid.view(target.shape)[..., None], hidden, 0.0), weight, bias, softcap, scale
-    )
-
-    def told(value: Tensor) -> Tensor:
-        """0 where there is no target, NaN where it is none of the columns."""
-        return torch.where(valid, value, torch.where(wrong, torch.nan, 0.0)).view(target.shape)
-
-    largest = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
-    t = z - largest[:, None]
-    e = torch.exp(t)
-    total = e.sum(1)
-    log_total = torch.log(total)
-    picked = z.gather(1, y[:, None])[:, 0]
-    outputs = [told((picked - largest) - log_total), told(largest + log_total)]
-    if entropy:
-        outputs.append(told(log_total - torch.where(e > 0, e * t, 0.0).sum(1) / total))
-    if spread:
-        there = z > -torch.inf
-        w = torch.ones_like(z) if classes is None else classes.to(z.dtype).expand(z.shape)
-        w = torch.where(there, w, 0.0)
-        mass = w.sum(1)
-        below = torch.where(there, w * t, 0.0).sum(1)
-        outputs.append(told((mass * log_total - below) / there.sum(1)))
-    if accuracy:
-        col = torch.arange(z.shape[1], device=z.device)
-        before = (z > picked[:, None]) | ((z == picked[:, None]) & (col < y[:, None]))
-        outputs.append(torch.where(valid, (~before.any(1)).to(z.dtype), 0.0).view(target.shape))
-    outputs += [torch.where(valid, largest, 0.0), torch.where(valid, total, 1.0)]
-    if spread:
-        parts = torch.stack([mass / there.sum(1), 1.0 / there.sum(1)])
-        outputs.append(torch.where(valid, parts, 0.0))
+    """The definition. hidden [..., H], weight [V, H], bias [V], target [...], classes [V]. With the statistics of all
+    ranks, stats [ranks, STATS, T], they are joined, and the others are those of a shard that begins at `start`."""
+    if stats is None:
+        shard = linear_statistics_reference(
+            hidden, weight, bias, target, classes, start, vocab, ignore_index, softcap, scale, entropy, spread,
+            accuracy,
+        )  # fmt: skip
+        stats = shard[0][None]
+    outputs = joined_reference(stats, target, vocab, ignore_index, entropy, spread, accuracy)
+    _, valid, _ = split_targets(target, vocab, ignore_index)
     order = torch.argsort((~valid).int(), stable=True).int()
-    outputs.append(torch.cat([order, valid.sum(dtype=torch.int32)[None]]))
-    return outputs
+    return [*outputs, torch.cat([order, valid.sum(dtype=torch.int32)[None]])]
 
 
 def linear_logprobs_backward_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, largest: Tensor,
     total: Tensor, entropy: Tensor | None, parts: Tensor | None, order: Tensor, dlogprob: Tensor | None,
-    dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None, ignore_index: int, softcap: float | None,
-    scale: float, skip_below: float | None, needs: list[bool],
+    dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, skip_below: float | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Of dhidden, dweight and dbias those that are needed. The reference skips no tile."""
-    y, valid, _ = _targets(target, weight.shape[0], ignore_index)
+    y, valid, _ = split_targets(target, vocab, ignore_index)
     hidden = torch.where(valid.view(target.shape)[..., None], hidden, 0.0)
     z, slope = _logits(hidden, weight, bias, softcap, scale)
     dtype = z.dtype
@@ -133,7 +127,8 @@ def linear_logprobs_backward_reference(
     dz = torch.zeros_like(z)
     if dlogprob is not None:
         factor = factor - column(dlogprob)
-        dz = dz.scatter_add(1, y[:, None], column(dlogprob))
+        at_target = torch.arange(start, start + len(weight), device=z.device) == y[:, None]
+        dz = dz + torch.where(at_target, column(dlogprob), 0.0)
     if dlse is not None:
         factor = factor + column(dlse)
     if dspread is not None:
@@ -160,7 +155,6 @@ def linear_logprobs_backward_reference(
 # ---- kernels --------------------------------------------------------------------------------------------
 
 PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
-FEW = tl.constexpr(3)  # statistics that there always are: largest, total, picked
 
 
 @triton.jit
@@ -246,6 +240,13 @@ def _capped(x, bias_ptr, col, vocab, softcap, scale, KIND: tl.constexpr):
     return tl.where((col < vocab)[None, :], z, -float("inf")), slope
 
 
+@triton.jit
+def _column(y, start_col, vocab):
+    """The row of weight that a target is, or -1."""
+    inside = (y >= start_col) & (y < start_col + vocab)
+    return tl.where(inside, y - start_col, -1).to(tl.int32)
+
+
 @kernel
 def _linear_logprobs_kernel(
     hidden_ptr,  # [rows, cols]
@@ -260,6 +261,7 @@ def _linear_logprobs_kernel(
     vocab,
     hidden_stride,
     weight_stride,
+    start_col,  # of the whole vocabulary: the first row of weight
     span,  # of the vocabulary, to a split: a multiple of VOCAB
     softcap,
     scale,
@@ -282,7 +284,7 @@ def _linear_logprobs_kernel(
     count = tl.load(order_ptr + rows)
     live = number < count
     row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
-    y = tl.load(target_ptr + row, mask=live, other=-1).to(tl.int32)
+    y = _column(tl.load(target_ptr + row, mask=live, other=-1), start_col, vocab)
     hidden_off = tl.multiple_of(row * hidden_stride, ALIGN)
     span = (span // VOCAB) * VOCAB
     first = (split * span).to(tl.int32)
@@ -331,81 +333,13 @@ def _linear_logprobs_kernel(
         if classes_ptr is None:
             mass = there
         spread_ptr = out_ptr + (FEW + ENTROPY) * rows
-        tl.store(spread_ptr, weighted, mask=live)
+        below = tl.where(there > 0.0, weighted - mass * largest, 0.0)
+        tl.store(spread_ptr, below, mask=live)
         tl.store(spread_ptr + rows, mass, mask=live)
         tl.store(spread_ptr + 2 * rows, there, mask=live)
     if ACCURACY:
+        best = tl.where(best < 0, best, best + start_col)
         tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=live)
-
-
-@kernel
-def _linear_join_kernel(
-    target_ptr,  # [rows]
-    order_ptr,  # int32 [rows + 1]
-    stats_ptr,  # fp32 [splits, STATS, rows]
-    logprob_ptr,  # fp32 [rows], and so the following
-    lse_ptr,
-    entropy_ptr,  # or None
-    spread_ptr,  # or None
-    hit_ptr,  # or None
-    largest_ptr,
-    total_ptr,
-    parts_ptr,  # [2, rows], or None: sum(w) / V and 1 / V
-    rows,
-    splits,
-    ignore_index,
-    ROWS: tl.constexpr,
-):
-    """Join the splits' statistics, in order, and make the results of them."""
-    ENTROPY: tl.constexpr = entropy_ptr is not None
-    SPREAD: tl.constexpr = spread_ptr is not None
-    ACCURACY: tl.constexpr = hit_ptr is not None
-    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    live = number < tl.load(order_ptr + rows)
-    row = tl.load(order_ptr + number, mask=number < rows, other=0).to(tl.int64)
-    y = tl.load(target_ptr + row, mask=number < rows, other=0)
-    largest = tl.full((ROWS,), LOWEST, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    moment = tl.zeros((ROWS,), tl.float32)
-    picked = tl.zeros((ROWS,), tl.float32)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    there = tl.zeros((ROWS,), tl.float32)
-    best = tl.full((ROWS,), -1, tl.int32)
-    for split in range(splits):
-        in_ptr = stats_ptr + tl.cast(split, tl.int64) * STATS * rows + number
-        largest2 = tl.load(in_ptr, mask=live, other=LOWEST)
-        total2 = tl.load(in_ptr + rows, mask=live, other=0.0)
-        picked += tl.load(in_ptr + 2 * rows, mask=live, other=0.0)
-        moment2 = tl.zeros((ROWS,), tl.float32)
-        if ENTROPY:
-            moment2 = tl.load(in_ptr + FEW * rows, mask=live, other=0.0)
-        if SPREAD:
-            more_ptr = in_ptr + (FEW + ENTROPY) * rows
-            weighted += tl.load(more_ptr, mask=live, other=0.0)
-            mass += tl.load(more_ptr + rows, mask=live, other=0.0)
-            there += tl.load(more_ptr + 2 * rows, mask=live, other=0.0)
-        if ACCURACY:
-            at = tl.load(in_ptr + (STATS - 1) * rows, mask=live, other=0.0).to(tl.int32, bitcast=True)
-            best = tl.where(largest2 > largest, at, best)
-        largest, total, moment = merge_moments(largest, total, moment, largest2, total2, moment2)
-    nothing = tl.where(y == ignore_index, 0.0, float("nan"))
-    log_total = tl.log(total)
-    exists = number < rows
-    tl.store(logprob_ptr + row, tl.where(live, (picked - largest) - log_total, nothing), mask=exists)
-    tl.store(lse_ptr + row, tl.where(live, largest + log_total, nothing), mask=exists)
-    if ENTROPY:
-        tl.store(entropy_ptr + row, tl.where(live, log_total - moment / total, nothing), mask=exists)
-    if SPREAD:
-        spread = (mass * (largest + log_total) - weighted) / there
-        tl.store(spread_ptr + row, tl.where(live, spread, nothing), mask=exists)
-        tl.store(parts_ptr + row, tl.where(live, mass / there, 0.0), mask=exists)
-        tl.store(parts_ptr + rows + row, tl.where(live, 1.0 / there, 0.0), mask=exists)
-    if ACCURACY:
-        tl.store(hit_ptr + row, tl.where(live & (best == y.to(tl.int32)), 1.0, 0.0), mask=exists)
-    tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
-    tl.store(total_ptr + row, tl.where(live, total, 1.0), mask=exists)
 
 
 @kernel
@@ -423,6 +357,8 @@ def _linear_factors_kernel(
     factors_ptr,  # fp32 [5, rows], by a token's number in `order`
     labels_ptr,  # int32 [rows], so too
     rows,
+    vocab,
+    start_col,
     dlogprob_stride,
     dlse_stride,
     dentropy_stride,
@@ -459,7 +395,7 @@ def _linear_factors_kernel(
     tl.store(factors_ptr + 3 * rows + number, at_target, mask=exists)
     tl.store(factors_ptr + 4 * rows + number, part, mask=exists)
     y = tl.load(target_ptr + row, mask=live, other=-1)
-    tl.store(labels_ptr + number, y.to(tl.int32), mask=exists)
+    tl.store(labels_ptr + number, _column(y, start_col, vocab), mask=exists)
 
 
 @kernel
@@ -746,7 +682,6 @@ class HeadConfig:
 
 
 ORDER_TILE = 1024  # tokens that are numbered at a time
-JOIN_ROWS = 128  # tokens of a program that joins statistics
 # Bytes of the gradient of one block's logits: on a GPU so many that what is added up of dhidden between blocks does not
 # count.
 CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
@@ -769,7 +704,7 @@ def _rows_of_weight(weight: Tensor) -> Tensor:
 
 def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int, int]:
     """(splits of the vocabulary, columns of each): enough programs to even out."""
-    pieces = -(-vocab // tile)
+    pieces = max(1, -(-vocab // tile))
     splits = min(pieces, max(1, -(-4 * target.multiprocessors // tiles)))
     span = -(-pieces // splits)
     return -(-pieces // span), span * tile
@@ -779,26 +714,32 @@ def _align(hidden: Tensor, *sizes: int) -> int:
     return align_of(*sizes, least=4 if hidden.dtype is torch.float32 else 8)
 
 
-def _allocate_linear_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, ignore_index: int,
-    softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool, skip_below: float | None,
+def _allocate_linear_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, start: int,
+    vocab: int, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool, accuracy: bool,
 ) -> list[Tensor]:  # fmt: skip
-    dtype, device, rows = compute_dtype(hidden), hidden.device, target.numel()
-    outputs = [
-        torch.empty(target.shape, dtype=dtype, device=device) for _ in range(2 + entropy + spread + accuracy)
-    ]
-    outputs += [torch.empty((rows,), dtype=dtype, device=device) for _ in range(2)]
-    if spread:
-        outputs.append(torch.empty((2, rows), dtype=dtype, device=device))
-    outputs.append(torch.empty((rows + 1,), dtype=torch.int32, device=device))
-    return outputs
+    shape = count_statistics(entropy, spread, accuracy), target.numel()
+    return [torch.empty(shape, dtype=compute_dtype(hidden), device=hidden.device)]
 
 
-def _launch_linear_logprobs(
-    outputs: list[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    classes: Tensor | None, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
-    accuracy: bool, skip_below: float | None,
+def _launch_linear_statistics(outputs: list[Tensor], hidden: Tensor, *args: Any) -> None:
+    target, ignore_index, vocab = args[2], args[6], args[5]
+    order = torch.empty((target.numel() + 1,), dtype=torch.int32, device=hidden.device)
+    _launch_order(order, target.contiguous(), vocab, ignore_index)
+    _launch_products(outputs, order, hidden, *args)
+
+
+def _launch_order(order: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
+    launch = Launch.of(_linear_order_kernel, num_warps=8, TILE=ORDER_TILE)
+    launch((1, 1, 1), (target, order), (target.numel(), vocab, ignore_index))
+
+
+def _launch_products(
+    outputs: list[Tensor], order: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    classes: Tensor | None, start: int, vocab: int, ignore_index: int, softcap: float | None, scale: float,
+    entropy: bool, spread: bool, accuracy: bool,
 ) -> None:  # fmt: skip
+    """Statistics of splits of the vocabulary, joined into outputs: statistics, or results."""
     device = capabilities_of(hidden.device)
     _, whole = _operands(hidden, weight)
     rich = entropy or spread or accuracy or softcap is not None
@@ -808,21 +749,11 @@ def _launch_linear_logprobs(
     config = HeadConfig.choose("logits", whole and align > 1, rich, device.target)
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
-    (rows, cols), vocab = hidden.shape, weight.shape[0]
-    results = iter(outputs)
-    logprob, lse = next(results), next(results)
-    entropies = next(results) if entropy else None
-    spreads = next(results) if spread else None
-    hits = next(results) if accuracy else None
-    largest, total = next(results), next(results)
-    parts = next(results) if spread else None
-    order = next(results)
-    launch = Launch.of(_linear_order_kernel, num_warps=8, TILE=ORDER_TILE)
-    launch((1, 1, 1), (target, order), (rows, vocab, ignore_index))
+    (rows, cols), columns = hidden.shape, weight.shape[0]
     tiles = -(-rows // config.m)
-    splits, span = _span(vocab, tiles, config.n, device)
+    splits, span = _span(columns, tiles, config.n, device)
     stats = torch.empty(
-        (splits, 3 + entropy + 3 * spread + accuracy, rows), dtype=torch.float32, device=hidden.device
+        (splits, count_statistics(entropy, spread, accuracy), rows), dtype=torch.float32, device=hidden.device
     )
     launch = Launch.of(
         _linear_logprobs_kernel, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -833,15 +764,36 @@ def _launch_linear_logprobs(
     launch(
         (tiles, splits, 1),
         (hidden, weight, bias, target, order, classes, stats),
-        (rows, cols, vocab, *strides, span),
+        (rows, cols, columns, *strides, start, span),
         (softcap or 0.0, scale),
     )
-    launch = Launch.of(_linear_join_kernel, num_warps=4, ROWS=JOIN_ROWS)
-    launch(
-        (-(-rows // JOIN_ROWS), 1, 1),
-        (target, order, stats, logprob, lse, entropies, spreads, hits, largest, total, parts),
-        (rows, splits, ignore_index),
-    )
+    launch_join(target, order, stats, outputs, vocab, ignore_index, entropy, spread, accuracy)
+
+
+def _allocate_linear_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, stats: Tensor | None,
+    start: int, vocab: int, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
+    accuracy: bool, skip_below: float | None,
+) -> list[Tensor]:  # fmt: skip
+    outputs = allocate_joined(target, compute_dtype(hidden), entropy, spread, accuracy)
+    return [*outputs, torch.empty((target.numel() + 1,), dtype=torch.int32, device=hidden.device)]
+
+
+def _launch_linear_logprobs(
+    outputs: list[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    classes: Tensor | None, stats: Tensor | None, start: int, vocab: int, ignore_index: int, softcap: float | None,
+    scale: float, entropy: bool, spread: bool, accuracy: bool, skip_below: float | None,
+) -> None:  # fmt: skip
+    *results, order = outputs
+    target = target.contiguous()
+    _launch_order(order, target, vocab, ignore_index)
+    if stats is not None:
+        launch_join(target, None, stats.contiguous(), results, vocab, ignore_index, entropy, spread, accuracy)
+    else:
+        _launch_products(
+            results, order, hidden, weight, bias, target, classes, start, vocab, ignore_index, softcap, scale,
+            entropy, spread, accuracy,
+        )  # fmt: skip
 
 
 def _descriptors(device: Capabilities, whole: bool, align: int, *tensors: Tensor) -> bool:
@@ -852,8 +804,8 @@ def _descriptors(device: Capabilities, whole: bool, align: int, *tensors: Tensor
 def _allocate_linear_logprobs_backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None, largest: Tensor,
     total: Tensor, entropy: Tensor | None, parts: Tensor | None, order: Tensor, dlogprob: Tensor | None,
-    dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None, ignore_index: int, softcap: float | None,
-    scale: float, skip_below: float | None, needs: list[bool],
+    dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None, start: int, vocab: int, ignore_index: int,
+    softcap: float | None, scale: float, skip_below: float | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     return [
         torch.empty(t.shape, dtype=t.dtype, device=hidden.device)
@@ -866,7 +818,8 @@ def _launch_linear_logprobs_backward(
     outputs: list[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     classes: Tensor | None, largest: Tensor, total: Tensor, entropy: Tensor | None, parts: Tensor | None,
     order: Tensor, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None,
-    ignore_index: int, softcap: float | None, scale: float, skip_below: float | None, needs: list[bool],
+    start: int, vocab: int, ignore_index: int, softcap: float | None, scale: float, skip_below: float | None,
+    needs: list[bool],
 ) -> None:  # fmt: skip
     device = capabilities_of(hidden.device)
     dtype, whole = _operands(hidden, weight)
@@ -875,7 +828,11 @@ def _launch_linear_logprobs_backward(
     hidden, weight, target = flat_rows(hidden), _rows_of_weight(weight), target.contiguous()
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
-    (rows, cols), vocab = hidden.shape, weight.shape[0]
+    (rows, cols), columns = hidden.shape, weight.shape[0]
+    if columns == 0:
+        if dhidden is not None:
+            dhidden.zero_()
+        return
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -887,7 +844,7 @@ def _launch_linear_logprobs_backward(
         (-(-rows // JOIN_ROWS), 1, 1),
         (target, order, largest, total, None if dentropy is None else entropy, None if dspread is None else parts,
          *upstream, factors, labels),
-        (rows, *(0 if g is None else g.stride(0) for g in upstream)),
+        (rows, columns, start, *(0 if g is None else g.stride(0) for g in upstream)),
     )  # fmt: skip
     unit = None
     if dtype is torch.float16:
@@ -903,14 +860,14 @@ def _launch_linear_logprobs_backward(
     first = HeadConfig.choose("dlogits", whole and align > 1, rich, device.target)
     tiles = -(-rows // first.m)
     budget = CPU_BUDGET if device.target == "cpu" else GPU_BUDGET
-    pieces = -(-vocab // first.n)
+    pieces = -(-columns // first.n)
     held = max(1, budget // (tiles * first.m * dtype.itemsize * first.n))
     held = -(-pieces // -(-pieces // min(held, pieces)))  # as many to each block
     block = held * first.n
     kept = None if skip_below is None else empty((tiles, held), torch.int8)
     dlogits = empty((tiles * first.m, block), dtype)
     sums = None
-    if dhidden is not None and block < vocab:
+    if dhidden is not None and block < columns:
         sums = empty((rows, cols))
     kinds = {"ALIGN": align, "SPLIT": first.split}
     launch_dlogits = Launch.of(
@@ -925,14 +882,14 @@ def _launch_linear_logprobs_backward(
         TMA=_descriptors(device, whole, align, dlogits), **kinds,
     )  # fmt: skip
     third = HeadConfig.choose("dhidden", whole and align > 1, rich, device.target)
-    for begin in range(0, vocab, block):
-        last = begin + block >= vocab
-        here = min(held, -(-(vocab - begin) // first.n))  # tiles of the vocabulary
+    for begin in range(0, columns, block):
+        last = begin + block >= columns
+        here = min(held, -(-(columns - begin) // first.n))  # tiles of the vocabulary
         launch_dlogits(
             (tiles * here, 1, 1),
             (hidden, weight, bias, order, None if dspread is None else classes, None if kept is None else total,
              factors, labels, kept, dlogits),
-            (rows, cols, vocab, *strides, begin, block),
+            (rows, cols, columns, *strides, begin, block),
             (softcap or 0.0, scale, skip_below or 0.0),
         )  # fmt: skip
         if dweight is not None or dbias is not None:
@@ -940,7 +897,7 @@ def _launch_linear_logprobs_backward(
             launch_dweight(
                 (-(-here * first.n // second.m) * across, 1, 1),
                 (hidden, dlogits, order, unit, kept, dweight, dbias),
-                (rows, cols, vocab, strides[0], begin, block),
+                (rows, cols, columns, strides[0], begin, block),
             )
         if dhidden is not None:
             launch_dhidden = Launch.of(
@@ -951,7 +908,7 @@ def _launch_linear_logprobs_backward(
             launch_dhidden(
                 (-(-rows // third.m) * -(-cols // third.n), 1, 1),
                 (dlogits, weight, order, unit if last else None, kept, sums, dhidden if last else None),
-                (rows, cols, vocab, strides[1], begin, block),
+                (rows, cols, columns, strides[1], begin, block),
             )
 
 
@@ -959,9 +916,8 @@ def _launch_linear_logprobs_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    hidden, weight, bias, target, classes, ignore_index, softcap, scale, entropy, spread, accuracy, skip = (
-        inputs
-    )
+    hidden, weight, bias, target, classes, _, start, vocab, ignore_index, softcap, scale = inputs[:11]
+    entropy, spread, accuracy, skip = inputs[11:]
     results = iter(output[2:])
     entropies = next(results) if entropy else None
     if spread:
@@ -972,7 +928,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     order = next(results)
     others += [largest, total, order] + ([] if parts is None else [parts])
     ctx.save_for_backward(hidden, weight, bias, target, classes, largest, total, entropies, parts, order)
-    ctx.options = (ignore_index, softcap, scale, skip)
+    ctx.options = (start, vocab, ignore_index, softcap, scale, skip)
     ctx.entropy, ctx.spread, ctx.inputs = entropy, spread, len(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
@@ -995,17 +951,27 @@ def _gradients(ctx: Any, grads: Any) -> Any:
 linear_logprobs_backward_op = define_op(
     "linear_logprobs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, "
     "Tensor largest, Tensor total, Tensor? entropy, Tensor? parts, Tensor order, Tensor? dlogprob, Tensor? dlse, "
-    "Tensor? dentropy, Tensor? dspread, int ignore_index, float? softcap, float scale, float? skip_below, "
-    "bool[] needs) -> Tensor[]",
+    "Tensor? dentropy, Tensor? dspread, int start, int vocab, int ignore_index, float? softcap, float scale, "
+    "float? skip_below, bool[] needs) -> Tensor[]",
     allocate=_allocate_linear_logprobs_backward,
     launch=_launch_linear_logprobs_backward,
     reference=linear_logprobs_backward_reference,
     variants=96,
 )
 
+linear_statistics_op = define_op(
+    "linear_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, int start, "
+    "int vocab, int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy) -> Tensor[]",
+    allocate=_allocate_linear_statistics,
+    launch=_launch_linear_statistics,
+    reference=linear_statistics_reference,
+    variants=32,
+)
+
 linear_logprobs_op = define_op(
-    "linear_logprobs(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, int ignore_index, "
-    "float? softcap, float scale, bool entropy, bool spread, bool accuracy, float? skip_below) -> Tensor[]",
+    "linear_logprobs(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, Tensor? stats, "
+    "int start, int vocab, int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy, "
+    "float? skip_below) -> Tensor[]",
     allocate=_allocate_linear_logprobs,
     launch=_launch_linear_logprobs,
     reference=linear_logprobs_reference,
@@ -1028,15 +994,75 @@ class LogProbs(NamedTuple):
     lse: Tensor | None = None
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float | None, scale: float,
-    skip_below: float | None, ignore_index: int,
+class TokenResults(NamedTuple):
+    """Of each token, [...]; None what was not asked for."""
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    spread: Tensor | None
+    hits: Tensor | None
+
+
+def token_results(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None,
+    shard: VocabShard | None, *, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
+    accuracy: bool, skip_below: float | None,
+) -> TokenResults:  # fmt: skip
+    """All that the loss head knows of a token, of arguments that were checked. classes are of the whole vocabulary."""
+    options = (
+        ignore_index,
+        None if softcap is None else float(softcap),
+        float(scale),
+        entropy,
+        spread,
+        accuracy,
+    )
+    start, vocab = (0, weight.shape[0]) if shard is None else (shard.start, shard.size)
+    stats = None
+    if shard is not None:
+        hidden = shard.sum_gradient(hidden)
+        if classes is not None:
+            classes = classes[start : start + weight.shape[0]]
+        with torch.no_grad():
+            operands = (hidden, weight, bias, target, classes)
+            stats = shard.gather(linear_statistics_op(*operands, start, vocab, *options)[0])
+    results = iter(
+        linear_logprobs_op(hidden, weight, bias, target, classes, stats, start, vocab, *options, skip_below)
+    )
+    return TokenResults(
+        next(results),
+        next(results),
+        next(results) if entropy else None,
+        next(results) if spread else None,
+        next(results) if accuracy else None,
+    )
+
+
+def localize_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **more: Tensor | None
+) -> Local:
+    """This rank's part of distributed operands."""
+    tensors = {"weight": weight, "hidden": hidden, "bias": bias, **more}
+    return localize(tensors, target, {"weight": 0, "bias": 0}, "hidden")
+
+
+def check_operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, shard: VocabShard | None,
+    softcap: float | None, scale: float, skip_below: float | None, ignore_index: int,
 ) -> None:  # fmt: skip
-    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.numel() == 0:
+    if (
+        hidden.dim() == 0
+        or weight.dim() != 2
+        or weight.shape[1] != hidden.shape[-1]
+        or (weight.numel() == 0 and shard is None)
+    ):
         raise ValueError(
             "hidden must be [..., H] and weight [V, H] with one H and at least one row; "
             f"got {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
+    if shard is not None:
+        shard.check(weight.shape[0])
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}] like weight; got {tuple(bias.shape)}")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -1072,6 +1098,7 @@ def linear_logprobs(
     entropy: bool = False,
     lse: bool = False,
     skip_below: float | None = None,
+    shard: VocabShard | None = None,
 ) -> Any:
     """log(softmax(hidden @ weight^T + bias)) of the target of each token, fp32 [...], without logits in memory.
 
@@ -1088,6 +1115,11 @@ def linear_logprobs(
     - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities
       reaches this threshold and none is a target's, and spares their share of two products in three. A token's
       gradient loses less than V * skip_below of its size, and mostly far less. Off by default.
+    - `shard`: weight and bias are this rank's shard of the vocabulary; hidden and target are the same on all ranks, and
+      so are the results, in every bit. The gradient of hidden is the sum over the ranks.
+
+    Operands may be DTensors: weight and bias replicated or Shard(0), hidden replicated or sharded along tokens. The
+    results are DTensors, sharded as the tokens are.
 
     Extra memory of forward and backward does not grow with V, except for the gradient of weight.
 
@@ -1100,12 +1132,18 @@ def linear_logprobs(
     >>> logprobs.dtype, logprobs[3].item(), weight.grad.dtype
     (torch.float32, 0.0, torch.bfloat16)
     """
+    if is_distributed(hidden, weight, bias, target):
+        local = localize_head(hidden, weight, bias, target)
+        return logprobs_over_mesh(
+            linear_logprobs, local, softcap=softcap, temperature=temperature, ignore_index=ignore_index,
+            entropy=entropy, lse=lse, skip_below=skip_below,
+        )  # fmt: skip
     scale = 1.0 / temperature if temperature > 0.0 else 0.0
-    _check(hidden, weight, bias, target, softcap, scale, skip_below, ignore_index)
-    outputs = linear_logprobs_op(
-        hidden, weight, bias, target, None, ignore_index, None if softcap is None else float(softcap), float(scale),
-        entropy, False, False, skip_below,
+    check_operands(hidden, weight, bias, target, shard, softcap, scale, skip_below, ignore_index)
+    results = token_results(
+        hidden, weight, bias, target, None, shard, ignore_index=ignore_index, softcap=softcap, scale=scale,
+        entropy=entropy, spread=False, accuracy=False, skip_below=skip_below,
     )  # fmt: skip
     if not (entropy or lse):
-        return outputs[0]
-    return LogProbs(outputs[0], outputs[2] if entropy else None, outputs[1] if lse else None)
+        return results.logprobs
+    return LogProbs(results.logprobs, results.entropy, results.lse if lse else None)

@@ -108,8 +108,9 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     hidden, weight, target = given["hidden"], given["weight"], given["target"]
     classes = given.get("class_weight") if spread else None
     logprob, _, *rest = catalogue["linear_logprobs"](
-        hidden, weight, given.get("bias"), target, classes, -100, softcap, scale, entropy, spread, False, None
-    )
+        hidden, weight, given.get("bias"), target, classes, None, 0, len(weight), -100, softcap, scale, entropy,
+        spread, False, None,
+    )  # fmt: skip
     entropies = rest.pop(0) if entropy else None
     if spread:
         rest.pop(0)
@@ -130,6 +131,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "dlse": upstream[1] if options.get("return_lse") else None,
         "dentropy": upstream[2] if entropy else None,
         "dspread": upstream[3] if spread else None,
+        "start": 0,
+        "vocab": len(weight),
         "ignore_index": -100,
         "softcap": softcap,
         "scale": scale,

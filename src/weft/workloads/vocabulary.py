@@ -1,0 +1,201 @@
+"""Workloads of a sharded vocabulary: the part that one rank of several holds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.linear_logprobs import TokenResults
+from ..ops.vocabulary import count_statistics
+from ..runtime import catalogue
+from . import cross_entropy, linear_logprobs
+from .problem import Call, Inputs, Workload
+
+RANKS = 4
+# (columns of the whole vocabulary, where the shard begins, its columns)
+SHARDS: dict[str, tuple[int, int, int]] = {
+    "qwen3-30b-a3b/vocabulary-shard": (151936, 37984, 37984),
+    "gpt2/last-vocabulary-shard": (50257, 37695, 12562),
+    "odd/1030-shard": (1030, 259, 251),
+}
+# (H, tokens) and a shard
+HEADS: dict[str, tuple[int, int, tuple[int, int, int]]] = {
+    "cut/head-shard": (256, 512, (1024, 256, 256)),
+    "odd/33-shard": (33, 300, (77, 20, 19)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"softcap": None, "scale": 1.0, "entropy": False, "spread": False, "accuracy": False},
+    "smooth": {"softcap": None, "scale": 1.0, "entropy": False, "spread": True, "accuracy": False, "ignored": 3},
+    "everything": {
+        "softcap": 20.0, "scale": 0.8, "entropy": True, "spread": True, "accuracy": True, "ignored": 5,
+        "weighted": True,
+    },
+}  # fmt: skip
+_USED = {
+    "plain": ("qwen3-30b-a3b/vocabulary-shard",),
+    "smooth": ("gpt2/last-vocabulary-shard",),
+    "everything": ("odd/1030-shard",),
+}
+_USED_HEADS = {"plain": ("cut/head-shard",), "everything": ("odd/33-shard",)}
+
+
+class Statistics(NamedTuple):
+    """Rows of [STATS, T] by name."""
+
+    largest: Tensor
+    total: Tensor
+    picked: Tensor
+    moment: Tensor | None = None
+    below: Tensor | None = None
+    mass: Tensor | None = None
+    there: Tensor | None = None
+    best: Tensor | None = None
+
+
+def _named(stats: Tensor, entropy: bool, spread: bool, accuracy: bool) -> Statistics:
+    rows = iter(stats)
+    always = next(rows), next(rows), next(rows)
+    moment = next(rows) if entropy else None
+    below, mass, there = (next(rows), next(rows), next(rows)) if spread else (None, None, None)
+    bits = torch.int64 if stats.dtype is torch.float64 else torch.int32
+    best = next(rows).view(bits) if accuracy else None
+    return Statistics(*always, moment, below, mass, there, best)
+
+
+def _statistics(op: str, kwargs: dict[str, Any]) -> Statistics:
+    """The ops take their arguments by position."""
+    stats = catalogue[op](*kwargs.values())[0]
+    return _named(stats, kwargs["entropy"], kwargs["spread"], kwargs["accuracy"])
+
+
+def cross_entropy_statistics(**kwargs: Any) -> Statistics:
+    return _statistics("cross_entropy_statistics", kwargs)
+
+
+def linear_statistics(**kwargs: Any) -> Statistics:
+    return _statistics("linear_statistics", kwargs)
+
+
+def sharded_logprobs(**kwargs: Any) -> TokenResults:
+    results = iter(catalogue["sharded_logprobs"](*kwargs.values()))
+    return TokenResults(
+        next(results),
+        next(results),
+        next(results) if kwargs["entropy"] else None,
+        next(results) if kwargs["spread"] else None,
+        next(results) if kwargs["accuracy"] else None,
+    )
+
+
+def _kind(workload: Workload) -> dict[str, Any]:
+    options = dict(workload.settings)
+    vocab, start, _ = options["shard"]
+    asked = {name: options[name] for name in ("softcap", "scale", "entropy", "spread", "accuracy")}
+    return {"start": start, "vocab": vocab, "ignore_index": -100, **asked}
+
+
+def _targets(inputs: Inputs, options: dict[str, Any], lead: list[int]) -> Tensor:
+    """Of the whole vocabulary, every other one of them in the shard."""
+    vocab, start, length = options["shard"]
+    target = cross_entropy._targets(inputs, lead, vocab)
+    if target.device.type != "meta":
+        target[::2] = start + target[::2] % length
+        if "ignored" in options:
+            target[1 :: options["ignored"]] = -100
+    return target
+
+
+def _weights(inputs: Inputs, options: dict[str, Any], cols: int) -> Tensor | None:
+    if not options.get("weighted"):
+        return None
+    exact = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    return inputs.normal(cols, dtype=exact).abs()
+
+
+def _build_rows(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    options = dict(workload.settings)
+    given = {
+        "logits": inputs.normal(*shape, std=2.0),
+        "target": _targets(inputs, options, list(shape[:-1])),
+        "weight": _weights(inputs, options, shape[-1]),
+    }
+    return Call(cross_entropy_statistics, given | _kind(workload))
+
+
+def _build_join(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    """The shard is the second of RANKS: the others' statistics are drawn."""
+    call = _build_rows(workload, inputs, shape)
+    kind = _kind(workload)
+    asked = {name: kind[name] for name in ("entropy", "spread", "accuracy")}
+    exact = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    tokens = call["target"].numel()
+    stats = inputs.normal(RANKS, count_statistics(**asked), tokens, dtype=exact)
+    if stats.device.type != "meta":
+        start, length = kind["start"], shape[-1]
+        y = call["target"].reshape(-1)
+        for rank in range(RANKS):
+            rows = _named(stats[rank], **asked)
+            rows.largest.abs_().add_(6.0 + rank / 8)
+            rows.total.abs_().add_(1.0)
+            rows.picked.copy_(torch.where((y < start) & (y >= 0) & torch.tensor(rank == 0), 3.0, 0.0))
+            rows.picked.add_(torch.where((y >= start + length) & torch.tensor(rank == 2), 2.0, 0.0))
+            if rows.moment is not None:
+                rows.moment.abs_().neg_()
+            if rows.below is not None and rows.mass is not None and rows.there is not None:
+                rows.there.fill_(length)
+                rows.mass.abs_().add_(length)
+                rows.below.abs_().mul_(-length)
+            if rows.best is not None:
+                rows.best.fill_(start + (rank - 1) * length + 1)
+        stats[1] = catalogue["cross_entropy_statistics"](*call.kwargs.values())[0]
+    kwargs = {name: call[name] for name in ("logits", "target", "weight")}
+    return Call(sharded_logprobs, {"stats": stats, **kwargs, **kind, "inplace": False})
+
+
+def _build_head(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    options = dict(workload.settings)
+    *lead, cols = shape
+    length = options["shard"][2]
+    given = {
+        "hidden": inputs.normal(*shape),
+        "weight": inputs.normal(length, cols, std=2.0 * cols**-0.5),
+        "bias": inputs.normal(length) if options.get("weighted") else None,
+        "target": _targets(inputs, options, lead),
+        "classes": _weights(inputs, options, length),
+    }
+    return Call(linear_statistics, given | _kind(workload))
+
+
+def _more(op: str, name: str) -> dict[str, Any]:
+    if op == "linear_statistics":
+        return {"moves": 3.0, "rereads": linear_logprobs._SHARED}
+    if op == "sharded_logprobs":
+        return {
+            "unread": ("logits", "weight"),
+            "moves": 1.15,
+            "rereads": "what is kept of a token for the backward is as much as some of its results",
+        }
+    return {}
+
+
+WORKLOADS: tuple[Workload, ...] = tuple(
+    Workload(
+        op=op,
+        name=name,
+        options=options,
+        shape=("rows", HEADS[name][0] if name in HEADS else SHARDS[name][2]),
+        rows=HEADS[name][1] if name in HEADS else 8192,
+        build=build,
+        settings=(*OPTIONS[options].items(), ("shard", HEADS[name][2] if name in HEADS else SHARDS[name])),
+        **_more(op, name),
+    )
+    for op, build, used in (
+        ("cross_entropy_statistics", _build_rows, _USED),
+        ("sharded_logprobs", _build_join, _USED),
+        ("linear_statistics", _build_head, _USED_HEADS),
+    )
+    for options, names in used.items()
+    for name in names
+)
