@@ -151,7 +151,7 @@ def part_of(case: Case, rank: int, world: int, group: Any) -> tuple[dict[str, Te
         given["logits"] = given["logits"][:, first:last].clone()
     else:
         given |= {name: given[name][first:last].clone() for name in ("weight", "bias") if name in given}
-    shard = VocabShard(group, first, case.vocab)
+    shard = VocabShard(group, first, last, case.vocab)
     return given, shard
 
 

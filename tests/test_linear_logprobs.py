@@ -308,6 +308,27 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     assert taken[0] == taken[1]
 
 
+def test_forward_moves_nothing_the_size_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, with the launches of an H100: operands, and some numbers of each token. Bytes are linear in the tokens
+    and in the vocabulary: no term has their product."""
+    monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, target: (2, -(-vocab // tile // 2) * tile))
+
+    def moved(rows: int, vocab: int) -> int:
+        given = problem(rows, 64, vocab)
+        with choosing_for("sm_90"), triton_loom.count() as counted:
+            weft.linear_logprobs(**given)
+        bytes_ = sum(launch.loads.distinct + launch.stores.distinct for launch in counted.launches)
+        operands = 2 * 64 * (rows + vocab)
+        # targets and numbers, read by three kernels; statistics of two splits, written and read; results
+        of_tokens = rows * (3 * 8 + 4 * 3 + 2 * 2 * 3 * 4 + 4 * 4) + 64
+        assert operands <= bytes_ <= operands + of_tokens
+        return bytes_
+
+    few, more = (256, 1024), (512, 3072)
+    total = {(rows, vocab): moved(rows, vocab) for rows in (256, 512) for vocab in (1024, 3072)}
+    assert total[few] + total[more] == total[256, 3072] + total[512, 1024]
+
+
 def test_skipped_tiles() -> None:
     """With a threshold above everything only tiles with a target are kept; with one below everything, all are."""
     given = problem(200, 32, 1024, sure=14.0)
@@ -335,6 +356,13 @@ def test_same_bits_every_run_and_for_any_number_of_threads() -> None:
         assert_same(
             run(Call(weft.linear_logprobs, given | {"entropy": True}))[0], wanted, f"{threads} threads"
         )
+
+
+def test_many_tokens_are_added_up_in_fp32() -> None:
+    """Bug F3: a weight's gradient of thousands of tokens is rounded once."""
+    given = problem(5000, 16, 40)
+    given["hidden"] = given["hidden"].abs()  # sums that grow
+    check(Call(weft.linear_logprobs, given))
 
 
 def test_gradient_accumulation_is_the_big_batch() -> None:

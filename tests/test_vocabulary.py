@@ -213,7 +213,7 @@ def pretend(case: Case, world: int) -> dict[str, Tensor]:
     for group in (None, "all of them"):
         for rank in range(world):
             given, real = ranks.part_of(case, rank, world, group)
-            shard = Pretended(group, real.start, real.size)  # type: ignore[arg-type]
+            shard = Pretended(group, real.start, real.stop, real.size)  # type: ignore[arg-type]
             leaves = {f"d{name}": given[name].requires_grad_() for name in case.leaves if name in given}
             outputs = ranks.named(case.function(**given, **case.options, shard=shard))
             if group is not None:
@@ -255,21 +255,30 @@ def test_equals_across_ranks_and_in_one() -> None:
     Pretended.left.clear()
     for group in (None, "all of them"):
         for rank in range(3):
-            shard: Any = Pretended(group, cuts[rank], 300)  # type: ignore[arg-type]
+            shard: Any = Pretended(group, cuts[rank], cuts[rank + 1], 300)  # type: ignore[arg-type]
             part = logits[:, cuts[rank] : cuts[rank + 1]]
             found = weft.cross_entropy(part, target, shard=shard, **case.options)
     assert found.accuracy.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(("start", "length", "size"), [(-1, 5, 10), (6, 5, 10), (0, 11, 10)])
-def test_a_shard_outside_of_the_vocabulary(start: int, length: int, size: int) -> None:
-    shard: Any = Pretended(None, start, size)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"no part of a vocabulary of {size} columns"):
-        weft.cross_entropy(torch.randn(2, length), torch.zeros(2, dtype=torch.int64), shard=shard)
-    with pytest.raises(ValueError, match=f"no part of a vocabulary of {size} columns"):
-        weft.linear_logprobs(
-            torch.randn(2, 8), torch.randn(length, 8), torch.zeros(2, dtype=torch.int64), shard=shard
-        )
+@pytest.mark.parametrize(
+    ("start", "stop", "length", "message"),
+    [
+        (-1, 4, 5, "no part of a vocabulary of 10 columns"),
+        (6, 11, 5, "no part of a vocabulary of 10 columns"),
+        (5, 4, 1, "no part of a vocabulary of 10 columns"),
+        (0, 5, 10, "has 5 columns; got 10: give this rank's part"),
+        (5, 10, 10, "has 5 columns; got 10: give this rank's part"),
+    ],
+)
+def test_a_shard_that_is_none(start: int, stop: int, length: int, message: str) -> None:
+    """Bug I3: logits of the whole vocabulary are no shard, on whichever rank."""
+    shard: Any = Pretended(None, start, stop, 10)  # type: ignore[arg-type]
+    target = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        weft.cross_entropy(torch.randn(2, length), target, shard=shard)
+    with pytest.raises(ValueError, match=message):
+        weft.linear_logprobs(torch.randn(2, 8), torch.randn(length, 8), target, shard=shard)
 
 
 def test_how_a_vocabulary_is_cut() -> None:
@@ -284,6 +293,7 @@ def test_how_a_vocabulary_is_cut() -> None:
             return 4
 
     for size in (1, 3, 4, 5, 10, 301):
-        starts = [VocabShard.of(Group(rank), size).start for rank in range(4)]  # type: ignore[arg-type]
+        shards = [VocabShard.of(Group(rank), size) for rank in range(4)]  # type: ignore[arg-type]
         chunks = [len(chunk) for chunk in torch.arange(size).chunk(4)]
-        assert starts == [min(sum(chunks[:rank]), size) for rank in range(4)]
+        assert [shard.start for shard in shards] == [sum(chunks[:rank]) for rank in range(4)]
+        assert [shard.stop for shard in shards] == [sum(chunks[: rank + 1]) for rank in range(4)]

@@ -1,10 +1,11 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
-from .cross_entropy import CrossEntropy, cross_entropy
+from .cross_entropy import cross_entropy
 from .gated_norm import gated_norm
 from .glu import glu, glu_backward
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_logprobs import LogProbs, linear_logprobs
+from .losses import CrossEntropy
 from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute

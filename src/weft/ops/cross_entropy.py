@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,36 +40,20 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from .losses import DTYPES, CrossEntropy, check_loss, reduced_loss, told
 from .mesh import is_distributed, localize, loss_over_mesh
 from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 from .vocabulary import (
     FEW,
+    Joined,
     VocabShard,
     allocate_joined,
     count_statistics,
     joined_reference,
     launch_join,
-    loss_of_logprobs,
-    reduced,
     split_targets,
     statistics_reference,
 )
-
-REDUCTIONS = ("mean", "sum", "none")
-
-
-class CrossEntropy(NamedTuple):
-    """What `cross_entropy` returns if more than the loss is asked for; the rest is None.
-
-    - `loss` and `accuracy`: reduced as asked, or [...] for each token.
-    - `lse`, `entropy`: [...] for each token, with gradients.
-    """
-
-    loss: Tensor
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-    accuracy: Tensor | None = None
-
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -912,18 +896,13 @@ def _dlogits(ctx: Any, *upstream: Tensor | None) -> Tensor:
 def _setup_sharded(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, logits, target, weight, start, vocab, ignore_index, softcap, scale = inputs[:9]
     entropy, spread, accuracy = inputs[9:12]
-    results = iter(output[2:])
-    entropies = next(results) if entropy else None
-    if spread:
-        next(results)
-    others = [next(results)] if accuracy else []
-    largest, total = next(results), next(results)
-    parts = next(results) if spread else None
-    ctx.save_for_backward(logits, target, weight, largest, total, None, parts, entropies)
+    found = Joined.of(output, entropy, spread, accuracy)
+    kept = (found.largest, found.total, None, found.shares, found.entropy)
+    ctx.save_for_backward(logits, target, weight, *kept)
     ctx.options = (start, vocab, ignore_index, 0.0, 0.0, softcap, scale)
     ctx.entropy, ctx.spread, ctx.inplace, ctx.inputs = entropy, spread, inputs[12], len(inputs)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*others, largest, total, *([] if parts is None else [parts]))
+    ctx.mark_non_differentiable(*found.constants())
 
 
 def _gradients_sharded(ctx: Any, grads: Any) -> Any:
@@ -997,8 +976,6 @@ sharded_logprobs_op = define_op(
 
 # ---- public function ------------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def cross_entropy(
     logits: Tensor,
@@ -1062,7 +1039,7 @@ def cross_entropy(
             return_entropy=return_entropy, return_accuracy=return_accuracy, inplace=inplace,
         )  # fmt: skip
     shape = logits.shape
-    if not shape or (shape[-1] == 0 and shard is None) or logits.dtype not in _DTYPES:
+    if not shape or (shape[-1] == 0 and shard is None) or logits.dtype not in DTYPES:
         raise ValueError(
             "logits must be [..., V] in bfloat16, float16, float32 or float64, with at least one column; "
             f"got {logits.dtype} {tuple(shape)}"
@@ -1091,41 +1068,18 @@ def cross_entropy(
             shard, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, float(scale), reduction,
             all_ignored, return_entropy, return_accuracy, inplace,
         )  # fmt: skip
-        if not (return_lse or return_entropy or return_accuracy):
-            return found.loss
-        return found if return_lse else found._replace(lse=None)
+        return told(found, return_lse, return_entropy, return_accuracy)
     outputs = cross_entropy_op(
         logits, target, weight, ignore_index, float(label_smoothing), float(z_loss), softcap, float(scale), reduction,
         all_ignored == "zero", return_entropy, return_accuracy, inplace,
     )  # fmt: skip
-    if not (return_lse or return_entropy or return_accuracy):
-        return outputs[0]
-    return CrossEntropy(
+    found = CrossEntropy(
         outputs[0],
-        outputs[1] if return_lse else None,
+        outputs[1],
         outputs[2] if return_entropy else None,
         outputs[2 + return_entropy] if return_accuracy else None,
     )
-
-
-def check_loss(
-    name: str, weight: Tensor | None, vocab: int, like: Tensor, label_smoothing: float, reduction: str,
-    all_ignored: str,
-) -> None:  # fmt: skip
-    """What the losses take alike: `name` is what the weights of classes are called."""
-    if weight is not None and (
-        weight.shape != (vocab,) or weight.dtype not in _DTYPES or weight.device != like.device
-    ):
-        raise ValueError(
-            f"{name} must be a float tensor of shape ({vocab},) on {like.device}; "
-            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
-        )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if all_ignored not in ("zero", "nan"):
-        raise ValueError(f"all_ignored must be 'zero' or 'nan'; got {all_ignored!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+    return told(found, return_lse, return_entropy, return_accuracy)
 
 
 def _sharded(
@@ -1139,24 +1093,11 @@ def _sharded(
     kind = (start, vocab, ignore_index, softcap, scale, entropy, spread, accuracy)
     with torch.no_grad():
         stats = shard.gather(cross_entropy_statistics_op(logits, target, classes, *kind)[0])
-    results = iter(sharded_logprobs_op(stats, logits, target, classes, *kind, inplace))
-    logprob, lse = next(results), next(results)
-    entropies = next(results) if entropy else None
-    loss, share, valid = loss_of_logprobs(
-        logprob,
-        lse,
-        next(results) if spread else None,
-        target,
-        weight,
-        vocab,
-        ignore_index,
-        label_smoothing,
-        z_loss,
+    outputs = sharded_logprobs_op(stats, logits, target, classes, *kind, inplace)
+    found = Joined.of(outputs, entropy, spread, accuracy)
+    return reduced_loss(
+        found, target, weight, vocab, ignore_index, label_smoothing, z_loss, reduction, all_ignored
     )
-    hits = next(results) if accuracy else None
-    if hits is not None:
-        hits = reduced(hits, valid.to(hits.dtype), reduction, all_ignored)
-    return CrossEntropy(reduced(loss, share, reduction, all_ignored), lse, entropies, hits)
 
 
 def _check_inplace(logits: Tensor) -> None:

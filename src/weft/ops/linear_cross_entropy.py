@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .cross_entropy import CrossEntropy, check_loss
 from .linear_logprobs import check_operands, localize_head, token_results
+from .losses import check_loss, reduced_loss, told
 from .mesh import is_distributed, loss_over_mesh
-from .vocabulary import VocabShard, loss_of_logprobs, reduced
+from .vocabulary import VocabShard
 
 
 def linear_cross_entropy(
@@ -73,21 +73,7 @@ def linear_cross_entropy(
         hidden, weight, bias, target, classes if smooth else None, shard, ignore_index=ignore_index, softcap=softcap,
         scale=scale, entropy=return_entropy, spread=smooth, accuracy=return_accuracy, skip_below=skip_below,
     )  # fmt: skip
-    loss, share, valid = loss_of_logprobs(
-        results.logprobs,
-        results.lse,
-        results.spread,
-        target,
-        classes,
-        vocab,
-        ignore_index,
-        label_smoothing,
-        z_loss,
+    found = reduced_loss(
+        results, target, classes, vocab, ignore_index, label_smoothing, z_loss, reduction, all_ignored
     )
-    loss = reduced(loss, share, reduction, all_ignored)
-    if not (return_lse or return_entropy or return_accuracy):
-        return loss
-    hits = results.hits
-    if hits is not None:
-        hits = reduced(hits, valid.to(hits.dtype), reduction, all_ignored)
-    return CrossEntropy(loss, results.lse if return_lse else None, results.entropy, hits)
+    return told(found, return_lse, return_entropy, return_accuracy)

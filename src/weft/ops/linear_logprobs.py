@@ -43,11 +43,13 @@ from ..language import tl, triton
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap
 from ..tiles.split import dot_fp32
+from .losses import DTYPES
 from .mesh import Local, is_distributed, localize, logprobs_over_mesh
 from .rows import align_of, compute_dtype, count_rows, flat_rows
 from .vocabulary import (
     FEW,
     JOIN_ROWS,
+    Joined,
     VocabShard,
     allocate_joined,
     count_statistics,
@@ -918,20 +920,13 @@ def _launch_linear_logprobs_backward(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     hidden, weight, bias, target, classes, _, start, vocab, ignore_index, softcap, scale = inputs[:11]
     entropy, spread, accuracy, skip = inputs[11:]
-    results = iter(output[2:])
-    entropies = next(results) if entropy else None
-    if spread:
-        next(results)
-    others = [next(results)] if accuracy else []
-    largest, total = next(results), next(results)
-    parts = next(results) if spread else None
-    order = next(results)
-    others += [largest, total, order] + ([] if parts is None else [parts])
-    ctx.save_for_backward(hidden, weight, bias, target, classes, largest, total, entropies, parts, order)
+    found, order = Joined.of(output, entropy, spread, accuracy), output[-1]
+    kept = (found.largest, found.total, found.entropy, found.shares, order)
+    ctx.save_for_backward(hidden, weight, bias, target, classes, *kept)
     ctx.options = (start, vocab, ignore_index, softcap, scale, skip)
     ctx.entropy, ctx.spread, ctx.inputs = entropy, spread, len(inputs)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*others)
+    ctx.mark_non_differentiable(order, *found.constants())
 
 
 def _gradients(ctx: Any, grads: Any) -> Any:
@@ -983,8 +978,6 @@ linear_logprobs_op = define_op(
 
 # ---- public functions -----------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 class LogProbs(NamedTuple):
     """What `linear_logprobs` returns if more than the log-probabilities are asked for; the rest is None."""
@@ -994,21 +987,11 @@ class LogProbs(NamedTuple):
     lse: Tensor | None = None
 
 
-class TokenResults(NamedTuple):
-    """Of each token, [...]; None what was not asked for."""
-
-    logprobs: Tensor
-    lse: Tensor
-    entropy: Tensor | None
-    spread: Tensor | None
-    hits: Tensor | None
-
-
 def token_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None,
     shard: VocabShard | None, *, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
     accuracy: bool, skip_below: float | None,
-) -> TokenResults:  # fmt: skip
+) -> Joined:  # fmt: skip
     """All that the loss head knows of a token, of arguments that were checked. classes are of the whole vocabulary."""
     options = (
         ignore_index,
@@ -1027,16 +1010,10 @@ def token_results(
         with torch.no_grad():
             operands = (hidden, weight, bias, target, classes)
             stats = shard.gather(linear_statistics_op(*operands, start, vocab, *options)[0])
-    results = iter(
-        linear_logprobs_op(hidden, weight, bias, target, classes, stats, start, vocab, *options, skip_below)
+    outputs = linear_logprobs_op(
+        hidden, weight, bias, target, classes, stats, start, vocab, *options, skip_below
     )
-    return TokenResults(
-        next(results),
-        next(results),
-        next(results) if entropy else None,
-        next(results) if spread else None,
-        next(results) if accuracy else None,
-    )
+    return Joined.of(outputs, entropy, spread, accuracy)
 
 
 def localize_head(
@@ -1066,7 +1043,7 @@ def check_operands(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}] like weight; got {tuple(bias.shape)}")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype not in _DTYPES or tensor.device != hidden.device):
+        if tensor is not None and (tensor.dtype not in DTYPES or tensor.device != hidden.device):
             raise ValueError(
                 f"{name} must be bfloat16, float16, float32 or float64 on {hidden.device}; "
                 f"got {tensor.dtype} on {tensor.device}"

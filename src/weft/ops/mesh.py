@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .vocabulary import VocabShard, reduced, shares_of
+from .losses import reduced, shares_of
+from .vocabulary import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,9 +20,9 @@ additions would be known nor would one do: the largest must be known before sums
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,31 @@ if TYPE_CHECKING:
 
 FEW = tl.constexpr(3)  # statistics that there always are: largest, total, picked
 JOIN_ROWS = 128  # tokens of a program that joins statistics
+
+
+class Joined(NamedTuple):
+    """What statistics come to: of each token [...] the results, [T] what a backward needs, and None what was not asked
+    for."""
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    spread: Tensor | None
+    hits: Tensor | None
+    largest: Tensor
+    total: Tensor
+    shares: Tensor | None  # [2, T]: sum(w) / V and 1 / V
+
+    def constants(self) -> Iterable[Tensor]:
+        """What has no gradient."""
+        return (t for t in (self.hits, self.largest, self.total, self.shares) if t is not None)
+
+    @staticmethod
+    def of(outputs: Iterable[Tensor], entropy: bool, spread: bool, accuracy: bool) -> Joined:
+        """The list of an op's outputs by name."""
+        rest = iter(outputs)
+        wanted = (True, True, entropy, spread, accuracy, True, True, spread)
+        return Joined(*(next(rest) if want else None for want in wanted))  # type: ignore[arg-type]
 
 
 def count_statistics(entropy: bool, spread: bool, accuracy: bool) -> int:
@@ -86,8 +111,7 @@ def statistics_reference(
 def joined_reference(
     stats: Tensor, target: Tensor, vocab: int, ignore_index: int, entropy: bool, spread: bool, accuracy: bool
 ) -> list[Tensor]:
-    """logprob, lse[, entropy][, spread][, hits] [...], largest, total [T][, shares [2, T]] of stats [parts, STATS,
-    T]."""
+    """The tensors of `Joined` that are asked for, of stats [parts, STATS, T]."""
     y, valid, wrong = split_targets(target, vocab, ignore_index)
 
     def told(value: Tensor) -> Tensor:
@@ -224,7 +248,7 @@ def _join_statistics_kernel(
 def allocate_joined(
     rows_like: Tensor, dtype: torch.dtype, entropy: bool, spread: bool, accuracy: bool
 ) -> list[Tensor]:
-    """What `joined_reference` returns, for targets like `rows_like`."""
+    """The tensors of `Joined` that are asked for, for targets like `rows_like`."""
     device, rows = rows_like.device, rows_like.numel()
     count = 2 + entropy + spread + accuracy
     outputs = [torch.empty(rows_like.shape, dtype=dtype, device=device) for _ in range(count)]
@@ -240,17 +264,11 @@ def launch_join(
 ) -> None:  # fmt: skip
     """Join stats [parts, STATS, T] into outputs: one tensor of statistics [STATS, T], or those of
     `allocate_joined`."""
-    results = iter(outputs)
-    pointers: list[Tensor | None] = [None] * 9
+    pointers: tuple[Tensor | None, ...]
     if len(outputs) == 1:
-        pointers[0] = outputs[0]
+        pointers = (outputs[0], *(None,) * 8)
     else:
-        pointers[1:3] = next(results), next(results)
-        pointers[3] = next(results) if entropy else None
-        pointers[4] = next(results) if spread else None
-        pointers[5] = next(results) if accuracy else None
-        pointers[6:8] = next(results), next(results)
-        pointers[8] = next(results) if spread else None
+        pointers = (None, *Joined.of(outputs, entropy, spread, accuracy))
     rows = target.numel()
     launch = Launch.of(
         _join_statistics_kernel,
@@ -272,7 +290,7 @@ def launch_join(
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of a vocabulary that this rank holds: columns `start`, `start` + 1, ... of `size`.
+    """The part of a vocabulary that this rank holds: columns `start` to `stop`, without that, of `size`.
 
     Shards may be of any lengths, empty ones too; over all ranks of `group`, in the order of the ranks, they are the
     vocabulary. Targets and weights of classes are those of the whole vocabulary, the same on every rank.
@@ -280,26 +298,37 @@ class VocabShard:
 
     group: ProcessGroup
     start: int
+    stop: int
     size: int
 
     @classmethod
     def of(cls, group: ProcessGroup, size: int) -> VocabShard:
         """This rank's shard if the vocabulary is cut as `torch.chunk` and `DTensor` do: all shards of the same length,
         but for the last ones, which may be shorter or empty."""
-        return cls(group, min(group.rank() * -(-size // group.size()), size), size)
+        length = -(-size // group.size())
+        start, stop = (min(rank * length, size) for rank in (group.rank(), group.rank() + 1))
+        return cls(group, start, stop, size)
 
     def check(self, length: int) -> None:
         """Whether `length` columns can be this shard's."""
-        if not 0 <= self.start <= self.start + length <= self.size:
+        if not 0 <= self.start <= self.stop <= self.size:
             raise ValueError(
-                f"a shard of {length} columns that begins at column {self.start} is no part of a vocabulary of "
-                f"{self.size} columns"
+                f"a shard from column {self.start} to {self.stop} is no part of a vocabulary of {self.size} columns"
+            )
+        if length != self.stop - self.start:
+            raise ValueError(
+                f"the shard from column {self.start} to {self.stop} has {self.stop - self.start} columns; "
+                f"got {length}: give this rank's part of the vocabulary alone"
             )
 
     def gather(self, stats: Tensor) -> Tensor:
         """[STATS, T] of every rank, in order: [ranks, STATS, T]."""
         gathered = stats.new_empty((self.group.size(), *stats.shape))
-        torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), stats, group=self.group)
+        collectives = torch.distributed
+        if hasattr(collectives, "all_gather_single"):
+            collectives.all_gather_single(gathered.flatten(0, 1), stats, group=self.group)
+        else:  # its name before PyTorch 2.13
+            collectives.all_gather_into_tensor(gathered.flatten(0, 1), stats, group=self.group)
         return gathered
 
     def sum_gradient(self, x: Tensor) -> Tensor:
@@ -320,50 +349,3 @@ class _SumGradient(torch.autograd.Function):
         total = gradient.clone()
         torch.distributed.all_reduce(total, group=ctx.group)
         return total, None
-
-
-# ---- losses of log-probabilities ------------------------------------------------------------------------
-
-
-def loss_of_logprobs(
-    logprob: Tensor, lse: Tensor, spread: Tensor | None, target: Tensor, class_weight: Tensor | None, vocab: int,
-    ignore_index: int, label_smoothing: float, z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(losses, what each counts in a mean, which tokens have a target) [...]: plain PyTorch on vectors of one number a
-    token, so that gradients are autograd's."""
-    loss = -logprob
-    share, valid = shares_of(target, class_weight, vocab, ignore_index, loss.dtype)
-    if class_weight is not None:
-        loss = loss * torch.where(valid, share, 1.0)
-    if spread is not None:
-        loss = (1.0 - label_smoothing) * loss + label_smoothing * spread
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    return loss, share, valid
-
-
-def shares_of(
-    target: Tensor, class_weight: Tensor | None, vocab: int, ignore_index: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(what each token counts in a mean, which have a target) [...]."""
-    valid = (target != ignore_index) & (target >= 0) & (target < vocab)
-    if class_weight is None:
-        return valid.to(dtype), valid
-    return torch.where(valid, class_weight.to(dtype)[torch.where(valid, target, 0)], 0.0), valid
-
-
-def reduced(
-    values: Tensor,
-    share: Tensor,
-    reduction: str,
-    all_ignored: str,
-    total: Callable[[Tensor], Tensor] = torch.sum,
-) -> Tensor:
-    """The sum of values, or their mean weighted with share; `total` adds up."""
-    if reduction == "none":
-        return values
-    summed = total(values)
-    if reduction == "sum":
-        return summed
-    divisor = total(share)
-    return summed / (torch.where(divisor == 0, 1.0, divisor) if all_ignored == "zero" else divisor)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.linear_logprobs import TokenResults
-from ..ops.vocabulary import count_statistics
+from ..ops.vocabulary import Joined, count_statistics
 from ..runtime import catalogue
 from . import cross_entropy, linear_logprobs
 from .problem import Call, Inputs, Workload
@@ -78,15 +77,19 @@ def linear_statistics(**kwargs: Any) -> Statistics:
     return _statistics("linear_statistics", kwargs)
 
 
-def sharded_logprobs(**kwargs: Any) -> TokenResults:
-    results = iter(catalogue["sharded_logprobs"](*kwargs.values()))
-    return TokenResults(
-        next(results),
-        next(results),
-        next(results) if kwargs["entropy"] else None,
-        next(results) if kwargs["spread"] else None,
-        next(results) if kwargs["accuracy"] else None,
-    )
+class Results(NamedTuple):
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    spread: Tensor | None
+    hits: Tensor | None
+
+
+def sharded_logprobs(**kwargs: Any) -> Results:
+    """The results alone."""
+    outputs = catalogue["sharded_logprobs"](*kwargs.values())
+    found = Joined.of(outputs, kwargs["entropy"], kwargs["spread"], kwargs["accuracy"])
+    return Results(found.logprobs, found.lse, found.entropy, found.spread, found.hits)
 
 
 def _kind(workload: Workload) -> dict[str, Any]:
