@@ -294,6 +294,14 @@ class VocabShard:
 
     Shards may be of any lengths, empty ones too; over all ranks of `group`, in the order of the ranks, they are the
     vocabulary. Targets and weights of classes are those of the whole vocabulary, the same on every rank.
+
+    >>> import torch, torch.distributed as dist, weft
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> shard = weft.VocabShard.of(dist.group.WORLD, 1000)  # of one rank: all of it
+    >>> logits, target = torch.randn(6, 1000), torch.arange(6)
+    >>> loss = weft.cross_entropy(logits, target, shard=shard)
+    >>> torch.testing.assert_close(loss, weft.cross_entropy(logits, target))
+    >>> dist.destroy_process_group()
     """
 
     group: ProcessGroup
