@@ -87,7 +87,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("rows past the last token", "_linear_dlogits_kernel", "dz = tl.where(live[:, None] & (col < vocab)[None, :], dz, 0.0)", "dz = tl.where((col < vocab)[None, :], dz + 1.0, 0.0)", (f"{T}test_gradients_of_a_subset[wanted2]", PLAIN)),
         ("smoothing in padding", "_linear_dlogits_kernel", "dz -= tl.where(z > -float(\"inf\"), part, 0.0)", "dz -= part", (PADDING,)),
         ("no smoothing", "_linear_dlogits_kernel", "dz -= tl.where(z", "dz -= 0.0 * tl.where(z", (SUM,)),
-        ("all tiles kept", "_linear_dlogits_kernel", "dz = tl.where(keep > 0, dz, 0.0)\n", "keep = keep * 0 + 1\n", (SKIPPED,)),
+        ("all tiles kept", "_linear_dlogits_kernel", "keep.to(tl.int8)", "(keep * 0 + 1).to(tl.int8)", (SKIPPED,)),
         ("tiles of targets not kept", "_linear_dlogits_kernel", "(counts | (here & live[:, None]))", "(counts)", (SKIPPED,)),
         ("bend left out", "_linear_dlogits_kernel", "e * (factor[:, None] - bend[:, None] * t)", "e * (factor[:, None] + bend[:, None] * t)", (PLAIN,)),
     ],

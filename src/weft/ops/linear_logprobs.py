@@ -477,7 +477,6 @@ def _linear_dlogits_kernel(
             counts = live[:, None] & ((e < skip_below * total[:, None]) == 0)
             keep = tl.max(tl.max((counts | (here & live[:, None])).to(tl.int32), axis=1), axis=0)
             tl.store(kept_ptr + tile * (block // VOCAB) + at // VOCAB, keep.to(tl.int8))
-            dz = tl.where(keep > 0, dz, 0.0)
         out_off = tl.multiple_of(number.to(tl.int64) * ((block // VOCAB) * VOCAB), VOCAB)
         out = (at + tl.arange(0, VOCAB))[None, :]
         tl.store(dlogits_ptr + out_off[:, None] + out, dz.to(dlogits_ptr.dtype.element_ty))
