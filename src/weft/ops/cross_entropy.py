@@ -44,26 +44,22 @@ from .losses import DTYPES, CrossEntropy, check_loss, reduced_loss, told
 from .mesh import is_distributed, localize, loss_over_mesh
 from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 from .vocabulary import (
+    CAPPED,
     FEW,
+    PLAIN,
     Joined,
     VocabShard,
     allocate_joined,
+    capped_reference,
     count_statistics,
     joined_reference,
+    kind_of,
     launch_join,
     split_targets,
     statistics_reference,
 )
 
 # ---- reference ------------------------------------------------------------------------------------------
-
-
-def _capped(x: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Tensor | float]:
-    """(z, dz/dx)."""
-    if softcap is None:
-        return x * scale, scale
-    t = torch.tanh(x / softcap)
-    return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
 
 
 def cross_entropy_reference(
@@ -73,7 +69,7 @@ def cross_entropy_reference(
 ) -> list[Tensor]:  # fmt: skip
     """The definition. logits [..., V], target [...], weight [V]."""
     rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
-    z, _ = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
+    z, _ = capped_reference(logits.reshape(rows, cols).to(dtype), softcap, scale)
     y, valid, wrong = split_targets(target, cols, ignore_index)
 
     def told(value: Tensor) -> Tensor:
@@ -148,7 +144,7 @@ def cross_entropy_statistics_reference(
     """Statistics [STATS, T] over the part of a vocabulary that begins at `start`: logits [..., part], weight [part];
     target [...] is of all `vocab` columns."""
     z = logits.reshape(target.numel(), logits.shape[-1]).to(compute_dtype(logits))
-    z, _ = _capped(z, softcap, scale)
+    z, _ = capped_reference(z, softcap, scale)
     y, valid, _ = split_targets(target, vocab, ignore_index)
     return [statistics_reference(z, y, valid, weight, start, entropy, spread, accuracy)]
 
@@ -172,7 +168,7 @@ def cross_entropy_backward_reference(
     dspread the loss is the negative log-probability alone, and class weights count in the spread alone. logits and
     weight may be the shard of a vocabulary that begins at `start`."""
     rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
-    z, slope = _capped(logits.reshape(rows, cols).to(dtype), softcap, scale)
+    z, slope = capped_reference(logits.reshape(rows, cols).to(dtype), softcap, scale)
     y, valid, _ = split_targets(target, vocab, ignore_index)
     t = z - largest.to(dtype)[:, None]
     log_total = torch.log(total.to(dtype))
@@ -207,8 +203,6 @@ def cross_entropy_backward_reference(
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
-
-PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
 
 
 @triton.jit
@@ -654,10 +648,6 @@ def _steps(capped: bool, more: bool) -> int:
     return 1 if capped else 2 if more else 4
 
 
-def _kind(softcap: float | None, scale: float) -> int:
-    return 2 if softcap is not None else 1 if scale != 1.0 else 0
-
-
 def _allocate_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
     softcap: float | None, scale: float, reduction: str, zero_if_none: bool, entropy: bool, accuracy: bool,
@@ -731,7 +721,9 @@ def _launch_rows(
     steps = _steps(softcap is not None, entropy or accuracy or spread)
     config = RowConfig.choose(cols, element, steps, capabilities_of(logits.device).target)
     align = _align(element, cols, outer_stride, inner_stride)
-    launch = _forward_launch(config, _kind(softcap, scale), entropy, spread, accuracy, told, inner > 1, align)
+    launch = _forward_launch(
+        config, kind_of(softcap, scale), entropy, spread, accuracy, told, inner > 1, align
+    )
     launch(
         (rows, 1, 1),
         (logits, target, weight, *rest),
@@ -838,7 +830,7 @@ def _differentiate(
         spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
     span = -(-tiles // spans) * config.tile
     spans = -(-tiles * config.tile // span)
-    launch = _backward_launch(config, _kind(softcap, scale), inplace, inner > 1, align, alike)
+    launch = _backward_launch(config, kind_of(softcap, scale), inplace, inner > 1, align, alike)
     launch(
         (rows, spans, 1),
         (logits, target, weight, largest, total, inverse, smooth, entropy, *upstream, dlogits),

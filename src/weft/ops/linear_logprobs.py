@@ -47,13 +47,17 @@ from .losses import DTYPES
 from .mesh import Local, is_distributed, localize, logprobs_over_mesh
 from .rows import align_of, compute_dtype, count_rows, flat_rows
 from .vocabulary import (
+    CAPPED,
     FEW,
     JOIN_ROWS,
+    PLAIN,
     Joined,
     VocabShard,
     allocate_joined,
+    capped_reference,
     count_statistics,
     joined_reference,
+    kind_of,
     launch_join,
     split_targets,
     statistics_reference,
@@ -70,10 +74,7 @@ def _logits(
     x = hidden.reshape(count_rows(hidden), hidden.shape[-1]).to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         x = x + bias.to(dtype)
-    if softcap is None:
-        return x * scale, scale
-    t = torch.tanh(x / softcap)
-    return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
+    return capped_reference(x, softcap, scale)
 
 
 def linear_statistics_reference(
@@ -155,8 +156,6 @@ def linear_logprobs_backward_reference(
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
-
-PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
 
 
 @triton.jit
@@ -688,10 +687,6 @@ ORDER_TILE = 1024  # tokens that are numbered at a time
 CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
 
 
-def _kind(softcap: float | None, scale: float) -> int:
-    return 2 if softcap is not None else 1 if scale != 1.0 else 0
-
-
 def _operands(hidden: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
     """(what dlogits are stored in, whether both operands are of one 16-bit type)."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
@@ -723,11 +718,11 @@ def _allocate_linear_statistics(
     return [torch.empty(shape, dtype=compute_dtype(hidden), device=hidden.device)]
 
 
-def _launch_linear_statistics(outputs: list[Tensor], hidden: Tensor, *args: Any) -> None:
-    target, ignore_index, vocab = args[2], args[6], args[5]
+def _launch_linear_statistics(
+    outputs: list[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *args: Any
+) -> None:
     order = torch.empty((target.numel() + 1,), dtype=torch.int32, device=hidden.device)
-    _launch_order(order, target.contiguous(), vocab, ignore_index)
-    _launch_products(outputs, order, hidden, *args)
+    _launch_products(outputs, order, hidden, weight, bias, target, *args)
 
 
 def _launch_order(order: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
@@ -740,7 +735,8 @@ def _launch_products(
     classes: Tensor | None, start: int, vocab: int, ignore_index: int, softcap: float | None, scale: float,
     entropy: bool, spread: bool, accuracy: bool,
 ) -> None:  # fmt: skip
-    """Statistics of splits of the vocabulary, joined into outputs: statistics, or results."""
+    """Number the tokens, take the statistics of splits of the vocabulary, and join them into outputs: statistics, or
+    results."""
     device = capabilities_of(hidden.device)
     _, whole = _operands(hidden, weight)
     rich = entropy or spread or accuracy or softcap is not None
@@ -751,6 +747,7 @@ def _launch_products(
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
     (rows, cols), columns = hidden.shape, weight.shape[0]
+    _launch_order(order, target, vocab, ignore_index)
     tiles = -(-rows // config.m)
     splits, span = _span(columns, tiles, config.n, device)
     stats = torch.empty(
@@ -758,7 +755,7 @@ def _launch_products(
     )
     launch = Launch.of(
         _linear_logprobs_kernel, num_warps=config.num_warps, num_stages=config.num_stages,
-        KIND=_kind(softcap, scale), ENTROPY=entropy, SPREAD=spread, ACCURACY=accuracy, SPLIT=config.split,
+        KIND=kind_of(softcap, scale), ENTROPY=entropy, SPREAD=spread, ACCURACY=accuracy, SPLIT=config.split,
         ROWS=config.m, VOCAB=config.n, TILE=config.k, ALIGN=align, COLS_MASKED=cols % config.k != 0,
         TMA=_descriptors(device, whole, align, weight),
     )  # fmt: skip
@@ -786,9 +783,9 @@ def _launch_linear_logprobs(
     scale: float, entropy: bool, spread: bool, accuracy: bool, skip_below: float | None,
 ) -> None:  # fmt: skip
     *results, order = outputs
-    target = target.contiguous()
-    _launch_order(order, target, vocab, ignore_index)
     if stats is not None:
+        target = target.contiguous()
+        _launch_order(order, target, vocab, ignore_index)
         launch_join(target, None, stats.contiguous(), results, vocab, ignore_index, entropy, spread, accuracy)
     else:
         _launch_products(
@@ -872,7 +869,7 @@ def _launch_linear_logprobs_backward(
         sums = empty((rows, cols))
     kinds = {"ALIGN": align, "SPLIT": first.split}
     launch_dlogits = Launch.of(
-        _linear_dlogits_kernel, num_warps=first.num_warps, num_stages=first.num_stages, KIND=_kind(softcap, scale),
+        _linear_dlogits_kernel, num_warps=first.num_warps, num_stages=first.num_stages, KIND=kind_of(softcap, scale),
         SPREAD=dspread is not None, ENTROPY=dentropy is not None, ROWS=first.m, VOCAB=first.n, TILE=first.k,
         COLS_MASKED=cols % first.k != 0, TMA=_descriptors(device, whole, align, weight), **kinds,
     )  # fmt: skip

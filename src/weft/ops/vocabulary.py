@@ -34,6 +34,7 @@ from ..tiles.softmax import LOWEST, merge_moments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
 FEW = tl.constexpr(3)  # statistics that there always are: largest, total, picked
 JOIN_ROWS = 128  # tokens of a program that joins statistics
 
@@ -63,11 +64,24 @@ class Joined(NamedTuple):
         return Joined(*(next(rest) if want else None for want in wanted))  # type: ignore[arg-type]
 
 
+def kind_of(softcap: float | None, scale: float) -> int:
+    """PLAIN, SCALED or CAPPED."""
+    return 2 if softcap is not None else 1 if scale != 1.0 else 0
+
+
 def count_statistics(entropy: bool, spread: bool, accuracy: bool) -> int:
     return 3 + entropy + 3 * spread + accuracy
 
 
 # ---- reference ------------------------------------------------------------------------------------------
+
+
+def capped_reference(x: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Tensor | float]:
+    """(z, dz/dx) of logits x."""
+    if softcap is None:
+        return x * scale, scale
+    t = torch.tanh(x / softcap)
+    return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
 
 
 def split_targets(target: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     settings = dict(workload.settings)
     *lead, cols = shape
     logits = inputs.normal(*shape, std=2.0)
-    target = _targets(inputs, lead, cols)
+    target = draw_targets(inputs, lead, cols)
     if logits.device.type != "meta":
         sure = logits[::2].gather(-1, target[::2, None]) + 14.0
         logits[::2].scatter_(-1, target[::2, None], sure)
@@ -58,7 +58,8 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     return kwargs
 
 
-def _targets(inputs: Inputs, lead: list[int], cols: int) -> Tensor:
+def draw_targets(inputs: Inputs, lead: list[int], cols: int) -> Tensor:
+    """Columns, all as likely."""
     if inputs.device.type == "meta":
         return torch.empty(lead, dtype=torch.int64, device="meta")
     drawn = inputs.normal(*lead, dtype=torch.float64).abs() * 7919.0 % 1.0

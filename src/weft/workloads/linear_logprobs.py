@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops import linear_cross_entropy, linear_logprobs
 from ..runtime import catalogue
+from .cross_entropy import draw_targets
 from .problem import Call, Inputs, Workload
 
 # (H, V, tokens). "long" ones take seconds on a CPU.
@@ -42,7 +43,7 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
     "plain": ("cut/head",),
     "everything": ("odd/33",),
 }
-_SHARED = (
+SHARED = (
     "tiles of tokens share the weight, tiles of the vocabulary the hidden states; statistics of splits and the "
     "gradient of a block's logits are written and read back"
 )
@@ -55,7 +56,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     vocab = settings["vocab"]
     hidden = inputs.normal(*shape)
     weight = inputs.normal(vocab, cols, std=cols**-0.5)
-    target = _targets(inputs, lead, vocab)
+    target = draw_targets(inputs, lead, vocab)
     if hidden.device.type != "meta":
         # As of a trained model: every other token's target stands out.
         hidden[::2] += (12.0 * weight[target[::2]].double()).to(hidden.dtype)
@@ -69,13 +70,6 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
         exact = torch.float64 if inputs.dtype == torch.float64 else torch.float32
         kwargs["class_weight"] = inputs.normal(vocab, dtype=exact).abs()
     return kwargs
-
-
-def _targets(inputs: Inputs, lead: list[int], vocab: int) -> Tensor:
-    if inputs.device.type == "meta":
-        return torch.empty(lead, dtype=torch.int64, device="meta")
-    drawn = inputs.normal(*lead, dtype=torch.float64).abs() * 7919.0 % 1.0
-    return (drawn * vocab).long().clamp(max=vocab - 1)
 
 
 def _options(workload: Workload) -> dict[str, Any]:
@@ -155,7 +149,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         moves=32.0
         if "long" in name
         else moves,  # a weight larger than the cache: once for each tile of 128 tokens
-        rereads=_SHARED,
+        rereads=SHARED,
     )
     for op, build, tags, used, moves in (
         ("linear_logprobs", _build, frozenset({"training"}), _USED, 3.0),

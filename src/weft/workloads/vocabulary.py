@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..ops.vocabulary import Joined, count_statistics
 from ..runtime import catalogue
-from . import cross_entropy, linear_logprobs
+from .cross_entropy import draw_targets
+from .linear_logprobs import SHARED
 from .problem import Call, Inputs, Workload
 
 RANKS = 4
@@ -102,7 +103,7 @@ def _kind(workload: Workload) -> dict[str, Any]:
 def _targets(inputs: Inputs, options: dict[str, Any], lead: list[int]) -> Tensor:
     """Of the whole vocabulary, every other one of them in the shard."""
     vocab, start, length = options["shard"]
-    target = cross_entropy._targets(inputs, lead, vocab)
+    target = draw_targets(inputs, lead, vocab)
     if target.device.type != "meta":
         target[::2] = start + target[::2] % length
         if "ignored" in options:
@@ -173,7 +174,7 @@ def _build_head(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
 
 def _more(op: str, name: str) -> dict[str, Any]:
     if op == "linear_statistics":
-        return {"moves": 3.0, "rereads": linear_logprobs._SHARED}
+        return {"moves": 3.0, "rereads": SHARED}
     if op == "sharded_logprobs":
         return {
             "unread": ("logits", "weight"),
