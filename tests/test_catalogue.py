@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,60 @@ def no_grad(workload: Workload) -> None:
         assert_same(results(small(workload)), plain, "inference_mode")
 
 
+def functional(workload: Workload) -> None:
+    """torch.func differentiates to autograd's bits; what would lose a tangent or a batch is refused."""
+    if not differentiable(workload):
+        return
+    call = small(workload)
+    tracked = call.requiring_grad()
+    outputs = results(tracked)
+    gradients = upstreams(outputs)
+    wanted = backward(tracked, outputs, gradients)
+    leaves = {name[1:]: tracked[name[1:]].detach() for name in wanted}
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        got = results(call.with_(**dict(zip(leaves, tensors, strict=True))))
+        dense = (got[name] for name in gradients)
+        return tuple(value.dequantize() if isinstance(value, QTensor) else value for value in dense)
+
+    _, pulled_back = torch.func.vjp(function, *leaves.values())
+    found = pulled_back(tuple(gradients.values()))
+    assert_same(dict(zip(wanted, found, strict=True)), wanted, "torch.func.vjp")
+    tangents = tuple(map(torch.ones_like, leaves.values()))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(function, tuple(leaves.values()), tangents)
+    with torch.autograd.forward_ad.dual_level():
+        dual = map(torch.autograd.forward_ad.make_dual, leaves.values(), tangents)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            function(*dual)
+    with pytest.raises(NotImplementedError, match="cannot be mapped"):
+        torch.func.vmap(function)(*(leaf[None] for leaf in leaves.values()))
+
+
+def backend_of_a_graph(workload: Workload) -> None:
+    """What ran as the reference is differentiated by the reference, outside of the block and on any thread."""
+    if not differentiable(workload):
+        return
+    call = small(workload).requiring_grad()
+    with weft.backend("reference"):
+        outputs = results(call)
+        gradients = upstreams(outputs)
+        wanted = backward(call, outputs, gradients, retain_graph=True)
+        dense = {n: o.dequantize() if isinstance(o, QTensor) else o for n, o in outputs.items()}
+    found: list[dict[str, Tensor]] = []
+
+    def elsewhere() -> None:
+        found.append(backward(call, dense, gradients))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launch, "__call__", None)  # a launch would fail
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert found, "a kernel was launched"
+    assert_same(found[0], wanted, "backward elsewhere")
+
+
 class NoHostSync(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         forbidden = ("_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero")
@@ -523,6 +578,8 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
         determinism,
         twice_backward,
         no_grad,
+        functional,
+        backend_of_a_graph,
         no_host_sync,
         reference_agrees,
         witnessed,
@@ -1280,8 +1337,9 @@ def test_second_derivatives_are_refused() -> None:
     """Backward is not differentiable; silence would be a wrong answer."""
     x = torch.randn(3, 64, requires_grad=True)
     y = weft.rms_norm(x).square().sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
-        torch.autograd.grad(y, x, create_graph=True)
+        first.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["two_norms", "quantized_both"])

@@ -89,6 +89,120 @@ def test_backends_nest_and_are_of_a_thread() -> None:
     assert seen == [1]
 
 
+def launched_by(function: Any, *args: Any) -> tuple[Any, list[str]]:
+    """What a call returns, and the kernels that it launches."""
+    names: list[str] = []
+    launch = Launch.__call__
+
+    def noting(self: Launch, *args: Any, **kwargs: Any) -> None:
+        names.append(self.kernel.name)
+        launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", noting)
+        return function(*args), names
+
+
+def test_the_process_may_choose_and_a_block_overrides_it() -> None:
+    x = torch.randn(3, 64)
+    try:
+        weft.set_backend("reference")
+        assert launched_by(weft.rms_norm, x)[1] == []
+        with weft.backend("triton"):
+            assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(launched_by(weft.rms_norm, x)[1]))
+        thread.start()
+        thread.join()
+        assert seen == [[]]
+    finally:
+        weft.set_backend("auto")
+    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+    with pytest.raises(ValueError, match="'auto', 'triton' or 'reference'"):
+        weft.set_backend("cuda")  # type: ignore[arg-type]
+
+
+RECORDED = """
+import torch, weft
+from weft.runtime import recording
+
+with recording("sm_90") as variants:
+    weft.rms_norm(torch.ones(2, 64))
+print(len(variants))
+"""
+
+
+def test_the_environment_may_choose() -> None:
+    assert python(RECORDED, WEFT_BACKEND="reference").stdout == "0\n"
+    assert python(RECORDED, WEFT_BACKEND="").stdout == "1\n"
+    assert "'auto', 'triton' or 'reference'; got 'gpu'" in python(RECORDED, WEFT_BACKEND="gpu").stderr
+
+
+def test_a_backend_that_is_not_entered_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match=r"set_backend\('reference'\)"):
+        weft.backend("reference")
+
+
+def test_a_block_may_be_a_decorator_and_entered_twice() -> None:
+    x, block = torch.randn(3, 64), weft.backend("reference")
+    assert launched_by(block(weft.rms_norm), x)[1] == []
+    with block:
+        with block:
+            pass
+        assert launched_by(weft.rms_norm, x)[1] == []
+    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_graph_holds_its_backend(compiler: str) -> None:
+    """The block may be inside of the compiled function, or around it: then it is compiled again."""
+
+    def half_and_half(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with weft.backend("reference"):
+            y = weft.rms_norm(x)
+        return y, weft.layer_norm(x)
+
+    torch.compiler.reset()
+    x = torch.randn(3, 64, requires_grad=True)
+    compiled = torch.compile(half_and_half, fullgraph=True, backend=compiler)
+    both, names = launched_by(compiled, x)
+    assert names == ["_norm_kernel"], "the layer norm alone"
+    (gradient,), names = launched_by(torch.autograd.grad, both[0].sum() + both[1].sum(), x)
+    assert names == ["_norm_backward_kernel"]
+    (wanted,) = torch.autograd.grad(sum(y.sum() for y in half_and_half(x)), x)
+    assert torch.equal(gradient, wanted)
+
+    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend=compiler)
+    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+    with weft.backend("reference"):
+        y, names = launched_by(compiled, x)
+    assert names == []
+    assert launched_by(y.sum().backward)[1] == []
+    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+def test_a_compiled_transform_is_refused(transform: str) -> None:
+    """A graph would lose the tangent without a word."""
+
+    def function(x: torch.Tensor) -> Any:
+        if transform == "jvp":
+            return torch.func.jvp(weft.rms_norm, (x,), (torch.ones_like(x),))
+        return torch.func.vmap(weft.rms_norm)(x)
+
+    with pytest.raises(Exception, match="forward-mode" if transform == "jvp" else "cannot be mapped"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(torch.randn(3, 4, 64))
+
+
+def test_gradients_of_torch_func() -> None:
+    x = torch.randn(3, 64)
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(weft.rms_norm(leaf).square().sum(), leaf)
+    assert torch.equal(torch.func.grad(lambda x: weft.rms_norm(x).square().sum())(x), wanted)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: weft.rms_norm(x).square().sum())(x).sum())(x)
+
+
 def test_a_failing_block_restores_the_backend() -> None:
     with pytest.raises(KeyError), weft.backend("reference"):
         raise KeyError

@@ -27,7 +27,7 @@ from .ops import (
     unpermute,
 )
 from .quant import Format, QTensor, layouts, scale_from_amax
-from .runtime import Capabilities, backend, catalogue
+from .runtime import Capabilities, backend, catalogue, set_backend
 
 __version__ = "0.1.0"
 
@@ -62,5 +62,6 @@ __all__ = [
     "router_linear",
     "row_map",
     "scale_from_amax",
+    "set_backend",
     "unpermute",
 ]

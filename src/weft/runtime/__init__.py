@@ -1,6 +1,6 @@
 """What every op stands on; the only code that knows `torch.library` and Triton's driver."""
 
-from .backend import backend, launch_device, serves
+from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
@@ -25,4 +25,5 @@ __all__ = [
     "launch_device",
     "recording",
     "serves",
+    "set_backend",
 ]

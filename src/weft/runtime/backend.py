@@ -1,12 +1,18 @@
 """Which implementation serves a call: Triton where its active driver launches on the tensor's device, else the
-reference in plain PyTorch."""
+reference in plain PyTorch.
+
+A choice is made for a block of code (`backend`), for the process (`set_backend`) or before it starts (the variable
+`WEFT_BACKEND`); the innermost one holds. Autograd may run the backward of an op later, elsewhere and on another
+thread: the choice that was in force when the op ran is kept with it, and used there again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Literal
+import os
+import threading
+import warnings
+from contextlib import ContextDecorator
+from typing import Literal, get_args
 
 import torch
 
@@ -18,30 +24,93 @@ if TRITON:
 
 Backend = Literal["auto", "triton", "reference"]
 
-_chosen: ContextVar[Backend] = ContextVar("weft_backend", default="auto")
 _device_types: dict[object, str] = {}  # a Triton driver -> the type of device it launches on
 _without_driver = False
 
 
-@contextmanager
-def backend(name: Backend) -> Iterator[None]:
-    """Choose the implementation of Weft's ops inside a `with` block.
+# ---- the choice -----------------------------------------------------------------------------------------
+
+
+def _known(name: str) -> Backend:
+    if name not in get_args(Backend):
+        raise ValueError(f"backend must be 'auto', 'triton' or 'reference'; got {name!r}")
+    return name  # type: ignore[return-value]
+
+
+class _Block(threading.local):
+    """The choice of the innermost block that a thread is in. torch.compile could not trace a ContextVar."""
+
+    choice: Backend | None = None
+
+
+_block = _Block()
+_process: Backend = _known(os.environ.get("WEFT_BACKEND") or "auto")
+
+
+def chosen() -> Backend:
+    """The choice that holds here."""
+    return _block.choice or _process
+
+
+def set_backend(name: Backend) -> None:
+    """Choose the implementation of Weft's ops for the whole process, all threads. `weft.backend` overrides it for a
+    block of code; the environment variable `WEFT_BACKEND` sets it before the process starts.
+
+    >>> import weft
+    >>> weft.set_backend("reference")
+    >>> weft.set_backend("auto")
+    """
+    global _process
+    _process = _known(name)
+
+
+class backend(ContextDecorator):
+    """Choose the implementation of Weft's ops inside a `with` block, for this thread.
 
     `"reference"` runs plain PyTorch: put it around parts of a model to find which op changes a result.
     `"triton"` makes a missing driver an error instead of a detour. `"auto"` is the default.
+
+    The gradients of what ran in the block are computed by the same implementation, also if `backward` is called outside
+    of it. Ops that ran under "auto" take the choice that holds where `backward` is called. Activation checkpointing
+    computes a forward again, outside of the block: use `weft.set_backend` there.
 
     >>> import torch, weft
     >>> x = torch.randn(4, 64)
     >>> with weft.backend("reference"):
     ...     y = weft.rms_norm(x)
     """
-    if name not in ("auto", "triton", "reference"):
-        raise ValueError(f"backend must be 'auto', 'triton' or 'reference'; got {name!r}")
-    token = _chosen.set(name)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
+
+    def __init__(self, name: Backend) -> None:
+        self.name = _known(name)
+        self._outer: list[Backend | None] = []  # a block may be entered again inside of itself
+        self._used = False
+
+    def __enter__(self) -> None:
+        self._used = True
+        self._outer.append(_block.choice)
+        _block.choice = self.name
+
+    def __exit__(self, *exception: object) -> None:
+        _block.choice = self._outer.pop()
+
+    def _recreate_cm(self) -> backend:
+        return backend(self.name)  # a decorated function may run on several threads at once
+
+    def __call__(self, function):  # type: ignore[no-untyped-def]
+        self._used = True
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_used", True):
+            warnings.warn(
+                f"weft.backend({self.name!r}) changes nothing by itself: write `with weft.backend({self.name!r}):`, or "
+                f"call weft.set_backend({self.name!r}) for the whole process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+# ---- who serves -----------------------------------------------------------------------------------------
 
 
 def launch_device() -> str | None:
@@ -62,12 +131,12 @@ def launch_device() -> str | None:
 
 def serves(device: torch.device) -> bool:
     """Whether Triton serves a call on `device`, as things stand and as the caller chose."""
-    chosen = _chosen.get()
-    if chosen == "reference":
+    choice = chosen()
+    if choice == "reference":
         return False
     if launch_device() == device.type or is_recording():
         return True
-    if chosen == "triton":
+    if choice == "triton":
         raise RuntimeError(
             f"backend('triton') was asked for, but no Triton driver launches on {device.type!r}: "
             + (

@@ -2,19 +2,23 @@
 
 `define_op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
 Called in eager mode on plain tensors, an op skips the dispatcher: that alone would cost more than the launch.
+
+A traced graph outlives the `with weft.backend(...)` around the call that was traced. So every op has a second overload,
+`reference`, which always computes in plain PyTorch: the choice is a property of the node in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
-from .backend import serves
+from .backend import backend, chosen, serves
 
 Outputs = list[Tensor]
 
@@ -50,24 +54,27 @@ class Op:
     tensors: tuple[int, ...] = ()  # positions of the tensors, and lists of them, among the arguments
     mutates: tuple[int, ...] = ()
     overload: Any = field(default=None, compare=False)
-    function: Any = field(default=None, compare=False)
+    reference_overload: Any = field(default=None, compare=False)
+    function: type[Function] = field(default=Function, compare=False)
+    apply: Callable[..., tuple[Tensor, ...]] = field(default=Function.apply, compare=False)
 
     @property
     def differentiable(self) -> bool:
         return self.backward is not None
 
     def is_traced(self, *args: Any) -> bool:
-        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a subclass."""
+        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a transform,
+        a subclass."""
         tensors = (args[i] for i in self.tensors if args[i] is not None)
-        return (
-            torch.compiler.is_compiling()
-            or _in_a_mode()
-            or any(type(t) is not Tensor and type(t) is not Parameter for t in tensors)
-        )
+        return torch.compiler.is_compiling() or _is_watched() or _is_transformed() or not _are_plain(tensors)
 
     def __call__(self, *args: Any) -> Outputs:
-        if torch.compiler.is_compiling() or _in_a_mode():
-            return self.overload(*args)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling():
+            return self.dispatch(*args)
+        if _is_transformed():
+            return list(self.function.apply(*args))  # type: ignore[no-untyped-call]
+        if _is_watched():
+            return self.dispatch(*args)
         requires_grad = False
         for position in self.tensors:
             arg = args[position]
@@ -75,21 +82,21 @@ class Op:
                 kind = type(arg)
                 if kind is list:
                     if not _PLAIN.issuperset(map(type, arg)):
-                        return self.overload(*args)  # type: ignore[no-any-return]
+                        return self.dispatch(*args)
                     if torch.is_grad_enabled():
                         requires_grad = requires_grad or any(tensor.requires_grad for tensor in arg)
                     continue
                 if kind is not Tensor and kind is not Parameter:
-                    return self.overload(*args)  # type: ignore[no-any-return]
+                    return self.dispatch(*args)
                 requires_grad = requires_grad or arg.requires_grad
         if requires_grad and torch.is_grad_enabled():
-            if self.backward is None:
-                raise RuntimeError(
-                    f"weft::{self.name} has no derivative: a gradient that Weft computed cannot be differentiated "
-                    "twice (create_graph=True)"
-                )
-            return self.function.apply(*args)  # type: ignore[no-any-return]
+            return self.apply(*args)  # type: ignore[return-value]
         return self.run(*args)
+
+    def dispatch(self, *args: Any) -> Outputs:
+        """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
+        overload = self.reference_overload if chosen() == "reference" else self.overload
+        return overload(*args)  # type: ignore[no-any-return]
 
     def serves(self, x: Tensor | list[Tensor]) -> bool:
         """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
@@ -97,6 +104,12 @@ class Op:
         if isinstance(x, list):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
+
+    def fake(self, *args: Any) -> Outputs:
+        """The outputs of a traced call. A graph has no place for tangents, which would vanish without a word."""
+        if forward_ad._current_level >= 0:
+            self.function.jvp(None)
+        return self.allocate(*args)
 
     def run(self, *args: Any) -> Outputs:
         """Compute, without autograd or dispatch."""
@@ -134,19 +147,33 @@ def define_op(
     if (backward is None) != (setup_context is None):
         raise ValueError(f"{name}: setup_context and backward go together")
     _library.define(schema)
-    parameters = getattr(torch.ops.weft, name).default._schema.arguments
+    _library.define(schema.replace("(", ".reference(", 1))
+    packet = getattr(torch.ops.weft, name)
+    parameters = packet.default._schema.arguments
     tensors = tuple(i for i, p in enumerate(parameters) if "Tensor" in str(p.type))
     mutates = tuple(i for i in tensors if parameters[i].alias_info is not None)
     if bool(mutates) != schema.endswith("-> ()"):
         raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
     op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates)
-    run, fake = (_without_result(op.run), _without_result(allocate)) if mutates else (op.run, allocate)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
-    object.__setattr__(op, "overload", getattr(torch.ops.weft, name).default)
-    if backward is not None and setup_context is not None:
-        torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=_library)
-        object.__setattr__(op, "function", _eager_function(op, setup_context, backward))
+    function = _function_of(op)
+    object.__setattr__(op, "overload", packet.default)
+    object.__setattr__(op, "reference_overload", packet.reference)
+    object.__setattr__(op, "function", function)
+    # Function.apply serves functorch as well, at twice the cost of the method of PyTorch's core that it ends in.
+    object.__setattr__(op, "apply", super(Function, function).apply)  # type: ignore[misc]
+    of_reference = backend("reference")
+    for overload, run in (("", op.run), (".reference", of_reference(op.run))):
+        computes, fake = (_without_result(run), _without_result(op.fake)) if mutates else (run, op.fake)
+        _library.impl(name + overload, computes, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"weft::{name}{overload}", fake, lib=_library)
+        if backward is not None:
+            torch.library.register_autograd(
+                f"weft::{name}{overload}",
+                lambda ctx, grads: function.backward(ctx, *grads),
+                setup_context=of_reference(function.setup_context) if overload else function.setup_context,
+                lib=_library,
+            )
+        torch.library.register_vmap(f"weft::{name}{overload}", function.vmap, lib=_library)
     catalogue[name] = op
     return op
 
@@ -158,24 +185,74 @@ def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
     return call
 
 
-def _eager_function(
-    op: Op, setup_context: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """The op as an autograd node for eager calls, made of the same two functions."""
+def _function_of(op: Op) -> type[Function]:
+    """The op as an autograd node, for eager calls and for functorch's transforms."""
 
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        outputs = op.run(*args)
-        setup_context(ctx, args, outputs)
-        return tuple(outputs)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        tensors = (args[i] for i in op.tensors if args[i] is not None)
+        return tuple(op.dispatch(*args) if _is_watched() or not _are_plain(tensors) else op.run(*args))
 
-    def backwards(ctx: Any, *grads: Tensor | None) -> Any:
-        return backward(ctx, grads)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # An op computes what its backward wants only if a gradient is; functorch asks again for every transform.
+        if True in ctx.needs_input_grad:
+            ctx.backend, ctx.transformed = chosen(), _is_transformed()
+            if op.setup_context is not None:
+                op.setup_context(ctx, inputs, output)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backwards)}
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if op.backward is None:
+            raise RuntimeError(
+                f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
+            )
+        saved = _Saved(ctx) if ctx.transformed else ctx
+        if ctx.backend == "auto":
+            return op.backward(saved, grads)
+        with backend(ctx.backend):
+            return op.backward(saved, grads)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"weft::{op.name} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors): use "
+            "reverse mode (autograd, torch.func.grad, torch.func.vjp), or compute with plain PyTorch"
+        )
+
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"weft::{op.name} cannot be mapped by torch.func.vmap (nor by what is made of it, such as jacrev): Weft's "
+            "ops take leading dimensions as they are, so call it once on the whole batch, or in a loop"
+        )
+
+    methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
     # autograd names the node when the class is made
-    return type(f"weft_{op.name}", (torch.autograd.Function,), methods)
+    return type(f"weft_{op.name}", (Function,), methods)
 
 
-def _in_a_mode() -> bool:
-    """Whether something watches or transforms calls: a dispatch mode (fake tensors among them) or functorch."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None)
+class _Saved:
+    """An autograd context of a call that functorch transformed. Its tensors are wrapped for a transform that may have
+    ended when the backward runs, as it has for the function that `torch.func.vjp` returns."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        unwrap = torch._C._functorch.unwrap_if_dead
+        return tuple(t if t is None else unwrap(t) for t in self._ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
+    """Whether none of the tensors, and of lists of them, is of a subclass other than Parameter."""
+    return all(_are_plain(t) if isinstance(t, list) else type(t) in _PLAIN for t in tensors)
+
+
+def _is_watched() -> bool:
+    """Whether something sees every call that the dispatcher makes: a dispatch mode, such as that of fake tensors."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def _is_transformed() -> bool:
+    """Whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
