@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..runtime import catalogue
+from ..runtime import apply, catalogue
 from .formats import Format
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class QTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one. Gradients
         pass straight through."""
-        return _Unwrap.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_Unwrap, self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     def to_layout(self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False) -> Buffers:
         """The buffers that another library's GEMM takes, without a copy where its layout is this one; see
@@ -197,9 +197,12 @@ def _with_codes(func: Any, args: Any) -> list[Any] | None:
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: QTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = q.dtype
+    def forward(q: QTensor, dtype: torch.dtype) -> Tensor:
         return q._decoded(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

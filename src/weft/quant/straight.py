@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime import apply
 from .formats import Format
 from .qtensor import Copy, QTensor, stand_in
 
@@ -15,9 +16,13 @@ class _Wrap(torch.autograd.Function):
     """A QTensor from its parts, with the gradient of `plain`."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Tensor, spec: str, *parts: Tensor | None) -> QTensor:
+    def forward(plain: Tensor, spec: str, *parts: Tensor | None) -> QTensor:
         copies = [None if p[0] is None else Copy(*p) for p in (parts[:3], parts[3:])]  # type: ignore[arg-type]
         return QTensor(plain.shape, plain.dtype, Format.of(spec), *copies)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -29,16 +34,19 @@ def wrap(plain: Tensor, format: Format, rowwise: Copy | None, columnwise: Copy |
     if not (torch.compiler.is_compiling() or plain.requires_grad):
         return QTensor(plain.shape, plain.dtype, format, rowwise, columnwise)
     nothing = (None, None, None)
-    return _Wrap.apply(plain, format.spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore
+    return apply(_Wrap, plain, format.spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
 
 
 class _StandIn(torch.autograd.Function):
     """What autograd sees of a QTensor: its shape and dtype. The gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, q: QTensor) -> Tensor:
-        ctx.dtype = q.dtype
+    def forward(q: QTensor) -> Tensor:
         return stand_in(q)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -50,4 +58,4 @@ def standing_in(q: QTensor) -> Tensor:
     with the codes and scales of q. The opposite of `wrap`."""
     if not (torch.compiler.is_compiling() or q.requires_grad):
         return stand_in(q)
-    return _StandIn.apply(q)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_StandIn, q)  # type: ignore[no-any-return]

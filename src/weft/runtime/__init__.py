@@ -4,7 +4,7 @@ from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
-from .ops import Op, catalogue, define_op
+from .ops import Op, apply, catalogue, define_op
 
 __all__ = [
     "TARGETS",
@@ -15,6 +15,7 @@ __all__ = [
     "Launch",
     "Op",
     "Variant",
+    "apply",
     "backend",
     "capabilities_of",
     "catalogue",

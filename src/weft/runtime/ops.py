@@ -56,7 +56,7 @@ class Op:
     overload: Any = field(default=None, compare=False)
     reference_overload: Any = field(default=None, compare=False)
     function: type[Function] = field(default=Function, compare=False)
-    apply: Callable[..., tuple[Tensor, ...]] = field(default=Function.apply, compare=False)
+    node: Callable[..., tuple[Tensor, ...]] = field(default=Function.apply, compare=False)
 
     @property
     def differentiable(self) -> bool:
@@ -72,7 +72,7 @@ class Op:
         if torch.compiler.is_compiling():
             return self.dispatch(*args)
         if _is_transformed():
-            return list(self.function.apply(*args))  # type: ignore[no-untyped-call]
+            return list(apply(self.function, *args))
         if _is_watched():
             return self.dispatch(*args)
         requires_grad = False
@@ -90,7 +90,7 @@ class Op:
                     return self.dispatch(*args)
                 requires_grad = requires_grad or arg.requires_grad
         if requires_grad and torch.is_grad_enabled():
-            return self.apply(*args)  # type: ignore[return-value]
+            return self.node(*args)  # type: ignore[return-value]
         return self.run(*args)
 
     def dispatch(self, *args: Any) -> Outputs:
@@ -159,8 +159,7 @@ def define_op(
     object.__setattr__(op, "overload", packet.default)
     object.__setattr__(op, "reference_overload", packet.reference)
     object.__setattr__(op, "function", function)
-    # Function.apply serves functorch as well, at twice the cost of the method of PyTorch's core that it ends in.
-    object.__setattr__(op, "apply", super(Function, function).apply)  # type: ignore[misc]
+    object.__setattr__(op, "node", _core_apply(function))
     of_reference = backend("reference")
     for overload, run in (("", op.run), (".reference", of_reference(op.run))):
         computes, fake = (_without_result(run), _without_result(op.fake)) if mutates else (run, op.fake)
@@ -176,6 +175,18 @@ def define_op(
         torch.library.register_vmap(f"weft::{name}{overload}", function.vmap, lib=_library)
     catalogue[name] = op
     return op
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """`function.apply`, for a function with a `setup_context`; where functorch is not at work, without its cost."""
+    if torch.compiler.is_compiling() or _is_transformed():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return _core_apply(function)(*args)
+
+
+def _core_apply(function: type[Function]) -> Callable[..., Any]:
+    """The method of PyTorch's core that `Function.apply` ends in, a quarter of its time: the rest is for functorch."""
+    return super(Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
