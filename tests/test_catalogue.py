@@ -780,8 +780,9 @@ def test_no_columns(function: Any) -> None:
 # ---- rows past 2^31 elements ---------------------------------------------------------------------------
 
 
-def far_apart(rows: int, cols: int, stride: int = 2**30 + 64) -> Tensor:
-    """Rows so far from each other that offsets need more than 32 bits; the memory between is never touched."""
+def far_apart(rows: int, cols: int, stride: int = 2**30 - 64) -> Tensor:
+    """Rows so far from each other that offsets need more than 32 bits, though the stride is an integer of 32 to a
+    kernel; the memory between is never touched."""
     storage = torch.UntypedStorage(2 * (stride * (rows - 1) + cols))
     x = torch.tensor([], dtype=torch.bfloat16).set_(storage, 0, (rows, cols), (stride, 1))
     return x.copy_(torch.randn(rows, cols))

@@ -144,6 +144,54 @@ def test_without_triton() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+WITHOUT_COMPILER = """
+import threading, warnings
+import torch, weft
+x = torch.randn(5, 200, requires_grad=True)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    with weft.backend("reference"):
+        wanted = weft.rms_norm(x)
+    assert not seen, "nobody asked for a kernel"
+    y = weft.rms_norm(x)
+    y.sum().backward()
+    thread = threading.Thread(target=weft.quantize, args=(x.detach(),))
+    thread.start()
+    thread.join()
+    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), y)
+assert torch.equal(y, wanted)
+for warning in seen:
+    print(warning.category.__name__, warning.message)
+try:
+    with weft.backend("triton"):
+        weft.rms_norm(x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver serves")
+@pytest.mark.parametrize("cxx", ["", "/nonexistent"])
+def test_without_a_compiler(tmp_path: Path, cxx: str) -> None:
+    """Loom alone builds nothing: one warning, which says what to do, and everything works in plain PyTorch."""
+    done = python(WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
+    reason = (
+        "CXX=/nonexistent names no program"
+        if cxx
+        else "Loom turns Triton kernels into C++ and found no compiler"
+    )
+    assert done.returncode == 0, done.stderr
+    warning, _, error = done.stdout.partition("backend('triton') was asked for")
+    assert warning.startswith(
+        f"RuntimeWarning Weft's ops on CPU tensors run in plain PyTorch, since Loom cannot build kernels here. {reason}"
+    )
+    assert warning.count("RuntimeWarning") == 1
+    assert error.startswith(f", but no Triton driver launches on 'cpu': {reason}")
+    for text in (warning, error):
+        assert ("unset it" if cxx else "apt install g++") in text
+
+
 # ---- importing -----------------------------------------------------------------------------------------
 
 
@@ -309,9 +357,10 @@ def test_what_makes_a_variant() -> None:
 
 
 def test_an_integer_of_64_bits_is_another_variant() -> None:
+    """From 2^30 on: two sizes or a size and a tile can be added in the integers' own type."""
     x = torch.empty(4, device="meta")
     with recording("sm_90") as seen:
-        for count in (1, 2**31 - 1, 2**31, 2**40):
+        for count in (1, 2**30 - 1, 2**30, 2**40):
             Launch.of(scale_kernel, TILE=64)((1, 1, 1), (x, x, None), (count,), (1.0,))
     assert [dict(v.signature)["count"] for v in seen] == ["i32", "i32", "i64", "i64"]
 
