@@ -806,6 +806,36 @@ def test_offsets_have_64_bits(options: str) -> None:
     assert_same(run(call, gradients), wanted, "far apart")
 
 
+def declared(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+# Just below the size from which integers have 64 bits, and so far above that twice the size has more than 31; of each
+# one that is a multiple of all tiles, so that no column is masked.
+LONG_ROWS = (2**30 - 1, 2**30 - 1024, 1_200_000_001, 1_200_000_000, 2**31 - 1, 2**31 - 1024)
+
+
+@pytest.mark.parametrize("cols", LONG_ROWS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
+    """Every address of an H100's launches is in bounds and no loop wraps around: of tensors that are only declared."""
+    op = weft.catalogue["quantize"]
+    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+        for format, amax in (("e4m3:1x128:te:pow2", True), ("e4m3:mx:te", False), ("e4m3:tensor:te", False)):
+            arguments = (declared(rows, cols), format, True, False, None, amax, None)
+            op.launch(op.allocate(*arguments), *arguments)
+    assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
+
+
+@pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
+def test_no_seed_is_a_long_row(seed: int) -> None:
+    """A seed has up to 62 bits; it makes no new variant of a kernel."""
+    with recording("sm_90") as variants:
+        weft.quantize(declared(4, 256), "1x128", seed=seed)
+        weft.quantize(declared(4, 256), "1x128", columnwise=True, seed=seed)
+    assert {dict(variant.signature)["seed_high"] for variant in variants} == {"i32"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [weft.rms_norm, weft.layer_norm])
 def test_more_than_2_to_the_31_elements(function: Any) -> None:
