@@ -23,12 +23,15 @@ from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
 from truth import ROUNDINGS, Near
 
 import weft
 from weft import Format, QTensor
 from weft.quant import Copy
-from weft.runtime import Capabilities, choosing_for, launch, recording
+from weft.runtime import Capabilities, Variant, choosing_for, launch, recording
 from weft.workloads import WORKLOADS, Call, Inputs, Workload, distinct, for_op
 from weft.workloads.traffic import count_traffic, rows_within
 
@@ -825,6 +828,50 @@ def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
             arguments = (declared(rows, cols), format, True, False, None, amax, None)
             op.launch(op.allocate(*arguments), *arguments)
     assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
+
+
+def traced(variant: Variant) -> None:
+    """Has Triton check the types of a kernel, without compiling any further."""
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": variant.num_warps, "num_stages": variant.num_stages})
+    kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+    signature = dict(variant.signature)
+    constants = {(list(signature).index(name),): value for name, value in variant.constants}
+    source = ASTSource(fn=kernel.fn, signature=signature, constexprs=constants)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+
+
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_every_kernel_takes_integers_of_64_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size or a stride of 2^30 is all that it takes."""
+    monkeypatch.setattr(launch, "WIDE", 0)
+    variants: set[Variant] = set()
+    for workload in {w.options: w for w in distinct(for_op(op))}.values():
+        for target in ("sm_80", "sm_90"):
+            with recording(target) as seen:
+                workload.make("meta", rows=few_rows(workload))()
+            variants.update(seen)
+    assert variants
+    for variant in variants:
+        assert "i32" not in dict(variant.signature).values()
+        traced(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_integers_of_64_bits_change_no_result(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workload in {w.options: w for w in distinct(for_op(op))}.values():
+        evaluate = run if differentiable(workload) else results
+        wanted = evaluate(small(workload))
+        with monkeypatch.context() as changed:
+            changed.setattr(launch, "WIDE", 0)
+            assert_same(evaluate(small(workload)), wanted, "64 bits")
 
 
 @pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
