@@ -331,11 +331,11 @@ def _offset_arithmetic(function: Function) -> set[Op]:
     found: set[Op] = set()
     seen: set[Value] = set()
     todo: list[Value] = []
-    for op in function.body.walk():
-        if op.name == "tt.addptr":
-            todo.append(op.operands[1])
-        elif op.name == "scf.for" and not op.attrs.get("unsigned"):
-            todo += op.operands[:3]  # where it begins and ends, and its step
+    for user in function.body.walk():
+        if user.name == "tt.addptr":
+            todo.append(user.operands[1])
+        elif user.name == "scf.for" and not user.attrs.get("unsigned"):
+            todo += user.operands[:3]  # where it begins and ends, and its step
     while todo:
         value = todo.pop()
         if value in seen:

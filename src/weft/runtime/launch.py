@@ -21,6 +21,7 @@ from torch import Tensor
 from ..language import TRITON
 from . import capabilities
 from .capabilities import Capabilities
+from .notice import NOTICE
 from .offline import Variant, build
 
 if TRITON:
@@ -75,8 +76,10 @@ class Kernel:
                         f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling "
                         f"one: {variant}"
                     )
-                self.variants[key] = build(self.fn, variant, target)
-                self.variants[key]._init_handles()
+                with NOTICE.building():
+                    compiled = build(self.fn, variant, target)
+                    compiled._init_handles()
+                self.variants[key] = compiled
             return self.variants[key]
 
 
