@@ -32,7 +32,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the bias in the weights", "_route_kernel", "tl.where(hit, value, 0.0)", "tl.where(hit, choice, 0.0)", (BIAS,)),
         ("the highest index among equals", "_route_kernel", "_, at = best_of(key, place[None, :], 1)  # [ROWS]", "_, at = best_of(key, -place[None, :], 1); at = -at  # [ROWS]", (EQUAL,)),
         ("one choice too few", "_route_kernel", "for j in range(k):\n            _, at", "for j in range(k - 1):\n            _, at", (SIZES,)),
-        ("places for experts", "_route_kernel", "((at // TILE) * group_size + at % TILE)[:, None]", "at[:, None]", (GROUPED,)),
+        ("places for experts", "_route_kernel", "((at // TILE) * group_size + at % TILE).to(tl.int32)", "at", (GROUPED,)),
         ("not renormalised", "_route_kernel", "weights / (tl.sum(weights, axis=1) + eps)[:, None]", "weights / (tl.sum(weights, axis=1) * 0.0 + 1.0)[:, None]", (SIGMOID,)),
         ("no scale", "_route_kernel", "weights = weights * scale", "weights = weights", (SIGMOID,)),
         ("rows past the end counted", "_route_kernel", "chosen = there[:, None] & (key == TAKEN)\n        counts", "chosen = key == TAKEN\n        counts", (SMALL,)),

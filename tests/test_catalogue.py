@@ -24,12 +24,15 @@ from accuracy import EPS32, assert_rounded_once, ulp
 from support import Guarded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
 from truth import ROUNDINGS, Near
 
 import weft
 from weft import Format, QTensor
 from weft.quant import Copy
-from weft.runtime import Capabilities, choosing_for, launch, recording
+from weft.runtime import Capabilities, Variant, choosing_for, launch, recording
 from weft.workloads import WORKLOADS, Call, Inputs, Workload, distinct, for_op
 from weft.workloads.traffic import count_traffic, rows_within
 
@@ -837,8 +840,9 @@ def test_no_columns(function: Any) -> None:
 # ---- rows past 2^31 elements ---------------------------------------------------------------------------
 
 
-def far_apart(rows: int, cols: int, stride: int = 2**30 + 64) -> Tensor:
-    """Rows so far from each other that offsets need more than 32 bits; the memory between is never touched."""
+def far_apart(rows: int, cols: int, stride: int = 2**30 - 64) -> Tensor:
+    """Rows so far from each other that offsets need more than 32 bits, though the stride is an integer of 32 to a
+    kernel; the memory between is never touched."""
     storage = torch.UntypedStorage(2 * (stride * (rows - 1) + cols))
     x = torch.tensor([], dtype=torch.bfloat16).set_(storage, 0, (rows, cols), (stride, 1))
     return x.copy_(torch.randn(rows, cols))
@@ -860,6 +864,80 @@ def test_offsets_have_64_bits(options: str) -> None:
     gradients = {name: far_apart(4, 96).copy_(g) for name, g in upstreams(outputs).items()}
     wanted = run(near_by, {name: g.contiguous() for name, g in gradients.items()})
     assert_same(run(call, gradients), wanted, "far apart")
+
+
+def declared(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+# Just below the size from which integers have 64 bits, and so far above that twice the size has more than 31; of each
+# one that is a multiple of all tiles, so that no column is masked.
+LONG_ROWS = (2**30 - 1, 2**30 - 1024, 1_200_000_001, 1_200_000_000, 2**31 - 1, 2**31 - 1024)
+
+
+@pytest.mark.parametrize("cols", LONG_ROWS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
+    """Every address of an H100's launches is in bounds and no loop wraps around: of tensors that are only declared."""
+    op = weft.catalogue["quantize"]
+    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+        for format, amax in (("e4m3:1x128:te:pow2", True), ("e4m3:mx:te", False), ("e4m3:tensor:te", False)):
+            arguments = (declared(rows, cols), format, True, False, None, amax, None)
+            op.launch(op.allocate(*arguments), *arguments)
+    assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
+
+
+def traced(variant: Variant) -> None:
+    """Has Triton check the types of a kernel, without compiling any further."""
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": variant.num_warps, "num_stages": variant.num_stages})
+    kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+    signature = dict(variant.signature)
+    constants = {(list(signature).index(name),): value for name, value in variant.constants}
+    source = ASTSource(fn=kernel.fn, signature=signature, constexprs=constants)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+
+
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_every_kernel_takes_integers_of_64_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size or a stride of 2^30 is all that it takes."""
+    monkeypatch.setattr(launch, "WIDE", 0)
+    variants: set[Variant] = set()
+    for workload in {w.options: w for w in distinct(for_op(op))}.values():
+        for target in ("sm_80", "sm_90"):
+            with recording(target) as seen:
+                workload.make("meta", rows=few_rows(workload))()
+            variants.update(seen)
+    assert variants
+    for variant in variants:
+        assert "i32" not in dict(variant.signature).values()
+        traced(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_integers_of_64_bits_change_no_result(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workload in {w.options: w for w in distinct(for_op(op))}.values():
+        evaluate = run if differentiable(workload) else results
+        wanted = evaluate(small(workload))
+        with monkeypatch.context() as changed:
+            changed.setattr(launch, "WIDE", 0)
+            assert_same(evaluate(small(workload)), wanted, "64 bits")
+
+
+@pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
+def test_no_seed_is_a_long_row(seed: int) -> None:
+    """A seed has up to 62 bits; it makes no new variant of a kernel."""
+    with recording("sm_90") as variants:
+        weft.quantize(declared(4, 256), "1x128", seed=seed)
+        weft.quantize(declared(4, 256), "1x128", columnwise=True, seed=seed)
+    assert {dict(variant.signature)["seed_high"] for variant in variants} == {"i32"}
 
 
 @pytest.mark.slow

@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
 from rich.console import Console
+from triton_loom import toolchain
 
 import weft
 from weft import Capabilities
 from weft.cli import doctor, main
 from weft.cli.published import widths
+from weft.runtime import loom
 from weft.workloads.published import PUBLISHED, Published
 
 # Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
@@ -111,22 +114,84 @@ def test_without_loom() -> None:
     assert facts(report)["Triton driver"] == "none"
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
     (advice,) = report["advice"]
-    loom = Path(weft.__file__).parents[2] / "loom"
-    assert advice["command"] == f"pip install -e {loom}"
+    assert advice["command"] == f"pip install -e {Path(weft.__file__).parents[2] / 'loom'}"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
 def test_without_compiler(tmp_path: Path) -> None:
+    """Ops run in plain PyTorch, which is what it says; Loom is there and does not work."""
     code, report = report_without(PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert code == 1
-    assert facts(report)["C++ compiler"] == "none found"
-    assert report["advice"][0] == {
-        "what": "Loom needs a C++ compiler",
-        "command": "conda install cxx-compiler",  # the PATH has no package manager either
-        "broken": True,
-    }
-    assert not any(check["ok"] for check in report["checks"])
-    assert all("BuildError" in check["error"] for check in report["checks"])
+    assert facts(report)["C++ compiler"] == toolchain.NO_COMPILER
+    assert report["advice"] == [
+        {
+            "what": "Loom found no C++ compiler, so ops on CPU tensors run in plain PyTorch",
+            "command": "conda install cxx-compiler",  # the PATH has no package manager either
+            "broken": True,
+        }
+    ]
+    assert report["devices"][0]["runs"] == "reference (PyTorch)"
+    assert all(check["ok"] for check in report["checks"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
+def test_a_compiler_that_is_not_where_cxx_says() -> None:
+    code, report = report_without(CXX="/nonexistent/c++ -O1")
+    assert code == 1
+    assert facts(report)["C++ compiler"].startswith("CXX=/nonexistent/c++ -O1 names no program")
+    assert [advice["command"] for advice in report["advice"]] == ["unset CXX"]
+    assert report["devices"][0]["runs"] == "reference (PyTorch)"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    """All that it says is shown, also on a narrow screen."""
+    broken = tmp_path / "my-compiler"
+    broken.write_text(
+        "#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do echo line $i of 9: no licence >&2; done; exit 1\n"
+    )
+    broken.chmod(0o755)
+    environment = {"CXX": str(broken), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "80"}
+    code, report = report_without(**environment)
+    assert code == 1
+    for check in report["checks"]:
+        assert check["error"].startswith(
+            "BuildError: the C++ compiler does not work: it rejects an empty file\n"
+        )
+        assert "-std=c++17" in check["error"]
+        assert check["error"].endswith("line 8 of 9: no licence\nline 9 of 9: no licence")
+    (advice,) = report["advice"]
+    assert advice["what"].startswith("The C++ compiler does not build kernels")
+    shown = doctor_without(argv=("doctor",), **environment).stdout
+    assert all(f"line {i} of 9: no licence" in shown for i in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'weft[cpu]'"),
+        ({"url": "https://example.com/weft.whl", "archive_info": {}}, "pip install 'weft[cpu]'"),
+        ({"url": "file://{}", "dir_info": {}}, "pip install '{}/loom'"),
+        ({"url": "file:///nowhere", "dir_info": {}}, "pip install 'weft[cpu]'"),
+        (
+            {"url": "https://example.com/weft.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "pip install 'triton-loom @ git+https://example.com/weft.git@abc#subdirectory=loom'",
+        ),
+    ],
+    ids=["index", "wheel", "directory", "directory-gone", "git"],
+)
+def test_how_loom_is_installed_beside_an_installed_weft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, origin: dict[str, Any] | None, command: str
+) -> None:
+    """From where Weft came from, as pip noted it."""
+    checkout = tmp_path / "a checkout"
+    (checkout / "loom").mkdir(parents=True)
+    (checkout / "loom" / "pyproject.toml").touch()
+    noted = json.dumps(origin).replace('{}"', f'{quote(str(checkout))}"') if origin else None
+    found = SimpleNamespace(read_text=lambda name: noted if name == "direct_url.json" else None)
+    monkeypatch.setattr(loom.metadata, "distribution", lambda name: found)
+    monkeypatch.setattr(loom, "__file__", str(tmp_path / "site-packages" / "weft" / "runtime" / "loom.py"))
+    assert loom.install_command() == command.format(checkout)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")

@@ -7,12 +7,17 @@ import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
+import pty
+import re
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +28,7 @@ import torch
 
 import weft
 from weft.language import tl
-from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, recording
+from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, notice, recording
 
 PACKAGE = Path(weft.__file__).parent
 TESTS = Path(__file__).parent
@@ -258,6 +263,189 @@ def test_without_triton() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+WITHOUT_COMPILER = """
+import threading, warnings
+import torch, weft
+x = torch.randn(5, 200, requires_grad=True)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    with weft.backend("reference"):
+        wanted = weft.rms_norm(x)
+    assert not seen, "nobody asked for a kernel"
+    y = weft.rms_norm(x)
+    y.sum().backward()
+    thread = threading.Thread(target=weft.quantize, args=(x.detach(),))
+    thread.start()
+    thread.join()
+    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), y)
+assert torch.equal(y, wanted)
+for warning in seen:
+    print(warning.category.__name__, warning.message)
+try:
+    with weft.backend("triton"):
+        weft.rms_norm(x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver serves")
+@pytest.mark.parametrize("cxx", ["", "/nonexistent"])
+def test_without_a_compiler(tmp_path: Path, cxx: str) -> None:
+    """Loom alone builds nothing: one warning, which says what to do, and everything works in plain PyTorch."""
+    done = python(WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
+    reason = (
+        "CXX=/nonexistent names no program"
+        if cxx
+        else "Loom turns Triton kernels into C++ and found no compiler"
+    )
+    assert done.returncode == 0, done.stderr
+    warning, _, error = done.stdout.partition("backend('triton') was asked for")
+    assert warning.startswith(
+        f"RuntimeWarning Weft's ops on CPU tensors run in plain PyTorch, since Loom cannot build kernels here. {reason}"
+    )
+    assert warning.count("RuntimeWarning") == 1
+    assert error.startswith(f", but no Triton driver launches on 'cpu': {reason}")
+    for text in (warning, error):
+        assert ("unset it" if cxx else "apt install g++") in text
+
+
+# ---- the first call takes long --------------------------------------------------------------------------
+
+
+class Terminal:
+    """A pseudo-terminal: what is written to its file can be read."""
+
+    def __init__(self) -> None:
+        self.reader, writer = pty.openpty()
+        self.file = os.fdopen(writer, "w", buffering=1)
+
+    def read(self, lines: int = 0) -> str:
+        """What was written, as plain text; so many lines are waited for."""
+        found = b""
+        while select.select([self.reader], [], [], 30.0 if found.count(b"\n") < lines else 0.0)[0]:
+            found += os.read(self.reader, 4096)
+        return re.sub(r"\x1b\[[0-9;]*m", "", found.decode()).replace("\r\n", "\n")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """The standard error of this process, which is no rank and not in CI; a line comes after 0.5 s, not 2."""
+    made = Terminal()
+    monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=made.file))
+    monkeypatch.setattr(notice, "SECONDS", 0.5)
+    monkeypatch.setattr(notice, "AGAIN", 3.0)
+    for name, value in {"COLUMNS": "100", "TERM": "xterm", "TRITON_CACHE_DIR": "/kernels"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("CI", "WEFT_QUIET", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield made
+    made.file.close()
+    os.close(made.reader)
+
+
+def take(seconds: float, told: notice.Notice) -> None:
+    with told.building():
+        time.sleep(seconds)
+
+
+def test_building_for_long_is_told(terminal: Terminal) -> None:
+    told = notice.Notice()
+    take(0.2, told)
+    assert terminal.read() == "", "not yet"
+    take(0.6, told)
+    assert terminal.read(1) == "weft: building kernels (1 done). Each is built once and kept in /kernels\n"
+    take(0.2, told)
+    assert terminal.read() == "", "a line is enough"
+    take(0.8, told)
+    assert terminal.read(1) == "weft: building kernels (3 done). Each is built once and kept in /kernels\n"
+
+
+def test_a_long_line_stays_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    take(0.7, notice.Notice())
+    assert terminal.read(1) == "weft: building kernels (0 done). Each i…\n"
+
+
+def test_kernels_that_were_built_before_are_not_told(terminal: Terminal) -> None:
+    told = notice.Notice()
+    for _ in range(50):
+        take(0.01, told)
+    assert (terminal.read(), told.built) == ("", 0)
+
+
+def test_threads_that_build_at_the_same_time(terminal: Terminal) -> None:
+    """Their time counts once, and so does the line."""
+    told = notice.Notice()
+    threads = [threading.Thread(target=take, args=(0.3, told)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (terminal.read(), told.built) == ("", 4)
+    take(0.4, told)
+    assert terminal.read(1).count("\n") == 1
+
+
+def test_a_kernel_that_does_not_build(terminal: Terminal) -> None:
+    """The error passes, nothing keeps running, and what comes next is told as ever."""
+    told = notice.Notice()
+    with pytest.raises(ValueError, match="no such type"), told.building():
+        raise ValueError("no such type")
+    assert terminal.read() == ""
+    deadline = time.monotonic() + 10
+    while any(thread.name == "weft-notice" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    take(0.7, told)
+    assert terminal.read(1).count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["CI=true", "CI=1", "WEFT_QUIET=1", "RANK=3", "no terminal", "no stderr"])
+def test_when_nothing_is_told(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    told = notice.Notice()
+    variable, _, value = name.partition("=")
+    other = None
+    if value:
+        monkeypatch.setenv(variable, value)
+    else:
+        other = io.StringIO() if name == "no terminal" else None
+        monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=other))
+    before = threading.active_count()
+    with told.building():
+        assert threading.active_count() == before, "nobody watches"
+        time.sleep(0.6)
+    assert terminal.read() + (other.getvalue() if other else "") == ""
+
+
+def test_the_first_call_of_an_op_is_told(tmp_path: Path) -> None:
+    """On a terminal, with an empty cache, and with kernels that take a second each; standard output is left alone."""
+    code = """
+import time
+import torch
+import weft
+from weft.runtime import launch
+build = launch.build
+launch.build = lambda *args: (time.sleep(1.2), build(*args))[1]
+x = torch.randn(8, 256, requires_grad=True)
+weft.rms_norm(x, torch.ones(256)).sum().backward()
+weft.quantize(x.detach())
+print("done")
+"""
+    terminal = Terminal()
+    quiet = ("CI", "WEFT_QUIET", "RANK", "WEFT_NO_JIT")
+    environment = {k: v for k, v in os.environ.items() if k not in quiet}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "300", "TERM": "xterm"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=terminal.file, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout == "done\n"
+    line = rf"weft: building kernels \([0-9] done\)\. Each is built once and kept in {re.escape(str(tmp_path))}\n"
+    assert re.fullmatch(f"({line})+", terminal.read())
+
+
 # ---- importing -----------------------------------------------------------------------------------------
 
 
@@ -423,9 +611,10 @@ def test_what_makes_a_variant() -> None:
 
 
 def test_an_integer_of_64_bits_is_another_variant() -> None:
+    """From 2^30 on: two sizes or a size and a tile can be added in the integers' own type."""
     x = torch.empty(4, device="meta")
     with recording("sm_90") as seen:
-        for count in (1, 2**31 - 1, 2**31, 2**40):
+        for count in (1, 2**30 - 1, 2**30, 2**40):
             Launch.of(scale_kernel, TILE=64)((1, 1, 1), (x, x, None), (count,), (1.0,))
     assert [dict(v.signature)["count"] for v in seen] == ["i32", "i32", "i64", "i64"]
 

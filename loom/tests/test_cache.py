@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton_loom
 from triton.backends.compiler import GPUTarget
 from triton_loom import compiler, toolchain
 from triton_loom.options import LoomOptions
@@ -89,8 +90,31 @@ def test_the_sibling_of_cc(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, 
 
 
 def test_no_compiler_at_all(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert triton_loom.obstacle() is None
+    toolchain.compiler.cache_clear()
     fresh_toolchain.setenv("PATH", str(tmp_path))
     with pytest.raises(toolchain.BuildError, match=r"apt install g\+\+"):
+        toolchain.build(KERNEL)
+    assert triton_loom.obstacle() == toolchain.NO_COMPILER
+
+
+def test_a_cxx_that_is_not_there(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    """Nobody gets another compiler than the one chosen."""
+    fresh_toolchain.setenv("CXX", "/nonexistent/c++ -O1")
+    with pytest.raises(
+        toolchain.BuildError, match=r"^CXX=/nonexistent/c\+\+ -O1 names no program .* unset it"
+    ):
+        toolchain.compiler()
+    assert str(triton_loom.obstacle()).startswith("CXX=/nonexistent/c++ -O1 names")
+
+
+def test_a_compiler_that_compiles_nothing(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is not the kernel's fault, and what the compiler said is all there."""
+    broken = script(tmp_path / "bin" / "my-compiler", "echo no licence >&2; echo call the vendor >&2; exit 1")
+    fresh_toolchain.setenv("CXX", str(broken))
+    with pytest.raises(
+        toolchain.BuildError, match=r"(?s)does not work: .*-std=.*no licence\ncall the vendor$"
+    ):
         toolchain.build(KERNEL)
 
 

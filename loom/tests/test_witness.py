@@ -528,6 +528,58 @@ def test_tensors_that_one_launch_reaches() -> None:
     assert "reached[0]" not in counted.launches[2].arguments
 
 
+# ---- counters of loops -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def count_steps(steps_ptr, first, last, step):
+    steps = 0
+    for _ in range(first, last, step):
+        steps += 1
+    tl.store(steps_ptr, steps)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "wrapped"),
+    [
+        (2**31 - 100, 2**31 - 10, 10, None),
+        (2**31 - 100, 2**31 - 5, 10, 2**31),
+        (5, 2**30 + 5, 2**30, None),
+        (3, 2**30 + 4, 2**30, 2**31 + 3),
+        (-(2**31), 2**31 - 1, 2**30, 2**31),
+        (-(2**31), -5, 2**30, None),
+        (2**31 + 5, 2**31 + 500, 10, None),  # in 64 bits
+    ],
+)
+def test_a_loop_whose_counter_wraps_around(first: int, last: int, step: int, wrapped: int | None) -> None:
+    """It is reported with the value that does not fit, and left, so that it took the steps that it should."""
+    steps = torch.zeros(1, dtype=torch.int32)
+    with triton_loom.sanitize(collect=True) as seen:
+        count_steps[(1,)](steps, first, last, step)
+    assert kinds(seen.findings) == ["offset overflow"] * (wrapped is not None)
+    assert wrapped is None or f"counter would be {wrapped} after this step" in seen.findings[0].detail
+    assert steps.item() == len(range(first, last, step))
+
+
+@triton.jit
+def count_tiles(tiles_ptr, cols, TILE: tl.constexpr):
+    tiles = 0
+    for _ in range(tl.cdiv(cols, TILE)):
+        tiles += 1
+    tl.store(tiles_ptr, tiles)
+
+
+def test_a_loop_whose_end_wraps_around() -> None:
+    """It takes no step at all, which no access could tell."""
+    tiles = torch.zeros(1, dtype=torch.int32)
+    with triton_loom.sanitize(collect=True) as seen:
+        count_tiles[(1,)](tiles, 2**31 - 2**20, TILE=2**20)
+        assert not seen.findings
+        count_tiles[(1,)](tiles, 2**31 - 2**20 + 1, TILE=2**20)
+    assert kinds(seen.findings) == ["offset overflow"]
+    assert f"the exact result is {2**31}," in seen.findings[0].detail
+
+
 # ---- memory that nobody has written ----------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .sanitizer import Finding, Sanitizer
 
 __version__ = "0.1.0"
-__all__ = ["DeviceAssertion", "SanitizerError", "active", "count", "sanitize"]
+__all__ = ["DeviceAssertion", "SanitizerError", "active", "count", "obstacle", "sanitize"]
 
 
 class DeviceAssertion(RuntimeError):
@@ -50,6 +50,20 @@ def active() -> Iterator[None]:
         yield
     finally:
         driver.set_active(previous)
+
+
+def obstacle() -> str | None:
+    """Why kernels cannot be built on this machine and what to do about it; None if nothing is known to be in the way.
+
+    It looks for a C++ compiler and does not run it: the answer costs a few look-ups of files.
+    """
+    from . import toolchain
+
+    try:
+        toolchain.compiler()
+    except toolchain.BuildError as error:
+        return str(error)
+    return None
 
 
 def sanitize(*, collect: bool = False, dry: bool = False) -> AbstractContextManager[Sanitizer]:

@@ -96,6 +96,10 @@ class Accesses:
     def watches_offset(self, op: Op) -> bool:
         return False
 
+    def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
+        """The end of a loop's body: its counter is about to take a step."""
+        return []
+
     def hints(self, op: Op) -> dict[str, list[int]]:
         """What the kernel's author has promised about the result of an operation."""
         return {}
@@ -107,13 +111,14 @@ class Accesses:
 # ---- under a witness -------------------------------------------------------------------------------------
 
 SANITIZE, COUNT = "sanitize", "count"
+What = Literal["load", "store", "atomic", "offset", "loop", "promise"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the kernel that can be reported: an access, 32-bit arithmetic of offsets, or a promise."""
+    """A place in the kernel that can be reported: an access, 32-bit arithmetic of offsets, a loop, or a promise."""
 
-    what: Literal["load", "store", "atomic", "offset", "promise"]
+    what: What
     location: str  # "file:line" of its own
     called: str  # and of the kernel's line that it comes from
     argument: int = (
@@ -134,9 +139,10 @@ class Witnessed(Accesses):
     def define(self) -> str:
         return f"#define LOOM_WITNESS {(SANITIZE in self.modes) + 2 * (COUNT in self.modes)}\n"
 
-    def site(self, op: Op, what: Literal["load", "store", "atomic", "offset", "promise"]) -> str:
+    def site(self, op: Op, what: What) -> str:
         """The arguments of a call that say where it stands in the kernel."""
-        if what in ("offset", "promise"):
+        is_access = what in ("load", "store", "atomic")
+        if not is_access:
             site = Site(what, op.origin or op.location, op.location)
         else:
             pointer = op.operands[0]
@@ -147,7 +153,7 @@ class Witnessed(Accesses):
         if site not in self.sites:
             self.sites.append(site)
         number = self.sites.index(site)
-        return f"p, {number}" if what in ("offset", "promise") else f"p, {number}, {site.argument}"
+        return f"p, {number}, {site.argument}" if is_access else f"p, {number}"
 
     def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
         element = element_of(op.result.type)
@@ -197,6 +203,13 @@ class Witnessed(Accesses):
     def offset(self, op: Op, exact: list[str], lanes: int = 1) -> list[str]:
         call = "fits" if lanes == 1 else "fits_each"
         return [f"{call}({self.site(op, 'offset')}, {text});" for text in exact]
+
+    def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
+        """A counter that wraps around is below the loop's end again: the loop goes on when it should be over, perhaps
+        for ever. That is reported whatever the counter is used for, and the loop is left."""
+        if SANITIZE not in self.modes or op.operands[0].type != I32 or op.attrs.get("unsigned"):
+            return []
+        return [f"if (!fits({self.site(op, 'loop')}, (i64){counter} + (i64){step})) break;"]
 
     def hints(self, op: Op) -> dict[str, list[int]]:
         if SANITIZE not in self.modes:
@@ -314,10 +327,15 @@ _ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.s
 
 
 def _offset_arithmetic(function: Function) -> set[Op]:
-    """32-bit sums, differences and products that offsets of pointers are made of."""
+    """32-bit sums, differences and products that offsets of pointers and the bounds of loops are made of."""
     found: set[Op] = set()
     seen: set[Value] = set()
-    todo = [op.operands[1] for op in function.body.walk() if op.name == "tt.addptr"]
+    todo: list[Value] = []
+    for user in function.body.walk():
+        if user.name == "tt.addptr":
+            todo.append(user.operands[1])
+        elif user.name == "scf.for" and not user.attrs.get("unsigned"):
+            todo += user.operands[:3]  # where it begins and ends, and its step
     while todo:
         value = todo.pop()
         if value in seen:

@@ -200,6 +200,7 @@ class ControlFlow(Frame):
         self.comment(op)
         self.lines.append(f"for ({type_} {induction} = {lower}; {condition}; {induction} += {step}) {{")
         self.region(body, lambda end: self.assign(targets, end.operands, end))
+        self.lines += self.unit.accesses.loop_step(op, induction, step)
         self.lines.append("}")
 
     def share_buffers(self, body: Block, targets: list[Target]) -> None:

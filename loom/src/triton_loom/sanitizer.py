@@ -81,7 +81,12 @@ class Sanitizer:
             argument = watched.arguments[record.argument] if record.argument >= 0 else None
             program = tuple(record.program)
             index = None
-            if kind == "offset overflow":
+            if kind == "offset overflow" and site["what"] == "loop":
+                detail = (
+                    f"the loop's counter would be {record.value} after this step, which an int32 can't hold: it "
+                    "would wrap around and the loop go on"
+                )
+            elif kind == "offset overflow":
                 detail = f"the exact result is {record.value}, which an int32 can't hold"
             elif kind == "broken promise":
                 detail = f"the value {record.value} is not what tl.multiple_of, max_contiguous or max_constancy says"

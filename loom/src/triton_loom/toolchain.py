@@ -35,7 +35,7 @@ or set CXX to a C++17 compiler (GCC or Clang)."""
 
 
 class BuildError(RuntimeError):
-    """The C++ compiler rejected a generated kernel."""
+    """There is no C++ compiler, or it rejected a generated kernel."""
 
 
 # ---- the compiler, and what its output depends on ------------------------------------------------------
@@ -43,15 +43,25 @@ class BuildError(RuntimeError):
 
 @functools.lru_cache
 def compiler() -> tuple[str, ...]:
-    """The command that starts the C++ compiler: CXX, the C++ sibling of CC, or the first one on the PATH."""
-    candidates = [shlex.split(os.environ.get("CXX", ""))]
+    """The command that starts the C++ compiler: CXX, the C++ sibling of CC, or the first one on the PATH.
+
+    A CXX that is no program is an error, as it is to make and CMake: whoever chose a compiler would not want another.
+    """
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        if path := shutil.which(chosen[0]):
+            return (path, *chosen[1:])
+        raise BuildError(
+            f"CXX={os.environ['CXX']} names no program that can be run: unset it, or set it to a C++17 compiler (GCC "
+            "or Clang)"
+        )
+    candidates = [["g++"], ["clang++"], ["c++"]]
     if cc := shlex.split(os.environ.get("CC", "")):
         directory, name = os.path.split(cc[0])
         sibling = name.replace("gcc", "g++") if "gcc" in name else name.replace("clang", "clang++")
-        candidates.append([os.path.join(directory, sibling), *cc[1:]] if sibling != name else [])
-    candidates += [["g++"], ["clang++"], ["c++"]]
+        if sibling != name:
+            candidates.insert(0, [os.path.join(directory, sibling), *cc[1:]])
     for command in candidates:
-        if command and (path := shutil.which(command[0])):
+        if path := shutil.which(command[0]):
             return (path, *command[1:])
     raise BuildError(NO_COMPILER)
 
@@ -105,7 +115,14 @@ def build(source: str, arch: str = "native", optimize: str = "-O2") -> bytes:
                 source, arch, "-O1"
             )  # a bug of an optimisation: GCC 12 has one that big kernels meet
         if run.returncode:
-            raise BuildError(f"a generated kernel does not compile\n{shlex.join(command)}\n{run.stderr}")
+            text.write_text("")
+            again = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            what = (
+                "the C++ compiler does not work: it rejects an empty file"
+                if again.returncode
+                else "a generated kernel does not compile"
+            )
+            raise BuildError(f"{what}\n{shlex.join(command)}\n{run.stderr or run.stdout}".rstrip())
         return product.read_bytes()
 
 

@@ -33,6 +33,7 @@ ORIGINS = {
     "A7": "linghe rope: a buffer of B positions can't hold B + 1 offsets",
     "A9": "TE #3484: a buffer longer than its contents is read as if it were full",
     "A11": "FLA #795: out of bounds when there are more programs than rows",
+    "A12": "Weft quantize: past 2^30 columns the counter of a loop over every n-th tile wraps, and the loop goes on",
     "B1": "linghe add, scatter: rows and columns swapped in a mask; atomics without one",
     "B2": "linghe block quantiser: floor(M / 128) scales, ceil(M / 128) programs",
     "B3": "linghe group quantiser: an unmasked step of 1024 over a row of 1536",

@@ -129,3 +129,60 @@ def weights_of_many_experts(fixed: bool, rows: int, device: str) -> Outcome:
     y = torch.empty(256, 64, device=device)
     first_rows[(256,)](weight, y, weight.stride(0), FIXED=fixed)
     return y, weight[:, 0].clone()
+
+
+@triton.jit
+def double_in_turn(x_ptr, y_ptr, n, FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr = 1024):
+    """Tiles of programs in turn; n is a multiple of BLOCK, so no tile needs a mask."""
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    if FIXED:
+        first = first.to(tl.int64)
+    for start in range(first, n, step):  # <- caught
+        off = start + tl.arange(0, BLOCK)
+        mask = off >= 0 if MASKED else None
+        tl.store(y_ptr + off, 2 * tl.load(x_ptr + off, mask=mask), mask=mask)
+
+
+@mistake("A12", double_in_turn, OVERFLOW, sizes=(1_200_000_000, 5 * 1024))
+def a_loop_that_goes_on(fixed: bool, n: int, device: str) -> Outcome:
+    x = torch.randint(-60, 60, (n,), dtype=torch.int8, device=device)
+    y = torch.empty_like(x)
+    double_in_turn[(n // 1024,)](x, y, n, FIXED=fixed, MASKED=False)
+    return y, 2 * x
+
+
+@mistake("A12", double_in_turn, OVERFLOW, sizes=(1_200_000_000, 5 * 1024))
+def a_loop_that_goes_on_within_bounds(fixed: bool, n: int, device: str) -> Outcome:
+    """A mask that turns negative offsets off: no access is out of bounds, but tiles are computed again by others."""
+    x = torch.randint(-60, 60, (n,), dtype=torch.int8, device=device)
+    y = torch.empty_like(x)
+    double_in_turn[(n // 1024,)](x, y, n, FIXED=fixed, MASKED=True)
+    return y, 2 * x
+
+
+@mistake("A12", double_in_turn, OVERFLOW, sizes=(2**31 - 1024, 5 * 1024))
+def a_loop_that_hardly_ends(fixed: bool, n: int, device: str) -> Outcome:
+    """Two steps are 2048 short of 2^32: the wrapped counter comes back two million times."""
+    x = torch.randint(-60, 60, (n,), dtype=torch.int8, device=device)
+    y = torch.empty_like(x)
+    double_in_turn[(n // 1024,)](x, y, n, FIXED=fixed, MASKED=True)
+    return y, 2 * x
+
+
+@triton.jit
+def sum_rows(x_ptr, y_ptr, stride, FIXED: tl.constexpr, COLS: tl.constexpr = 256, BLOCK: tl.constexpr = 64):
+    row = tl.program_id(0).to(tl.int64) if FIXED else tl.program_id(0)
+    first = row * stride  # <- caught
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, first + COLS, BLOCK):
+        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))  # <- follows
+    tl.store(y_ptr + row, tl.sum(total))
+
+
+@mistake("A5", sum_rows, OVERFLOW, also=WRAPPED, sizes=(2**25, 512))
+def a_loop_that_begins_at_a_row(fixed: bool, stride: int, device: str) -> Outcome:
+    x = torch.randint(-60, 60, (70 * stride,), dtype=torch.int32, device=device)
+    x = x.as_strided((70, 256), (stride, 1))
+    y = torch.empty(70, dtype=torch.int32, device=device)
+    sum_rows[(70,)](x, y, stride, FIXED=fixed)
+    return y, x.sum(1, dtype=torch.int32)

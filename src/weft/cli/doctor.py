@@ -13,9 +13,9 @@ import os
 import platform
 import shlex
 import shutil
-import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -30,7 +30,7 @@ from rich.text import Text
 
 from .. import __version__, backend, quantize, rms_norm
 from ..language import INTERPRETED, TRITON
-from ..runtime import capabilities_of, launch_device
+from ..runtime import capabilities_of, launch_device, loom
 
 T = TypeVar("T")
 
@@ -138,6 +138,12 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Report:
     """Ask everything. Raises nothing: what goes wrong is part of the report."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", loom.DETOUR)  # the report says so
+        return _examine()
+
+
+def _examine() -> Report:
     report = Report()
     report.environment = {
         name: value
@@ -149,7 +155,7 @@ def examine() -> Report:
             question(report)
         except Exception as error:
             name = question.__name__.strip("_").replace("_", "-")
-            report.facts.append(Fact(name, f"could not be examined: {_short(error)}", ok=False))
+            report.facts.append(Fact(name, f"could not be examined: {_whole(error)}", ok=False))
             report.advice.append(Advice(f"{name} could not be examined", "weft doctor --json", broken=True))
     return report
 
@@ -171,7 +177,7 @@ def _software(report: Report) -> None:
             report.advice.append(
                 Advice(
                     "There is an NVIDIA GPU, and torch was built without CUDA",
-                    f"{_pip()} install --force-reinstall torch",
+                    f"{loom.pip()} install --force-reinstall torch",
                     broken=False,
                 )
             )
@@ -194,7 +200,7 @@ def _software(report: Report) -> None:
         report.advice.append(
             Advice(
                 "Without Triton everything runs in plain PyTorch",
-                f"{_pip()} install {requirement}",
+                f"{loom.pip()} install {requirement}",
                 broken=reason != "not installed",
             )
         )
@@ -205,12 +211,12 @@ def _software(report: Report) -> None:
     report.facts.append(Fact("Triton", version + note, ok=supported))
     if not supported:
         report.advice.append(
-            Advice(f"Triton {version} is not tested", f"{_pip()} install {requirement}", broken=False)
+            Advice(f"Triton {version} is not tested", f"{loom.pip()} install {requirement}", broken=False)
         )
 
 
 def _loom(report: Report) -> None:
-    if importlib.util.find_spec("triton_loom") is None:
+    if not loom.is_installed():
         report.facts.append(Fact("Loom", "not installed"))
         return
     report.facts.append(Fact("Loom", metadata.version("triton-loom")))
@@ -220,9 +226,17 @@ def _loom(report: Report) -> None:
 
     try:
         command = toolchain.compiler()
-    except toolchain.BuildError:
-        report.facts.append(Fact("C++ compiler", "none found", ok=False))
-        report.advice.append(Advice("Loom needs a C++ compiler", _install_compiler(), broken=True))
+    except toolchain.BuildError as error:
+        report.facts.append(Fact("C++ compiler", str(error), ok=False))
+        wrong = os.environ.get("CXX", "").strip()
+        what = f"CXX={wrong} names no compiler" if wrong else "Loom found no C++ compiler"
+        report.advice.append(
+            Advice(
+                f"{what}, so ops on CPU tensors run in plain PyTorch",
+                "unset CXX" if wrong else _install_compiler(),
+                broken=True,
+            )
+        )
         return
     report.facts.append(Fact("C++ compiler", shlex.join(command)))
 
@@ -238,7 +252,7 @@ def _driver(report: Report) -> None:
     except Exception as error:
         several = "0 active" not in str(error)  # none at all is how a machine without a GPU looks
         report.facts.append(
-            Fact("Triton driver", "none: " + _short(error) if several else "none", ok=not several)
+            Fact("Triton driver", "none: " + _whole(error) if several else "none", ok=not several)
         )
         chosen = os.environ.get("TRITON_DEFAULT_BACKEND")
         if chosen:
@@ -269,7 +283,7 @@ def _cache(report: Report) -> None:
         cache.writable = True
     except OSError as error:
         cache.problem = error.strerror or str(error)
-    if cache.writable and os.path.isdir(cache.path) and importlib.util.find_spec("triton_loom"):
+    if cache.writable and os.path.isdir(cache.path) and loom.is_installed():
         from triton_loom import toolchain
 
         try:
@@ -289,7 +303,7 @@ def _cache(report: Report) -> None:
 
 def _devices(report: Report) -> None:
     served = launch_device()
-    with_loom = importlib.util.find_spec("triton_loom") is not None
+    with_loom = loom.is_installed()
     cpu = Device(
         "cpu", f"{_processor()}, {torch.get_num_threads()} threads", "reference (PyTorch)", "reference"
     )
@@ -306,13 +320,13 @@ def _devices(report: Report) -> None:
                 _describe(gpu, "Triton")
         except Exception as error:
             gpu.runs, gpu.fp8 = "nothing", "none"
-            what = str(error) if isinstance(error, RuntimeError) else _short(error)
+            what = str(error) if isinstance(error, RuntimeError) else _whole(error)
             report.advice.append(
                 Advice(f"{gpu.name}: {what}", "with weft.backend('reference'):  # plain PyTorch there", True)
             )
     if TRITON and served is None and not with_loom and not torch.cuda.device_count():
         what = "Without a GPU or Loom everything runs in plain PyTorch. To run the kernels on this CPU"
-        report.advice.append(Advice(what, _install_loom(), broken=False))
+        report.advice.append(Advice(what, loom.install_command(), broken=False))
     elif served == "cuda" and with_loom:
         cpu.runs += "; Triton (Loom) in triton_loom.active()"
 
@@ -348,7 +362,10 @@ def _self_test(report: Report) -> None:
             try:
                 test(check, torch.device(device.name))
             except Exception as error:
-                check.ok, check.error = False, _short(error)
+                check.ok, check.error = False, _whole(error)
+    if any(check.error.startswith("BuildError") for check in report.checks):
+        what = "The C++ compiler does not build kernels; what it said is above. To install one"
+        report.advice.append(Advice(what, _install_compiler(), broken=True))
 
 
 def _test_norm(check: Check, device: torch.device) -> None:
@@ -401,26 +418,13 @@ def _timed(check: Check, device: torch.device, call: Callable[[], T]) -> T:
 # ---- answers to small questions ---------------------------------------------------------------------------
 
 
-def _short(error: BaseException) -> str:
-    """The first line of an error, on one line of the screen."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+def _whole(error: BaseException) -> str:
+    """All that an error says: what is wrong may stand in any of its lines."""
+    return f"{type(error).__name__}: {error}".rstrip(": \n")
 
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-
-
-def _pip() -> str:
-    return "pip" if shutil.which("pip") else f"{shlex.quote(sys.executable)} -m pip"
-
-
-def _install_loom() -> str:
-    checkout = Path(__file__).parents[3] / "loom"
-    if (checkout / "pyproject.toml").exists():
-        return f"{_pip()} install -e {shlex.quote(str(checkout))}"
-    return f"{_pip()} install 'weft[cpu]'"
 
 
 def _install_compiler() -> str:

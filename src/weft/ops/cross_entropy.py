@@ -270,7 +270,7 @@ def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
 def _first_largest(best, largest, z, col):
     """The first columns with the largest z of each lane [LANES], with z [STEPS, LANES] joined to those before."""
     top = tl.max(z, axis=0)
-    at = tl.min(tl.where(z == tl.expand_dims(top, 0), col, 2147483647), axis=0)
+    at = tl.min(tl.where(z == tl.expand_dims(top, 0), col.to(tl.int32), 2147483647), axis=0)
     # The head of a row comes after its body.
     return tl.where(top > largest, at, tl.where(top == largest, tl.minimum(best, at), best))
 
@@ -391,7 +391,7 @@ def _cross_entropy_kernel(
         if ACCURACY:
             at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)
             at = tl.where(at == 2147483647, -1, at + start_col)
-            tl.store(out_ptr + (STATS - 1) * rows, at.to(tl.float32, bitcast=True))
+            tl.store(out_ptr + (STATS - 1) * rows, at.to(tl.int32).to(tl.float32, bitcast=True))
     else:
         nothing = tl.where(wrong, float("nan"), 0.0)
         log_total = tl.log(row_total)

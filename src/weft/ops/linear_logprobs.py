@@ -216,7 +216,8 @@ def _product(
             exists = live[:, None] & (col < cols)[None, :]
         hidden = tl.load(hidden_ptr + hidden_off[:, None] + col[None, :], mask=exists, other=0.0)
         if TMA:
-            weight = descriptor.load([first, start])  # [VOCAB, TILE], zeros past the ends
+            # [VOCAB, TILE], zeros past the ends. A descriptor takes coordinates of 32 bits.
+            weight = descriptor.load([tl.cast(first, tl.int32), tl.cast(start, tl.int32)])
         else:
             exists = (col_vocab < vocab)[:, None] & (col >= 0)[None, :]
             if COLS_MASKED:
@@ -309,7 +310,7 @@ def _linear_logprobs_kernel(
         picked += tl.sum(tl.where(col[None, :] == y[:, None], z, 0.0), axis=1)
         if ACCURACY:
             top = tl.max(z, axis=1)
-            at = tl.min(tl.where(z == top[:, None], col[None, :], 2147483647), axis=1)
+            at = tl.min(tl.where(z == top[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
             best = tl.where(top > largest, at, best)
         if SPREAD:
             real = z > -float("inf")
@@ -340,7 +341,7 @@ def _linear_logprobs_kernel(
         tl.store(spread_ptr + 2 * rows, there, mask=live)
     if ACCURACY:
         best = tl.where(best < 0, best, best + start_col)
-        tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=live)
+        tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live)
 
 
 @kernel
@@ -527,7 +528,7 @@ def _linear_dweight_kernel(
             keep = tl.load(kept_ptr + place) > 0
         if keep:
             if TMA:
-                dlogits = descriptor.load([start, at])  # [TILE, VOCAB]
+                dlogits = descriptor.load([tl.cast(start, tl.int32), tl.cast(at, tl.int32)])  # [TILE, VOCAB]
             else:
                 in_off = tl.multiple_of(number.to(tl.int64) * block, VOCAB)
                 dlogits = tl.load(dlogits_ptr + in_off[:, None] + piece[None, :])
@@ -616,8 +617,11 @@ def _linear_dhidden_kernel(
         if keep:
             token = begin + start + tl.arange(0, TILE)  # [TILE]
             if TMA:
-                dlogits = gradients.load([tile * ROWS, start])  # [ROWS, TILE]
-                weight = weights.load([begin + start, left])  # [TILE, COLS]
+                at = tl.cast(start, tl.int32)
+                dlogits = gradients.load([tl.cast(tile * ROWS, tl.int32), at])  # [ROWS, TILE]
+                weight = weights.load(
+                    [tl.cast(begin, tl.int32) + at, tl.cast(left, tl.int32)]
+                )  # [TILE, COLS]
             else:
                 dlogits = tl.load(dlogits_ptr + in_off[:, None] + (start + tl.arange(0, TILE))[None, :])
                 there = (token < vocab)[:, None] & (col >= 0)[None, :]

@@ -327,7 +327,7 @@ def _place_kernel(
             counts = tl.load(counts_ptr + other_off + bin[None, :], mask=there, other=0)
             total += tl.sum(counts, axis=0)  # counts [PIECE, BINS]
             before += tl.sum(tl.where((other < program)[:, None], counts, 0), axis=0)
-        padded = (total + align - 1) // align * align
+        padded = ((total + align - 1) // align * align).to(tl.int32)
         end = begin + tl.cumsum(padded, axis=0)
         tl.store(next_ptr + bin, end - padded + before, mask=bin < experts)
         if program == 0:

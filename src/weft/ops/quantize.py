@@ -109,12 +109,13 @@ def dequantize_reference(
 
 @triton.jit
 def _draw(seed_low, seed_high, row, col, WHICH: tl.constexpr):
-    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]."""
+    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]. Of the seed's halves it takes the
+    complements."""
     c0 = tl.broadcast_to(col[None, :].to(tl.uint32), (row.shape[0], col.shape[0]))
     c1 = tl.broadcast_to(row[:, None].to(tl.uint32), (row.shape[0], col.shape[0]))
     zero = tl.zeros_like(c0)
     first, _, _, _ = tl.philox_impl(
-        c0, c1, zero + WHICH, zero, zero + seed_low.to(tl.uint32), zero + seed_high.to(tl.uint32), 10
+        c0, c1, zero + WHICH, zero, zero + (~seed_low).to(tl.uint32), zero + (~seed_high).to(tl.uint32), 10
     )
     return first
 
@@ -413,7 +414,8 @@ def _launch_quantize(
     target = capabilities_of(x.device)
     align = align_of(cols, x.stride(0))
     input_max = torch.finfo(x.dtype).max
-    seeds = (0, 0) if seed is None else (seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF)
+    # Complements, which are negative: no seed is taken for a size that needs 64 bits.
+    seeds = (0, 0) if seed is None else (~(seed & 0x7FFFFFFF), ~(seed >> 31 & 0x7FFFFFFF))
     tile_rows, tile, warps = _rows_tile(cols, target.target)
     row_programs = 1 if f.block == "row" or target.target == "cpu" else -(-cols // tile)
     programs = -(-rows // tile_rows) * row_programs

@@ -327,7 +327,8 @@ def _route_kernel(
             hit = place[None, :] == at[:, None]
             weight = tl.sum(tl.where(hit, value, 0.0), axis=1)
             weights = tl.where(slot == j, weight[:, None], weights)
-            indices = tl.where(slot == j, ((at // TILE) * group_size + at % TILE)[:, None], indices)
+            index = ((at // TILE) * group_size + at % TILE).to(tl.int32)
+            indices = tl.where(slot == j, index[:, None], indices)
             key = tl.where(hit, TAKEN, key)
         chosen = there[:, None] & (key == TAKEN)
         counts += tl.sum(chosen.to(tl.int32), axis=0)

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 
 from ..language import TRITON
+from . import loom
 from .launch import is_recording
 
 if TRITON:
@@ -114,7 +115,7 @@ class backend(ContextDecorator):
 
 
 def launch_device() -> str | None:
-    """The type of device that Triton launches on now: cuda (also for AMD), cpu with Loom, or None."""
+    """The type of device that Triton launches on now: cuda (also for AMD), cpu with Loom if it can build, or None."""
     global _without_driver
     if not TRITON or (_without_driver and drivers._active is None):
         return None
@@ -125,6 +126,9 @@ def launch_device() -> str | None:
         return None
     found = _device_types.get(driver)
     if found is None:
+        if type(driver).__module__.startswith("triton_loom.") and (reason := loom.obstacle()):
+            loom.warn_of(reason)
+            return None
         found = _device_types[driver] = driver.get_active_torch_device().type
     return found
 
@@ -139,10 +143,6 @@ def serves(device: torch.device) -> bool:
     if choice == "triton":
         raise RuntimeError(
             f"backend('triton') was asked for, but no Triton driver launches on {device.type!r}: "
-            + (
-                "install triton-loom (pip install 'weft[cpu]') and a C++ compiler"
-                if device.type == "cpu"
-                else "run `weft doctor` to see what is missing"
-            )
+            + (loom.what_is_missing() if device.type == "cpu" else "run `weft doctor` to see what is missing")
         )
     return False

@@ -1,7 +1,7 @@
 """Launching kernels: a variant is compiled once and then found again by a short key.
 
 A kernel's code depends on its constants, its launch configuration, the dtypes of its arguments, whether every
-pointer is a multiple of 16 bytes, and whether an integer needs 64 bits. Nothing else is in the key: no size, no
+pointer is a multiple of 16 bytes, and whether integers have 32 bits or 64. Nothing else is in the key: no size, no
 stride. Where a kernel wants to know that a size is a multiple of 16, that is a constant of its own, chosen by
 the op.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..language import TRITON
 from . import capabilities
 from .capabilities import Capabilities
+from .notice import NOTICE
 from .offline import Variant, build
 
 if TRITON:
@@ -42,6 +43,10 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+# Integers below it have 32 bits in a kernel, which may then add two of them, or a tile to one, as a loop does with the
+# last step of its counter: the sum has 32 bits as well. Products of sizes are computed in 64 bits everywhere.
+WIDE = 2**30
 
 
 class Kernel:
@@ -71,8 +76,10 @@ class Kernel:
                         f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling "
                         f"one: {variant}"
                     )
-                self.variants[key] = build(self.fn, variant, target)
-                self.variants[key]._init_handles()
+                with NOTICE.building():
+                    compiled = build(self.fn, variant, target)
+                    compiled._init_handles()
+                self.variants[key] = compiled
             return self.variants[key]
 
 
@@ -122,7 +129,7 @@ class Launch:
     ) -> None:
         """Launch `grid` programs; a pointer that is None is absent at compile time. The first one is a tensor.
         `reached` are tensors whose addresses the kernel finds in memory: a sanitizer wants to know them."""
-        wide = max(integers) > 2147483647
+        wide = max(integers) >= WIDE
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
             return
@@ -185,7 +192,7 @@ class Launch:
                 )
 
     def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
-        """What is compiled for these arguments. Integers have 64 bits if one of them needs that."""
+        """What is compiled for these arguments. Integers have 64 bits if one of them is `WIDE`."""
         kinds = ["constexpr" if tensor is None else _POINTERS[tensor.dtype] for tensor in pointers]
         kinds += ["i64" if wide else "i32"] * integers
         names = self.kernel.parameters

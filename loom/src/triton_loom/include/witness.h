@@ -623,9 +623,11 @@ LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer
   return old;
 }
 
-// Integers of 32 bits that offsets are made of: the exact result must be one.
-LOOM_INLINE void fits(const Program &p, i32 site, i64 exact) {
-  if (__builtin_expect(exact != (i32)exact, 0)) loom::found(p, site, OVERFLOW, -1, 0, exact, 0);
+// Integers of 32 bits that offsets and loops are made of: the exact result must be one.
+LOOM_INLINE bool fits(const Program &p, i32 site, i64 exact) {
+  if (__builtin_expect(exact == (i32)exact, 1)) return true;
+  loom::found(p, site, OVERFLOW, -1, 0, exact, 0);
+  return false;
 }
 template <class V> LOOM_INLINE void fits_each(const Program &p, i32 site, V exact) {
   for (int l = 0; l < lane<V>::count; ++l) fits(p, site, exact[l]);
