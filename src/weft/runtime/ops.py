@@ -179,3 +179,9 @@ def _eager_function(
 def _in_a_mode() -> bool:
     """Whether something watches or transforms calls: a dispatch mode (fake tensors among them) or functorch."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the numbers of x can be looked at: no device has to be waited for, and nothing traces the call."""
+    traced = torch.compiler.is_compiling() or _in_a_mode() or type(x) not in _PLAIN
+    return not traced and x.device.type == "cpu"
