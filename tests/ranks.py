@@ -76,8 +76,7 @@ class Case:
                 at = target.clamp(0, self.vocab - 1)
                 given["hidden"][::2] += self.sure * given["weight"][at[::2]]
         if self.weighted:
-            name = "weight" if self.function is weft.cross_entropy else "class_weight"
-            given[name] = torch.rand(self.vocab, generator=generator) + 0.5
+            given["class_weight"] = torch.rand(self.vocab, generator=generator) + 0.5
         return given
 
     @property
@@ -93,7 +92,7 @@ class Case:
         }
 
 
-EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 20.0, "scale": 0.8, **ALL}
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 20.0, "temperature": 1.25, **ALL}
 CASES: dict[str, Case] = {
     "plain": Case(weft.cross_entropy),
     "smooth": Case(weft.cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-2}, "uneven"),
@@ -111,7 +110,7 @@ CASES: dict[str, Case] = {
     ),
     "float32, weighted": Case(weft.cross_entropy, EVERYTHING, "uneven", weighted=True),
     "float64": Case(weft.cross_entropy, EVERYTHING, "uneven", dtype=torch.float64, weighted=True),
-    "logprobs": Case(weft.linear_logprobs, {"entropy": True, "lse": True, "temperature": 0.7}, "uneven"),
+    "logprobs": Case(weft.linear_logprobs, {"return_entropy": True, "return_lse": True, "temperature": 0.7}, "uneven"),
     "logprobs of bf16": Case(weft.linear_logprobs, {}, "uneven", dtype=torch.bfloat16, sure=2.0),
     "linear": Case(weft.linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-2}, "uneven"),
     "linear, everything": Case(weft.linear_cross_entropy, EVERYTHING, "uneven", weighted=True, shift=2.0),
@@ -191,8 +190,6 @@ def run_on_mesh(case: Case, mesh: Any, sharded: tuple[str, ...]) -> dict[str, Te
     def placed(name: str, value: Tensor) -> Tensor:
         vocab_dim = {"logits": 1, "weight": 0, "bias": 0}.get(name)
         token_dim = {"logits": 0, "hidden": 0, "target": 0}.get(name)
-        if name == "weight" and "logits" in given:
-            vocab_dim = None  # of classes
         dims = {"vocabulary": vocab_dim, "tokens": token_dim, "nothing": None}
         placements = [Replicate() if dims[what] is None else Shard(dims[what]) for what in sharded]
         return distribute_tensor(value, mesh, placements)

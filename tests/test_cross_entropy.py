@@ -22,7 +22,13 @@ from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 
 ALL: dict[str, Any] = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
-EVERYTHING: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 20.0, "scale": 0.8, **ALL}
+EVERYTHING: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-2,
+    "softcap": 20.0,
+    "temperature": 1.25,
+    **ALL,
+}
 
 
 def problem(
@@ -96,7 +102,7 @@ def test_pytorch(reduction: str, smoothing: float, weighted: bool) -> None:
     loss = F.cross_entropy(leaf, target, None if weight is None else weight.double(), **options)
     upstream = torch.randn(loss.shape)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.double())
-    got = run(logits, target, {"loss": upstream}, weight=weight, **options)
+    got = run(logits, target, {"loss": upstream}, class_weight=weight, **options)
     torch.testing.assert_close(got["loss"].double(), loss.detach(), rtol=1e-6, atol=2e-6)
     check(got["dlogits"], gradient, 4e-7 * gradient.abs().max())
 
@@ -125,10 +131,10 @@ def test_weights_of_zero() -> None:
     """A mean over weights that add up to nothing is like one over no tokens."""
     logits, target = problem(4, 40, torch.float32, ignored=0)
     weight = torch.zeros(40)
-    got = run(logits, target, {"loss": torch.ones(())}, weight=weight)
+    got = run(logits, target, {"loss": torch.ones(())}, class_weight=weight)
     assert not got["loss"].count_nonzero()
     assert not got["dlogits"].count_nonzero()
-    assert weft.cross_entropy(logits, target, weight=weight, all_ignored="nan").isnan()
+    assert weft.cross_entropy(logits, target, class_weight=weight, all_ignored="nan").isnan()
 
 
 # ---- the truth ----------------------------------------------------------------------------------------------
@@ -146,18 +152,18 @@ def test_sizes(rows: int, cols: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("cols", [68, 2063, 4096])
 def test_dtypes(cols: int, dtype: torch.dtype) -> None:
-    expect(*problem(5, cols, dtype), **EVERYTHING, weight=torch.rand(cols).bfloat16())
+    expect(*problem(5, cols, dtype), **EVERYTHING, class_weight=torch.rand(cols).bfloat16())
     expect(*problem(5, cols, dtype), reduction="sum")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "z": {"z_loss": 0.05},
-    "scaled": {"scale": 0.25, "reduction": "none"},
+    "scaled": {"temperature": 4.0, "reduction": "none"},
     "capped": {"softcap": 5.0, "return_accuracy": True, "reduction": "sum"},
     "smoothed": {"label_smoothing": 0.2, "return_lse": True},
-    "weighted": {"weight": torch.arange(3000) % 7 / 4.0, "reduction": "mean"},
+    "weighted": {"class_weight": torch.arange(3000) % 7 / 4.0, "reduction": "mean"},
     "weighted, smoothed": {
-        "weight": torch.arange(3000) % 7 / 4.0,
+        "class_weight": torch.arange(3000) % 7 / 4.0,
         "label_smoothing": 1.0,
         "reduction": "none",
     },
@@ -346,7 +352,7 @@ def test_ignored_tokens_are_not_read(reduction: Any) -> None:
 def test_a_target_outside_of_the_vocabulary(wrong: int) -> None:
     """Bug B5: NaN for the token, zero for its gradient, nothing for the others; nothing outside is read."""
     logits, target = problem(4, 2500, ignored=3)
-    options: dict[str, Any] = {"reduction": "none", "weight": torch.rand(2500), **EVERYTHING}
+    options: dict[str, Any] = {"reduction": "none", "class_weight": torch.rand(2500), **EVERYTHING}
     wanted = run(logits, target, **options)
     target[2] = wrong
     kind = torch.int32 if -(2**31) <= wrong < 2**31 else torch.int64
@@ -410,11 +416,11 @@ def test_layout_of_logits(layout: Callable[[Tensor], Tensor]) -> None:
         weight = torch.rand(shape[-1])
         options: dict[str, Any] = {**EVERYTHING, "reduction": "none"}
         laid_out = layout(logits)
-        wanted = run(laid_out.contiguous(), target, weight=weight, **options)
-        assert_alike(run(laid_out, target, weight=weight, **options), wanted, laid_out, layout.__name__)
+        wanted = run(laid_out.contiguous(), target, class_weight=weight, **options)
+        assert_alike(run(laid_out, target, class_weight=weight, **options), wanted, laid_out, layout.__name__)
         targets = torch.stack([target, target], -1)[..., 0]
         weights = torch.stack([weight, weight], -1)[:, 0]
-        strided = run(laid_out, targets, weight=weights, **options)
+        strided = run(laid_out, targets, class_weight=weights, **options)
         assert_alike(strided, wanted, laid_out, "strided target and weight")
 
 
@@ -548,7 +554,7 @@ def test_gradcheck_of_the_reference(options: dict[str, Any]) -> None:
     weight = torch.rand(7, dtype=torch.float64) if options else None
 
     def f(x: Tensor) -> Any:
-        got = weft.cross_entropy(x, target, weight=weight, **options)
+        got = weft.cross_entropy(x, target, class_weight=weight, **options)
         return got if isinstance(got, Tensor) else (got.loss, got.lse, got.entropy)
 
     assert torch.autograd.gradcheck(f, (logits,))
@@ -737,14 +743,14 @@ def test_checkpoint_autocast_and_no_grad() -> None:
     [
         ({"logits": torch.randn(4, 0)}, "at least one column"),
         ({"logits": torch.ones(4, 9, dtype=torch.int64)}, "bfloat16, float16"),
-        ({"target": torch.zeros(5, dtype=torch.int64)}, "one to each row"),
+        ({"target": torch.zeros(5, dtype=torch.int64)}, "one class to each row"),
         ({"target": torch.zeros(4)}, "int32 or int64"),
-        ({"weight": torch.ones(8)}, "weight must be"),
+        ({"class_weight": torch.ones(8)}, "class_weight must"),
         ({"reduction": "max"}, "reduction must be"),
         ({"all_ignored": "one"}, "all_ignored"),
         ({"label_smoothing": 1.5}, "from 0 to 1"),
         ({"softcap": 0.0}, "above 0"),
-        ({"scale": -1.0}, "above 0"),
+        ({"temperature": -1.0}, "above 0"),
         ({"ignore_index": 2**31}, "32 bits"),
     ],
 )

@@ -80,7 +80,10 @@ def test_logprobs_entropy_and_lse(dtype: torch.dtype) -> None:
     given = problem(150, 72, 333, dtype)
     bias = torch.randn(333).to(dtype)
     got = check(
-        Call(weft.linear_logprobs, given | {"bias": bias, "entropy": True, "lse": True, "temperature": 0.7})
+        Call(
+            weft.linear_logprobs,
+            given | {"bias": bias, "return_entropy": True, "return_lse": True, "temperature": 0.7},
+        )
     )
     assert (got["logprobs"] <= 0).all(), "a probability above 1"
     assert (got["entropy"] >= 0).all()
@@ -90,7 +93,7 @@ def test_logprobs_entropy_and_lse(dtype: torch.dtype) -> None:
 def test_operands_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     given = problem()
     hidden, weight = given["hidden"].to(dtypes[0]), given["weight"].to(dtypes[1])
-    check(Call(weft.linear_logprobs, given | {"hidden": hidden, "weight": weight, "lse": True}))
+    check(Call(weft.linear_logprobs, given | {"hidden": hidden, "weight": weight, "return_lse": True}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -124,7 +127,7 @@ def test_class_weights_accuracy_and_everything() -> None:
             given
             | {
                 "bias": torch.randn(260).bfloat16(), "class_weight": torch.rand(260), "label_smoothing": 0.2,
-                "z_loss": 1e-2, "softcap": 8.0, "scale": 1.5, "return_lse": True, "return_entropy": True,
+                "z_loss": 1e-2, "softcap": 8.0, "temperature": 0.75, "return_lse": True, "return_entropy": True,
                 "return_accuracy": True,
             },
         )
@@ -154,7 +157,7 @@ def test_targets_that_are_no_columns() -> None:
     """Bug B5: NaN results, zero gradients, and nothing else is touched."""
     given = problem(6)
     given["target"][:4] = torch.tensor([-1, 300, 307, 2**40])
-    call = Call(weft.linear_logprobs, given | {"lse": True}).requiring_grad()
+    call = Call(weft.linear_logprobs, given | {"return_lse": True}).requiring_grad()
     got = call()
     assert got.logprobs[:4].isnan().all()
     assert got.lse[:4].isnan().all()
@@ -171,8 +174,8 @@ def test_a_common_offset_changes_nothing(shift: float) -> None:
     """Bug F1: by a bias, exactly representable beside the logits."""
     given = problem(20, 32, 200, torch.float32)
     given["hidden"], given["weight"] = given["hidden"].round(), (given["weight"] * 8).round() / 8
-    plain = weft.linear_logprobs(**given, entropy=True)
-    moved = weft.linear_logprobs(**given, bias=torch.full((200,), shift), entropy=True)
+    plain = weft.linear_logprobs(**given, return_entropy=True)
+    moved = weft.linear_logprobs(**given, bias=torch.full((200,), shift), return_entropy=True)
     torch.testing.assert_close(moved.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
 
@@ -229,7 +232,7 @@ def test_small_gradients_in_fp16() -> None:
 
 def test_strides() -> None:
     given = problem(24, 40, 130)
-    wanted, _ = run(Call(weft.linear_logprobs, given | {"entropy": True}))
+    wanted, _ = run(Call(weft.linear_logprobs, given | {"return_entropy": True}))
     spaced = torch.full((24, 56), torch.nan).bfloat16()
     spaced[:, :40] = given["hidden"]
     forms = {
@@ -240,7 +243,7 @@ def test_strides() -> None:
         "int32": {"target": given["target"].int()},
     }
     for name, form in forms.items():
-        got, _ = run(Call(weft.linear_logprobs, given | form | {"entropy": True}))
+        got, _ = run(Call(weft.linear_logprobs, given | form | {"return_entropy": True}))
         assert_same(got, wanted, name)
 
 
@@ -263,7 +266,7 @@ def test_more_dimensions_and_constant_gradients() -> None:
 def test_numbers_of_tokens(rows: int) -> None:
     given = problem(rows, 24, 50)
     if rows:
-        check(Call(weft.linear_logprobs, given | {"entropy": True, "lse": True}))
+        check(Call(weft.linear_logprobs, given | {"return_entropy": True, "return_lse": True}))
         return
     got, _ = run(Call(weft.linear_logprobs, given))
     assert got["y"].shape == (0,)
@@ -274,7 +277,7 @@ def test_numbers_of_tokens(rows: int) -> None:
 @pytest.mark.parametrize(("cols", "vocab"), [(1, 1), (7, 129), (65, 1), (16, 128)])
 def test_odd_sizes(cols: int, vocab: int) -> None:
     given = problem(5, cols, vocab)
-    check(Call(weft.linear_logprobs, given | {"bias": torch.randn(vocab).bfloat16(), "lse": True}))
+    check(Call(weft.linear_logprobs, given | {"bias": torch.randn(vocab).bfloat16(), "return_lse": True}))
 
 
 def test_many_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +354,11 @@ def test_skipped_tiles() -> None:
 
 def test_same_bits_every_run_and_for_any_number_of_threads() -> None:
     given = problem(150, 40, 300)
-    wanted, _ = run(Call(weft.linear_logprobs, given | {"entropy": True}))
+    wanted, _ = run(Call(weft.linear_logprobs, given | {"return_entropy": True}))
     for threads in (1, 2):
         torch.set_num_threads(threads)
         assert_same(
-            run(Call(weft.linear_logprobs, given | {"entropy": True}))[0], wanted, f"{threads} threads"
+            run(Call(weft.linear_logprobs, given | {"return_entropy": True}))[0], wanted, f"{threads} threads"
         )
 
 
@@ -429,7 +432,7 @@ def test_the_launches_of_a_gpu(target: str) -> None:
     given = problem(130, 64, 520)
     given["target"][::4] = -100
     with choosing_for(target), triton_loom.sanitize():
-        check(Call(weft.linear_logprobs, given | {"entropy": True, "lse": True}))
+        check(Call(weft.linear_logprobs, given | {"return_entropy": True, "return_lse": True}))
 
 
 def test_gradcheck_of_the_reference() -> None:
@@ -439,7 +442,7 @@ def test_gradcheck_of_the_reference() -> None:
 
     def f(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
         out = weft.linear_cross_entropy(
-            hidden, weight, given["target"], bias=bias, label_smoothing=0.2, softcap=3.0, scale=0.7, z_loss=0.1,
+            hidden, weight, given["target"], bias=bias, label_smoothing=0.2, softcap=3.0, temperature=1.4, z_loss=0.1,
             class_weight=torch.linspace(0.5, 1.5, 9).double(), return_entropy=True, return_lse=True,
         )  # fmt: skip
         return out.loss, out.lse, out.entropy
@@ -452,9 +455,9 @@ def test_refusals() -> None:
     given = problem(4, 8, 10)
     for wrong, message in (
         ({"hidden": given["hidden"][:, :7]}, "with one H"),
-        ({"target": given["target"][:3]}, "one to each row"),
+        ({"target": given["target"][:3]}, "one class to each row"),
         ({"target": given["target"].float()}, "int32 or int64"),
-        ({"bias": torch.zeros(9)}, "bias must be"),
+        ({"bias": torch.zeros(9)}, "bias must have the shape"),
         ({"softcap": 0.0}, "above 0"),
         ({"temperature": 0.0}, "above 0"),
         ({"skip_below": 1.5}, "probability"),

@@ -219,12 +219,16 @@ def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
 
 def test_out_that_does_not_fit() -> None:
     x = draw(6, 96)
-    for wrong in (torch.empty(6, 95, dtype=BF16), torch.empty(6, 96), torch.empty(96, 6, dtype=BF16).t()):
-        with pytest.raises(
-            ValueError, match=r"out must be a contiguous torch.bfloat16 tensor of shape \(6, 96\)"
-        ):
+    for wrong in (
+        torch.empty(6, 95, dtype=BF16),
+        torch.empty(6, 96),
+        torch.empty(96, 6, dtype=BF16).t(),
+        x.to("meta"),
+    ):
+        what = r"must (be bfloat16 like|be contiguous|have the shape \(6, 96\)|be on cpu)"
+        with pytest.raises(ValueError, match=f"^out {what}"):
             weft.rms_norm(x, out=wrong)
-        with pytest.raises(ValueError, match="residual_out must be a contiguous"):
+        with pytest.raises(ValueError, match=f"^residual_out {what}"):
             weft.rms_norm(x, residual=x, residual_out=wrong)
     with pytest.raises(ValueError, match="residual_out= needs residual="):
         weft.rms_norm(x, residual_out=x)
@@ -232,6 +236,10 @@ def test_out_that_does_not_fit() -> None:
         weft.rms_norm(x.clone().requires_grad_(), out=x)
     with pytest.raises(ValueError, match="the result is"):
         weft.rms_norm(x, quantize="mx", out=weft.quantize(x, "1x128"))
+    lacking = weft.quantize(x, "mx", rowwise=False, columnwise=True)
+    for columnwise in (False, True):
+        with pytest.raises(ValueError, match=r"the result is .* with rowwise"):
+            weft.rms_norm(x, quantize="mx", columnwise=columnwise, out=lacking)
 
 
 def test_out_under_torch_compile() -> None:
@@ -255,8 +263,8 @@ def test_out_under_torch_compile() -> None:
         ({"weight": torch.ones(95)}, r"weight must have the shape \(96,\)"),
         ({"weight": torch.ones(1, 96)}, r"weight must have the shape \(96,\)"),
         ({"bias": torch.ones(97)}, r"bias must have the shape \(96,\)"),
-        ({"residual": torch.ones(6, 95)}, "residual must be like x"),
-        ({"residual": torch.ones(6, 96)}, "residual must be like x"),
+        ({"residual": torch.ones(6, 95).bfloat16()}, r"residual must have the shape \(6, 96\)"),
+        ({"residual": torch.ones(6, 96)}, "residual must be bfloat16 like the other tensors"),
         ({"casting": "gemma"}, "casting must be 'fp32' or 'llama'"),
         ({"columnwise": True}, "go with quantize"),
         ({"return_amax": True}, "go with quantize"),

@@ -689,7 +689,7 @@ def test_what_is_refused() -> None:
     nested = torch.zeros(4, 2, dtype=torch.int64)
     q = weft.quantize(x, "1x128")
     wrong: list[tuple[str, Callable[[], Any]]] = [
-        ("int32 or int64", lambda: weft.row_map(torch.zeros(4, 2), 3)),
+        ("routing must be int32, int64 or bool", lambda: weft.row_map(torch.zeros(4, 2), 3)),
         ("give `experts`", lambda: weft.row_map(nested)),
         ("for 2 experts, not 3", lambda: weft.row_map(nested.bool(), 3)),
         ("at least 1", lambda: weft.row_map(nested, 3, align=0)),
@@ -697,7 +697,7 @@ def test_what_is_refused() -> None:
         ("32 bits", lambda: weft.row_map(torch.empty(2**28, 8, dtype=torch.int64, device="meta"), 3)),
         (r"x must be \[37, K\]", lambda: weft.permute(x[:5], rows)),
         ("x must be bfloat16", lambda: weft.permute(x.int(), rows)),
-        (r"probs must be floats \(37, 3\)", lambda: weft.permute(x, rows, probs[:, :2])),
+        (r"probs must have the shape \(37, 3\)", lambda: weft.permute(x, rows, probs[:, :2])),
         ("go with quantize", lambda: weft.permute(x, rows, columnwise=True)),
         ("align=128", lambda: weft.permute(x, rows, quantize="1x128", columnwise=True)),
         ("blocks 1x128, mx", lambda: weft.permute(x, rows, quantize="tensor")),
@@ -706,7 +706,7 @@ def test_what_is_refused() -> None:
         ("row-wise copy", lambda: weft.permute(weft.quantize(x, "128x128"), rows)),
         (r"y must be \[", lambda: weft.unpermute(x, rows)),
         ("dequantise e2m1", lambda: weft.unpermute(weft.permute(weft.quantize(x, "e2m1:mx:te"), rows), rows)),
-        ("one to a row", lambda: weft.unpermute(weft.permute(x, rows), rows, carried=probs)),
+        ("carried must have the shape", lambda: weft.unpermute(weft.permute(x, rows), rows, carried=probs)),
     ]
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):

@@ -112,15 +112,73 @@ def sglang(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor
     return weights, indices, choice
 
 
-PEERS: dict[str, Callable[[Tensor, Tensor | None, Settings], tuple[Tensor, Tensor, Tensor]]] = {
+# ---- models, as their routers in HuggingFace transformers are written --------------------------------------
+
+
+def qwen3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Qwen3MoeTopKRouter."""
+    router_probs = torch.nn.functional.softmax(x, dim=-1, dtype=wide(x))
+    router_indices = topk(router_probs, at.k)
+    router_top_value = router_probs.gather(1, router_indices)
+    router_top_value = router_top_value / router_top_value.sum(dim=-1, keepdim=True)
+    return router_top_value.to(x.dtype), router_indices, router_probs
+
+
+def mixtral(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """MixtralTopKRouter."""
+    weights, indices, choice = qwen3(x.to(wide(x)), bias, at)
+    return weights, indices, choice
+
+
+def gpt_oss(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """GptOssTopKRouter."""
+    router_indices = topk(x, at.k)
+    router_top_value = x.gather(1, router_indices)
+    return torch.nn.functional.softmax(router_top_value, dim=1, dtype=x.dtype), router_indices, x
+
+
+def deepseek_v3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """DeepseekV3TopkRouter."""
+    scores = x.to(wide(x)).sigmoid()
+    scores_for_choice = scores + (torch.zeros(at.experts) if bias is None else bias)
+    group_scores = (
+        scores_for_choice.view(-1, at.groups, at.experts // at.groups).topk(2, dim=-1)[0].sum(dim=-1)
+    )
+    group_mask = torch.zeros_like(group_scores).scatter_(1, topk(group_scores, at.group_topk), 1)
+    score_mask = group_mask.unsqueeze(-1).expand(-1, -1, at.experts // at.groups).reshape(-1, at.experts)
+    scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), float("-inf"))
+    topk_indices = topk(scores_for_choice, at.k)
+    topk_weights = scores.gather(1, topk_indices)
+    topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return topk_weights * at.scale, topk_indices, scores_for_choice
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What they take the scores in: float32, unless it is to be the truth."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+Peer = Callable[[Tensor, Tensor | None, Settings], tuple[Tensor, Tensor, Tensor]]
+LIBRARIES: dict[str, Peer] = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "vllm": vllm,
     "sglang": sglang,
 }
+MODELS: dict[str, Peer] = {
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
+}
+PEERS = LIBRARIES | MODELS
 
 
 def ours(convention: str, x: Tensor, bias: Tensor | None, at: Settings, **more: Any) -> Routing:
+    if convention in MODELS:  # their names say it all but the numbers
+        if convention == "deepseek_v3":
+            more |= {"bias": bias, "groups": at.groups, "group_topk": at.group_topk, "scale": at.scale}
+        return weft.route(x, at.k, convention=convention, **more)
     if convention != "megatron":
         more["renormalize"] = at.renormalize
     return weft.route(
@@ -179,7 +237,8 @@ def near_tie_of_groups(convention: str, x: Tensor, bias: Tensor | None, at: Sett
     choice = x.double() if post else truth_router.scores(x.double(), at.score)
     if bias is not None:
         choice = choice + bias.double()
-    best = {"megatron": at.k // at.group_topk, "torchtitan": 2}.get(convention, 1 if bias is None else 2)
+    always = {"megatron": at.k // at.group_topk, "torchtitan": 2, "deepseek_v3": 2}
+    best = always.get(convention, 1 if bias is None else 2)
     worth = choice.view(len(x), at.groups, -1).topk(best).values.sum(-1).sort(1, descending=True).values
     if at.group_topk == at.groups:
         return torch.zeros(len(x), dtype=torch.bool)
@@ -214,13 +273,22 @@ FEW = {
         Settings(score="sigmoid", experts=160, k=6, groups=8, group_topk=3, renormalize=True, scale=2.0),
         Settings(experts=160, k=6, groups=8, group_topk=3, scale=16.0),
     ],
+    "qwen3": [Settings(experts=128), Settings(experts=60, k=4)],
+    "mixtral": [Settings(experts=8, k=2), Settings(experts=16, k=1)],
+    "gpt_oss": [Settings(experts=128, k=4), Settings(experts=32, k=4)],
+    "deepseek_v3": [
+        Settings("sigmoid", experts=256, groups=8, group_topk=4, biased=True, scale=2.5),
+        Settings("sigmoid", experts=256, groups=8, group_topk=4, scale=2.5),
+        Settings("sigmoid", experts=64, k=6, biased=True, scale=2.446),
+        Settings("sigmoid", experts=64, k=1, biased=True),
+    ],
 }
 
 
 def many() -> Iterator[tuple[str, Settings]]:
     """Every combination, for the slow tests."""
     for convention, score, (experts, k), grouped, biased, renormalize in itertools.product(
-        PEERS,
+        LIBRARIES,
         ("softmax", "sigmoid", "sqrtsoftplus"),
         ((64, 8), (96, 6), (257, 1), (128, 64)),
         (False, True),
@@ -240,19 +308,26 @@ def compare(convention: str, at: Settings, rows: int, seed: int) -> int:
     x, bias = cases(at, rows, seed)
     got = ours(convention, x, bias, at)
     weights, indices, choice = PEERS[convention](x, bias, at)
-    mine = got.indices.long()
+    same = chosen_alike(convention, x, bias, at, got.indices.long(), indices, choice)
+    a, b = got.weights[same], weights[same]
+    assert torch.equal(a.isnan(), b.isnan())
+    torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-30, equal_nan=True)
+    counts = torch.bincount(got.indices.flatten(), minlength=at.experts)
+    assert torch.equal(got.counts.long(), counts)
+    return len(x)
+
+
+def chosen_alike(
+    convention: str, x: Tensor, bias: Tensor | None, at: Settings, mine: Tensor, indices: Tensor, choice: Tensor
+) -> Tensor:  # fmt: skip
+    """Rows in which the same experts are chosen, in the same order: all but a few near ties."""
     assert (mine.sort(1).values.diff(dim=1) > 0).all()
     same = (mine == indices).all(1)
     excused = ~same & (near_tie(choice, mine, indices) | near_tie_of_groups(convention, x, bias, at))
     wrong = ~(same | excused)
     assert not wrong.any(), f"{int(wrong.sum())} rows differ, the first {int(wrong.nonzero()[0])}"
     assert excused.float().mean() < 1e-2, f"{int(excused.sum())} near ties"
-    a, b = got.weights[same], weights[same]
-    assert torch.equal(a.isnan(), b.isnan())
-    torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-30, equal_nan=True)
-    counts = torch.bincount(mine.flatten(), minlength=at.experts)
-    assert torch.equal(got.counts.long(), counts)
-    return len(x)
+    return same
 
 
 @pytest.mark.parametrize("convention", PEERS)
@@ -265,8 +340,47 @@ def test_convention_is_its_peer(convention: str) -> None:
     assert compared >= 10_000
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_model_is_its_router_in_transformers(model: str) -> None:
+    """In float64 the same experts, and weights to the last digits; of bf16 and fp16 logits the dtype of its weights and
+    their values to a rounding."""
+    for i, at in enumerate(FEW[model]):
+        x, bias = cases(at, 2000, seed=i)
+        x = torch.cat([x.double(), torch.randn(2000, at.experts, dtype=torch.float64)])
+        got = ours(model, x, bias, at)
+        weights, indices, _ = MODELS[model](x, bias, at)
+        assert torch.equal(got.indices.long(), indices)
+        torch.testing.assert_close(got.weights, weights, rtol=1e-14, atol=0.0)
+        for dtype in (torch.bfloat16, torch.float16):
+            got = ours(model, x.to(dtype), bias, at)
+            weights, indices, choice = MODELS[model](x.to(dtype), bias, at)
+            same = chosen_alike(model, x.to(dtype), bias, at, got.indices.long(), indices, choice)
+            assert (
+                got.weights.dtype
+                == weights.dtype
+                == (dtype if model in ("qwen3", "gpt_oss") else torch.float32)
+            )
+            rtol = torch.finfo(dtype).eps if weights.dtype == dtype else 3e-6
+            torch.testing.assert_close(got.weights[same], weights[same], rtol=rtol, atol=1e-7)
+
+
+def test_a_model_has_what_its_router_has() -> None:
+    """No bias of the choice beside a softmax, no groups but DeepSeek's; what else is asked for is said."""
+    x = torch.randn(4, 12)
+    for model in ("qwen3", "mixtral", "gpt_oss"):
+        with pytest.raises(ValueError, match=f"'{model}' has none for softmax.*weft.router_linear"):
+            weft.route(x, 2, convention=model, bias=torch.zeros(12))
+        with pytest.raises(ValueError, match=f"'{model}' has no groups"):
+            weft.route(x, 2, convention=model, groups=3, group_topk=1)
+        assert weft.route(
+            x, 2, convention=model, groups=3, group_topk=1, group_score="max"
+        ).indices.shape == (4, 2)
+    plain = weft.route(x, 2, convention="qwen3", renormalize=False).weights
+    torch.testing.assert_close(plain, torch.softmax(x, -1).topk(2).values)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("convention", PEERS)
+@pytest.mark.parametrize("convention", LIBRARIES)
 def test_every_combination_is_its_peer(convention: str) -> None:
     for i, (name, at) in enumerate(many()):
         if name == convention:
@@ -291,7 +405,7 @@ def telling(first: str, second: str) -> tuple[Settings, Tensor, Tensor | None]:
     return Settings("sigmoid", 128, 8, renormalize=True), x - 200, None
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(PEERS, 2)])
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(LIBRARIES, 2)])
 def test_no_two_conventions_are_confused(first: str, second: str) -> None:
     """Of any two there is a case in which one is not the other: the comparison above would notice a mix-up."""
     at, x, bias = telling(first, second)
@@ -332,7 +446,7 @@ def test_masked_groups_count_as_zero_with_sglang_alone() -> None:
 def test_renormalising_without_epsilon() -> None:
     """Bug G5: what vLLM does if every weight underflows; the others divide by 1e-20."""
     x = torch.full((2, 8), -200.0)
-    for convention in PEERS:
+    for convention in LIBRARIES:
         weights = weft.route(x, 2, convention=convention, score="sigmoid", renormalize=True).weights
         assert weights.isnan().all() if convention == "vllm" else not weights.count_nonzero()
 
@@ -749,13 +863,16 @@ def test_compiled_is_eager(backend: str) -> None:
 def test_what_is_refused() -> None:
     x, bias = torch.randn(4, 12), torch.randn(12)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"convention": "switch"}, "convention must be one of megatron, torchtitan, vllm, sglang"),
+        (
+            {"convention": "switch"},
+            "convention must be one of megatron, torchtitan, vllm, sglang, qwen3, mixtral, gpt_oss, deepseek_v3",
+        ),
         ({"score": "tanh"}, "score must be one of"),
         ({"k": 0}, "k must be from 1 to .* 12"),
         ({"k": 13}, "k must be from 1 to .* 12"),
         ({"score": "sigmoid", "post_softmax": True}, "post_softmax goes with"),
-        ({"bias": bias}, "a bias goes with sigmoid"),
-        ({"bias": bias[:5], "score": "sigmoid"}, "bias must be"),
+        ({"bias": bias}, "a bias of the choice goes with sigmoid"),
+        ({"bias": bias[:5], "score": "sigmoid"}, "bias must have the shape"),
         ({"groups": 5, "group_topk": 1}, "groups must divide"),
         ({"groups": 4}, "group_topk must be from 1"),
         ({"groups": 4, "group_topk": 3}, "group_topk must not be above k"),

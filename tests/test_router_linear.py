@@ -316,10 +316,10 @@ def test_what_is_refused() -> None:
     for wrong, message in (
         ((x, weight[:, :40], bias), r"\[E, H\]"),
         ((x, weight[0], bias), r"\[E, H\]"),
-        ((x, weight, bias[:3]), r"bias must be \[E\]"),
+        ((x, weight, bias[:3]), r"bias must have the shape \(12,\)"),
         ((x, weight[:0], None), "one or more experts"),
         ((x.int(), weight, None), "x must be bfloat16"),
-        ((x, weight.to("meta"), None), "weight must be .* on cpu"),
+        ((x, weight.to("meta"), None), "weight must be on cpu"),
     ):
         with pytest.raises(ValueError, match=message):
             weft.router_linear(*wrong)

@@ -118,15 +118,11 @@ def of_partial_sums(case: Case, world: int) -> Tensor:
     logits = torch.cat([h @ weight[a:b].t() for h, a, b in zip(parts, cuts, cuts[1:], strict=False)], 1)
     if bias is not None:
         logits = logits + bias.double()
-    options = {
-        k: v for k, v in case.options.items() if k not in ("entropy", "lse", "temperature", "skip_below")
-    }
+    options = dict(case.options)
     if case.function is weft.linear_logprobs:
-        scale = 1 / case.options.get("temperature", 1.0)
-        more = case.options.get("entropy", False)
-        options |= {"scale": scale, "reduction": "none", "return_lse": more, "return_entropy": more}
+        options["reduction"] = "none"
     outputs = ranks.named(
-        weft.cross_entropy(logits, given["target"], weight=given.get("class_weight"), **options)
+        weft.cross_entropy(logits, given["target"], class_weight=given.get("class_weight"), **options)
     )
     upstream = case.upstream(outputs)
     total = sum((outputs[name].nan_to_num() * g.double()).sum() for name, g in upstream.items())

@@ -30,11 +30,13 @@ def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) 
     y = y.where(valid, 0)
     there = x.detach() > -torch.inf
     u = x if a["softcap"] is None else torch.where(there, a["softcap"] * torch.tanh(x / a["softcap"]), x)
-    z = u * a["scale"]
+    scale = 1 / a["temperature"]
+    z = u * scale
     lse = torch.logsumexp(z, 1)
     log_p = z - lse[:, None]
     picked = log_p.gather(1, y[:, None])[:, 0]
-    weight = torch.ones(cols, dtype=torch.float64) if a["weight"] is None else a["weight"].detach().double()
+    classes = a["class_weight"]
+    weight = torch.ones(cols, dtype=torch.float64) if classes is None else classes.detach().double()
     alpha = a["label_smoothing"]
     loss = -(1 - alpha) * weight[y] * picked
     share = weight[y].where(valid, 0.0)
@@ -52,9 +54,9 @@ def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) 
     sums = _noise_of_sums(cols)
     d = lambda v: v.detach().abs()  # noqa: E731
     size = z.detach().masked_fill(~there, 0.0).abs()
-    of_z = torch.zeros_like(size) if a["softcap"] is None and a["scale"] == 1 else 2 * EPS32 * size
+    of_z = torch.zeros_like(size) if a["softcap"] is None and scale == 1 else 2 * EPS32 * size
     if a["softcap"] is not None:
-        of_z = of_z + 4 * EPS32 * a["softcap"] * a["scale"]
+        of_z = of_z + 4 * EPS32 * a["softcap"] * scale
     largest = z.detach().amax(1)
     off = sums + of_z.amax(1)  # of log(total)
     t = (z.detach() - largest[:, None]).masked_fill(~there, 0.0).abs()
@@ -118,12 +120,12 @@ def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) 
         logs = log_p.detach().masked_fill(~there, 0.0).abs()
         of_logs = (of_entropy + off)[:, None] + 4 * EPS32 * (logs + largest.abs()[:, None]) + of_z
         size = size + e * p.detach() * ((logs + d(entropy)[:, None]) * of_p + of_logs)
-    slope = a["scale"] * torch.ones_like(size)
+    slope = scale * torch.ones_like(size)
     steep = torch.zeros_like(size)
     if a["softcap"] is not None:
         tanh = torch.tanh(x.detach() / a["softcap"])
         slope = slope * (1 - tanh**2)
-        steep = 8 * EPS32 * a["scale"] * torch.ones_like(size)  # 1 - tanh^2 is a difference
+        steep = 8 * EPS32 * scale * torch.ones_like(size)  # 1 - tanh^2 is a difference
     # What is multiplied by the slope, for what the slope is off by.
     before = (
         p.detach() * factor[:, None] + torch.where(there, part, 0.0) / (4 * EPS32)
@@ -146,8 +148,9 @@ def _forward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor
 def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """As the autograd engine calls it."""
     a = arguments(Call(weft.cross_entropy, {"logits": call["logits"], "target": call["target"]}))
-    for name in ("weight", "ignore_index", "label_smoothing", "z_loss", "softcap", "scale"):
+    for name in ("ignore_index", "label_smoothing", "z_loss", "softcap"):
         a[name] = call[name]
+    a["class_weight"], a["temperature"] = call["weight"], 1 / call["scale"]
     a["reduction"] = "mean" if call["inverse"] is not None else "sum" if call["dloss"].dim() == 0 else "none"
     named = {"loss": call["dloss"], "lse": call["dlse"], "entropy": call["dentropy"]}
     found = cross_entropy(a, {name: g for name, g in named.items() if g is not None})

@@ -39,7 +39,7 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
     a = arguments(call)
     names = [name for name in ("x", "gate", "weight") if a[name] is not None]
     leaves = {name: a[name].detach().double().requires_grad_() for name in names}
-    gate, groups, activation = leaves["gate"], a["groups"], a["activation"]
+    gate, groups, activation = leaves["gate"], a["groups"], a["act"]
     x = leaves["x"]
     if x.dim() > gate.dim():
         x = x.flatten(-2)
@@ -87,7 +87,7 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
 
 def gated_norm_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """As the autograd engine calls it, against the gradients of the formula."""
-    kept = ("x", "gate", "weight", "groups", "activation", "weight_offset", "transpose")
+    kept = ("x", "gate", "weight", "groups", "act", "weight_offset", "transpose")
     found = gated_norm(Call(weft.gated_norm, {name: call[name] for name in kept}), {"y": call["dy"]})
     return {"y": found["dx"], "output1": found["dgate"], "output2": found["dweight"]}
 

@@ -48,7 +48,7 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
     x.retain_grad()
     there = x.detach() > -torch.inf
-    scale = a["scale"] if "scale" in a else 1 / a["temperature"]
+    scale = 1 / a["temperature"]
     u = x if a["softcap"] is None else torch.where(there, a["softcap"] * torch.tanh(x / a["softcap"]), x)
     z = u * scale
     of_z = scale * of_x + 4 * EPS32 * z.detach().masked_fill(~there, 0.0).abs()
@@ -215,7 +215,7 @@ def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tenso
     if call["dspread"] is None:
         return found
     b = arguments(Call(weft.linear_cross_entropy, given))
-    b |= {"softcap": call["softcap"], "scale": call["scale"], "class_weight": call["classes"]}
+    b |= {"softcap": call["softcap"], "temperature": 1 / call["scale"], "class_weight": call["classes"]}
     more = head(b | {"label_smoothing": 1.0, "reduction": "none"}, {"loss": call["dspread"]})
     both = {}
     for name in ("dhidden", "dweight", "dbias"):

@@ -1,7 +1,7 @@
 """Cross entropy of logits, read once, with everything that losses of language models add to it.
 
     u = softcap * tanh(x / softcap)            x itself without a softcap, and where x is minus infinity
-    z = scale * u
+    z = scale * u                              scale = 1 / temperature
     m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
     nll = (m - z_y) + log(d)
     loss = (1 - a) * w_y * nll + a / V * sum_c(w_c * (lse - z_c)) + z_loss * lse^2
@@ -40,7 +40,18 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
-from .losses import DTYPES, CrossEntropy, check_loss, reduced_loss, told
+from .checks import check_input
+from .losses import (
+    CrossEntropy,
+    check_ignore_index,
+    check_loss,
+    check_shard,
+    check_softcap,
+    check_target,
+    reduced_loss,
+    scale_of,
+    told,
+)
 from .mesh import is_distributed, localize, loss_over_mesh
 from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 from .vocabulary import (
@@ -973,12 +984,12 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    scale: float = 1.0,
+    temperature: float = 1.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
     all_ignored: Literal["zero", "nan"] = "zero",
     return_lse: bool = False,
@@ -992,14 +1003,14 @@ def cross_entropy(
     The logits are read once forward; backward reads them once and writes their gradient. Losses are fp32 whatever the
     logits are. Returns the loss, or a `CrossEntropy` with it if more is asked for.
 
-    - `weight` [V]: a weight for each class; a mean divides by the sum of the targets'. It has no gradient.
+    - `class_weight` [V]: a weight for each class; a mean divides by the sum of the targets'. It has no gradient.
     - `ignore_index`: a token with this target has no part in anything: its loss, lse, entropy and gradient are 0, and
       its logits are not read. Any other target that is no column makes the token's results NaN and its gradient 0;
       nothing outside of the row is ever read, and nothing waits for the device to find out.
     - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
       vocabulary and get none of it, where PyTorch's loss would be infinite.
     - `z_loss`: times the square of lse = log(sum(exp(z))) is added to each token's loss.
-    - `softcap`: logits become softcap * tanh(logits / softcap) first. `scale` then multiplies them: 1 / temperature.
+    - `softcap`: logits become softcap * tanh(logits / softcap) first; then they are divided by `temperature`.
     - `reduction`: "mean" over the tokens that have a target, "sum", or "none".
     - `all_ignored`: what the mean is if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
     - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients: any loss
@@ -1007,8 +1018,8 @@ def cross_entropy(
       the lowest column among equals; reduced like the loss, but without class weights.
     - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
       them. Under torch.compile, which plans memory itself, the gradient is a new tensor.
-    - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and weight are of the
-      whole vocabulary and the same on all ranks, and so are the results, in every bit. One small all-gather.
+    - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and class_weight are
+      of the whole vocabulary and the same on all ranks, and so are the results, in every bit. One small all-gather.
 
     Logits that are a DTensor may be sharded along tokens, along the vocabulary, or both; the results are DTensors,
     those of tokens sharded as the tokens are.
@@ -1023,47 +1034,36 @@ def cross_entropy(
     >>> loss.dtype, loss[3], lse.shape
     (torch.float32, tensor(0., grad_fn=<SelectBackward0>), torch.Size([6]))
     """
-    if is_distributed(logits, target, weight):
-        local = localize({"logits": logits, "weight": weight}, target, {"logits": logits.dim() - 1}, "logits")
+    if is_distributed(logits, target, class_weight):
+        given = {"logits": logits, "class_weight": class_weight}
         return loss_over_mesh(
-            cross_entropy, local, "weight", logits.shape[-1], ignore_index, reduction, all_ignored,
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale, return_lse=return_lse,
-            return_entropy=return_entropy, return_accuracy=return_accuracy, inplace=inplace,
+            cross_entropy, localize(given, target, {"logits": logits.dim() - 1}, "logits"), logits.shape[-1],
+            ignore_index, reduction, all_ignored, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            temperature=temperature, return_lse=return_lse, return_entropy=return_entropy,
+            return_accuracy=return_accuracy, inplace=inplace,
         )  # fmt: skip
-    shape = logits.shape
-    if not shape or (shape[-1] == 0 and shard is None) or logits.dtype not in DTYPES:
-        raise ValueError(
-            "logits must be [..., V] in bfloat16, float16, float32 or float64, with at least one column; "
-            f"got {logits.dtype} {tuple(shape)}"
-        )
-    if target.shape != shape[:-1] or target.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"target must have the shape {tuple(shape[:-1])}, one to each row of logits, in int32 or int64; "
-            f"got {target.dtype} {tuple(target.shape)}"
-        )
-    if target.device != logits.device:
-        raise ValueError(f"target must be on {logits.device} like logits; it is on {target.device}")
-    if shard is not None:
-        shard.check(shape[-1])
-    vocab = shape[-1] if shard is None else shard.size
-    check_loss("weight", weight, vocab, logits, label_smoothing, reduction, all_ignored)
-    weight = None if weight is None else weight.detach()
-    if (softcap is not None and not softcap > 0.0) or not scale > 0.0:
-        raise ValueError(f"softcap and scale must be above 0; got {softcap} and {scale}")
-    if not -(2**31) <= ignore_index < 2**31:
-        raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
+    check_input("logits", logits)
+    cols = logits.shape[-1]
+    if cols == 0 and shard is None:
+        raise ValueError(f"logits must be [..., V] with at least one column; got {tuple(logits.shape)}")
+    check_target(target, logits, "logits")
+    check_shard(shard, cols)
+    vocab = cols if shard is None else shard.size
+    check_loss(class_weight, vocab, logits, label_smoothing, z_loss, reduction, all_ignored)
+    weight = None if class_weight is None else class_weight.detach()
+    softcap, scale = check_softcap(softcap), scale_of(temperature)
+    check_ignore_index(ignore_index)
     if inplace:
         _check_inplace(logits)
-    softcap = None if softcap is None else float(softcap)
     if shard is not None:
         found = _sharded(
-            shard, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, float(scale), reduction,
+            shard, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, scale, reduction,
             all_ignored, return_entropy, return_accuracy, inplace,
         )  # fmt: skip
         return told(found, return_lse, return_entropy, return_accuracy)
     outputs = cross_entropy_op(
-        logits, target, weight, ignore_index, float(label_smoothing), float(z_loss), softcap, float(scale), reduction,
-        all_ignored == "zero", return_entropy, return_accuracy, inplace,
+        logits, target, weight, ignore_index, float(label_smoothing), float(z_loss), softcap, scale,
+        reduction, all_ignored == "zero", return_entropy, return_accuracy, inplace,
     )  # fmt: skip
     found = CrossEntropy(
         outputs[0],

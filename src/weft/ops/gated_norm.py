@@ -33,10 +33,12 @@ from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_c
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
+from .checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from .copies import (
     STRIPE,
     allocate_copies,
     cast_mode,
+    check_quantize,
     copy_arguments,
     count_copies,
     count_stripes,
@@ -48,7 +50,7 @@ from .copies import (
     tensor_factor,
 )
 from .glu import _activated
-from .norm import _add_to, _check_quantize, _sum_kernel, _warps
+from .norm import _add_to, _sum_kernel, _warps
 from .quantize import quantize_op
 from .rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, load_tile, load_vector, tile_mask
 
@@ -800,8 +802,6 @@ gated_norm_op = define_op(
 
 # ---- public function ------------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def gated_norm(
     x: Tensor,
@@ -809,8 +809,8 @@ def gated_norm(
     weight: Tensor | None = None,
     *,
     groups: int = 1,
-    activation: Activation = "sigmoid",
-    eps: float = 1e-6,
+    act: Activation = "sigmoid",
+    eps: float | None = 1e-6,
     weight_offset: float = 0.0,
     transpose: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -828,7 +828,8 @@ def gated_norm(
 
     - `groups`: the mean is taken over each of so many equal parts of the last dimension. For heads with a weight
       [d] in common, give x and gate as [..., H, d] and leave groups=1.
-    - `activation`: f, "sigmoid" or "silu".
+    - `act`: f, "sigmoid" or "silu".
+    - `eps`: None as for `weft.rms_norm`.
     - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
       layers around it want them.
     - `weight_offset`: 1 for weights stored around zero.
@@ -847,8 +848,8 @@ def gated_norm(
     >>> q.rowwise.data.shape
     torch.Size([10, 256])
     """
-    if gate.dim() == 0 or x.dim() == 0:
-        raise ValueError("x and gate must have at least one dimension, the one to normalise over")
+    check_input("x", x)
+    check_input("gate", gate)
     if x.dim() == gate.dim() + 1 and x.shape[-2] * x.shape[-1] == gate.shape[-1]:
         x = x.flatten(-2)
     shape = x.shape
@@ -856,38 +857,20 @@ def gated_norm(
         if len(shape) < 3:
             raise ValueError(f"transpose=True is for an x of shape [B, L, ..., K]; got {tuple(shape)}")
         shape = torch.Size((shape[1], shape[0], *shape[2:]))
-    if gate.shape != shape or gate.device != x.device or gate.dtype not in _DTYPES:
-        raise ValueError(
-            f"gate must be a float tensor of shape {tuple(shape)} on {x.device} for x {tuple(x.shape)}; "
-            f"got {gate.dtype} {tuple(gate.shape)} on {gate.device}"
-        )
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x must be bfloat16, float16, float32 or float64; got {x.dtype}")
+    check_tensor("gate", gate, FLOATS, x.device, shape)
     cols = shape[-1]
-    if groups < 1 or cols % groups:
+    if whole("groups", groups) < 1 or cols % groups:
         raise ValueError(f"groups must be equal parts of the last dimension, {cols}; got {groups}")
     if weight is not None:
-        if weight.device != x.device or weight.dtype not in _DTYPES:
-            raise ValueError(
-                f"weight must be on {x.device} like x, in bfloat16, float16, float32 or float64; "
-                f"got {weight.dtype} on {weight.device}"
-            )
-        if weight.dim() != 1 or weight.shape[0] != cols:
-            raise ValueError(
-                f"weight must have the shape ({cols},) of x's last dimension, not {tuple(weight.shape)}"
-            )
-    if activation not in ("sigmoid", "silu"):
-        raise ValueError(f"activation must be 'sigmoid' or 'silu'; got {activation!r}")
-    format = None
-    if quantize is not None:
-        format = _check_quantize(quantize, rowwise, columnwise, quant_scale, out_dtype)
-    elif quant_scale is not None or return_amax or columnwise:
-        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+        check_tensor("weight", weight, FLOATS, x.device, (cols,))
+    if act not in ("sigmoid", "silu"):
+        raise ValueError(f"act must be 'sigmoid' or 'silu'; got {act!r}")
+    format = check_quantize(quantize, rowwise, columnwise, quant_scale, return_amax, out_dtype, x.device)
     stats = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or (weight is not None and weight.requires_grad)
     )
     outputs = gated_norm_op(
-        x, gate, weight, groups, activation, float(eps), float(weight_offset), transpose, stats,
+        x, gate, weight, groups, act, epsilon(eps, x), real("weight_offset", weight_offset), transpose, stats,
         out_dtype or x.dtype, None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
     )  # fmt: skip
     if format is None:

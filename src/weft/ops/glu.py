@@ -37,10 +37,12 @@ from ..quant.reference import amax_reference, empty_scale, nvfp4_global_referenc
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
+from .checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from .copies import (
     STRIPE,
     allocate_copies,
     cast_mode,
+    check_quantize,
     copy_arguments,
     count_copies,
     count_stripes,
@@ -1063,8 +1065,6 @@ glu_op = define_op(
 
 # ---- public functions -----------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 class GluGradients(NamedTuple):
     """What `glu_backward` returns: the gradients of x, up and prob, None for what the call does not have."""
@@ -1132,25 +1132,12 @@ def glu(
     >>> q.rowwise.data.shape, q.columnwise.data.shape
     (torch.Size([48, 256]), torch.Size([256, 48]))
     """
-    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, offsets, align)
+    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, up_offset, offsets, align)
     hidden = _hidden(x, kind)
-    format = grad_format = None
-    if quantize is not None:
-        format = Format.of(quantize)
+    grad_format = None
+    format = check_quantize(quantize, rowwise, columnwise, quant_scale, return_amax, out_dtype, x.device)
+    if format is not None:
         _check_format(format, rowwise, columnwise, offsets, align, True)
-        if columnwise and format.block == "row":
-            raise ValueError(
-                "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
-                "quantise the result with weft.quantize, or take 1x128"
-            )
-        if quant_scale is not None and (format.block != "tensor" or quant_scale.numel() != 1):
-            raise ValueError(
-                f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {format.block!r}"
-            )
-        if out_dtype is not None:
-            raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
-    elif quant_scale is not None or return_amax or columnwise:
-        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
     if quantize_grad is not None:
         grad_format = Format.of(quantize_grad)
         _, one_pass = _in_one_pass(grad_format, kind, hidden)
@@ -1193,13 +1180,9 @@ def glu_backward(
     >>> dx.rowwise.data.shape, dx.columnwise.data.shape, dprob.shape
     (torch.Size([48, 512]), torch.Size([512, 48]), torch.Size([48]))
     """
-    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, offsets, align)
+    kind = _check_inputs(x, up, act, layout, prob, limit, alpha, up_offset, offsets, align)
     hidden = _hidden(x, kind)
-    if dy.shape != (*x.shape[:-1], hidden) or dy.device != x.device or dy.dtype not in _DTYPES:
-        raise ValueError(
-            f"dy must be a float tensor of shape {(*x.shape[:-1], hidden)} on {x.device}; "
-            f"got {dy.dtype} {tuple(dy.shape)} on {dy.device}"
-        )
+    check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], hidden))
     spec = None
     if quantize is not None:
         format = Format.of(quantize)
@@ -1223,14 +1206,10 @@ def glu_backward(
 
 def _check_inputs(
     x: Tensor, up: Tensor | None, act: str, layout: str, prob: Tensor | None, limit: float | None, alpha: float,
-    offsets: Tensor | None, align: int,
+    up_offset: float, offsets: Tensor | None, align: int,
 ) -> str:  # fmt: skip
     """Complain about inputs that do not fit; the layout as the op takes it."""
-    if x.dim() == 0 or x.dtype not in _DTYPES:
-        raise ValueError(
-            f"x must be bfloat16, float16, float32 or float64, of at least one dimension; "
-            f"got {x.dtype} {tuple(x.shape)}"
-        )
+    check_input("x", x)
     if act not in _ACTS:
         raise ValueError(f"act must be one of {', '.join(_ACTS)}; got {act!r}")
     if layout not in ("concat", "interleaved", "none"):
@@ -1238,36 +1217,28 @@ def _check_inputs(
     if up is not None:
         if layout != "concat":
             raise ValueError(f"with up= there is no layout of gate and up in x; got layout={layout!r}")
-        if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
-            raise ValueError(
-                f"up must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
-                f"got {up.dtype} {tuple(up.shape)} on {up.device}"
-            )
+        check_tensor("up", up, (x.dtype,), x.device, x.shape)
         layout = "pair"
     elif layout != "none" and x.shape[-1] % 2:
         raise ValueError(f"x holds gate and up, [..., 2H]; its last dimension is {x.shape[-1]}, which is odd")
     if prob is not None:
         lead = x.shape[:-1]
-        if prob.shape not in (lead, (*lead, 1)) or prob.dtype not in _DTYPES or prob.device != x.device:
-            raise ValueError(
-                f"prob must be a float tensor of shape {tuple(lead)} or {(*lead, 1)} on {x.device}; "
-                f"got {prob.dtype} {tuple(prob.shape)} on {prob.device}"
-            )
-    if limit is not None and not limit > 0:
+        check_tensor("prob", prob, FLOATS, x.device, lead, (*lead, 1))
+    if limit is not None and not real("limit", limit) > 0:
         raise ValueError(f"limit must be positive, or None for no limit; got {limit}")
-    if alpha != 1.0 and act not in ("silu", "sigmoid"):
+    real("up_offset", up_offset)
+    if real("alpha", alpha) != 1.0 and act not in ("silu", "sigmoid"):
         raise ValueError(
             f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for {act!r}"
         )
-    if align < 1 or (offsets is None and align != 1):
+    if whole("align", align) < 1 or (offsets is None and align != 1):
         raise ValueError(f"align is a positive number that goes with offsets=…; got {align}")
-    if offsets is not None and (
-        offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.device != x.device
-    ):
-        raise ValueError(
-            f"offsets must be int32 or int64 [groups] on {x.device}; "
-            f"got {offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
-        )
+    if offsets is not None:
+        check_tensor("offsets", offsets, INTEGERS, x.device)
+        if offsets.dim() != 1:
+            raise ValueError(
+                f"offsets must be [groups], where the rows of each end; got {tuple(offsets.shape)}"
+            )
     return layout
 
 

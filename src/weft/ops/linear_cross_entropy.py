@@ -30,7 +30,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    scale: float = 1.0,
+    temperature: float = 1.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
     all_ignored: Literal["zero", "nan"] = "zero",
     return_lse: bool = False,
@@ -43,9 +43,8 @@ def linear_cross_entropy(
 
     hidden: [..., H], weight: [V, H], target: [...] and bias: [V] as for `linear_logprobs`, which has `skip_below` too;
     it does not go together with label smoothing, whose gradient is nowhere small. All other options, and what is
-    returned, as for `cross_entropy`; its weights of classes are `class_weight` [V] here. With a `shard` of the
-    vocabulary weight and bias are this rank's, and the gradient of hidden is the sum over the ranks; DTensors as for
-    `linear_logprobs`.
+    returned, as for `cross_entropy`. With a `shard` of the vocabulary weight and bias are this rank's, and the gradient
+    of hidden is the sum over the ranks; DTensors as for `linear_logprobs`.
 
     >>> import torch, weft
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -58,20 +57,21 @@ def linear_cross_entropy(
     if is_distributed(hidden, weight, bias, target, class_weight):
         return loss_over_mesh(
             linear_cross_entropy, localize_head(hidden, weight, bias, target, class_weight=class_weight),
-            "class_weight", weight.shape[0], ignore_index, reduction, all_ignored, label_smoothing=label_smoothing,
-            z_loss=z_loss, softcap=softcap, scale=scale, return_lse=return_lse, return_entropy=return_entropy,
+            weight.shape[0], ignore_index, reduction, all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, temperature=temperature, return_lse=return_lse, return_entropy=return_entropy,
             return_accuracy=return_accuracy, skip_below=skip_below,
         )  # fmt: skip
-    check_operands(hidden, weight, bias, target, shard, softcap, scale, skip_below, ignore_index)
+    check_operands(hidden, weight, bias, target, shard, skip_below, ignore_index)
     vocab = weight.shape[0] if shard is None else shard.size
-    check_loss("class_weight", class_weight, vocab, hidden, label_smoothing, reduction, all_ignored)
+    check_loss(class_weight, vocab, hidden, label_smoothing, z_loss, reduction, all_ignored)
     if label_smoothing and skip_below is not None:
         raise ValueError("skip_below leaves out what label smoothing adds everywhere: give one of the two")
     classes = None if class_weight is None else class_weight.detach()
     smooth = label_smoothing > 0.0
     results = token_results(
         hidden, weight, bias, target, classes if smooth else None, shard, ignore_index=ignore_index, softcap=softcap,
-        scale=scale, entropy=return_entropy, spread=smooth, accuracy=return_accuracy, skip_below=skip_below,
+        temperature=temperature, entropy=return_entropy, spread=smooth, accuracy=return_accuracy,
+        skip_below=skip_below,
     )  # fmt: skip
     found = reduced_loss(
         results, target, classes, vocab, ignore_index, label_smoothing, z_loss, reduction, all_ignored

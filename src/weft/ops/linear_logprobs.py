@@ -1,7 +1,7 @@
 """The loss head: log-probabilities of tokens from hidden states, without their logits ever being in memory.
 
     x = hidden @ weight^T + bias               [T, V], fp32 sums, a tile at a time
-    z = scale * cap(x)                         cap(x) = softcap * tanh(x / softcap), or x
+    z = scale * cap(x)                         cap(x) = softcap * tanh(x / softcap), or x; scale = 1 / temperature
     m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
     logprob = (z_y - m) - log(d)
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
@@ -43,7 +43,8 @@ from ..language import tl, triton
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
 from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap
 from ..tiles.split import dot_fp32
-from .losses import DTYPES
+from .checks import FLOATS, check_input, check_tensor, check_tensors, real
+from .losses import check_ignore_index, check_shard, check_softcap, check_target, scale_of
 from .mesh import Local, is_distributed, localize, logprobs_over_mesh
 from .rows import align_of, compute_dtype, count_rows, flat_rows
 from .vocabulary import (
@@ -983,24 +984,17 @@ class LogProbs(NamedTuple):
     """What `linear_logprobs` returns if more than the log-probabilities are asked for; the rest is None."""
 
     logprobs: Tensor
-    entropy: Tensor | None = None
     lse: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 def token_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, classes: Tensor | None,
-    shard: VocabShard | None, *, ignore_index: int, softcap: float | None, scale: float, entropy: bool, spread: bool,
-    accuracy: bool, skip_below: float | None,
+    shard: VocabShard | None, *, ignore_index: int, softcap: float | None, temperature: float, entropy: bool,
+    spread: bool, accuracy: bool, skip_below: float | None,
 ) -> Joined:  # fmt: skip
-    """All that the loss head knows of a token, of arguments that were checked. classes are of the whole vocabulary."""
-    options = (
-        ignore_index,
-        None if softcap is None else float(softcap),
-        float(scale),
-        entropy,
-        spread,
-        accuracy,
-    )
+    """All that the loss head knows of a token, of operands that were checked. classes are of the whole vocabulary."""
+    options = (ignore_index, check_softcap(softcap), scale_of(temperature), entropy, spread, accuracy)
     start, vocab = (0, weight.shape[0]) if shard is None else (shard.start, shard.size)
     stats = None
     if shard is not None:
@@ -1026,41 +1020,38 @@ def localize_head(
 
 def check_operands(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, shard: VocabShard | None,
-    softcap: float | None, scale: float, skip_below: float | None, ignore_index: int,
+    skip_below: float | None, ignore_index: int,
 ) -> None:  # fmt: skip
+    check_tensors("hidden weight target", hidden, weight, target)
+    check_input("hidden", hidden)
+    check_tensor("weight", weight, FLOATS, hidden.device)
     if (
-        hidden.dim() == 0
-        or weight.dim() != 2
+        weight.dim() != 2
         or weight.shape[1] != hidden.shape[-1]
         or (weight.numel() == 0 and shard is None)
+        or (target.shape != hidden.shape[:-1] and target.shape == weight.shape[:-1])
     ):
-        raise ValueError(
-            "hidden must be [..., H] and weight [V, H] with one H and at least one row; "
-            f"got {tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if shard is not None:
-        shard.check(weight.shape[0])
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [V] = [{weight.shape[0]}] like weight; got {tuple(bias.shape)}")
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype not in DTYPES or tensor.device != hidden.device):
-            raise ValueError(
-                f"{name} must be bfloat16, float16, float32 or float64 on {hidden.device}; "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
-    if target.shape != hidden.shape[:-1] or target.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"target must have the shape {tuple(hidden.shape[:-1])}, one to each row of hidden, in int32 or int64; "
-            f"got {target.dtype} {tuple(target.shape)}"
-        )
-    if target.device != hidden.device:
-        raise ValueError(f"target must be on {hidden.device} like hidden; it is on {target.device}")
-    if (softcap is not None and not softcap > 0.0) or not scale > 0.0:
-        raise ValueError(f"softcap and temperature or scale must be above 0; got {softcap} and {scale}")
-    if skip_below is not None and not 0.0 <= skip_below < 1.0:
+        raise _wrong_head(hidden, weight, target)
+    check_shard(shard, weight.shape[0])
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, hidden.device, weight.shape[:1])
+    check_target(target, hidden, "hidden")
+    if skip_below is not None and not 0.0 <= real("skip_below", skip_below) < 1.0:
         raise ValueError(f"skip_below must be a probability below 1; got {skip_below}")
-    if not -(2**31) <= ignore_index < 2**31:
-        raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
+    check_ignore_index(ignore_index)
+
+
+def _wrong_head(hidden: Tensor, weight: Tensor, target: Tensor) -> ValueError:
+    """What to say of hidden states and a weight that do not go together."""
+    note = ""
+    if hidden.dim() == 2 and weight.shape[-1:] == hidden.shape[-1:] and target.shape == weight.shape[:-1]:
+        note = ". The hidden states come first, then the weight"
+    elif weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
+        note = ". Give weight.t(), if its columns are the vocabulary"
+    return ValueError(
+        "hidden must be [..., H] and weight [V, H] with one H and at least one row, and target one class to each "
+        f"row of hidden; got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}{note}"
+    )
 
 
 def linear_logprobs(
@@ -1072,8 +1063,8 @@ def linear_logprobs(
     softcap: float | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
-    entropy: bool = False,
-    lse: bool = False,
+    return_lse: bool = False,
+    return_entropy: bool = False,
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> Any:
@@ -1087,8 +1078,8 @@ def linear_logprobs(
     - `softcap`: logits become softcap * tanh(logits / softcap); then they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
       read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
-    - `entropy`, `lse`: return these too, as `LogProbs(logprobs, entropy, lse)`: the entropy of the softmax and the log
-      of the sum of its exponentials.
+    - `return_lse`, `return_entropy`: return these too, as `LogProbs(logprobs, lse, entropy)`: the log of the sum of the
+      softmax's exponentials, and its entropy.
     - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities
       reaches this threshold and none is a target's, and spares their share of two products in three. A token's
       gradient loses less than V * skip_below of its size, and mostly far less. Off by default.
@@ -1104,7 +1095,7 @@ def linear_logprobs(
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> weight = torch.randn(1000, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> target = torch.tensor([1, 2, 3, -100, 5, 999])
-    >>> logprobs, entropy, _ = weft.linear_logprobs(hidden, weight, target, temperature=0.7, entropy=True)
+    >>> logprobs, _, entropy = weft.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
     >>> (-logprobs.sum() - 0.01 * entropy.sum()).backward()
     >>> logprobs.dtype, logprobs[3].item(), weight.grad.dtype
     (torch.float32, 0.0, torch.bfloat16)
@@ -1113,14 +1104,13 @@ def linear_logprobs(
         local = localize_head(hidden, weight, bias, target)
         return logprobs_over_mesh(
             linear_logprobs, local, softcap=softcap, temperature=temperature, ignore_index=ignore_index,
-            entropy=entropy, lse=lse, skip_below=skip_below,
+            return_lse=return_lse, return_entropy=return_entropy, skip_below=skip_below,
         )  # fmt: skip
-    scale = 1.0 / temperature if temperature > 0.0 else 0.0
-    check_operands(hidden, weight, bias, target, shard, softcap, scale, skip_below, ignore_index)
+    check_operands(hidden, weight, bias, target, shard, skip_below, ignore_index)
     results = token_results(
-        hidden, weight, bias, target, None, shard, ignore_index=ignore_index, softcap=softcap, scale=scale,
-        entropy=entropy, spread=False, accuracy=False, skip_below=skip_below,
+        hidden, weight, bias, target, None, shard, ignore_index=ignore_index, softcap=softcap,
+        temperature=temperature, entropy=return_entropy, spread=False, accuracy=False, skip_below=skip_below,
     )  # fmt: skip
-    if not (entropy or lse):
+    if not (return_lse or return_entropy):
         return results.logprobs
-    return LogProbs(results.logprobs, results.entropy, results.lse if lse else None)
+    return LogProbs(results.logprobs, results.lse if return_lse else None, results.entropy)

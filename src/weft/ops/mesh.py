@@ -146,16 +146,15 @@ def logprobs_over_mesh(function: Callable[..., Any], local: Local, **options: An
 
 
 def loss_over_mesh(
-    function: Callable[..., Any], local: Local, weights: str, vocab: int, ignore_index: int, reduction: str,
-    all_ignored: str, **options: Any,
+    function: Callable[..., Any], local: Local, vocab: int, ignore_index: int, reduction: str, all_ignored: str,
+    **options: Any,
 ) -> Any:  # fmt: skip
-    """`cross_entropy` or `linear_cross_entropy` of this rank's part, its results as DTensors. `weights`: what those of
-    classes are called."""
+    """`cross_entropy` or `linear_cross_entropy` of this rank's part, its results as DTensors."""
     found = function(
         **local.tensors, target=local.target, shard=local.shard, ignore_index=ignore_index, reduction="none", **options
     )  # fmt: skip
     loss = found if isinstance(found, Tensor) else found.loss
-    share, valid = shares_of(local.target, local.tensors[weights], vocab, ignore_index, loss.dtype)
+    share, valid = shares_of(local.target, local.tensors["class_weight"], vocab, ignore_index, loss.dtype)
 
     def over_tokens(values: Tensor, counted: Tensor) -> Tensor:
         if reduction == "none":

@@ -35,10 +35,12 @@ from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_c
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
+from .checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
 from .copies import (
     STRIPE,
     allocate_copies,
     cast_mode,
+    check_quantize,
     copy_arguments,
     count_copies,
     count_stripes,
@@ -1053,7 +1055,7 @@ def rms_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     modulation: Modulation | None = None,
@@ -1078,6 +1080,7 @@ def rms_norm(
       third, the gate for the next residual add, is returned.
     - `return_amax` (with `quantize`): the largest |y|, an fp32 scalar on the device, for delayed scaling.
 
+    - `eps`: None is what it is to `torch.nn.RMSNorm`, the eps of fp32 (of fp64 for an x in fp64).
     - `weight_offset`: 1 for weights stored around zero, as Gemma does.
     - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
     - `out_dtype`: of y, x's by default.
@@ -1094,9 +1097,10 @@ def rms_norm(
     >>> q.rowwise.data.shape, q.columnwise.data.shape
     (torch.Size([8, 256]), torch.Size([256, 8]))
     """
+    check_input("x", x)
     return _norm(
-        "rms", x, weight, bias, eps, weight_offset, residual, modulation, casting, out_dtype, quantize, rowwise,
-        columnwise, quant_scale, return_amax, out, residual_out,
+        "rms", x, weight, bias, epsilon(eps, x), weight_offset, residual, modulation, casting, out_dtype, quantize,
+        rowwise, columnwise, quant_scale, return_amax, out, residual_out,
     )  # fmt: skip
 
 
@@ -1121,7 +1125,7 @@ def layer_norm(
 ) -> Any:
     """LayerNorm over the last dimension: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
 
-    Arguments and results are those of `rms_norm`.
+    Arguments and results are those of `rms_norm`; eps is a number.
 
     >>> import torch, weft
     >>> x = torch.randn(2, 16, 128)
@@ -1130,9 +1134,10 @@ def layer_norm(
     >>> gate.shape
     torch.Size([2, 128])
     """
+    check_input("x", x)
     return _norm(
-        "layer", x, weight, bias, eps, weight_offset, residual, modulation, casting, out_dtype, quantize, rowwise,
-        columnwise, quant_scale, return_amax, out, residual_out,
+        "layer", x, weight, bias, epsilon(real("eps", eps), x), weight_offset, residual, modulation, casting,
+        out_dtype, quantize, rowwise, columnwise, quant_scale, return_amax, out, residual_out,
     )  # fmt: skip
 
 
@@ -1142,43 +1147,19 @@ def _norm(
     quantize: Format | str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None,
     return_amax: bool, out: Tensor | None, residual_out: Tensor | None,
 ) -> Any:  # fmt: skip
-    shape = x.shape
-    if not shape:
-        raise ValueError("x must have at least one dimension, the one to normalise over")
-    cols = shape[-1]
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is None:
-            continue
-        if vector.device != x.device or vector.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be on {x.device} like x, in bfloat16, float16, float32 or float64; "
-                f"got {vector.dtype} on {vector.device}"
-            )
-        if vector.dim() != 1 or vector.shape[0] != cols:
-            raise ValueError(
-                f"{name} must have the shape ({cols},) of x's last dimension, not {tuple(vector.shape)}"
-            )
-    if residual is not None and (residual.shape, residual.dtype, residual.device) != (
-        shape,
-        x.dtype,
-        x.device,
-    ):
-        raise ValueError(
-            f"residual must be like x, {x.dtype} {tuple(shape)} on {x.device}; "
-            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
-        )
+    shape, device = x.shape, x.device
+    if weight is not None:
+        check_tensor("weight", weight, FLOATS, device, shape[-1:], note=_ORDER)
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
+    if residual is not None:
+        check_tensor("residual", residual, (x.dtype,), device, shape)
     if casting not in ("fp32", "llama"):
         raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x must be bfloat16, float16, float32 or float64; got {x.dtype}")
     scale = shift = gate = None
     if modulation is not None:
         scale, shift, gate = _split_modulation(modulation, x)
-    format = None
-    if quantize is not None:
-        format = _check_quantize(quantize, rowwise, columnwise, quant_scale, out_dtype)
-    elif quant_scale is not None or return_amax or columnwise:
-        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+    format = check_quantize(quantize, rowwise, columnwise, quant_scale, return_amax, out_dtype, device)
     stats = torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -1188,7 +1169,7 @@ def _norm(
         or (shift is not None and shift.requires_grad)
     )
     args = (
-        x, weight, bias, residual, scale, shift, float(eps), float(weight_offset), kind, casting, stats,
+        x, weight, bias, residual, scale, shift, eps, real("weight_offset", weight_offset), kind, casting, stats,
         out_dtype or x.dtype,
         None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
     )  # fmt: skip
@@ -1216,7 +1197,8 @@ def _norm(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What to do about another library's order of arguments.
+_ORDER = "Arguments are (x, weight, bias), and eps= by its name; no shape is given: the last dimension is normalised"
 
 
 def _split_modulation(
@@ -1225,7 +1207,8 @@ def _split_modulation(
     """scale and shift as [samples, K], and the gate as it was packed."""
     cols = x.shape[-1]
     gate = None
-    if isinstance(modulation, Tensor):
+    if is_tensor(modulation):
+        check_input("modulation", modulation)
         parts = modulation.shape[-1] // max(cols, 1)
         if modulation.shape[-1] != parts * cols or parts not in (2, 3):
             raise ValueError(
@@ -1234,22 +1217,24 @@ def _split_modulation(
             )
         scale, shift, *rest = modulation.split(cols, dim=-1)
         gate = rest[0] if rest else None
-    else:
+    elif isinstance(modulation, (tuple, list)) and len(modulation) == 2:
         scale, shift = modulation
+    else:
+        raise TypeError(
+            "modulation must be (scale, shift), two tensors, or one in which they are packed; got "
+            f"a {type(modulation).__name__}"
+        )
     flat: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
         if part is None:
             flat.append(None)
             continue
+        check_tensor(f"modulation's {name}", part, FLOATS, x.device)
         lead = list(part.shape[:-1])
         while lead and lead[-1] == 1 and len(lead) > 1:
             lead.pop()
         per_row = list(x.shape[:-1])
-        if part.device != x.device or part.dtype not in _DTYPES:
-            raise ValueError(
-                f"modulation must be a float tensor on {x.device} like x; got {part.dtype} on {part.device}"
-            )
-        if part.shape[-1] != cols or (per_row[: len(lead)] != lead and lead != [1]):
+        if part.shape[-1:] != x.shape[-1:] or (per_row[: len(lead)] != lead and lead != [1]):
             raise ValueError(
                 f"modulation's {name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the "
                 f"first of them (per sample); got {tuple(part.shape)}"
@@ -1260,26 +1245,6 @@ def _split_modulation(
             f"scale and shift must have one shape; got {tuple(flat[0].shape)}, {tuple(flat[1].shape)}"
         )
     return flat[0], flat[1], gate
-
-
-def _check_quantize(
-    quantize: Format | str, rowwise: bool, columnwise: bool, quant_scale: Tensor | None, out_dtype: Any
-) -> Format:
-    format = Format.of(quantize)
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
-    if columnwise and format.block == "row":
-        raise ValueError(
-            "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
-            "quantise the result with weft.quantize, or take 1x128"
-        )
-    if quant_scale is not None and (format.block != "tensor" or quant_scale.numel() != 1):
-        raise ValueError(
-            f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {format.block!r}"
-        )
-    if out_dtype is not None:
-        raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
-    return format
 
 
 def _norm_into(out: Tensor | None, residual_out: Tensor | None, args: tuple[Any, ...]) -> list[Tensor]:
@@ -1295,21 +1260,30 @@ def _norm_into(out: Tensor | None, residual_out: Tensor | None, args: tuple[Any,
         outputs = norm_op.allocate(*args)
     mine = list(outputs)
     if isinstance(out, QTensor):
-        copies = (out.rowwise if rowwise else None, out.columnwise if columnwise else None)
+        copies = [copy for copy, made in ((out.rowwise, rowwise), (out.columnwise, columnwise)) if made]
+        fits = format == out.format.spec and out.shape == x.shape and out.device == x.device
+        if not fits or None in copies:
+            raise ValueError(
+                f"out is a {out!r}; the result is {format} of shape {tuple(x.shape)} on {x.device}, with "
+                f"{' and '.join(['rowwise'] * rowwise + ['columnwise'] * columnwise)}"
+            )
         parts = [part for copy in copies if copy is not None for part in copy[:2]]
-        held = next(copy for copy in copies if copy is not None)
-        parts += [] if held.global_scale is None else [held.global_scale]
-        if format is None or out.format.spec != format or out.shape != x.shape:
-            raise ValueError(f"out is a {out!r}; the result is {format} of shape {tuple(x.shape)}")
+        last = None if copies[0] is None else copies[0].global_scale
+        parts += [] if last is None else [last]
         mine[1 : 1 + len(parts)] = parts
     elif out is not None:
-        if format is not None or out.shape != x.shape or out.dtype != args[11] or not out.is_contiguous():
-            raise ValueError(f"out must be a contiguous {args[11]} tensor of shape {tuple(x.shape)}")
+        if format is not None:
+            raise ValueError(
+                f"out of a quantised result must be a QTensor, {format}; got {type(out).__name__}"
+            )
+        check_tensor("out", out, (args[11],), x.device, x.shape)
         mine[0] = out
     if residual_out is not None:
-        if residual_out.shape != x.shape or residual_out.dtype != x.dtype or not residual_out.is_contiguous():
-            raise ValueError(f"residual_out must be a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
+        check_tensor("residual_out", residual_out, (x.dtype,), x.device, x.shape)
         mine[-1] = residual_out
+    for name, given in (("out", out), ("residual_out", residual_out)):
+        if given is not None and not isinstance(given, QTensor) and not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; its strides are {given.stride()}")
     if torch.compiler.is_compiling() or not norm_op.serves(x):
         for target, value in zip(mine, outputs, strict=True):
             if target is not value:

@@ -33,6 +33,7 @@ from ..quant.reference import dequantize_copy, empty_scale, quantize_copies
 from ..quant.straight import standing_in, wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import decode, quantize_rows
+from .checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from .copies import (
     STRIPE,
     allocate_copies,
@@ -1198,11 +1199,8 @@ def row_map(
     >>> rows.row_of_slot.tolist()
     [[4, 0], [5, 2], [1, 6]]
     """
-    if routing.dim() == 0:
-        raise ValueError("routing must be [..., slots] experts of tokens, or a mask [..., experts]")
+    check_input("routing", routing, (*INTEGERS, torch.bool))
     dense = routing.dtype == torch.bool
-    if not dense and routing.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"routing must be int32 or int64 experts, or a bool mask; got {routing.dtype}")
     last = routing.shape[-1]
     if dense:
         experts = last if experts is None else experts
@@ -1215,7 +1213,7 @@ def row_map(
         )
     else:
         slots = last
-    if align < 1 or slots < 1 or experts < 1:
+    if min(whole("align", align), whole("slots", slots), whole("experts", experts)) < 1:
         raise ValueError(f"align, slots and experts must be at least 1; got {align}, {slots}, {experts}")
     tokens = 1
     for size in routing.shape[:-1]:
@@ -1226,7 +1224,7 @@ def row_map(
     if rows is None:
         most = count + min(experts, count) * (align - 1)
         rows = most // align * align
-    if rows < 0 or rows >= 2**31:
+    if whole("rows", rows) < 0 or rows >= 2**31:
         raise ValueError(f"rows must lie between 0 and 2**31 - 1; got {rows}")
     outputs = row_map_op(routing, experts, slots, align, rows, dense)
     row_of_slot, slot_of_row, counts, offsets = outputs[:4]
@@ -1234,14 +1232,21 @@ def row_map(
 
 
 def _check(x: Tensor, rows: RowMap, what: str, leading: tuple[int, ...]) -> None:
-    if x.dim() == 0 or tuple(x.shape[:-1]) != leading:
+    check_input(what, x)
+    if tuple(x.shape[:-1]) != leading:
         raise ValueError(
             f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
         )
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{what} must be bfloat16, float16, float32 or float64; got {x.dtype}")
     if x.device != rows.slot_of_row.device:
         raise ValueError(f"{what} is on {x.device}, the row map on {rows.slot_of_row.device}")
+
+
+def _check_rows(rows: RowMap) -> None:
+    if not isinstance(rows, RowMap):
+        raise TypeError(
+            f"rows must be a weft.RowMap; got a {type(rows).__name__}. Make one of the experts' indices first: "
+            "weft.row_map(indices, experts)"
+        )
 
 
 def _check_probs(probs: Tensor | None, rows: RowMap) -> None:
@@ -1250,14 +1255,9 @@ def _check_probs(probs: Tensor | None, rows: RowMap) -> None:
     shape = rows.row_of_slot.shape
     if rows.experts is not None:
         shape = torch.Size([*shape[:-1], rows.counts.shape[0]])
-    if probs.shape != shape or probs.dtype not in _DTYPES or probs.device != rows.slot_of_row.device:
-        raise ValueError(
-            f"probs must be floats {tuple(shape)} on {rows.slot_of_row.device}; got {probs.dtype} "
-            f"{tuple(probs.shape)} on {probs.device}"
-        )
+    check_tensor("probs", probs, FLOATS, rows.slot_of_row.device, shape)
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOVED = ("1x128", "mx", "row")  # blocks whose scales belong to one row
 _MADE = ("1x128", "mx")
 
@@ -1302,6 +1302,7 @@ def permute(
     >>> y.shape, p.shape, rows.offsets.tolist()
     (torch.Size([96, 256]), torch.Size([96]), [32, 64, 96])
     """
+    _check_rows(rows)
     plain, codes, scale, f = _taken_apart(x)
     _check(plain, rows, "x", tuple(rows.row_of_slot.shape[:-1]))
     _check_probs(probs, rows)
@@ -1346,16 +1347,14 @@ def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: 
     >>> torch.equal(weft.unpermute(weft.permute(x, rows), rows, probs), x)
     True
     """
+    _check_rows(rows)
     plain, codes, scale, f = _taken_apart(y)
     if f is not None and f.packed == 2:
         raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {f.spec} first")
     _check(plain, rows, "y", (rows.slot_of_row.shape[0],))
     _check_probs(probs, rows)
-    if carried is not None and (carried.shape != rows.slot_of_row.shape or carried.dtype not in _DTYPES):
-        raise ValueError(
-            f"carried must be floats ({rows.slot_of_row.shape[0]},), one to a row; got {carried.dtype} "
-            f"{tuple(carried.shape)}"
-        )
+    if carried is not None:
+        check_tensor("carried", carried, FLOATS, rows.slot_of_row.device, rows.slot_of_row.shape)
     outputs = unpermute_op(
         plain, codes, scale, probs, carried, rows.row_of_slot, rows.slot_of_row, rows.experts, rows.counts.shape[0],
         None if f is None else f.spec,

@@ -27,6 +27,7 @@ from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_refe
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
+from .checks import FLOATS, check_input, check_tensor, whole
 from .copies import (
     STRIPE,
     allocate_copies,
@@ -573,13 +574,11 @@ def quantize(
     True
     """
     f = Format.of(format)
-    if x.dim() == 0:
-        raise ValueError("x must have at least one dimension")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x must be bfloat16, float16 or float32; got {x.dtype}")
+    check_input("x", x, FLOATS[:3])
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
     if scale is not None:
+        check_tensor("scale", scale, FLOATS, x.device)
         rows = x.numel() // max(x.shape[-1], 1)
         fits = {"tensor": scale.numel() == 1, "row": scale.numel() == rows and not columnwise}
         if not fits.get(f.block, False):
@@ -587,10 +586,8 @@ def quantize(
                 f"a given scale is one number for block 'tensor', or [{rows}, 1] for block 'row' without a column-wise "
                 f"copy; got {tuple(scale.shape)} for block {f.block!r}"
             )
-        if scale.device != x.device:
-            raise ValueError(f"scale must be on {x.device} like x; got {scale.device}")
         scale = scale.float()
-    if seed is not None and (f.element == "int8" or not 0 <= seed < 2**62):
+    if seed is not None and (f.element == "int8" or not 0 <= whole("seed", seed) < 2**62):
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     outputs = quantize_op(x, f.spec, rowwise, columnwise, scale, return_amax, seed)
     copies = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)

@@ -37,11 +37,12 @@ from torch import Tensor
 from ..language import tl, triton
 from ..quant import Format
 from ..quant.reference import quantize_copy
-from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..runtime import Launch, capabilities_of, define_op, is_readable, kernel
 from ..tiles.numbers import encode
 from ..tiles.reduce import amax, larger
 from ..tiles.rotate import cos_sin, rotate
 from ..tiles.scales import fp32_scale, scaled
+from .checks import FLOATS, INTEGERS, check_input, check_tensor, check_tensors, epsilon, real, whole
 from .copies import cast_mode
 from .norm import FP32_MAX, _sum_kernel
 from .rows import align_of, compute_dtype, contiguous
@@ -1622,7 +1623,6 @@ rope_op = define_op(
 # ---- public functions -----------------------------------------------------------------------------------
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def qkv_prepare(
@@ -1641,7 +1641,7 @@ def qkv_prepare(
     k_weight: Tensor | None = None,
     q_bias: Tensor | None = None,
     k_bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     weight_offset: float = 0.0,
     norm_after: bool = False,
     cos: Tensor | None = None,
@@ -1663,23 +1663,26 @@ def qkv_prepare(
     **Input.** One packed projection `qkv`, [batch, sequence, width] with `layout="bshd"`, [sequence, batch, width] with
     "sbhd", or [tokens, width]; then `heads`, `kv_heads` and `head_dim` say how to cut it. Or `qkv` is q, and k and v
     are given: [batch, sequence, heads, head_dim] or as `layout` says, three-dimensional with "thd"; v may be missing.
-    bf16, fp16 or fp32, of any strides.
+    bf16, fp16 or fp32, of any strides. heads is a multiple of kv_heads: as many query heads share one of k and v.
 
     - `packing`: "flat" is [all q | all k | all v]; "groups" is one [q q q q k v] for each key head, as Megatron has it.
     - `gate`: every query head is followed by a gate of its size, which is returned last (Qwen3-Next).
     - `v_dim`: of a value head, `head_dim` by default.
 
     **Norm** of each head of q and k: `qk_norm` "rms" or "layer", with `q_weight`, `k_weight`, `q_bias`, `k_bias`
-    [head_dim]; before the rotation, or after it with `norm_after`.
+    [head_dim]; before the rotation, or after it with `norm_after`. `eps=None` as for `weft.rms_norm`.
 
     **Rotation**, if there are angles: tables `cos` and `sin` [rows, rope_dim / 2] whose row is the position, or
     [batch, sequence, rope_dim / 2]; or `base`: pair i turns by `position * base^(-2i / rope_dim)`, right to fp32 at any
-    position. No gradient goes to tables.
+    position. No gradient goes to tables. With style "neox", tables that end in rope_dim are HuggingFace's, in which the
+    angles stand twice, `cat([angles, angles])`: their first half is taken. On a CPU both halves are compared, and other
+    tables refused; on a device nothing waits to find out. With "interleaved" such tables are refused, for there are
+    two kinds of them.
 
     - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed sequences and for sequences in parts; 0,
       1, 2… by default. A position that a table has no row for gives NaN.
     - `rope_dim`: so many numbers of a head are rotated, all by default: the first, or the last with
-      `rope_first=False`.
+      `rope_first=False`. Tables of fewer angles need it: it tells what they are.
     - `style`: pairs (i, i + rope_dim / 2) for "neox", (2i, 2i + 1) for "interleaved".
     - `mrope_sections`: `positions` is [3, …], and the pairs take theirs from the first, second and third of them, so
       many each.
@@ -1722,8 +1725,10 @@ def qkv_prepare(
     if k is None and v is not None:
         raise ValueError("v is given without k: give both, or one packed tensor")
     packed = k is None
-    if qkv.dtype not in _DTYPES:
-        raise ValueError(f"qkv must be bfloat16, float16, float32 or float64; got {qkv.dtype}")
+    check_input("qkv", qkv)
+    for name, size in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("v_dim", v_dim)):
+        if size is not None:
+            whole(name, size, 1)
     if packed:
         if heads is None or head_dim is None:
             raise ValueError("a packed qkv is cut by heads=, kv_heads= and head_dim=")
@@ -1736,11 +1741,6 @@ def qkv_prepare(
             )
         if packing not in ("flat", "groups"):
             raise ValueError(f"packing must be 'flat' or 'groups'; got {packing!r}")
-        if min(heads, kv_heads, head_dim, v_dim) < 1 or (packing == "groups" and heads % kv_heads):
-            raise ValueError(
-                f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}, v_dim={v_dim} must be positive"
-                ", and heads a multiple of kv_heads for 'groups'"
-            )
         width = heads * head_dim * (2 if gate else 1) + kv_heads * (head_dim + v_dim)
         if qkv.shape[-1] != width:
             raise ValueError(
@@ -1751,6 +1751,10 @@ def qkv_prepare(
         layout = _layout_of(qkv, layout, 4)
         heads, kv_heads, head_dim, v_dim = _check_apart(
             qkv, k, v, heads, kv_heads, head_dim, v_dim, gate, layout
+        )
+    if kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, as many query heads share one of k and v; got {heads}, {kv_heads}"
         )
     if qk_norm not in (None, "rms", "layer"):
         raise ValueError(f"qk_norm must be None, 'rms' or 'layer'; got {qk_norm!r}")
@@ -1764,22 +1768,18 @@ def qkv_prepare(
             continue
         if qk_norm is None:
             raise ValueError(f"{name} goes with qk_norm='rms' or 'layer'")
-        if vector.shape != (head_dim,) or vector.device != qkv.device or vector.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be a float tensor ({head_dim},) on {qkv.device}; "
-                f"got {vector.dtype} {tuple(vector.shape)} on {vector.device}"
-            )
+        check_tensor(name, vector, FLOATS, qkv.device, (head_dim,))
     batch, tokens = _sizes(qkv, layout)
-    rope_dim, sections = _check_rotation(
+    cos, sin, rope_dim, sections = _check_rotation(
         cos, sin, positions, base, rope_dim, head_dim, style, mrope_sections, batch, tokens, qkv.device
     )
     out_layout = layout if out_layout is None else out_layout
     if out_layout not in LAYOUTS:
         raise ValueError(f"out_layout must be one of {', '.join(LAYOUTS)}; got {out_layout!r}")
     args = (
-        qkv, k, v, q_weight, k_weight, q_bias, k_bias, cos, sin, positions, float(base or 0.0), float(eps),
-        float(weight_offset), heads, kv_heads, head_dim, v_dim, packing if packed else "apart", gate, layout,
-        out_layout, qk_norm or "none", norm_after, rope_dim, style, rope_first, sections,
+        qkv, k, v, q_weight, k_weight, q_bias, k_bias, cos, sin, positions, float(base or 0.0), epsilon(eps, qkv),
+        real("weight_offset", weight_offset), heads, kv_heads, head_dim, v_dim, packing if packed else "apart", gate,
+        layout, out_layout, qk_norm or "none", norm_after, rope_dim, style, rope_first, sections,
     )  # fmt: skip
     if cache is None:
         if slots is not None or cache_scales is not None:
@@ -1829,8 +1829,7 @@ def rope(
     <BLANKLINE>
             [[0.5403, 0.8415]]])
     """
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x must be bfloat16, float16, float32 or float64; got {x.dtype}")
+    check_input("x", x)
     layout = _layout_of(x, layout, 4)
     out_layout = layout if out_layout is None else out_layout
     if out_layout not in LAYOUTS or (layout == "thd") != (out_layout == "thd"):
@@ -1838,7 +1837,7 @@ def rope(
     if cos is None and base is None:
         raise ValueError("a rotation needs tables cos and sin, or base")
     batch, tokens = _sizes(x, layout)
-    rope_dim, sections = _check_rotation(
+    cos, sin, rope_dim, sections = _check_rotation(
         cos, sin, positions, base, rope_dim, x.shape[-1], style, mrope_sections, batch, tokens, x.device
     )
     return rope_op(
@@ -1864,6 +1863,13 @@ def _check_apart(
     v_dim: int | None, gate: bool, layout: str,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Sizes of separate q, k and v."""
+    for name, part in (("k", k), ("v", v)):
+        if part is not None:
+            check_tensor(name, part, (q.dtype,), q.device)
+            if part.dim() != q.dim():
+                raise ValueError(
+                    f"{name} must have the dimensions of q, {tuple(q.shape)}; got {tuple(part.shape)}"
+                )
     at = LAYOUTS[layout][2]
     found = (q.shape[at], k.shape[at], k.shape[-1], k.shape[-1] if v is None else v.shape[-1])
     for name, given, size in zip(
@@ -1874,13 +1880,7 @@ def _check_apart(
     if q.shape[-1] != found[2] * (1 + gate):
         raise ValueError(f"heads of q have {q.shape[-1]} numbers, and those of k {found[2]}")
     for name, part in (("k", k), ("v", v)):
-        if part is None:
-            continue
-        if part.dtype != q.dtype or part.device != q.device or part.dim() != q.dim():
-            raise ValueError(
-                f"{name} must be like q, {q.dtype} on {q.device}; got {part.dtype} on {part.device}"
-            )
-        if _sizes(part, layout) != _sizes(q, layout) or part.shape[at] != found[1]:
+        if part is not None and (_sizes(part, layout) != _sizes(q, layout) or part.shape[at] != found[1]):
             raise ValueError(
                 f"{name} {tuple(part.shape)} does not go with q {tuple(q.shape)} and k {tuple(k.shape)}"
             )
@@ -1891,8 +1891,9 @@ def _check_cache(
     cache: Sequence[Tensor], scales: Sequence[Tensor] | None, x: Tensor, kv_heads: int, dims: tuple[int, int]
 ) -> list[Tensor]:  # fmt: skip
     """The tensors that are written to: both caches, and both scales if there are any."""
-    if len(cache) != 2 or (scales is not None and len(scales) != 2):
-        raise ValueError("cache is (k_cache, v_cache), and cache_scales (k_scale, v_scale)")
+    if not _is_pair(cache) or not (scales is None or _is_pair(scales)):
+        raise ValueError("cache must be (k_cache, v_cache), and cache_scales (k_scale, v_scale)")
+    check_tensors("k_cache v_cache k_scale v_scale", *cache, *(scales or ()))
     lead = cache[0].shape[:-2]
     dtypes = (x.dtype,) if scales is None else (torch.float8_e4m3fn, torch.uint8)
     for name, each, dim in zip(("k_cache", "v_cache"), cache, dims, strict=True):
@@ -1919,23 +1920,22 @@ def _check_cache(
     return [*cache, *scales]
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
 def _check_slots(slots: Tensor, x: Tensor, layout: str) -> None:
     batch, tokens = _sizes(x, layout)
-    both = (tokens, batch) if layout == "sbhd" else (batch, tokens)
-    fits = slots.shape == (batch * tokens,) or (slots.shape == both and layout != "thd")
-    if not fits or slots.dtype not in (torch.int32, torch.int64) or slots.device != x.device:
-        raise ValueError(
-            f"slots must be int32 or int64 {both if layout != 'thd' else ''} or ({batch * tokens},) on {x.device}; got "
-            f"{slots.dtype} {tuple(slots.shape)} on {slots.device}"
-        )
+    shapes = [(tokens, batch) if layout == "sbhd" else (batch, tokens)] if layout != "thd" else []
+    check_tensor("slots", slots, INTEGERS, x.device, *shapes, (batch * tokens,))
 
 
 def _check_rotation(
     cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, base: float | None, rope_dim: int | None,
     head_dim: int, style: str, sections: tuple[int, int, int] | None, batch: int, tokens: int,
     device: torch.device,
-) -> tuple[int, str]:  # fmt: skip
-    """(rope_dim, sections); 0 without a rotation."""
+) -> tuple[Tensor | None, Tensor | None, int, str]:  # fmt: skip
+    """(cos, sin, rope_dim, sections) as the ops take them; rope_dim is 0 without a rotation."""
     if (cos is None) != (sin is None) or (cos is not None and base is not None):
         raise ValueError("angles are given by cos and sin together, or by base")
     if style not in ("neox", "interleaved"):
@@ -1943,30 +1943,19 @@ def _check_rotation(
     if cos is None and base is None:
         if positions is not None or rope_dim or sections is not None:
             raise ValueError("positions, rope_dim and mrope_sections need tables cos and sin, or base")
-        return 0, ""
+        return None, None, 0, ""
     if rope_dim is None:
-        rope_dim = head_dim if cos is None else 2 * cos.shape[-1]
-    if rope_dim % 2 or not 0 < rope_dim <= head_dim:
+        rope_dim = head_dim
+    if whole("rope_dim", rope_dim) % 2 or not 0 < rope_dim <= head_dim:
         raise ValueError(
             f"rope_dim must be even, and at most the {head_dim} numbers of a head; got {rope_dim}"
         )
-    if base is not None and not base > 0.0:
-        raise ValueError(f"base must be positive; got {base}")
+    if base is not None and not 0.0 < real("base", base) < math.inf:
+        raise ValueError(f"base must be positive and finite; got {base}")
     if cos is not None and sin is not None:
-        own = (batch, tokens, rope_dim // 2)
-        fits = (
-            cos.dim() == 2
-            and cos.shape[1] == rope_dim // 2
-            and (positions is not None or cos.shape[0] >= tokens)
+        cos, sin = _check_tables(
+            cos, sin, positions is not None, rope_dim, head_dim, style, batch, tokens, device
         )
-        fits = fits or (
-            cos.dim() == 3 and positions is None and cos.shape[1:] == own[1:] and cos.shape[0] in (1, batch)
-        )
-        if not fits or cos.shape != sin.shape or cos.device != device or cos.dtype != sin.dtype:
-            raise ValueError(
-                f"cos and sin must be tables [{tokens} or more, {rope_dim // 2}], or without positions {own}, on "
-                f"{device}; got {tuple(cos.shape)} and {tuple(sin.shape)} on {cos.device}"
-            )
     if sections is not None and (len(sections) != 3 or sum(sections) != rope_dim // 2 or min(sections) < 0):
         raise ValueError(f"mrope_sections must be three parts of {rope_dim // 2} pairs; got {sections}")
     if sections is not None and positions is None:
@@ -1974,13 +1963,49 @@ def _check_rotation(
     if positions is not None:
         lead = (3,) if sections is not None else ()
         shapes = [(*lead, tokens), (*lead, batch, tokens), (*lead, 1, tokens)]
-        if tuple(positions.shape) not in shapes or positions.device != device:
-            raise ValueError(
-                f"positions must be {shapes[0]} or {shapes[1]} on {device}; got {tuple(positions.shape)} on "
-                f"{positions.device}"
-            )
-        if positions.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"positions must be int32 or int64, which hold every position; got {positions.dtype}"
-            )
-    return rope_dim, "" if sections is None else " ".join(map(str, sections))
+        check_tensor("positions", positions, INTEGERS, device, *shapes)
+    return cos, sin, rope_dim, "" if sections is None else " ".join(map(str, sections))
+
+
+def _check_tables(
+    cos: Tensor, sin: Tensor, by_position: bool, rope_dim: int, head_dim: int, style: str, batch: int, tokens: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tables of rope_dim / 2 angles, cut out of those in which each stands twice."""
+    check_tensor("cos", cos, FLOATS, device)
+    check_tensor("sin", sin, (cos.dtype,), device)
+    half, width = rope_dim // 2, cos.shape[-1] if cos.dim() else 0
+    lies = (cos.dim() == 2 and (by_position or cos.shape[0] >= tokens)) or (
+        cos.dim() == 3 and not by_position and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
+    )
+    if lies and width in (half, rope_dim) and sin.shape == cos.shape:
+        return (cos, sin) if width == half else _first_halves(cos, sin, style)
+    note = ""
+    if width == head_dim and cos.dim() > 2 and not lies:
+        note = ". If it is k: one tensor is rotated in a call; call rope for each, or give both to weft.qkv_prepare"
+    elif width not in (half, rope_dim) and width < head_dim:
+        note = (
+            f". If a part of each head is rotated, say which: rope_dim={2 * width}, or rope_dim={width} for tables in "
+            "which each angle stands twice"
+        )
+    raise ValueError(
+        f"cos and sin must be tables [{tokens} or more, {half}], or without positions {(batch, tokens, half)}; got "
+        f"{tuple(cos.shape)} and {tuple(sin.shape)}{note}"
+    )
+
+
+def _first_halves(cos: Tensor, sin: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """Of HuggingFace's tables `cat([angles, angles])`."""
+    half = cos.shape[-1] // 2
+    if style == "interleaved":
+        raise ValueError(
+            f"cos and sin have {2 * half} columns for {half} angles. With style='interleaved' give each angle once: "
+            "cos[..., ::2] where equal ones are neighbours, cos[..., : cos.shape[-1] // 2] where both halves are equal"
+        )
+    halves = [(table[..., :half], table[..., half:]) for table in (cos, sin)]
+    if is_readable(cos) and is_readable(sin) and not all(torch.equal(*pair) for pair in halves):
+        raise ValueError(
+            f"cos and sin have {2 * half} columns for {half} angles, but their halves are not equal. If neighbours "
+            "are, the rotation is style='interleaved', with tables cos[..., ::2] and sin[..., ::2]"
+        )
+    return halves[0][0], halves[1][0]

@@ -10,8 +10,8 @@
     weights = round(scale * w)
 
 A group's score is the sum of its m largest c, added from the largest on. What m, eps, the mask and the order of softmax
-and choice are, the libraries do not agree on: `CONVENTIONS` names them. With G = scale * dweights on the chosen and 0
-elsewhere, D = sum(w) + eps:
+and choice are, libraries and models do not agree on: `CONVENTIONS` names them. With G = scale * dweights on the chosen
+and 0 elsewhere, D = sum(w) + eps:
 
     ds = (G - sum(G * s) / D) / D      on the chosen, if renormalised; else ds = G
     dx = s * (ds - sum(s * ds))        softmax of all; over the chosen alone with a softmax after the choice
@@ -40,6 +40,7 @@ from torch import Tensor
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
+from .checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from .rows import align_of, compute_dtype, count_rows, flat_rows
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -49,11 +50,13 @@ TINY = 1e-20  # added to the sum that the balance loss divides by
 
 @dataclass(frozen=True)
 class Convention:
-    """How a library routes, where libraries differ.
+    """How a library or a model routes, where they differ. It says how, never how many: k, groups and the scale are
+    numbers of each model's own configuration.
 
+    - `score`: of the logits, where the argument is not given.
     - `post_softmax`: softmax is taken after the choice, over the chosen logits.
     - `group_score`: what a group is worth. "share": the sum of its k // group_topk best; "top2": of its two best;
-      "top2 or max": of its two best with a bias, else its best.
+      "top2 or max": of its two best with a bias, else its best. None: there are no groups.
     - `renormalize`: None for scores that are not a softmax, if k > 1; otherwise the default of the argument.
     - `eps`: added to the sum that renormalising divides by.
     - `masked_is_zero`: experts of other groups count as 0 where there is no bias, instead of minus infinity.
@@ -62,8 +65,9 @@ class Convention:
     - `scales_alone`: the scale applies without renormalising too.
     """
 
+    score: Score = "softmax"
     post_softmax: bool = False
-    group_score: str = "top2"
+    group_score: str | None = "top2"
     renormalize: bool | None = False
     eps: float = 1e-20
     masked_is_zero: bool = False
@@ -80,6 +84,12 @@ CONVENTIONS: dict[str, Convention] = {
     "torchtitan": Convention(),
     "vllm": Convention(group_score="top2 or max", eps=0.0),
     "sglang": Convention(group_score="top2 or max", masked_is_zero=True, scales_alone=False),
+    # Models, as HuggingFace transformers computes them; Qwen3 with norm_topk_prob, which all its checkpoints have. The
+    # bias of gpt-oss is the linear layer's, not one of the choice.
+    "qwen3": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False, keeps_dtype=True),
+    "mixtral": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False),
+    "gpt_oss": Convention(post_softmax=True, group_score=None, biased_softmax=False, keeps_dtype=True),
+    "deepseek_v3": Convention(score="sigmoid", renormalize=True),
 }
 
 
@@ -673,15 +683,13 @@ route_op = define_op(
 
 # ---- public function ------------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def route(
     logits: Tensor,
     k: int,
     *,
     convention: str = "megatron",
-    score: Score = "softmax",
+    score: Score | None = None,
     post_softmax: bool | None = None,
     bias: Tensor | None = None,
     groups: int = 1,
@@ -696,10 +704,14 @@ def route(
 ) -> Routing:
     """Choose k of E experts for each token, and weigh them. logits: [..., E] in fp32, bf16 or fp16, of any strides.
 
-    `convention` decides what libraries do differently: "megatron" (Megatron-LM and TransformerEngine), "torchtitan",
-    "vllm" or "sglang"; `CONVENTIONS` says how, and the arguments that are None by default take it from there.
+    `convention` decides what libraries and models do differently: "megatron" (Megatron-LM and TransformerEngine),
+    "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as HuggingFace transformers
+    computes them. `CONVENTIONS` says how, and the arguments that are None by default take it from there. The numbers of
+    a model's configuration are no part of it: DeepSeek-V3 itself is k=8, groups=8, group_topk=4, scale=2.5 and its
+    bias, and other models of its kind have others.
 
-    - `score`: "softmax", "sigmoid" or "sqrtsoftplus". `post_softmax`: softmax over the chosen logits, not over all.
+    - `score`: "softmax", "sigmoid" or "sqrtsoftplus"; softmax by all conventions but "deepseek_v3", with sigmoid.
+      `post_softmax`: softmax over the chosen logits, not over all.
     - `bias` [E]: added to the scores that are chosen by, never to the weights; it has no gradient.
     - `groups`, `group_topk`: experts come in that many groups of neighbours, and only those of the group_topk best
       groups are chosen from. `group_score`: what a group is worth, "share", "top2" or "max".
@@ -716,44 +728,43 @@ def route(
     >>> weights, indices, counts, *_ = weft.route(logits, 2)
     >>> indices, counts
     (tensor([[1, 2]], dtype=torch.int32), tensor([0, 1, 1, 0], dtype=torch.int32))
-    >>> weft.route(logits, 2, score="sigmoid", scale=2.5, balance_coefficient=1e-2).weights.sum()
+    >>> weft.route(logits, 2, convention="deepseek_v3", scale=2.5, balance_coefficient=1e-2).weights.sum()
     tensor(2.5000)
     """
-    rule = CONVENTIONS.get(convention)
+    rule = CONVENTIONS.get(convention) if isinstance(convention, str) else None
     if rule is None:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
-    if score not in SCORES:
+    if score is None:
+        score = rule.score
+    elif score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(SCORES)}; got {score!r}")
-    if logits.dim() == 0 or logits.dtype not in _DTYPES:
-        raise ValueError(
-            "logits must be [..., E] in bfloat16, float16, float32 or float64; "
-            f"got {logits.dtype} {tuple(logits.shape)}"
-        )
+    check_input("logits", logits)
     experts = logits.shape[-1]
-    if not 1 <= k <= experts:
+    if not 1 <= whole("k", k) <= experts:
         raise ValueError(f"k must be from 1 to the number of experts, {experts}; got {k}")
     post = rule.post_softmax and score == "softmax" if post_softmax is None else post_softmax
     if post and score != "softmax":
         raise ValueError(f"post_softmax goes with score='softmax'; got {score!r}")
     if bias is not None:
-        if bias.shape != (experts,) or bias.device != logits.device or bias.dtype not in _DTYPES:
-            raise ValueError(
-                f"bias must be a float tensor of shape ({experts},) on {logits.device}; "
-                f"got {bias.dtype} {tuple(bias.shape)} on {bias.device}"
-            )
+        check_tensor("bias", bias, FLOATS, logits.device, (experts,))
         if score == "softmax" and (post or not rule.biased_softmax):
             raise ValueError(
-                "a bias goes with sigmoid and sqrtsoftplus scores: Megatron has none for softmax, and a softmax after "
-                "the choice has no scores to add it to. Take convention='torchtitan' or 'vllm'"
+                f"a bias of the choice goes with sigmoid and sqrtsoftplus scores: {convention!r} has none for softmax, "
+                "and a softmax after the choice has no scores to add it to. Take convention='torchtitan' or 'vllm'; "
+                "the bias of a router's linear layer goes to weft.router_linear"
             )
         bias = bias.detach()
     group_best = 1
     if groups != 1:
-        if groups < 1 or experts % groups:
+        if whole("groups", groups) < 1 or experts % groups:
             raise ValueError(f"groups must divide the number of experts, {experts}; got {groups}")
-        if group_topk is None or not 1 <= group_topk <= groups:
+        if group_topk is None or not 1 <= whole("group_topk", group_topk) <= groups:
             raise ValueError(f"group_topk must be from 1 to the number of groups, {groups}; got {group_topk}")
         kind = group_score or rule.group_score
+        if kind is None:
+            raise ValueError(
+                f"{convention!r} has no groups: say with group_score= what one is worth, 'share', 'top2' or 'max'"
+            )
         if kind == "top2 or max":
             kind = "max" if bias is None else "top2"
         if kind not in ("share", "top2", "max"):
@@ -776,12 +787,13 @@ def route(
         divide = renormalize
     if not (divide or rule.scales_alone):
         scale = 1.0
+    check_out_dtype(out_dtype)
     if out_dtype is None:
         out_dtype = logits.dtype if rule.keeps_dtype or logits.dtype == torch.float64 else torch.float32
     balance, z = balance_coefficient is not None, z_coefficient is not None
     outputs = route_op(
         logits, bias, k, score, post, groups, group_topk or 1, group_best, rule.masked_is_zero and bias is None,
-        divide and not post, rule.eps, float(scale), out_dtype, index_dtype, balance, z,
+        divide and not post, rule.eps, real("scale", scale), out_dtype, index_dtype, balance, z,
     )  # fmt: skip
     if not (balance or z):
         return Routing(outputs[0], outputs[1], outputs[2])

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..language import tl
 from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
 from ..tiles.split import dot_fp32
+from .checks import FLOATS, check_input, check_tensor
 from .norm import _sum_kernel
 from .rows import align_of, compute_dtype, count_rows, flat_rows
 
@@ -415,8 +416,6 @@ router_linear_op = define_op(
 
 # ---- public function ------------------------------------------------------------------------------------
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in fp32, whatever the dtypes of x and weight are, and without a copy of x in fp32.
@@ -431,18 +430,14 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     >>> logits.dtype, logits.shape
     (torch.float32, torch.Size([6, 8]))
     """
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    check_input("x", x)
+    check_tensor("weight", weight, FLOATS, x.device)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x must be [..., H] and weight [E, H] with one H; got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     if weight.shape[0] == 0:
         raise ValueError("weight must have a row for each of one or more experts; it has none")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [E] = [{weight.shape[0]}] like weight; got {tuple(bias.shape)}")
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype not in _DTYPES or tensor.device != x.device):
-            raise ValueError(
-                f"{name} must be bfloat16, float16, float32 or float64 on {x.device}; "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, x.device, weight.shape[:1])
     return router_linear_op(x, weight, bias)[0]

@@ -247,6 +247,10 @@ class Format:
         """A format from itself, from a block's name, or from a spec like `e4m3:1x128:te:pow2`."""
         if isinstance(value, Format):
             return value
+        if not isinstance(value, str):
+            raise TypeError(
+                f"a format is a weft.Format or its name, such as '1x128' or 'e4m3:1x128:te'; got {value!r}"
+            )
         return _parse(value) if torch.compiler.is_compiling() else _parsed(value)  # it cannot trace a cache
 
     @staticmethod

@@ -77,6 +77,10 @@ def scale_from_amax(
     ...     q, history[step] = weft.quantize(x, "tensor", scale=scale, return_amax=True)
     """
     format = Format.of(format)
+    if not isinstance(amax, Tensor) or not amax.is_floating_point():
+        raise TypeError(
+            f"amax must be a tensor of floats, on the device where the scale is wanted; got {amax!r}"
+        )
     if format.scale_dtype is not torch.float32:
         raise ValueError(
             f"block {format.block!r} has scales of many blocks that depend on each other or on the tensor"

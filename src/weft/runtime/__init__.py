@@ -4,7 +4,7 @@ from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
-from .ops import Op, apply, catalogue, define_op
+from .ops import Op, apply, catalogue, define_op, is_readable
 
 __all__ = [
     "TARGETS",
@@ -22,6 +22,7 @@ __all__ = [
     "choosing_for",
     "compile_all",
     "define_op",
+    "is_readable",
     "kernel",
     "launch_device",
     "recording",

@@ -267,3 +267,9 @@ def _is_watched() -> bool:
 def _is_transformed() -> bool:
     """Whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the numbers of x can be looked at: no device has to be waited for, and nothing traces the call."""
+    traced = torch.compiler.is_compiling() or _is_watched() or _is_transformed() or type(x) not in _PLAIN
+    return not traced and x.device.type == "cpu"

@@ -24,10 +24,10 @@ VOCABULARIES: dict[str, int] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
-    "rl": {"reduction": "none", "scale": 1.25, "return_lse": True, "return_entropy": True},
+    "rl": {"reduction": "none", "temperature": 0.8, "return_lse": True, "return_entropy": True},
     "capped": {"softcap": 30.0, "reduction": "sum", "return_accuracy": True},
     "everything": {
-        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "scale": 0.8, "ignored": 5, "weighted": True,
+        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "temperature": 1.25, "ignored": 5, "weighted": True,
         "return_lse": True, "return_entropy": True, "return_accuracy": True,
     },
 }  # fmt: skip
@@ -54,7 +54,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     kwargs = {"logits": logits, "target": target}
     if settings.get("weighted"):
         weight_dtype = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        kwargs["weight"] = inputs.normal(cols, dtype=weight_dtype).abs()
+        kwargs["class_weight"] = inputs.normal(cols, dtype=weight_dtype).abs()
     return kwargs
 
 
@@ -83,10 +83,14 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     """What the backward of the same call reads: logits, statistics, the gradients that there are."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
     smoothing, reduction = options.get("label_smoothing", 0.0), options.get("reduction", "mean")
-    z_loss, softcap, scale = options.get("z_loss", 0.0), options.get("softcap"), options.get("scale", 1.0)
+    z_loss, softcap, scale = (
+        options.get("z_loss", 0.0),
+        options.get("softcap"),
+        1 / options.get("temperature", 1.0),
+    )
     entropy = options.get("return_entropy", False)
     loss, lse, *rest = catalogue["cross_entropy"](
-        given["logits"], given["target"], given.get("weight"), -100, smoothing, z_loss, softcap, scale, reduction,
+        given["logits"], given["target"], given.get("class_weight"), -100, smoothing, z_loss, softcap, scale, reduction,
         True, entropy, False, False,
     )  # fmt: skip
     entropies = rest.pop(0) if entropy else None
@@ -95,7 +99,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     kwargs = {
         "logits": given["logits"],
         "target": given["target"],
-        "weight": given.get("weight"),
+        "weight": given.get("class_weight"),
         "largest": largest,
         "total": total,
         "inverse": inverse,

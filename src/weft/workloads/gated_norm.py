@@ -20,10 +20,10 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 
 # The sets of options: arguments of the function.
 _LINGHE: dict[str, Any] = {"groups": 4, "transpose": True}
-_ODD: dict[str, Any] = {**_LINGHE, "activation": "silu", "weight_offset": 1.0}
+_ODD: dict[str, Any] = {**_LINGHE, "act": "silu", "weight_offset": 1.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups": _LINGHE,
-    "silu": {"activation": "silu"},
+    "silu": {"act": "silu"},
     "groups-silu": _ODD,
     "1x128": {**_LINGHE, "quantize": "1x128"},
     "1x128-both": {**_LINGHE, "quantize": "1x128", "columnwise": True},
@@ -79,7 +79,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "weight": made["weight"],
         "rstd": rstd,
         "groups": groups,
-        "activation": made.get("activation", "sigmoid"),
+        "act": made.get("act", "sigmoid"),
         "weight_offset": made.get("weight_offset", 0.0),
         "transpose": transpose,
         "needs": [True, True, True],

@@ -25,10 +25,10 @@ HEADS: dict[str, tuple[int, int, int]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
-    "rl": {"logprobs": True, "temperature": 0.8, "entropy": True, "lse": True, "ignored": 2},
+    "rl": {"logprobs": True, "temperature": 0.8, "return_entropy": True, "return_lse": True, "ignored": 2},
     "capped": {"softcap": 30.0, "reduction": "sum", "return_accuracy": True},
     "everything": {
-        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "scale": 0.8, "ignored": 5, "weighted": True,
+        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "temperature": 1.25, "ignored": 5, "weighted": True,
         "biased": True, "return_lse": True, "return_entropy": True, "return_accuracy": True,
     },
 }  # fmt: skip
@@ -98,7 +98,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     """What the backward of the same call reads: statistics, and the gradients that there are."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
     entropy, spread = options.get("return_entropy", False), "label_smoothing" in options
-    softcap, scale = options.get("softcap"), options.get("scale", 1.0)
+    softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
     hidden, weight, target = given["hidden"], given["weight"], given["target"]
     classes = given.get("class_weight") if spread else None
     logprob, _, *rest = catalogue["linear_logprobs"](

@@ -1,0 +1,140 @@
+"""Whether arguments are what an op takes. A good one costs a few comparisons; what is wrong with a bad one, and what to
+do, is found out on the way to the exception.
+
+Where a tensor goes, nothing else is taken: not a list, a number, a NumPy array or a module. Making a tensor of them
+would copy to the device in every call, and wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .rows import compute_dtype
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """`isinstance(value, Tensor)`, and fast for parameters too."""
+    kind = type(value)
+    return kind is Tensor or kind is Parameter or isinstance(value, Tensor)
+
+
+def check_tensors(names: str, *values: object) -> None:
+    """Values with names, none of which may be missing: tensors all of them."""
+    for value in values:
+        if not is_tensor(value):
+            raise no_tensor(names.split()[[v is value for v in values].index(True)], value)
+
+
+def check_input(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """The tensor that the others are measured by: of some dimensions, and of such a dtype."""
+    if not is_tensor(x) or x.layout is not torch.strided:
+        raise no_tensor(name, x)
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be {_words(dtypes)}; got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension; got a tensor with none, one number")
+
+
+def check_tensor(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...],
+    note: str = "",
+) -> None:  # fmt: skip
+    """A tensor of such a dtype, on this device and of one of these shapes; of any without them. `note` says what to do
+    about one that is not."""
+    if not is_tensor(value) or value.layout is not torch.strided:
+        raise no_tensor(name, value, note)
+    if value.dtype not in dtypes:
+        wanted = _words(dtypes) if len(dtypes) > 1 else f"{_words(dtypes)} like the other tensors"
+        raise ValueError(f"{name} must be {wanted}; got {value.dtype}{note and f'. {note}'}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like the other tensors; it is on {value.device}")
+    if shapes and value.shape not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"{name} must have the shape {wanted}; got {tuple(value.shape)}{note and f'. {note}'}"
+        )
+
+
+def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
+    """What to say of something that is given where a dense tensor goes."""
+    kind = type(value).__name__
+    if is_tensor(value):
+        nested = "as a tensor with pads" if value.is_nested else "as .to_dense() gives it"
+        return TypeError(f"{name} must be a dense tensor; got one in {value.layout}. Give it {nested}")
+    if isinstance(value, Module):
+        held = "its .weight" if isinstance(getattr(value, "weight", None), Tensor) else "one of its tensors"
+        found, note = f"the module {kind}", f"Give {held}"
+    elif value is None:
+        found = "None"
+    elif isinstance(value, (bool, int, float, str)):
+        found = f"the {kind} {value!r}"
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        found, note = f"a {kind}", f"Give one of its tensors: .{', .'.join(value._fields)}"
+    elif isinstance(value, (list, tuple)):
+        found = f"a {kind}"
+        note = note or "Make a tensor of it once: torch.tensor(..., device=...)"
+    elif kind == "ndarray":
+        found, note = "a NumPy array", "Make a tensor of it: torch.from_numpy(...)"
+    else:
+        found = f"a {kind}"
+    return TypeError(f"{name} must be a tensor; got {found}{note and f'. {note}'}")
+
+
+def check_out_dtype(out_dtype: torch.dtype | None) -> None:
+    """That of a plain result."""
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise ValueError(
+            f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. Codes come from quantize="
+        )
+
+
+def epsilon(eps: float | None, x: Tensor) -> float:
+    """eps of an RMSNorm of x. None is what it is to `torch.nn.RMSNorm`: that of the dtype it is computed in."""
+    if eps is None:
+        return torch.finfo(compute_dtype(x)).eps
+    eps = real("eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be at least 0 and finite; got {eps}")
+    return eps
+
+
+def real(name: str, value: float) -> float:
+    """A number as a float. A tensor is none: reading it would wait for the device."""
+    if type(value) is not float:
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number; got {_kind(value)}")
+        value = float(value)
+    if value != value:
+        raise ValueError(f"{name} must be a number; got {value}")
+    return value
+
+
+def whole(name: str, value: int, least: int | None = None) -> int:
+    """An integer, and not below `least`."""
+    if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer; got {_kind(value)}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
+    return value
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor: a number on the host is wanted, as .item() gives it"
+    if value is None:
+        return "None"
+    return f"the {type(value).__name__} {value!r}"
+
+
+def _words(dtypes: tuple[torch.dtype, ...]) -> str:
+    *some, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(some)} or {last}" if some else last

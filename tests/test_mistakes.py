@@ -1,0 +1,393 @@
+"""Mistakes of new users: each is refused with words that say what was wrong and what to do, or works as they meant."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import weft
+
+torch.manual_seed(0)
+X, W = torch.randn(8, 64), torch.ones(64)
+HEAD, LABELS = torch.randn(100, 64), torch.arange(8)
+EXPERTS = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]] * 2)
+ROWS = weft.row_map(EXPERTS, 4)
+Q, K = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16)
+ANGLES = torch.randn(8, 8)
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+TWICE, PAIRED = torch.cat([ANGLES, ANGLES], -1), ANGLES.repeat_interleave(2, -1)
+OTHER = torch.device("meta")
+
+Mistake = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+
+# What was called, the exception, and words that its message has.
+MISTAKES: dict[str, Mistake] = {
+    # ---- other libraries' arguments and their order
+    "torch's rms_norm": (lambda: weft.rms_norm(X, (64,), W), TypeError, ("weight", "(x, weight, bias)", "last dim")),
+    "torch's layer_norm": (lambda: weft.layer_norm(X, [64], W), TypeError, ("weight", "a list", "last dimension")),
+    "a size for a weight": (lambda: weft.rms_norm(X, 64), TypeError, ("weight", "the int 64", "no shape is given")),
+    "Liger's rms_norm": (lambda: weft.rms_norm(X, W, 1e-6), TypeError, ("bias", "the float 1e-06", "eps=")),
+    "eps of layer_norm": (lambda: weft.layer_norm(X, eps=None), TypeError, ("eps must be a number", "None")),
+    "Liger's fused linear loss": (
+        lambda: weft.linear_cross_entropy(HEAD, X, LABELS), ValueError,
+        ("(100, 64), (8, 64)", "hidden states come first"),
+    ),
+    "Liger's, of log-probabilities": (
+        lambda: weft.linear_logprobs(HEAD, X, LABELS), ValueError, ("hidden states come first",),
+    ),
+    "a head with the vocabulary last": (
+        lambda: weft.linear_cross_entropy(X, HEAD.t(), LABELS), ValueError, ("[V, H]", "weight.t()"),
+    ),
+    "q and k to rope": (
+        lambda: weft.rope(Q, K, COS), ValueError, ("(2, 8, 2, 16)", "call rope for each", "qkv_prepare"),
+    ),
+    "torch's layout of logits": (
+        lambda: weft.cross_entropy(torch.randn(2, 10, 5), torch.zeros(2, 5).long()), ValueError,
+        ("logits.movedim(1, -1)",),
+    ),
+    "soft targets": (
+        lambda: weft.cross_entropy(X, X.softmax(-1)), ValueError,
+        ("Soft and one-hot", "argmax(-1)", "torch.nn.functional"),
+    ),
+    "one-hot targets": (lambda: weft.cross_entropy(X, F.one_hot(LABELS, 64)), ValueError, ("target.argmax(-1)",)),
+    "soft targets of a head": (
+        lambda: weft.linear_cross_entropy(X, HEAD, torch.rand(8, 100)), ValueError, ("Soft and one-hot",),
+    ),
+    "flat targets": (
+        lambda: weft.cross_entropy(X.view(2, 4, 64), LABELS), ValueError, ("(2, 4)", "target.reshape(2, 4)"),
+    ),
+    "targets in float": (
+        lambda: weft.cross_entropy(X, LABELS.float()), ValueError, ("int32 or int64", "target.long()"),
+    ),
+    "targets in bytes": (lambda: weft.cross_entropy(X, LABELS.byte()), ValueError, ("int32 or int64", "target.long()")),
+    "reciprocal temperature": (lambda: weft.cross_entropy(X, LABELS, scale=2.0), TypeError, ("'scale'",)),
+    "a temperature of nothing": (
+        lambda: weft.cross_entropy(X, LABELS, temperature=0), ValueError,
+        ("temperature must be above 0 and finite", "0"),
+    ),
+    "no temperature is infinite": (
+        lambda: weft.linear_logprobs(X, HEAD, LABELS, temperature=math.inf), ValueError, ("above 0 and finite", "inf"),
+    ),
+    "NaN for a temperature": (
+        lambda: weft.linear_cross_entropy(X, HEAD, LABELS, temperature=math.nan), ValueError, ("temperature", "nan"),
+    ),
+    "a temperature on the device": (
+        lambda: weft.cross_entropy(X, LABELS, temperature=torch.tensor(0.7)), TypeError, ("temperature", ".item()"),
+    ),
+    # ---- tables of angles
+    "neighbours equal": (
+        lambda: weft.rope(Q, PAIRED.cos(), PAIRED.sin()), ValueError, ("halves are not equal", "cos[..., ::2]"),
+    ),
+    "neighbours equal, interleaved": (
+        lambda: weft.rope(Q, PAIRED.cos(), PAIRED.sin(), style="interleaved"), ValueError, ("cos[..., ::2]",),
+    ),
+    "halves equal, interleaved": (
+        lambda: weft.rope(Q, TWICE.cos(), TWICE.sin(), style="interleaved"), ValueError, ("each angle once",),
+    ),
+    "halves of sin not equal": (
+        lambda: weft.rope(Q, TWICE.cos(), PAIRED.sin()), ValueError, ("halves are not equal",),
+    ),
+    "few angles": (
+        lambda: weft.rope(Q, COS[:, :4], SIN[:, :4]), ValueError, ("rope_dim=8", "rope_dim=4"),
+    ),
+    "complex angles": (lambda: weft.rope(Q, torch.polar(COS, SIN), SIN), ValueError, ("cos must be", "complex64")),
+    "tables of two dtypes": (lambda: weft.rope(Q, COS, SIN.bfloat16()), ValueError, ("sin must be float32 like",)),
+    "too few rows": (lambda: weft.rope(Q, COS[:5], SIN[:5]), ValueError, ("[8 or more, 8]", "(5, 8)")),
+    "float positions": (
+        lambda: weft.rope(Q, COS, SIN, positions=torch.arange(8.0)), ValueError, ("positions must be int32 or int64",),
+    ),
+    # ---- heads
+    "heads of a packed qkv": (
+        lambda: weft.qkv_prepare(torch.randn(2, 8, 160), heads=4, kv_heads=3, head_dim=16), ValueError,
+        ("heads must be a multiple of kv_heads", "4, 3"),
+    ),
+    "heads of q and k": (lambda: weft.qkv_prepare(Q[:, :, :3], K, K), ValueError, ("multiple of kv_heads", "3, 2")),
+    "k in another dtype": (lambda: weft.qkv_prepare(Q, K.half(), K), ValueError, ("k must be float32 like",)),
+    "one cache": (
+        lambda: weft.qkv_prepare(Q, K, K, cache=torch.zeros(4, 2, 16), slots=torch.arange(16)), ValueError,
+        ("cache must be (k_cache, v_cache)",),
+    ),
+    "slots in a list": (
+        lambda: weft.qkv_prepare(Q, K, K, cache=(torch.zeros(16, 2, 16),) * 2, slots=[*range(16)]), TypeError,
+        ("slots must be a tensor", "torch.tensor"),
+    ),
+    # ---- modules, lists, arrays, and what other ops return
+    "a norm for its weight": (lambda: weft.rms_norm(X, nn.RMSNorm(64)), TypeError, ("the module RMSNorm", ".weight")),
+    "a layer for its weight": (
+        lambda: weft.linear_cross_entropy(X, nn.Linear(64, 100), LABELS), TypeError, ("the module Linear", ".weight"),
+    ),
+    "a layer for the router's": (
+        lambda: weft.router_linear(X, nn.Linear(64, 8)), TypeError, ("the module Linear", ".weight"),
+    ),
+    "a module without a weight": (
+        lambda: weft.rms_norm(X, nn.Sequential()), TypeError, ("the module Sequential", "one of its tensors"),
+    ),
+    "offsets in a list": (lambda: weft.glu(X, offsets=[3, 8]), TypeError, ("offsets must be a tensor", "torch.tensor")),
+    "targets in a list": (
+        lambda: weft.cross_entropy(X, [1] * 8), TypeError, ("target must be a tensor", "torch.tensor"),
+    ),
+    "an array": (lambda: weft.quantize(X.numpy()), TypeError, ("x must be a tensor", "torch.from_numpy")),
+    "experts for rows": (
+        lambda: weft.permute(X, EXPERTS), TypeError, ("weft.RowMap", "weft.row_map(indices, experts)"),
+    ),
+    "experts for rows, back": (lambda: weft.unpermute(X, EXPERTS), TypeError, ("weft.RowMap", "weft.row_map")),
+    "all of a routing": (
+        lambda: weft.row_map(weft.route(torch.randn(4, 8), 2), 8), TypeError, ("got a Routing", ".indices"),
+    ),
+    "a group for a shard": (
+        lambda: weft.cross_entropy(X, LABELS, shard=object()), TypeError, ("weft.VocabShard", "VocabShard.of"),
+    ),
+    "a scale on the host": (
+        lambda: weft.rms_norm(X, quantize="tensor", quant_scale=0.1), TypeError, ("quant_scale must be a tensor",),
+    ),
+    "formats in a list": (lambda: weft.quantize(X, ["mx"]), TypeError, ("a format is a weft.Format or its name",)),
+    "an amax on the host": (lambda: weft.scale_from_amax(3.0), TypeError, ("amax must be a tensor",)),
+    # ---- dtypes, devices, layouts
+    "codes without a format": (
+        lambda: weft.rms_norm(X, out_dtype=torch.int8), ValueError, ("out_dtype", "torch.int8", "quantize="),
+    ),
+    "a dtype by its name": (lambda: weft.glu(X, out_dtype="bf16"), ValueError, ("out_dtype", "'bf16'")),
+    "another device": (lambda: weft.rms_norm(X, W.to(OTHER)), ValueError, ("weight must be on cpu", "on meta")),
+    "carried on another device": (
+        lambda: weft.unpermute(weft.permute(X, ROWS), ROWS, carried=torch.rand(16, device=OTHER)), ValueError,
+        ("carried must be on cpu", "on meta"),
+    ),
+    "out on another device": (
+        lambda: weft.rms_norm(X, out=torch.empty(8, 64, device=OTHER)), ValueError, ("out must be on cpu", "on meta"),
+    ),
+    "a residual in another dtype": (
+        lambda: weft.rms_norm(X, W, residual=X.bfloat16()), ValueError, ("residual must be float32 like",),
+    ),
+    "complex numbers": (lambda: weft.glu(X.to(torch.complex64)), ValueError, ("x must be", "complex64")),
+    "raw FP8": (lambda: weft.rms_norm(X.to(torch.float8_e4m3fn)), ValueError, ("x must be", "float8_e4m3fn")),
+    "one number": (lambda: weft.glu(torch.tensor(1.0)), ValueError, ("x must have at least one dimension",)),
+    "a sparse tensor": (lambda: weft.rms_norm(X.to_sparse(), W), TypeError, ("dense", "sparse_coo", ".to_dense()")),
+    "a nested tensor": (
+        lambda: weft.rms_norm(torch.nested.nested_tensor([X, X], layout=torch.jagged), W), TypeError,
+        ("dense", "jagged", "pads"),
+    ),
+    # ---- numbers
+    "a negative eps": (lambda: weft.rms_norm(X, eps=-1e-6), ValueError, ("eps must be at least 0",)),
+    "eps in words": (lambda: weft.rms_norm(X, eps="1e-6"), TypeError, ("eps must be a number", "'1e-6'")),
+    "eps on the device": (lambda: weft.gated_norm(X, X, eps=torch.tensor(1e-6)), TypeError, ("eps", ".item()")),
+    "half a row": (lambda: weft.row_map(EXPERTS, 4, align=1.5), TypeError, ("align must be an integer", "1.5")),
+    "half an expert": (lambda: weft.route(X, 2.5), TypeError, ("k must be an integer", "2.5")),
+    "no number of groups": (
+        lambda: weft.gated_norm(X, X, groups=None), TypeError, ("groups must be an integer", "None"),
+    ),
+    "no index to ignore": (
+        lambda: weft.cross_entropy(X, LABELS, ignore_index=None), TypeError, ("ignore_index must be an integer",),
+    ),
+    "a limit in words": (lambda: weft.glu(X, limit="7"), TypeError, ("limit must be a number", "'7'")),
+    "a scale of NaN": (lambda: weft.route(X, 2, scale=math.nan), ValueError, ("scale must be a number", "nan")),
+    "three parts of a modulation": (
+        lambda: weft.layer_norm(X, modulation=(W, W, W)), TypeError, ("modulation must be (scale, shift)",),
+    ),
+    "a routing of no kind": (
+        lambda: weft.route(X, 2, convention="llama4"), ValueError,
+        ("megatron", "sglang", "qwen3", "deepseek_v3", "'llama4'"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake(mistake: str) -> None:
+    call, exception, words = MISTAKES[mistake]
+    with pytest.raises(exception) as raised:
+        call()
+    assert raised.type is exception
+    for word in words:
+        assert word in str(raised.value), word
+
+
+# ---- what is no tensor, in every place of one --------------------------------------------------------------
+
+Y = weft.permute(X, ROWS)
+CALLS: dict[str, dict[str, Any]] = {
+    "rms_norm": {"x": X, "weight": W, "bias": W, "residual": X},
+    "layer_norm": {"x": X, "weight": W, "bias": W, "modulation": torch.randn(8, 128)},
+    "gated_norm": {"x": X, "gate": X, "weight": W},
+    "glu": {"x": X, "prob": torch.rand(8), "offsets": torch.tensor([3, 8])},
+    "glu_backward": {"dy": X, "x": X, "up": X, "prob": torch.rand(8), "offsets": torch.tensor([3, 8])},
+    "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
+    "dequantize": {"q": weft.quantize(X)},
+    "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},
+    "router_linear": {"x": X, "weight": HEAD, "bias": torch.zeros(100)},
+    "row_map": {"routing": EXPERTS, "experts": 4},
+    "permute": {"x": X, "rows": ROWS, "probs": torch.rand(8, 2)},
+    "unpermute": {"y": Y, "rows": ROWS, "probs": torch.rand(8, 2), "carried": torch.rand(len(Y))},
+    "rope": {"x": Q, "cos": COS, "sin": SIN, "positions": torch.arange(8)},
+    "qkv_prepare": {
+        "qkv": Q, "k": K, "v": K, "cos": COS, "sin": SIN, "positions": torch.arange(8), "qk_norm": "layer",
+        "q_weight": torch.ones(16), "k_bias": torch.ones(16),
+    },
+    "cross_entropy": {"logits": X, "target": LABELS, "class_weight": W},
+    "linear_cross_entropy": {
+        "hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100), "class_weight": torch.ones(100),
+    },
+    "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
+    "scale_from_amax": {"amax": torch.tensor(3.0), "format": "tensor"},
+}  # fmt: skip
+OF_LISTS = ("any_nonfinite", "clip_grads_", "count_zeros", "grad_norm")  # which take tensors in lists
+NO_TENSORS: dict[str, Any] = {
+    "nothing": None, "a number": 1.0, "a list": [1, 2], "a tuple": (64,), "a string": "x", "a module": nn.Linear(4, 4),
+    "an array": torch.ones(3).numpy(), "a row map": ROWS, "a dictionary": {},
+}  # fmt: skip
+
+
+def test_every_function_of_tensors_is_here() -> None:
+    functions = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
+    of_tensors = {name for name in functions if "Tensor" in str(inspect.signature(getattr(weft, name)))}
+    assert of_tensors == CALLS.keys() | set(OF_LISTS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_tensor_is_named(name: str) -> None:
+    """Whatever is given in place of each tensor: refused as of a wrong type, by the name of the argument."""
+    function, call = getattr(weft, name), CALLS[name]
+    optional = {p.name for p in inspect.signature(function).parameters.values() if p.default is None}
+    function(**call)
+    for argument, value in call.items():
+        if not isinstance(value, Tensor):
+            continue
+        named = {"q": "QTensor"}.get(argument, argument)
+        for what, wrong in NO_TENSORS.items():
+            if wrong is None and argument in optional:
+                continue
+            with pytest.raises(TypeError) as raised:
+                function(**{**call, argument: wrong})
+            assert named in str(raised.value), f"{argument} is {what}: {raised.value}"
+        if name not in ("dequantize", "scale_from_amax"):
+            with pytest.raises((TypeError, ValueError), match=argument):
+                function(**{**call, argument: value.to_sparse()})
+
+
+# ---- what works as it was meant ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_eps_of_none_is_that_of_torch(dtype: torch.dtype) -> None:
+    """Of rows so small that eps decides: bf16's own would be another."""
+    x = (X * 1e-4).to(dtype)
+    truth = x.double() / (x.double().square().mean(-1, keepdim=True) + torch.finfo(_wide(dtype)).eps).sqrt()
+    for got in (
+        weft.rms_norm(x, eps=None),
+        F.rms_norm(x, (64,)),
+        weft.gated_norm(x, torch.full_like(x, 100.0), eps=None),
+        weft.qkv_prepare(x.view(8, 1, 64), x.view(8, 1, 64), qk_norm="rms", eps=None)[0].view(8, 64),
+    ):
+        torch.testing.assert_close(got.double(), truth, rtol=2 * torch.finfo(dtype).eps, atol=0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_tables_as_transformers_makes_them(rotated: int) -> None:
+    """[S, D], [1, S, D] and [B, S, D], of all of a head and of a part of it: the bits of tables with each angle once;
+    with gradients, and under torch.compile."""
+    angles = torch.randn(2, 8, rotated // 2)
+    once, twice = (angles.cos(), angles.sin()), [torch.cat([t, t], -1) for t in (angles.cos(), angles.sin())]
+    part: dict[str, Any] = {} if rotated == 16 else {"rope_dim": rotated}
+    for at in (slice(None), slice(1), 0):
+        tables, doubled = [t[at] for t in once], [t[at] for t in twice]
+        leaf = Q.clone().requires_grad_()
+        wanted, got = weft.rope(leaf, *tables, **part), weft.rope(leaf, *doubled, **part)
+        assert torch.equal(got, wanted)
+        assert torch.equal(*(torch.autograd.grad(y, leaf, Q.flip(0))[0] for y in (got, wanted)))
+        names = [dict(zip(("cos", "sin"), t, strict=True)) for t in (tables, doubled)]
+        both = [weft.qkv_prepare(Q, K, K, **n, **part) for n in names]
+        assert all(map(torch.equal, *both))
+        compiled = torch.compile(
+            lambda x, cos, sin: weft.rope(x, cos, sin, **part), fullgraph=True, backend="aot_eager"
+        )
+        assert torch.equal(compiled(Q, *doubled), wanted)
+
+
+def test_tables_are_not_looked_at_where_they_cannot_be() -> None:
+    """Of a device, or traced: no number is read, so wrong tables are not refused."""
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (Q, PAIRED, PAIRED)]
+        assert weft.rope(*fake).shape == Q.shape
+    assert weft.rope(*(t.to(OTHER) for t in (Q, PAIRED, PAIRED))).shape == Q.shape
+
+
+def test_liger_s_swiglu_has_the_same_arguments() -> None:
+    torch.testing.assert_close(weft.glu(X, X.flip(0)), F.silu(X) * X.flip(0))
+
+
+def test_square_logits_are_read_as_documented() -> None:
+    """As many classes as tokens: shapes cannot tell torch's layout from Weft's, which is the one that is documented."""
+    logits, target = torch.randn(2, 5, 5), torch.randint(0, 5, (2, 5))
+    wanted = F.cross_entropy(logits.movedim(-1, 1), target)
+    torch.testing.assert_close(weft.cross_entropy(logits, target), wanted)
+    torch.testing.assert_close(
+        weft.cross_entropy(logits.movedim(1, -1), target), F.cross_entropy(logits, target)
+    )
+
+
+def test_a_number_may_be_of_any_kind() -> None:
+    """Integers and NumPy's numbers, as they come out of configurations; and under torch.compile, where they vary."""
+    wanted = weft.cross_entropy(X, LABELS, temperature=2.0, softcap=30.0)
+    array = torch.tensor([2.0, 30.0], dtype=torch.float32).numpy()
+    assert torch.equal(weft.cross_entropy(X, LABELS, temperature=array[0], softcap=array[1]), wanted)
+    assert torch.equal(weft.cross_entropy(X, LABELS, temperature=2, softcap=30), wanted)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def f(x: Tensor, eps: float, temperature: float, groups: int) -> Tensor:
+        y = weft.gated_norm(weft.rms_norm(x, W, eps=eps), x, groups=groups)
+        return weft.cross_entropy(y, LABELS, temperature=temperature)
+
+    for eps, temperature, groups in ((1e-5, 0.7, 2), (1e-3, 1.5, 4)):
+        y = weft.gated_norm(weft.rms_norm(X, W, eps=eps), X, groups=groups)
+        wanted = weft.cross_entropy(y, LABELS, temperature=temperature)
+        torch.testing.assert_close(f(X, eps, temperature, groups), wanted)
+
+
+# ---- one vocabulary ----------------------------------------------------------------------------------------
+
+
+def test_losses_say_the_same_by_the_same_names() -> None:
+    """Of three losses, what two have is called the same and has the same default."""
+    functions = (weft.cross_entropy, weft.linear_cross_entropy, weft.linear_logprobs)
+    names = [dict(inspect.signature(f).parameters) for f in functions]
+    for name in ("temperature", "softcap", "ignore_index", "return_lse", "return_entropy", "shard"):
+        assert len({str(of[name]) for of in names}) == 1, name
+    for name in ("class_weight", "label_smoothing", "z_loss", "reduction", "all_ignored", "return_accuracy"):
+        assert len({str(of[name]) for of in names[:2]}) == 1, name
+    assert not {"scale", "entropy", "lse"} & set().union(*names)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 3])
+def test_temperature_divides_the_logits_of_all_losses(temperature: float) -> None:
+    """After the softcap; and powers of two change no bit but the exponents."""
+    logits = X @ HEAD.t()
+    capped = 20.0 * torch.tanh(logits.double() / 20.0) / temperature
+    wanted = torch.log_softmax(capped, -1).gather(1, LABELS[:, None])[:, 0]
+    options: dict[str, Any] = {"softcap": 20.0, "temperature": temperature}
+    every: dict[str, Any] = {**options, "reduction": "none", "return_lse": True, "return_entropy": True}
+    losses = [
+        weft.cross_entropy(logits, LABELS, **every),
+        weft.linear_cross_entropy(X, HEAD, LABELS, **every),
+    ]
+    found = weft.linear_logprobs(X, HEAD, LABELS, return_lse=True, return_entropy=True, **options)
+    assert found._fields[1:3] == losses[0]._fields[1:3] == ("lse", "entropy")
+    for logprobs, lse, entropy in (found, *((-loss.loss, loss.lse, loss.entropy) for loss in losses)):
+        torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), torch.logsumexp(capped, -1), rtol=1e-5, atol=1e-5)
+        of_softmax = torch.distributions.Categorical(logits=capped).entropy()
+        torch.testing.assert_close(entropy.double(), of_softmax, rtol=1e-5, atol=1e-5)
+    if temperature in (0.5, 1.0):
+        assert torch.equal(
+            weft.cross_entropy(logits, LABELS, temperature=temperature),
+            weft.cross_entropy(logits / temperature, LABELS),
+        )
