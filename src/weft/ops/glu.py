@@ -32,8 +32,9 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
+from ..quant.copies import empty_scale
 from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, empty_scale, nvfp4_global_reference, quantize_copies
+from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
