@@ -146,7 +146,7 @@ class QTensor(Tensor):
         self._map(lambda part: part.share_memory_())  # type: ignore[no-untyped-call]
         return self
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> QTensor:
         return self.detach()  # type: ignore[return-value]
 
@@ -204,8 +204,8 @@ class QTensor(Tensor):
         ranks = mesh.size()
         if outer_size[0] % ranks:
             raise ValueError(
-                f"FSDP gathers the shards of a QTensor {tuple(outer_size)} only if all have as many rows, and "
-                f"{outer_size[0]} do not divide over {ranks} ranks: pad them, or give the parameter to "
+                f"FSDP gathers shards of a QTensor {tuple(outer_size)} only if all have the same length, and "
+                f"{outer_size[0]} does not divide by {ranks} ranks: pad it to a multiple, or give the parameter to "
                 "fully_shard(ignored_params=...)"
             )
         return tuple(shard_bytes(self.format, self._copies)), (self, outer_size)
@@ -395,9 +395,12 @@ def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
         f"{what} cannot be copied into {q!r}, which takes codes of its own format and shape: quantise it first "
         f'(weft.quantize(x, "{q.spec}")), or replace the tensor, as load_state_dict(..., assign=True) does'
     )
-    unit = row_unit(q.format, q._copies, q._matrix()[0])
-    if q._matrix()[0] % unit:
-        message += f". A shard of it is plain if it cuts blocks: shards must be multiples of {unit} rows"
+    rows, unit = q._matrix()[0], row_unit(q.format, q._copies, q._matrix()[0])
+    if rows % unit:
+        message += (
+            f". If these {rows} rows are a shard: none can cut blocks, which have {unit} rows here. Pad the rows to a "
+            f"multiple of {unit} for each rank, or give the parameter to fully_shard(ignored_params=...)"
+        )
     raise RuntimeError(message)
 
 
