@@ -1119,7 +1119,8 @@ def glu(
     - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
       made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
       would reach from the gate into up; those and the other blocks take an fp32 gradient in memory. What leaves a
-      graph of `torch.compile` as the gradient of one of its inputs is dequantised.
+      graph of `torch.compile` as the gradient of one of its inputs is dequantised. Gradients that autograd adds up
+      are dequantised and added in x's dtype.
 
     >>> import torch, weft
     >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)

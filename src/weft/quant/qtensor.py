@@ -111,11 +111,12 @@ class QTensor(Tensor):
 
     def _matrix(self) -> tuple[int, int]:
         """M and K. A flat view still has the copies of the matrix that it is a view of."""
-        if self.rowwise is not None:
+        if self.dim() == 1 and self.rowwise is not None:
             rows = self.rowwise.data.shape[0]
-            return rows, self.numel() // rows if rows else self.shape[-1]
-        assert self.columnwise is not None
-        cols = self.columnwise.data.shape[0]
+            return rows, self.numel() // rows if rows else self.shape[0]
+        cols = self.shape[-1]
+        if self.dim() == 1 and self.columnwise is not None:
+            cols = self.columnwise.data.shape[0]
         return self.numel() // cols if cols else 0, cols
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
@@ -308,7 +309,7 @@ def _is_pinned(q: QTensor, device: Any = None) -> bool:
 def _view(q: QTensor, shape: Any) -> Any:
     """With other leading dimensions, or flat, as FSDP keeps a shard."""
     wanted = torch.empty(q.shape, device="meta").view(shape).shape
-    if wanted[-1:] != q.shape[-1:] and len(wanted) != 1:
+    if len(wanted) != 1 and wanted[-1:] != q._matrix()[1:]:
         return NotImplemented
     return QTensor(wanted, q.dtype, q.format, *q._copies)
 
@@ -320,8 +321,8 @@ def _as_strided(q: QTensor, size: Any, stride: Any, storage_offset: Any = None) 
 
 
 def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | None:
-    """Pieces of the first dimension as views; None if one of them would cut a block, or if that is the only one."""
-    if q.dim() < 2 or q._matrix()[1] != q.shape[-1]:
+    """Pieces of the first dimension as views; None if one of them would cut a block, or a row."""
+    if q.dim() < 2:
         return None
     inner = math.prod(q.shape[1:-1])
     f, rows = q.format, q.shape[0] * inner
@@ -379,17 +380,14 @@ def _empty_like(q: QTensor, dtype: Any = None, device: Any = None, **options: An
 
 def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
     """Codes and scales of a tensor of the same format, which has at least the same copies."""
-    if (
-        isinstance(source, QTensor)
-        and (source.spec, source.shape) == (q.spec, q.shape)
-        and all(mine is None or its is not None for mine, its in zip(q._copies, source._copies, strict=True))
-    ):
-        for mine, its in zip(q._copies, source._copies, strict=True):
-            if mine is not None and its is not None:
-                for part, its_part in zip(mine, its, strict=True):
+    if isinstance(source, QTensor) and (source.spec, source.shape) == (q.spec, q.shape):
+        pairs = [(mine, its) for mine, its in zip(q._copies, source._copies, strict=True) if mine is not None]
+        if all(its is not None and its.scale.shape == mine.scale.shape for mine, its in pairs):
+            for mine, its in pairs:
+                for part, its_part in zip(mine, its or (), strict=True):
                     if part is not None and its_part is not None:
                         part.copy_(its_part, non_blocking)
-        return q
+            return q
     what = repr(source) if isinstance(source, QTensor) else f"a plain tensor {tuple(source.shape)}"
     message = (
         f"{what} cannot be copied into {q!r}, which takes codes of its own format and shape: quantise it first "
