@@ -1,9 +1,4 @@
-"""How an op writes a quantised result: room for the copies, and the stores that fill it from a tile.
-
-Row-wise codes are [M, K], tight. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
-stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie with M (of
-the column-wise copy: K) contiguous and padded to 4, the others row by row.
-"""
+"""How an op writes a quantised result: the stores that fill its copies from a tile. `quant.copies` has their layout."""
 
 from __future__ import annotations
 
@@ -15,7 +10,9 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format
-from ..quant.reference import empty_scale
+from ..quant.copies import allocate_copies as allocate_copies
+from ..quant.copies import count_copies as count_copies
+from ..quant.copies import split_copies as split_copies
 from ..runtime import Capabilities, Launch, kernel
 from ..tiles import (
     CONVERT,
@@ -68,23 +65,6 @@ def check_quantize(
     return format
 
 
-def allocate_copies(
-    format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
-) -> list[Tensor]:
-    """[data, scale] of each copy asked for, then nvfp4's global scale."""
-    outputs = []
-    if rowwise:
-        data = torch.empty(format.data_shape(rows, cols), dtype=format.number.dtype, device=device)
-        outputs += [data, empty_scale(format, rows, cols, device)]
-    if columnwise:
-        _, width = format.data_shape(cols, rows)
-        data = torch.empty((cols, -(-width // 16) * 16), dtype=format.number.dtype, device=device)
-        outputs += [data[:, :width], empty_scale(format, cols, rows, device)]
-    if format.block == "nvfp4":
-        outputs.append(torch.empty((), dtype=torch.float32, device=device))
-    return outputs
-
-
 def count_stripes(rows: int, cols: int) -> int:
     """Stripes of 128 rows; within one, offsets have 32 bits."""
     if cols >= 2**24:
@@ -92,21 +72,6 @@ def count_stripes(rows: int, cols: int) -> int:
             f"rows of 2**24 elements or more have no column-wise copy and no 128x128 blocks; got {cols}"
         )
     return -(-rows // STRIPE)
-
-
-def split_copies(
-    format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool
-) -> tuple[Copy | None, Copy | None]:
-    """The copies among the outputs that begin with those of `allocate_copies`."""
-    end = 2 * (rowwise + columnwise)
-    global_scale = tensors[end] if format.block == "nvfp4" else None
-    pairs = [Copy(tensors[i], tensors[i + 1], global_scale) for i in range(0, end, 2)]
-    return pairs[0] if rowwise else None, pairs[-1] if columnwise else None
-
-
-def count_copies(format: Format, *, rowwise: bool, columnwise: bool) -> int:
-    """How many tensors `allocate_copies` makes."""
-    return 2 * (rowwise + columnwise) + (format.block == "nvfp4")
 
 
 def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int, int, int]:

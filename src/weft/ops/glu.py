@@ -32,8 +32,9 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
+from ..quant.copies import empty_scale
 from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, empty_scale, nvfp4_global_reference, quantize_copies
+from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
@@ -1118,7 +1119,8 @@ def glu(
     - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
       made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
       would reach from the gate into up; those and the other blocks take an fp32 gradient in memory. What leaves a
-      graph of `torch.compile` as the gradient of one of its inputs is dequantised.
+      graph of `torch.compile` as the gradient of one of its inputs is dequantised. Gradients that autograd adds up
+      are dequantised and added in x's dtype.
 
     >>> import torch, weft
     >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)

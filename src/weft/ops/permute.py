@@ -29,7 +29,8 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.reference import dequantize_copy, empty_scale, quantize_copies
+from ..quant.copies import empty_scale
+from ..quant.reference import dequantize_copy, quantize_copies
 from ..quant.straight import standing_in, wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
 from ..tiles import decode, quantize_rows

@@ -50,8 +50,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .copies import Copy
 from .formats import Format
-from .qtensor import Copy
 
 Operand = Literal["a", "b"]
 

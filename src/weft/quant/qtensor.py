@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..runtime import apply, catalogue
+from .copies import (
+    Copies,
+    Copy,
+    allocate_copies,
+    cut_rows,
+    join_shards,
+    row_unit,
+    shard_bytes,
+    split_copies,
+)
 from .formats import Format
 
 if TYPE_CHECKING:
     from .layouts import Buffers
 
+aten = torch.ops.aten
 
-class Copy(NamedTuple):
-    """One quantised copy of a 2-D tensor: codes, scales, and nvfp4's scale of the whole tensor."""
-
-    data: Tensor
-    scale: Tensor
-    global_scale: Tensor | None = None
+# What a QTensor can say that its numbers are in. Converted to another dtype, it is dequantised.
+_STATED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class QTensor(Tensor):
@@ -36,12 +44,24 @@ class QTensor(Tensor):
     An operation that does not know a QTensor gets it dequantised. `weft.layouts` hands its bytes to other
     libraries.
 
+    As a parameter or a buffer it goes where the module goes:
+
+    - `.to(dtype)` and `.bfloat16()` change the dtype that it states and that `dequantize` gives; its codes stay.
+    - It is saved, loaded, pickled and copied with its codes. `load_state_dict` copies codes into a QTensor of the
+      same format, and dequantises into a plain parameter; with `assign=True` it takes any tensor.
+    - `fully_shard` (FSDP2) shards it along its first dimension and gathers codes and scales. Each shard has as many
+      rows, and whole blocks.
+    - It is not written to in place, but for `copy_` from its like. Where autograd adds to a gradient that is a
+      QTensor, that gradient becomes dense: the sum of dequantised numbers, in its dtype.
+
     >>> import torch, weft
     >>> q = weft.quantize(torch.randn(4, 256), "1x128")
     >>> q.shape, q.rowwise.data.dtype, q.rowwise.scale.shape
     (torch.Size([4, 256]), torch.float8_e4m3fn, torch.Size([4, 2]))
     >>> (q + 1).shape
     torch.Size([4, 256])
+    >>> q.bfloat16()
+    QTensor((4, 256), torch.bfloat16, e4m3:1x128:te:pow2, rowwise, device='cpu')
     """
 
     rowwise: Copy | None
@@ -89,16 +109,20 @@ class QTensor(Tensor):
             raise ValueError(f"{self!r} has no {'column' if columnwise else 'row'}-wise copy")
         return to_layout(copy, self.format, name, operand=operand, columnwise=columnwise)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For `torch.save`, pickling and copying: the parts, and how to put them together."""
-        parts = [None if copy is None else tuple(copy) for copy in (self.rowwise, self.columnwise)]
-        return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad)
+    def _matrix(self) -> tuple[int, int]:
+        """M and K. A flat view still has the copies of the matrix that it is a view of."""
+        if self.dim() == 1 and self.rowwise is not None:
+            rows = self.rowwise.data.shape[0]
+            return rows, self.numel() // rows if rows else self.shape[0]
+        cols = self.shape[-1]
+        if self.dim() == 1 and self.columnwise is not None:
+            cols = self.columnwise.data.shape[0]
+        return self.numel() // cols if cols else 0, cols
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         held = self.rowwise or self.columnwise
         assert held is not None
-        cols = self.shape[-1]
-        rows = self.numel() // cols if cols else 0
+        rows, cols = self._matrix()
         length = cols if self.rowwise is not None else rows
         # By its name: the op is defined above this package.
         (values,) = catalogue["dequantize"](*held, self.spec, length, dtype)
@@ -110,6 +134,32 @@ class QTensor(Tensor):
             f"QTensor({tuple(self.shape)}, {self.dtype}, {self.spec}, {' and '.join(copies)}, "
             f"device={str(self.device)!r})"
         )
+
+    # ---- saving, copying, sharing -------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `torch.save`, pickling and copying: the parts, and how to put them together."""
+        parts = [None if copy is None else tuple(map(_plain_bytes, copy)) for copy in self._copies]
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad, is_parameter)
+
+    def share_memory_(self) -> QTensor:
+        self._map(lambda part: part.share_memory_())  # type: ignore[no-untyped-call]
+        return self
+
+    @property
+    def data(self) -> QTensor:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, QTensor):
+            raise TypeError(
+                f"the data of {self!r} cannot become a plain tensor: put another tensor (or torch.nn.Parameter) in its "
+                "place"
+            )
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.rowwise, self.columnwise, self.spec = new.rowwise, new.columnwise, new.spec
 
     # ---- torch.compile takes it apart into plain tensors and puts it together again -----------------------
 
@@ -135,10 +185,58 @@ class QTensor(Tensor):
             copies[side] = None if parts[0] is None else Copy(*parts)  # type: ignore[arg-type]
         return QTensor(outer_size, dtype, Format.of(spec), copies["rowwise"], copies["columnwise"])
 
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """AOTAutograd asks what the gradient of a graph's output will be, and assumes what the output is. It is plain:
+        zeros if nobody differentiates this output, and otherwise what `dequantize` and other operations pass on."""
+        tangent = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        # It asks what is inside the answer without asking whether that is still a wrapper.
+        tangent.__tensor_flatten__ = _nothing_inside  # type: ignore[attr-defined]
+        return tangent
+
+    def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: type | None = None) -> Tensor | None:
+        """A gradient that is a QTensor all the same, where AOTAutograd expects a plain one."""
+        return self._decoded(self.dtype) if kind is Tensor else None
+
+    # ---- FSDP2: `fully_shard` calls these around its all-gather -------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        ranks = mesh.size()
+        if outer_size[0] % ranks:
+            raise ValueError(
+                f"FSDP gathers shards of a QTensor {tuple(outer_size)} only if all have the same length, and "
+                f"{outer_size[0]} does not divide by {ranks} ranks: pad it to a multiple, or give the parameter to "
+                "fully_shard(ignored_params=...)"
+            )
+        return tuple(shard_bytes(self.format, self._copies)), (self, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: QTensor | None = None,
+    ) -> tuple[QTensor, list[Tensor]] | None:
+        shard, shape = metadata
+        cols = shard._matrix()[1]
+        copies, allocated = join_shards(
+            shard.format, shard._copies, all_gather_outputs, math.prod(shape) // cols if cols else 0, cols,
+            None if out is None else out._copies,
+        )  # fmt: skip
+        if out is not None:
+            return None
+        return QTensor(shape, param_dtype, shard.format, *copies), allocated
+
     # ---- operations ---------------------------------------------------------------------------------------
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> QTensor:
-        """The same tensor with a function applied to all its parts."""
+    @property
+    def _copies(self) -> Copies:
+        return self.rowwise, self.columnwise
+
+    def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
+        """The same tensor with a function applied to all its parts, and in `dtype`."""
 
         def mapped(copy: Copy | None) -> Copy | None:
             if copy is None:
@@ -146,39 +244,223 @@ class QTensor(Tensor):
             last = None if copy.global_scale is None else function(copy.global_scale)
             return Copy(function(copy.data), function(copy.scale), last)
 
-        return QTensor(self.shape, self.dtype, self.format, mapped(self.rowwise), mapped(self.columnwise))
+        return QTensor(self.shape, dtype or self.dtype, self.format, *map(mapped, self._copies))
+
+    def _allocated(self, shape: Any, dtype: torch.dtype, device: torch.device) -> QTensor:
+        """Another one of this format, with nothing written to it yet."""
+        f, cols = self.format, self._matrix()[1]
+        rows = math.prod(shape) // cols if cols else 0
+        wanted = {"rowwise": self.rowwise is not None, "columnwise": self.columnwise is not None}
+        parts = allocate_copies(f, rows, cols, device, **wanted)
+        return QTensor(shape, dtype, f, *split_copies(f, parts, **wanted))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        aten = torch.ops.aten
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.alias.default):
-            return args[0]._map(lambda t: t)
-        if func is aten.clone.default:
-            return args[0]._map(torch.clone)
-        if func is aten._to_copy.default and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
-            moved = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
-            return args[0]._map(lambda t: aten._to_copy.default(t, **moved))
-        if func in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
-            shape = torch.empty(args[0].shape, device="meta").view(args[1]).shape
-            if shape[-1:] == args[0].shape[-1:]:
-                q = args[0]
-                return QTensor(shape, q.dtype, q.format, q.rowwise, q.columnwise)
+        known = _KNOWN.get(func)
+        if known is not None and isinstance(args[0], QTensor):
+            result = known(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func.namespace == "weft":
             apart = _with_codes(func, args)
             if apart is not None:
                 return func(*apart, **kwargs)
-        if func._schema.is_mutable and isinstance(args[0], QTensor):
+        if func._schema.is_mutable and any(isinstance(t, QTensor) for t in _written(func, args, kwargs)):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
-        plain = lambda t: t._decoded(t.dtype) if isinstance(t, QTensor) else t  # noqa: E731
+        plain = _undecoded if func in _OF_METADATA else _decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 def stand_in(x: Tensor) -> Tensor:
     """What autograd holds on to in place of a quantised tensor: of x's shape and dtype, and one element."""
     return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+
+# ---- what operations do with a QTensor; NotImplemented for what they do with its numbers ----------------
+
+
+def _alias(q: QTensor) -> QTensor:
+    return q._map(lambda part: part)
+
+
+def _clone(q: QTensor, **memory_format: Any) -> QTensor:
+    return q._map(torch.clone)
+
+
+def _to_copy(q: QTensor, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """To a device, and to another dtype that the tensor states. Like any conversion it shares no memory."""
+    if (dtype or q.dtype) not in _STATED:
+        return NotImplemented
+    moved = {name: options[name] for name in ("device", "pin_memory", "non_blocking") if name in options}
+    return q._map(lambda part: aten._to_copy.default(part, **moved), dtype)
+
+
+def _pin_memory(q: QTensor, device: Any = None) -> QTensor:
+    return q._map(lambda part: aten._pin_memory.default(part, device))
+
+
+def _is_pinned(q: QTensor, device: Any = None) -> bool:
+    return all(aten.is_pinned.default(part, device) for part in _tensors(q))
+
+
+def _view(q: QTensor, shape: Any) -> Any:
+    """With other leading dimensions, or flat, as FSDP keeps a shard."""
+    wanted = torch.empty(q.shape, device="meta").view(shape).shape
+    if len(wanted) != 1 and wanted[-1:] != q._matrix()[1:]:
+        return NotImplemented
+    return QTensor(wanted, q.dtype, q.format, *q._copies)
+
+
+def _as_strided(q: QTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """The tensor as it is, which is all that FSDP asks for."""
+    same = tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not storage_offset
+    return _alias(q) if same else NotImplemented
+
+
+def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | None:
+    """Pieces of the first dimension as views; None if one of them would cut a block, or a row."""
+    if q.dim() < 2:
+        return None
+    inner = math.prod(q.shape[1:-1])
+    f, rows = q.format, q.shape[0] * inner
+    unit = row_unit(f, q._copies, rows)
+    if any(edge % unit and edge != rows for i in (*starts, *stops) for edge in (i * inner,)):
+        return None
+    return [
+        QTensor(
+            (stop - start, *q.shape[1:]), q.dtype, f, *cut_rows(f, q._copies, start * inner, stop * inner)
+        )
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def _slice(q: QTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if dim % max(q.dim(), 1) or step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(q.shape[0])
+    found = _rows(q, [first], [max(first, last)])
+    return NotImplemented if found is None else found[0]
+
+
+def _split_with_sizes(q: QTensor, sizes: list[int], dim: int = 0) -> Any:
+    if dim % max(q.dim(), 1):
+        return NotImplemented
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    found = _rows(q, [0, *stops[:-1]], stops)
+    return NotImplemented if found is None else found
+
+
+def _split(q: QTensor, size: int, dim: int = 0) -> Any:
+    if dim % max(q.dim(), 1) or not size:
+        return NotImplemented
+    starts = range(0, max(q.shape[0], 1), size)
+    return _split_with_sizes(q, [min(size, q.shape[0] - start) for start in starts], dim)
+
+
+def _new_zeros(q: QTensor, shape: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """Rows like q's, as FSDP makes them for a shard, are quantised; anything else is plain."""
+    rows_alike = len(shape) == q.dim() >= 2 and tuple(shape[1:]) == tuple(q.shape[1:])
+    if not rows_alike or dtype is not None:
+        return NotImplemented
+    zeros = q._allocated(shape, q.dtype, device or q.device)
+    for part in _tensors(zeros):
+        part.zero_()
+    return zeros
+
+
+def _empty_like(q: QTensor, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """`Module.to_empty` makes room for what will be loaded."""
+    if (dtype or q.dtype) not in _STATED:
+        return NotImplemented
+    return q._allocated(q.shape, dtype or q.dtype, device or q.device)
+
+
+def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
+    """Codes and scales of a tensor of the same format, which has at least the same copies."""
+    if isinstance(source, QTensor) and (source.spec, source.shape) == (q.spec, q.shape):
+        pairs = [(mine, its) for mine, its in zip(q._copies, source._copies, strict=True) if mine is not None]
+        if all(its is not None and its.scale.shape == mine.scale.shape for mine, its in pairs):
+            for mine, its in pairs:
+                for part, its_part in zip(mine, its or (), strict=True):
+                    if part is not None and its_part is not None:
+                        part.copy_(its_part, non_blocking)
+            return q
+    what = repr(source) if isinstance(source, QTensor) else f"a plain tensor {tuple(source.shape)}"
+    message = (
+        f"{what} cannot be copied into {q!r}, which takes codes of its own format and shape: quantise it first "
+        f'(weft.quantize(x, "{q.spec}")), or replace the tensor, as load_state_dict(..., assign=True) does'
+    )
+    rows, unit = q._matrix()[0], row_unit(q.format, q._copies, q._matrix()[0])
+    if rows % unit:
+        message += (
+            f". If these {rows} rows are a shard: none can cut blocks, which have {unit} rows here. Pad the rows to a "
+            f"multiple of {unit} for each rank, or give the parameter to fully_shard(ignored_params=...)"
+        )
+    raise RuntimeError(message)
+
+
+def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
+    """Autograd adds to a gradient where it is."""
+    if torch._C._current_graph_task_id() == -1:
+        return NotImplemented
+    from .straight import become_dense
+
+    return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
+
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: _pin_memory,
+    aten.is_pinned.default: _is_pinned,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.as_strided.default: _as_strided,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.new_zeros.default: _new_zeros,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten.add_.Tensor: _add_,
+}
+
+# What these make depends on a tensor's shape, dtype and device alone.
+_OF_METADATA = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+}
+
+
+def _tensors(q: QTensor) -> Iterator[Tensor]:
+    return (part for copy in q._copies if copy is not None for part in copy if part is not None)
+
+
+def _decoded(value: Any) -> Any:
+    return value._decoded(value.dtype) if isinstance(value, QTensor) else value
+
+
+def _undecoded(value: Any) -> Any:
+    return stand_in(value) if isinstance(value, QTensor) else value
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operation writes to, whether it takes them one by one or in lists."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
+    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _with_codes(func: Any, args: Any) -> list[Any] | None:
@@ -190,6 +472,7 @@ def _with_codes(func: Any, args: Any) -> list[Any] | None:
             isinstance(q, QTensor)
             and names[i + 1 : i + 3] == ["codes", "codes_scale"]
             and q.rowwise is not None
+            and q._matrix()[1] == q.shape[-1]
         ):
             return [*args[:i], stand_in(q), q.rowwise.data, q.rowwise.scale, *args[i + 3 :]]
     return None
@@ -209,11 +492,31 @@ class _Unwrap(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+def _nothing_inside() -> tuple[list[str], None]:
+    return [], None
+
+
+def _plain_bytes(part: Tensor | None) -> Tensor | None:
+    """8-bit floats as bytes: `pickle` does not know their storage."""
+    return part.view(torch.uint8) if part is not None and part.itemsize == 1 else part
+
+
 def _rebuild(
-    shape: tuple[int, ...], dtype: torch.dtype, spec: str, rowwise: Any, columnwise: Any, requires_grad: bool
-) -> QTensor:
-    copies = [None if parts is None else Copy(*parts) for parts in (rowwise, columnwise)]
-    return QTensor(shape, dtype, Format.of(spec), *copies).requires_grad_(requires_grad)  # type: ignore[return-value]
+    shape: tuple[int, ...], dtype: torch.dtype, spec: str, rowwise: Any, columnwise: Any, requires_grad: bool,
+    is_parameter: bool = False,
+) -> QTensor:  # fmt: skip
+    f = Format.of(spec)
+
+    def copy(parts: Any) -> Copy | None:
+        if parts is None:
+            return None
+        data, scale, *rest = parts
+        return Copy(data.view(f.number.dtype), scale.view(f.scale_dtype), *rest)
+
+    q = QTensor(shape, dtype, f, copy(rowwise), copy(columnwise))
+    if is_parameter:
+        return torch.nn.Parameter(q, requires_grad)  # type: ignore[return-value]
+    return q.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 # `torch.load` builds nothing it does not know.

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .copies import Copy
 from .formats import ElementType, Format
-from .qtensor import Copy
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -129,16 +129,6 @@ def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     if any(x.shape[d] == 0 for d in dims):
         return x.new_zeros([n for d, n in enumerate(x.shape) if d not in dims], dtype=torch.float32)
     return x.float().abs().amax(dims)
-
-
-def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
-    """Room for the scales of a [rows, cols] copy, laid out as `Format` says; pads are zero."""
-    scale_rows, scale_cols = format.scale_shape(rows, cols)
-    if format.block != "1x128":
-        return torch.empty((scale_rows, scale_cols), dtype=format.scale_dtype, device=device)
-    padded = -(-scale_rows // 4) * 4
-    make = torch.empty if padded == scale_rows else torch.zeros
-    return make((scale_cols, padded), dtype=format.scale_dtype, device=device).t()[:scale_rows]
 
 
 def _laid_out(stored: Tensor, format: Format) -> Tensor:

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..runtime import apply
+from .copies import Copy
 from .formats import Format
-from .qtensor import Copy, QTensor, stand_in
+from .qtensor import QTensor, stand_in
 
 
 class _Wrap(torch.autograd.Function):
@@ -59,3 +61,59 @@ def standing_in(q: QTensor) -> Tensor:
     if not (torch.compiler.is_compiling() or q.requires_grad):
         return stand_in(q)
     return apply(_StandIn, q)  # type: ignore[no-any-return]
+
+
+class DenseGradient(Tensor):
+    """A gradient that was a QTensor until autograd added another to it: plain numbers, in `dense`.
+
+    Autograd adds in place to the tensor that `.grad` holds, and an object that wraps others cannot become a
+    `torch.Tensor`. So it becomes this: every operation, in place or not, takes place on `dense`, and what it returns
+    is plain. Saved or copied, it is a plain tensor as well.
+    """
+
+    dense: Tensor
+
+    @staticmethod
+    def __new__(cls, dense: Tensor) -> DenseGradient:
+        self: DenseGradient = torch.Tensor._make_wrapper_subclass(
+            cls, dense.shape, dtype=dense.dtype, device=dense.device
+        )
+        self.dense = dense
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DenseGradient({self.dense!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.dense.__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["dense"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
+    ) -> DenseGradient:
+        return DenseGradient(inner["dense"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            return value.dense if isinstance(value, DenseGradient) else value
+
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        first = args[0] if args else None
+        return first if isinstance(first, DenseGradient) and result is first.dense else result
+
+
+def become_dense(q: QTensor, dense: Tensor) -> Tensor:
+    """Turn the object that q is into a `DenseGradient` of these numbers."""
+    q.__dict__.clear()
+    q.__class__ = DenseGradient  # type: ignore[assignment]
+    q.dense = dense  # type: ignore[attr-defined]
+    return q

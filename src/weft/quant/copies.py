@@ -1,0 +1,172 @@
+"""The copies that a `QTensor` holds: how they lie in memory, cutting rows out of them, and joining shards of rows.
+
+Row-wise codes are [M, K], tight. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
+stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie with M (of
+the column-wise copy: K) contiguous and padded to 4, the others row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+
+
+class Copy(NamedTuple):
+    """One quantised copy of a 2-D tensor: codes, scales, and nvfp4's scale of the whole tensor."""
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None = None
+
+
+Copies = tuple[Copy | None, Copy | None]  # row-wise, column-wise
+
+
+def allocate_copies(
+    format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
+) -> list[Tensor]:
+    """[data, scale] of each copy asked for, then nvfp4's global scale."""
+    outputs = []
+    if rowwise:
+        data = torch.empty(format.data_shape(rows, cols), dtype=format.number.dtype, device=device)
+        outputs += [data, empty_scale(format, rows, cols, device)]
+    if columnwise:
+        _, width = format.data_shape(cols, rows)
+        data = torch.empty((cols, -(-width // 16) * 16), dtype=format.number.dtype, device=device)
+        outputs += [data[:, :width], empty_scale(format, cols, rows, device)]
+    if format.block == "nvfp4":
+        outputs.append(torch.empty((), dtype=torch.float32, device=device))
+    return outputs
+
+
+def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
+    """Room for the scales of a [rows, cols] copy; pads are zero."""
+    scale_rows, scale_cols = format.scale_shape(rows, cols)
+    if format.block != "1x128":
+        return torch.empty((scale_rows, scale_cols), dtype=format.scale_dtype, device=device)
+    padded = -(-scale_rows // 4) * 4
+    make = torch.empty if padded == scale_rows else torch.zeros
+    return make((scale_cols, padded), dtype=format.scale_dtype, device=device).t()[:scale_rows]
+
+
+def split_copies(format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool) -> Copies:
+    """The copies among the outputs that begin with those of `allocate_copies`."""
+    end = 2 * (rowwise + columnwise)
+    global_scale = tensors[end] if format.block == "nvfp4" else None
+    pairs = [Copy(tensors[i], tensors[i + 1], global_scale) for i in range(0, end, 2)]
+    return pairs[0] if rowwise else None, pairs[-1] if columnwise else None
+
+
+def count_copies(format: Format, *, rowwise: bool, columnwise: bool) -> int:
+    """How many tensors `allocate_copies` makes."""
+    return 2 * (rowwise + columnwise) + (format.block == "nvfp4")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A tensor of a copy, and where the rows of [M, K] are in it: `each` of them to an index of `dim`, or all of them
+    to all of it (0)."""
+
+    tensor: Tensor
+    dim: int
+    each: int
+
+
+def _parts(format: Format, copies: Copies) -> list[_Part]:
+    rowwise, columnwise = copies
+    found = []
+    if rowwise is not None:
+        found += [_Part(rowwise.data, 0, 1), _Part(rowwise.scale, 0, format.block_rows)]
+    if columnwise is not None:
+        found += [_Part(columnwise.data, 1, format.packed), _Part(columnwise.scale, 1, format.group)]
+    held = rowwise or columnwise
+    if held is not None and held.global_scale is not None:
+        found.append(_Part(held.global_scale, 0, 0))
+    return found
+
+
+def _assembled(format: Format, copies: Copies, tensors: Sequence[Tensor]) -> Copies:
+    """Copies like these, of tensors in the order of `_parts`."""
+    rowwise, columnwise = copies
+    return split_copies(format, tensors, rowwise=rowwise is not None, columnwise=columnwise is not None)
+
+
+def row_unit(format: Format, copies: Copies, rows: int) -> int:
+    """Rows can be cut at multiples of it, where no block and no byte of these copies is cut in two."""
+    columnwise = copies[1]
+    if columnwise is not None and format.group and columnwise.scale.shape[1] != -(-rows // format.group):
+        return max(rows, 1)  # blocks that begin anew with each expert
+    return math.lcm(*(part.each for part in _parts(format, copies) if part.each))
+
+
+def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
+    """The rows from `start` to `stop`, as views. `start` is a multiple of `row_unit`; so is `stop`, or it is the end.
+    What belongs to all rows, a scale of the whole tensor or of a whole column, belongs to these as well."""
+    cut = [
+        tensor.narrow(dim, start // each, -(-stop // each) - start // each) if each else tensor
+        for tensor, dim, each in _parts(format, copies)
+    ]
+    return _assembled(format, copies, cut)
+
+
+# ---- shards of ranks, as FSDP2 gathers them -------------------------------------------------------------
+
+
+def shard_bytes(format: Format, copies: Copies) -> list[Tensor]:
+    """What ranks exchange: each part that has rows, rows first and contiguous; 8-bit types as uint8."""
+    sent = []
+    for tensor, dim, each in _parts(format, copies):
+        if each:
+            tensor = (tensor if dim == 0 else tensor.t()).contiguous()
+            sent.append(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
+    return sent
+
+
+def join_shards(
+    format: Format,
+    shard: Copies,
+    gathered: Sequence[Tensor],
+    rows: int,
+    cols: int,
+    into: Copies | None = None,
+) -> tuple[Copies, list[Tensor]]:
+    """The copies of [rows, cols] from what `shard_bytes` of all ranks became, one behind the other, and the tensors
+    that had to be allocated for them: parts that lie otherwise in memory are copied, the others are views.
+
+    With `into`, copies that this function returned before are filled again. The memory behind the gathered tensors
+    and the allocated ones may have been given back in between.
+    """
+    wanted = {"rowwise": shard[0] is not None, "columnwise": shard[1] is not None}
+    meta = allocate_copies(format, rows, cols, torch.device("meta"), **wanted)
+    rest = iter(gathered)
+    filled: list[Tensor | None] = [None] * len(meta)
+    if into is not None:
+        filled = [part.tensor for part in _parts(format, into)]
+    allocated: list[Tensor] = []
+    for i, (part, like) in enumerate(zip(_parts(format, shard), meta, strict=True)):
+        if part.each:
+            found = next(rest).view(part.tensor.dtype)
+            found = found if part.dim == 0 else found.t()
+        else:
+            found = part.tensor
+        target = filled[i]
+        if target is None and part.each and found.stride() != like.stride():
+            room = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8, device=found.device)
+            target = room.view(like.dtype).as_strided(like.shape, like.stride())
+            allocated.append(room)
+        if target is None:
+            filled[i] = found
+        elif target.data_ptr() != found.data_ptr():
+            storage = target.untyped_storage()
+            if target.numel() * target.itemsize != storage.nbytes():  # pads are zero
+                torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage).zero_()
+            filled[i] = target.copy_(found)
+    return _assembled(format, shard, filled), allocated  # type: ignore[arg-type]
