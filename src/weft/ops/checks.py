@@ -29,9 +29,9 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
 
 def check_tensors(names: str, *values: object) -> None:
     """Values with names, none of which may be missing: tensors all of them."""
-    for value in values:
+    for place, value in enumerate(values):
         if not is_tensor(value):
-            raise no_tensor(names.split()[[v is value for v in values].index(True)], value)
+            raise no_tensor(names.split()[place], value)
 
 
 def check_input(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
@@ -49,19 +49,17 @@ def check_tensor(
     note: str = "",
 ) -> None:  # fmt: skip
     """A tensor of such a dtype, on this device and of one of these shapes; of any without them. `note` says what to do
-    about one that is not."""
+    if it is no tensor."""
     if not is_tensor(value) or value.layout is not torch.strided:
         raise no_tensor(name, value, note)
     if value.dtype not in dtypes:
         wanted = _words(dtypes) if len(dtypes) > 1 else f"{_words(dtypes)} like the other tensors"
-        raise ValueError(f"{name} must be {wanted}; got {value.dtype}{note and f'. {note}'}")
+        raise ValueError(f"{name} must be {wanted}; got {value.dtype}")
     if value.device != device:
         raise ValueError(f"{name} must be on {device} like the other tensors; it is on {value.device}")
     if shapes and value.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(
-            f"{name} must have the shape {wanted}; got {tuple(value.shape)}{note and f'. {note}'}"
-        )
+        raise ValueError(f"{name} must have the shape {wanted}; got {tuple(value.shape)}")
 
 
 def no_tensor(name: str, value: Any, note: str = "") -> TypeError:

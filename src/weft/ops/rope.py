@@ -1682,7 +1682,7 @@ def qkv_prepare(
     - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed sequences and for sequences in parts; 0,
       1, 2… by default. A position that a table has no row for gives NaN.
     - `rope_dim`: so many numbers of a head are rotated, all by default: the first, or the last with
-      `rope_first=False`. Tables of fewer angles need it: it tells what they are.
+      `rope_first=False`. Give it with tables of a part of a head: it tells which of both kinds they are.
     - `style`: pairs (i, i + rope_dim / 2) for "neox", (2i, 2i + 1) for "interleaved".
     - `mrope_sections`: `positions` is [3, …], and the pairs take theirs from the first, second and third of them, so
       many each.
