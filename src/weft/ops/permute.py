@@ -1165,8 +1165,8 @@ class RowMap(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Where each expert's own rows end and its pads begin: the `offsets` that `glu` takes. Like `offsets` they never
-        decrease and never point past the last row, also where rows were dropped."""
+        """Where each expert's own rows end and its pads begin: the `offsets` that `glu` takes. Like `offsets` they
+        never decrease and never point past the last row, also where rows were dropped."""
         starts = self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0)
         return torch.minimum(starts + self.counts, self.offsets)
 
