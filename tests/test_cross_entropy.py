@@ -639,7 +639,11 @@ def test_in_place_refuses_a_leaf() -> None:
     """As PyTorch refuses to change one: backward would leave the gradient in the place of the user's numbers."""
     logits, target = problem(4, 30)
     leaf, wide = logits.clone().requires_grad_(), logits.view(2, 2, 30).clone().requires_grad_()
-    for given, what in ((leaf, "a leaf"), (wide.view(4, 30), "a view of a leaf"), (wide[1], "a view of a leaf")):
+    for given, what in (
+        (leaf, "a leaf"),
+        (wide.view(4, 30), "a view of a leaf"),
+        (wide[1], "a view of a leaf"),
+    ):
         with pytest.raises(RuntimeError, match=f"inplace=True would overwrite {what} that requires grad"):
             weft.cross_entropy(given, target[: len(given)], inplace=True)
     # Without a backward nothing is overwritten.
