@@ -621,9 +621,9 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
 def test_one_special_number(format: Format) -> None:
     """As documented, in each format there is. The kernels' bytes are the reference's, special numbers included."""
     near = (4, 6) if format.block in ("tensor", "128x128") else (3, 6)
-    far = near if format.block == "tensor" else (200, 200)
+    far = near if format.block == "tensor" else (131, 150)
     for special in (INF, -INF, NAN):
-        x = torch.ones(256, 256)
+        x = torch.ones(132, 160)
         x[3, 5] = special
         with weft.backend("reference"):
             q, amax = weft.quantize(x, format, return_amax=True)
