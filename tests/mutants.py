@@ -316,6 +316,7 @@ SILU, RELU2, GELU, TANH, SIGMOID = (
     f"{G}test_gated_activations_are_pytorchs[{act}]"
     for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
 )
+GELU_TAIL = f"{G}test_gelu_keeps_its_digits_in_the_tail[triton]"
 ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
 PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
 SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
@@ -373,7 +374,10 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
     ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
     ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{G}test_sigmoid_with_alpha",)),
-    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + a * (0.3989422804014327 * tl.exp(-0.5 * a * a))", "cdf", (GELU,)),
+    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + (0.3989422804014327 * a) * power", "cdf", (GELU,)),
+    ("gelu's exponent rounded", f"{ACTIVATIONS}:_exp_of_half_square", "tl.fma(power, -0.6931471805599453 * exponent_low, power)", "power", (GELU_TAIL,)),
+    ("gelu's square rounded", f"{ACTIVATIONS}:_exp_of_half_square", "exponent_low += square_low * 0.7213475108146667", "", (GELU_TAIL,)),
+    ("gelu by erf", f"{ACTIVATIONS}:_normal_cdf", "tl.where(a < 0.0, power * m, 1.0 - power * m)", "0.5 * (1.0 + tl.erf(a * 0.7071067811865476))", (GELU_TAIL,)),
     ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
     ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
     ("relu2's slope halved", f"{ACTIVATIONS}:activate_with_slope", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -594,6 +595,59 @@ def test_edge_blocks(convention: str, backend: str) -> None:
             )
             want = (got[0] if d is None else d, first, second)
             assert got == pytest.approx(want, rel=1e-3, nan_ok=True), (row, start)
+
+
+def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
+    """The table of `weft.quant.formats`: what the special number, the ones of its block, and the ones of other blocks
+    dequantise to."""
+    te, torchao = f.convention == "te", f.convention == "torchao"
+    largest = math.copysign(f.number.max, special)
+    if f.block == "nvfp4":
+        if te and math.isinf(special):
+            return math.copysign(2688.0, special), 0.0, 1.0
+        return NAN, NAN, NAN
+    if te and f.block != "mx":
+        return (largest if math.isinf(special) else 0.0 if f.element == "int8" else NAN), 1.0, 1.0
+    if torchao or not f.power_of_two:
+        return NAN, NAN, 1.0
+    if math.isinf(special):
+        return special, 0.0, 1.0
+    if f.block == "mx":
+        return (NAN, NAN, 1.0) if te else (INF if f.element == "e2m1" else NAN, 0.0, 1.0)
+    return (0.0 if f.element == "int8" else NAN), 0.0, 1.0
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_one_special_number(format: Format) -> None:
+    """As documented, in each format there is. The kernels' bytes are the reference's, special numbers included."""
+    near = (4, 6) if format.block in ("tensor", "128x128") else (3, 6)
+    far = near if format.block == "tensor" else (131, 150)
+    for special in (INF, -INF, NAN):
+        x = torch.ones(132, 160)
+        x[3, 5] = special
+        with weft.backend("reference"):
+            q, amax = weft.quantize(x, format, return_amax=True)
+            values = q.dequantize()
+            seen = weft.any_nonfinite([values])
+            assert weft.any_nonfinite([x])
+        own, block, elsewhere = with_one_special(format, special)
+        want = torch.tensor([own, block, block if format.block == "tensor" else elsewhere])
+        got = torch.stack([values[3, 5], values[near], values[far]])
+        # A one is rounded to 127 steps in int8, to 1 + 2^-5 in nvfp4.
+        assert torch.allclose(got, want, rtol=2**-4, atol=0.0, equal_nan=True), (special, got)
+        assert not amax.isfinite()
+        assert bool(seen) == (not want.isfinite().all())
+
+
+@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "128x128"])
+def test_an_infinity_leaves_no_trace(block: str) -> None:
+    """By the usual convention, from the kernels: the largest code, and a scale of 1."""
+    x = torch.randn(64, 256).bfloat16()
+    x[3, 5] = INF
+    q = weft.quantize(x, block)
+    assert q.dequantize()[3, 5] == 448.0
+    assert q.rowwise.scale.flatten()[6 if block == "1x128" else 3 if block == "row" else 0] == 1.0
+    assert not weft.any_nonfinite([q.dequantize(), q.rowwise.scale])
 
 
 # ------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_gradient_of_a_sure_target(p: float, dtype: torch.dtype) -> None:
     exact[[0, 1], target] -= 1
     for inplace in (False, True):
         leaf = logits.clone().requires_grad_()
-        loss = weft.cross_entropy(leaf, target, reduction="sum", inplace=inplace)
+        loss = weft.cross_entropy(leaf.clone(), target, reduction="sum", inplace=inplace)
         (got,) = torch.autograd.grad(loss, leaf)
         limit = ulp(exact, dtype) / 2 + 16 * EPS32
         assert ((got.double() - exact).abs() <= limit).all()
@@ -471,12 +471,9 @@ def test_offsets_have_64_bits() -> None:
     target = torch.tensor([3, 95, -100, 0])
     near_by = run(logits.contiguous(), target, **EVERYTHING)
     assert_same(run(logits, target, **EVERYTHING), near_by, "far apart")
-    leaf = logits.detach().requires_grad_()
-    weft.cross_entropy(leaf, target, **EVERYTHING, inplace=True).loss.backward()
-    wanted = run(
-        near_by["dlogits"] * 0 + far_apart(4, 96) * 0, target, {"loss": torch.ones(())}, **EVERYTHING
-    )
-    assert leaf.shape == wanted["dlogits"].shape
+    wanted = run(logits.contiguous(), target, {"loss": torch.ones(())}, **EVERYTHING)["dlogits"]
+    weft.cross_entropy(computed(logits), target, **EVERYTHING, inplace=True).loss.backward()
+    assert torch.equal(logits, wanted)
 
 
 def test_more_rows_than_a_grid_axis() -> None:
@@ -580,19 +577,24 @@ def test_nothing_is_launched_for_nothing() -> None:
 # ---- in place -----------------------------------------------------------------------------------------------
 
 
+def computed(logits: Tensor) -> Tensor:
+    """The same memory as the result of an operation: a leaf is not overwritten."""
+    return logits.detach().add_(torch.zeros((), requires_grad=True))
+
+
 @pytest.mark.parametrize("cols", [64, 1003, 3000])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_in_place_is_the_same_in_the_logits_memory(cols: int, backend: Any) -> None:
     logits, target = problem(5, cols)
     with weft.backend(backend):
         wanted = run(logits, target, {"loss": torch.ones(5)}, **EVERYTHING, reduction="none")["dlogits"]
-        leaf = logits.clone().requires_grad_()
-        loss = weft.cross_entropy(leaf, target, **EVERYTHING, reduction="none", inplace=True).loss
-        assert torch.equal(leaf.detach(), logits), "forward changes nothing"
-        loss.backward(torch.ones(5))
-    assert torch.equal(leaf.grad, wanted)
-    assert torch.equal(leaf.detach(), wanted)
-    assert leaf.grad.data_ptr() == leaf.data_ptr()
+        given = logits.clone().requires_grad_().clone()
+        loss = weft.cross_entropy(given, target, **EVERYTHING, reduction="none", inplace=True).loss
+        assert torch.equal(given.detach(), logits), "forward changes nothing"
+        (gradient,) = torch.autograd.grad(loss, given, torch.ones(5))
+    assert torch.equal(gradient, wanted)
+    assert torch.equal(given.detach(), wanted)
+    assert gradient.data_ptr() == given.data_ptr()
 
 
 def test_in_place_of_strided_rows() -> None:
@@ -602,9 +604,8 @@ def test_in_place_of_strided_rows() -> None:
     logits = memory[:, :-1, :1003]
     target = torch.randint(0, 1003, (3, 4))
     wanted = run(logits.clone(), target, {"loss": torch.ones(())})["dlogits"]
-    leaf = logits.detach().requires_grad_()
-    weft.cross_entropy(leaf, target, inplace=True).backward()
-    assert torch.equal(leaf.detach(), wanted)
+    weft.cross_entropy(computed(logits), target, inplace=True).backward()
+    assert torch.equal(logits, wanted)
     memory[:, :-1, :1003] = before[:, :-1, :1003]
     assert torch.equal(memory, before)
 
@@ -640,11 +641,29 @@ def test_in_place_needs_a_place() -> None:
             weft.cross_entropy(logits, target, inplace=True)
 
 
+def test_in_place_refuses_a_leaf() -> None:
+    """As PyTorch refuses to change one: backward would leave the gradient in the place of the user's numbers."""
+    logits, target = problem(4, 30)
+    leaf, wide = logits.clone().requires_grad_(), logits.view(2, 2, 30).clone().requires_grad_()
+    for given, what in (
+        (leaf, "a leaf"),
+        (wide.view(4, 30), "a view of a leaf"),
+        (wide[1], "a view of a leaf"),
+    ):
+        with pytest.raises(RuntimeError, match=f"inplace=True would overwrite {what} that requires grad"):
+            weft.cross_entropy(given, target[: len(given)], inplace=True)
+    # Without a backward nothing is overwritten.
+    wanted = weft.cross_entropy(logits, target)
+    with torch.no_grad():
+        assert torch.equal(weft.cross_entropy(leaf, target, inplace=True), wanted)
+    assert torch.equal(weft.cross_entropy(logits, target, inplace=True), wanted)
+    assert torch.equal(leaf.detach(), logits)
+
+
 def test_in_place_reads_and_writes_once() -> None:
     """Counted, with the launches of an H100."""
     logits, target = problem(20, 20000, ignored=0)
-    leaf = logits.requires_grad_()
-    loss = weft.cross_entropy(leaf, target, inplace=True)
+    loss = weft.cross_entropy(computed(logits), target, inplace=True)
     with choosing_for("sm_90"), triton_loom.count() as counted:
         loss.backward()
     (launch,) = counted.launches

@@ -3,14 +3,15 @@ and bugs that others shipped. The workloads go through `test_catalogue` as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 import truth_glu
-from accuracy import assert_not_worse
+from accuracy import EPS32, assert_not_worse, check
 from test_catalogue import (
     LAYOUTS,
     arguments_of,
@@ -183,14 +184,37 @@ def test_a_special_value_stays_where_it_is(special: float) -> None:
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_large_and_small_values(act: str) -> None:
-    """Nothing overflows on the way: f(a) is a or 0 there, its slope 1 or 0."""
-    a = torch.tensor([3e38, 1e30, 1e20, 1e10, -1e10, -1e20, -1e30, -3e38, 1e-40, -1e-40, 0.0, -0.0])
+    """Nothing overflows on the way: f(a) is a or 0 there, its slope 1 or 0. NaN has a slope of NaN."""
+    a = torch.tensor(
+        [3e38, 1e30, 1e20, 1e10, -1e10, -1e20, -1e30, -3e38, 1e-40, -1e-40, 0.0, -0.0, torch.nan]
+    )
     leaf = a.view(1, -1).clone().requires_grad_()
     y = weft.glu(leaf, act=act, layout="none")  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     assert torch.equal(y[0, :8], torch.where(a > 0, a, 0.0)[:8])
     assert torch.equal(slope[0, :8], torch.where(a > 0, 1.0, 0.0)[:8])
-    assert torch.allclose(slope[0, 8:], torch.full((4,), 0.5))
+    assert torch.allclose(slope[0, 8:12], torch.full((4,), 0.5))
+    assert y[0, 12:].isnan().all()
+    assert slope[0, 12:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_gelu_keeps_its_digits_in_the_tail(backend: Literal["triton", "reference"]) -> None:
+    """1 + erf(a / sqrt 2) cancels: a part in 500 is gone where gelu is -2.4e-5, and all of it from -5.6 on. From 14.2
+    units below zero, where fp32 ends, to 4 above."""
+    a = torch.linspace(-14.2, 4.0, 64 * 512).view(-1, 64)
+    leaf = a.clone().requires_grad_()
+    with weft.backend(backend):
+        y = weft.glu(leaf, act="gelu", layout="none")
+        (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    wide = a.double()
+    cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * wide)
+    bend = wide * torch.exp(-wide.square() / 2) / math.sqrt(2 * math.pi)
+    # Eight roundings of what is added up, for the polynomial and the power have half a dozen; below fp32's normal
+    # range one of the cdf's, times a.
+    budget, denormal = 8 * EPS32, 8 * 2.0**-149
+    check(y, wide * cdf, budget * (wide * cdf).abs() + denormal)
+    check(slope, cdf + bend, budget * (cdf + bend.abs()) + denormal)
 
 
 def test_probabilities() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton_loom
 import truth_permute
-from accuracy import EPS32
+from accuracy import EPS32, check
 from test_catalogue import LAYOUTS, arguments_of, assert_same, far_apart, near
 from torch import Tensor
 
@@ -53,6 +53,11 @@ def check_map(**kwargs: Any) -> RowMap:
             rows: RowMap = call()
         for name, value in wanted.items():
             assert torch.equal(getattr(rows, name), value), f"{name} of the {backend}"  # type: ignore[arg-type]
+        begin, ends = 0, []
+        for offset in rows.offsets.tolist():
+            ends.append(begin + int((rows.slot_of_row[begin:offset] >= 0).sum()))
+            begin = offset
+        assert rows.ends.tolist() == ends, f"ends of the {backend}"
     return rows
 
 
@@ -117,6 +122,47 @@ def test_rows_that_do_not_fit_are_dropped() -> None:
     near(weft.unpermute(y, rows), truth_permute.unpermute(call, {})["y"])  # type: ignore[arg-type]
 
 
+def gated(x: Tensor) -> Tensor:
+    """SwiGLU in PyTorch's own functions."""
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["indices", "mask"])
+@pytest.mark.parametrize(("align", "room"), [(1, 0), (1, 37), (16, 100), (16, 1), (128, 200), (128, 256)])
+def test_too_few_rows_for_every_consumer(align: int, room: int, dense: bool) -> None:
+    """Forward and backward, nothing is read or written past the rows that there are; a slot without a row counts for
+    nothing. A grouped product follows `ends` without asking whether they are inside."""
+    chosen = routing(64, 2, 4).sort(1).values
+    mask = torch.zeros(64, 4, dtype=torch.bool).scatter_(1, chosen, True)
+    where: dict[str, Any] = {"routing": mask, "slots": 2} if dense else {"routing": chosen, "experts": 4}
+    rows = check_map(**where, align=align, rows=room)
+    kept = rows.row_of_slot >= 0
+    assert 0 <= int(kept.sum()) < 128
+    assert rows.counts.sum() - (rows.slot_of_row >= 0).sum() == 128 - kept.sum()
+    for ends in (rows.ends, rows.offsets):
+        assert (ends.diff() >= 0).all()
+        assert ends.max() <= room
+    leaves = [torch.randn(64, 64).requires_grad_(), torch.rand(64, 4 if dense else 2).requires_grad_()]
+    dz = torch.randn(64, 32)
+    with triton_loom.sanitize() as seen:
+        y, prob = weft.permute(leaves[0], rows, leaves[1])
+        h = weft.glu(y, prob=prob, offsets=rows.ends, align=align)
+        got = [weft.unpermute(h, rows)]
+        got += torch.autograd.grad(got[0], leaves, dz)
+        weft.permute(leaves[0].detach(), rows, quantize="mx", columnwise=align == 128)
+    assert seen.launches > 5 or room == 0
+    x, probs = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    weights = (probs.gather(1, chosen) if dense else probs) * kept
+    z = weights.sum(1, keepdim=True) * gated(x)
+    wanted = [z, *torch.autograd.grad(z, (x, probs), dz.double())]
+    for a, b in zip(got, wanted, strict=True):
+        if room == 0:
+            assert not a.count_nonzero()
+        else:  # a dozen roundings of the largest term, of which at most 32 are added up
+            check(a, b, 32 * EPS32 * b.abs().max())
+
+
 def test_row_map_is_deterministic() -> None:
     chosen = routing(5000, 4, 16)
     first = weft.row_map(chosen, 16, align=16)
@@ -124,6 +170,23 @@ def test_row_map_is_deterministic() -> None:
         torch.set_num_threads(threads)
         for a, b in zip(weft.row_map(chosen, 16, align=16), first, strict=True):
             assert a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (5, 3), (0, 2)])
+@pytest.mark.parametrize("align", [1, 16, 128])
+def test_the_default_rows_are_the_worst_case(shape: tuple[int, int], align: int) -> None:
+    """Exactly: the routing that takes the most rows fills them all. One slot to each expert, the others to the last."""
+    slots = shape[0] * shape[1]
+    worst = torch.arange(slots).clamp(max=7).view(shape)
+    rows = check_map(routing=worst, experts=8, align=align)
+    documented = (slots + min(8, slots) * (align - 1)) // align * align
+    assert rows.slot_of_row.shape == (documented,)
+    assert rows.offsets.tolist()[-1] == documented
+    assert weft.row_map.__doc__
+    assert (
+        "`(tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align`"
+        in weft.row_map.__doc__
+    )
 
 
 def test_ends_are_where_the_pads_begin() -> None:

@@ -29,7 +29,9 @@ def _activation(act: str, alpha: float) -> Callable[[Tensor], Tensor]:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": lambda a: a * torch.sigmoid(alpha * a),
         "sigmoid": lambda a: torch.sigmoid(alpha * a),
-        "gelu": F.gelu,
+        "gelu": lambda a: (
+            0.5 * a * torch.special.erfc(-math.sqrt(0.5) * a)
+        ),  # F.gelu's 1 + erf forgets digits
         "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda a: F.relu(a).square(),
@@ -48,8 +50,9 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
             return steps * (a * s).abs() + TINY * a.abs(), steps * s * (1 + z.abs()) + TINY
         return steps * s + TINY, steps * alpha * s + TINY
     if act == "gelu":
-        density = torch.exp(-a.square() / 2)
-        return FEW / 4 * a.abs() + TINY, FEW / 4 + FEW * (1 + a.square()) * a.abs() * density + TINY
+        cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * a)
+        bend = a.abs() * torch.exp(-a.square() / 2) / math.sqrt(2 * math.pi)
+        return FEW * (a * cdf).abs() + TINY, FEW * (cdf + bend) + TINY
     if act == "gelu_tanh":
         z = 2 * math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
         s = torch.sigmoid(z)

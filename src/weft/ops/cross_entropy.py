@@ -1017,7 +1017,8 @@ def cross_entropy(
       that is a function of them is autograd's business. `return_accuracy`: whether the target has the largest logit,
       the lowest column among equals; reduced like the loss, but without class weights.
     - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
-      them. Under torch.compile, which plans memory itself, the gradient is a new tensor.
+      them; a leaf that requires grad, or a view of one, is refused, as PyTorch refuses to change it. Under
+      torch.compile, which plans memory itself, the gradient is a new tensor.
     - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and class_weight are
       of the whole vocabulary and the same on all ranks, and so are the results, in every bit. One small all-gather.
 
@@ -1034,6 +1035,8 @@ def cross_entropy(
     >>> loss.dtype, loss[3], lse.shape
     (torch.float32, tensor(0., grad_fn=<SelectBackward0>), torch.Size([6]))
     """
+    if inplace:
+        _check_not_a_leaf(logits)
     if is_distributed(logits, target, class_weight):
         given = {"logits": logits, "class_weight": class_weight}
         return loss_over_mesh(
@@ -1090,6 +1093,18 @@ def _sharded(
     return reduced_loss(
         found, target, weight, vocab, ignore_index, label_smoothing, z_loss, reduction, all_ignored
     )
+
+
+def _check_not_a_leaf(logits: Tensor) -> None:
+    """Backward may write to a result of the graph, but not to what the user holds as its input."""
+    if torch.compiler.is_compiling() or not (logits.requires_grad and torch.is_grad_enabled()):
+        return
+    base = logits._base
+    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        raise RuntimeError(
+            f"inplace=True would overwrite {'a leaf' if logits.is_leaf else 'a view of a leaf'} that requires grad "
+            "with its gradient: give it logits that a layer computed, or leaf.clone(), or leave inplace=False"
+        )
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -4,7 +4,7 @@
     y = f(a) * (b + up_offset) * prob                                     out = round(y), or its codes and scales
 
     silu       f = a * s(alpha a)      s(z) = 1 / (1 + exp(-z))              f' = s (1 + alpha a (1 - s))
-    gelu       f = a * Phi(a)          Phi(a) = (1 + erf(a / sqrt 2)) / 2    f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
+    gelu       f = a * Phi(a)          Phi(a) = erfc(-a / sqrt 2) / 2        f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
     gelu_tanh  f = a * s(2 u)          u = sqrt(2 / pi) (a + 0.044715 a^3)   f' = s + 2 a u' s (1 - s)
     relu       f = max(a, 0)           sigmoid  f = s(alpha a)               relu2  f = max(a, 0)^2
 
@@ -90,15 +90,18 @@ def _parts(x: Tensor, up: Tensor | None, layout: str, dtype: torch.dtype) -> tup
 
 
 def _activated(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """(f(a), f'(a)), in the order of operations that the kernels have."""
+    """(f(a), f'(a)); gelu in fp64, the others in the order of operations that the kernels have."""
     if act in ("silu", "sigmoid"):
         s = torch.sigmoid(alpha * a)
         if act == "silu":
             return a * s, s * (1.0 + alpha * a * (1.0 - s))
         return s, alpha * s * torch.sigmoid(-alpha * a)
     if act == "gelu":
-        cdf = 0.5 * (1.0 + torch.erf(a * math.sqrt(0.5)))
-        return a * cdf, cdf + a * (torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))
+        # In fp32 the rounding of erfc's argument alone would be an error of 1e-5 at a = -13.
+        wide = a.double()
+        cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * wide)
+        slope = cdf + wide * torch.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
+        return (wide * cdf).to(a.dtype), slope.to(a.dtype)
     if act == "gelu_tanh":
         twice = 2 * math.sqrt(2 / math.pi)
         s = torch.sigmoid(twice * a * (1.0 + 0.044715 * a * a))

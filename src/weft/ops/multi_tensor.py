@@ -511,6 +511,9 @@ def any_nonfinite(
 ) -> Tensor:
     """Whether any number is infinite or NaN: a bool 0-dim tensor on the device. Arguments are those of `grad_norm`.
 
+    Ask before a tensor is quantised. Afterwards it may be too late: in the usual formats an Inf has become the largest
+    code with a scale of 1 (±448 in e4m3), which is finite. See `quantize`.
+
     >>> import torch, weft
     >>> weft.any_nonfinite([torch.ones(3), torch.tensor([float("nan")])])
     tensor(True)

@@ -1151,9 +1151,10 @@ class RowMap(NamedTuple):
 
     - `row_of_slot`: int32 [..., slots], the row of each slot, or -1.
     - `slot_of_row`: int32 [rows], `token * slots + j`, or -1 for a pad.
-    - `counts`: int32 [experts], the tokens of each expert.
-    - `offsets`: int32 [experts], where each expert's region ends, pads included, and the next one begins.
-    - `align`: what the length of each expert's region is a multiple of.
+    - `counts`: int32 [experts], the tokens of each expert, those whose rows did not fit among them.
+    - `offsets`: int32 [experts], where each expert's region ends, pads included, and the next one begins; no further
+      than the last row that there is.
+    - `align`: what the length of each expert's region is a multiple of, unless it is cut off for want of rows.
     - `experts`: int32 [..., slots] if the routing was a mask; then probabilities are [..., experts].
     """
 
@@ -1166,10 +1167,10 @@ class RowMap(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Where each expert's own rows end and its pads begin: the `offsets` that `glu` takes."""
-        return (
-            self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0) + self.counts
-        )
+        """Where each expert's own rows end and its pads begin: the `offsets` that `glu` takes. Like `offsets` they
+        never decrease and never point past the last row, also where rows were dropped."""
+        starts = self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0)
+        return torch.minimum(starts + self.counts, self.offsets)
 
 
 def row_map(
@@ -1185,9 +1186,12 @@ def row_map(
     - `routing`: the experts of each token, int32 or int64 [..., slots], with `experts` of them in all; a number that
       is none of theirs (-1, another rank's expert) is a slot without a row. Or a mask [..., experts], in which
       case a token's slots are its experts in ascending order, at most `slots` of them (by default `experts`).
-    - `rows`: how many rows to make room for. By default as many as the worst case takes,
-      `tokens * slots + experts * (align - 1)`. It may be any upper bound, or the exact number if it is known.
-      Nothing waits for the device: rows beyond it are dropped, and `counts` tells.
+    - `rows`: how many rows to make room for. By default as many as the worst case takes: the slots, and for each expert
+      that can have one of them `align - 1` pads, together rounded down to a multiple of `align`,
+      `(tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align`, which is 0 without tokens. It
+      may be any upper bound, or the exact number if it is known. Nothing waits for the device: rows beyond it are
+      dropped, their slots have row -1, and `offsets` and `ends` stop at the last row. `counts` still has them:
+      `result.counts.sum() - (result.slot_of_row >= 0).sum()` rows are missing.
 
     An expert without tokens has no rows. The result is the same in every run.
 

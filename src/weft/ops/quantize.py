@@ -567,6 +567,11 @@ def quantize(
       `weft.scale_from_amax` turns into the next `scale`.
     - `seed`: round stochastically, the same bytes for the same seed. Not for int8.
 
+    By the usual convention (`te`) a block with an Inf gets the scale 1, and the Inf the largest code, ±448 in e4m3:
+    nothing of the result is infinite, and the block's other numbers are rounded with a scale that is not theirs. A NaN
+    stays one, except in int8, where it is 0. Other conventions make the block NaN, or Inf among zeros: the table in
+    `weft.quant.formats` has them all. `weft.any_nonfinite(x)` tells before, and so does the amax of `return_amax`.
+
     >>> import torch, weft
     >>> x = torch.randn(64, 512, dtype=torch.bfloat16)
     >>> q = weft.quantize(x, "1x128", columnwise=True)

@@ -22,7 +22,22 @@ as amax * (1 / MAX)) is rounded up to a power of two from its exponent bits; `te
 of MAX / amax, which is the same. q then rounds x * (1 / d). For the float elements all conventions then agree on
 ordinary data; int8's 1 / 127 rounds down, so `vllm` and `deepep` are a step smaller 1 ulp above 127 * 2^k.
 
-NaN and infinities follow the formulas: what a block with one becomes differs by convention, and is tested.
+NaN and infinities follow the formulas. What a block with one dequantises to, in blocks tensor, row, 1x128 and 128x128
+where no block is named:
+
+| convention                 | Inf becomes         | NaN becomes                  | the others of the block become    |
+|----------------------------|---------------------|------------------------------|-----------------------------------|
+| `te`                       | ±MAX: d is 1        | NaN, 0 in int8               | x rounded with d = 1              |
+| `torchao`, also of mx      | NaN                 | NaN                          | NaN                               |
+| the others without pow2    | NaN: d is infinite  | NaN: d is NaN                | NaN                               |
+| the others with pow2       | ±inf: d is 2^127    | NaN, 0 in int8: d is 2^127   | 0                                 |
+| mx of `deepgemm`           | ±inf: d is 2^127    | NaN, inf in e2m1             | 0                                 |
+| mx of `te`                 | ±inf: d is 2^127    | NaN: d is NaN                | 0 beside an Inf, NaN beside a NaN |
+| nvfp4 of `te`              | ±2688: d is 448     | NaN                          | 0; NaN all over the tensor        |
+| nvfp4 of `torchao`         | NaN                 | NaN                          | NaN all over the tensor           |
+
+With a given scale an Inf becomes ±MAX * d, and NaN is NaN (0 in int8). So by the usual convention, `te`, an Inf leaves
+no trace in codes and scales: ask `weft.any_nonfinite` before, or for the amax, which is infinite or NaN.
 """
 
 from __future__ import annotations

@@ -12,8 +12,39 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _exp_of_half_square(x):
+    """exp(-x^2 / 2) of numbers in [0, 15]. Rounding an exponent of 100 to fp32 changes the power by 4e-6 of itself:
+    what the roundings take from the exponent is put back as a factor."""
+    square = x * x
+    square_low = tl.fma(x, x, -square)
+    exponent = square * 0.7213475108146667  # log2(e) / 2 in fp32; what it lacks is 9.6e-9
+    exponent_low = tl.fma(square, 0.7213475108146667, -exponent) + square * 9.629815e-9
+    exponent_low += square_low * 0.7213475108146667
+    power = tl.exp2(-exponent)
+    return tl.fma(power, -0.6931471805599453 * exponent_low, power)
+
+
+@triton.jit
 def _normal_cdf(a):
-    return 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
+    """(Phi(a), exp(-a^2 / 2)). Where a is negative Phi keeps its digits, which (1 + erf) / 2 does not: in fp32 that is
+    0 from -5.6 on, where a Phi(a) is -6e-8. Triton has no erfc.
+
+    For x >= 0, Phi(-x) = exp(-x^2 / 2) m(x). m falls slowly, from 1/2 towards 0.4 / x; it is t times a polynomial of
+    degree 8 in t = 1 / (1 + 0.35 x), fitted on [0, 15] to a relative error of 3.2e-8. The relative error of a Phi(a) as
+    measured on the CPU, from the smallest normal number of fp32 up, is below 9e-7, and below 4.5e-7 for a > -10.
+    """
+    x = tl.minimum(tl.abs(a), 15.0)  # Phi(-15) = 4e-51 is 0 in fp32, and the square of 15 does not overflow
+    power = _exp_of_half_square(x)
+    t = 1.0 / (1.0 + 0.35 * x)
+    m = tl.fma(t, -0.029163815081119537, 0.14406028389930725)
+    m = tl.fma(m, t, -0.2559008300304413)
+    m = tl.fma(m, t, 0.15939179062843323)
+    m = tl.fma(m, t, -0.02326309308409691)
+    m = tl.fma(m, t, 0.10557450354099274)
+    m = tl.fma(m, t, 0.11981556564569473)
+    m = tl.fma(m, t, 0.13986432552337646)
+    m = tl.fma(m, t, 0.13962125778198242) * t
+    return tl.where(a < 0.0, power * m, 1.0 - power * m), power
 
 
 @triton.jit
@@ -36,7 +67,8 @@ def activate(a, alpha, ACT: tl.constexpr):
     elif ACT == "sigmoid":
         return _sigmoid(alpha * a)
     elif ACT == "gelu":
-        return a * _normal_cdf(a)
+        cdf, _ = _normal_cdf(a)
+        return a * cdf
     elif ACT == "gelu_tanh":
         return a * _tanh_gate(a)
     elif ACT == "relu":
@@ -56,8 +88,8 @@ def activate_with_slope(a, alpha, ACT: tl.constexpr):
         s = _sigmoid(alpha * a)
         return s, alpha * s * _sigmoid(-alpha * a)  # 1 - s, with all its digits
     elif ACT == "gelu":
-        cdf = _normal_cdf(a)
-        return a * cdf, cdf + a * (0.3989422804014327 * tl.exp(-0.5 * a * a))
+        cdf, power = _normal_cdf(a)
+        return a * cdf, cdf + (0.3989422804014327 * a) * power
     elif ACT == "gelu_tanh":
         s = _tanh_gate(a)
         steep = s * (1.0 - s)  # 0 long before a * a overflows
