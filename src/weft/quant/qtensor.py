@@ -170,10 +170,20 @@ class QTensor(Tensor):
             apart = _with_codes(func, args)
             if apart is not None:
                 return func(*apart, **kwargs)
-        if func._schema.is_mutable and isinstance(args[0], QTensor):
+        if func._schema.is_mutable and _is_written(func, args, kwargs):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
         plain = lambda t: t._decoded(t.dtype) if isinstance(t, QTensor) else t  # noqa: E731
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _is_written(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op writes to a QTensor, or to a list with one."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if any(isinstance(t, QTensor) for t in (given if isinstance(given, list | tuple) else (given,))):
+                return True
+    return False
 
 
 def stand_in(x: Tensor) -> Tensor:
