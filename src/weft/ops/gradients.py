@@ -118,33 +118,37 @@ def check_strided(tensors: list[Tensor]) -> None:
             )
 
 
-def numbers_of(kind: Kind) -> dict[tuple[Any, ...], list[Tensor]]:
-    """Plain tensors with this rank's numbers, by the groups over whose ranks DTensors say they are sharded."""
+class Placed(NamedTuple):
+    """How tensors lie on a mesh: the groups of its dimensions. A tensor that is no DTensor lies on none."""
+
+    sharded: tuple[Any, ...] = ()
+    replicated: tuple[Any, ...] = ()
+
+
+def numbers_of(kind: Kind) -> dict[Placed, list[Tensor]]:
+    """Plain tensors with this rank's numbers, by how they are placed."""
     if kind.plain:
-        return {(): kind.gradients}
-    found: dict[tuple[Any, ...], list[Tensor]] = {}
+        return {Placed(): kind.gradients}
+    found: dict[Placed, list[Tensor]] = {}
     for t in kind.gradients:
-        over: tuple[Any, ...] = ()
+        placed = Placed()
         if is_distributed(t):
-            t, over = _piece(t)
-        found.setdefault(over, []).append(t.dequantize() if isinstance(t, QTensor) else t)
-    return found or {(): []}
+            t, placed = _piece(t)
+        found.setdefault(placed, []).append(t.dequantize() if isinstance(t, QTensor) else t)
+    return found or {Placed(): []}
 
 
-def _piece(t: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """This rank's piece of a DTensor, and the groups of the mesh's dimensions that it is cut along. A sum that ranks
-    hold terms of is made first: the norm of a sum is not to be had from those of its terms."""
+def _piece(t: Any) -> tuple[Tensor, Placed]:
+    """This rank's piece of a DTensor, and how it is placed. A sum that ranks hold terms of is made first: the norm of a
+    sum is not to be had from those of its terms."""
     if any(placement.is_partial() for placement in t.placements):
         from torch.distributed.tensor import Replicate
 
         t = t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
     mesh = t.device_mesh
-    over = [
-        mesh.get_group(dim)
-        for dim, placement in enumerate(t.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-    return _local(t), tuple(over)
+    groups = [(mesh.get_group(d), p.is_replicate()) for d, p in enumerate(t.placements) if mesh.size(d) > 1]
+    sharded, replicated = (tuple(group for group, whole in groups if whole is how) for how in (False, True))
+    return _local(t), Placed(sharded, replicated)
 
 
 def _local(t: Any) -> Tensor:

@@ -615,10 +615,10 @@ def clip_grads_(
 
 
 def _what(norm_type: float | str) -> str:
-    what = _NORMS.get(float(norm_type))
-    if what is None:
-        raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}")
-    return what
+    try:
+        return _NORMS[float(norm_type)]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}") from None
 
 
 def _given_norm(norm: Any) -> Tensor:
@@ -659,7 +659,7 @@ class _Part(NamedTuple):
 
     numbers: list[Tensor]
     kind: int
-    groups: tuple[Any, ...]  # over whose ranks all tensors of this mesh are added up
+    groups: tuple[Any, ...]  # those of meshes over whose ranks they are added up
 
 
 def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) -> Tensor:
@@ -672,20 +672,22 @@ def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) 
                 return multi_tensor_reduce_op(*sets.values(), what)[0]
         for number, kind in enumerate(kinds):
             tensors = numbers_of(kind)
-            along = tuple(dict.fromkeys(group for groups in tensors for group in groups))
-            shared = _of_the_mesh(kind.groups, along)
+            along = [group for placed in tensors for groups in placed for group in groups]
+            shared = _of_a_mesh(kind.groups, along)
             rest.append([group for group in kind.groups if group not in shared])
-            for groups, alike in tensors.items():
+            for placed, alike in tensors.items():
                 numbers = [multi_tensor_reduce_op(some, what)[0] for some in _sets(alike).values()]
-                parts.append(_Part(numbers, number, tuple(dict.fromkeys((*groups, *shared.values())))))
+                given = [group for group in shared.values() if group not in placed.replicated]
+                parts.append(_Part(numbers, number, tuple(dict.fromkeys((*placed.sharded, *given)))))
         if device is None:
             devices = [number.device for part in parts for number in part.numbers]
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         return _together(parts, rest, what, torch.device(device))
 
 
-def _of_the_mesh(groups: tuple[Any, ...], along: tuple[Any, ...]) -> dict[Any, Any]:
-    """Of the given groups those over which DTensors are sharded anyway, and the mesh's own groups of the same ranks."""
+def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
+    """Those of the given groups that DTensors know by themselves, with the groups of the same ranks of their meshes,
+    `along`. Other tensors beside them are added up over these as well."""
     found: dict[Any, Any] = {}
     if not (groups and along):
         return found
@@ -698,8 +700,8 @@ def _of_the_mesh(groups: tuple[Any, ...], along: tuple[Any, ...]) -> dict[Any, A
                 found[group] = own
             elif len(ranks & of_own) > 1:
                 raise ValueError(
-                    f"a DTensor is sharded over the ranks {sorted(of_own)}, and groups= has {sorted(ranks)}: what is "
-                    "on the ranks of both would be added up twice. A DTensor needs no groups for its own mesh"
+                    f"a DTensor is on a mesh with the group of ranks {sorted(of_own)}, and groups= has "
+                    f"{sorted(ranks)}: what both have would be added up twice. A DTensor needs no groups of its mesh"
                 )
     return found
 
