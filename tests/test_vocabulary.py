@@ -3,10 +3,6 @@ each other, distributed tensors, and one process alone."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +12,7 @@ import torch
 import truth_cross_entropy
 import truth_linear_logprobs
 from ranks import CASES, MESH_CASES, Case, placements_of
+from spawn import Results, results_of
 from test_catalogue import assert_same, near
 from torch import Tensor
 from truth import Near, arguments
@@ -28,50 +25,8 @@ WORLDS = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the ranks of a group of that size found, each group run once."""
-    known: dict[int, list[dict[str, Any]]] = {}
-
-    def of(world: int) -> list[dict[str, Any]]:
-        if world not in known:
-            # Shared by the workers of a run: the first one to come runs the ranks.
-            run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
-            parent = tmp_path_factory.getbasetemp().parent if run else tmp_path_factory.mktemp("ranks")
-            directory = parent / f"{run}-{world}-ranks"
-            try:
-                directory.mkdir()
-            except FileExistsError:
-                wait_for(directory / "done")
-            else:
-                run_ranks(world, directory)
-            known[world] = [torch.load(directory / f"{rank}.pt") for rank in range(world)]
-        return known[world]
-
-    return of
-
-
-def run_ranks(world: int, directory: Path) -> None:
-    said = ["the ranks did not start"]
-    try:
-        started = [
-            subprocess.Popen(
-                [sys.executable, ranks.__file__, str(rank), str(world), str(directory)],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        said = [process.communicate(timeout=400)[0] for process in started]
-        assert not any(process.returncode for process in started), "\n".join(said)
-    finally:
-        (directory / "done").write_text("\n".join(said))
-
-
-def wait_for(file: Path) -> None:
-    for _ in range(4000):
-        if file.exists():
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{file} did not appear")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(Path(ranks.__file__), tmp_path_factory)
 
 
 def expected(case: Case) -> dict[str, Near | Tensor]:

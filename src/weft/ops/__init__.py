@@ -3,10 +3,11 @@
 from .cross_entropy import cross_entropy
 from .gated_norm import gated_norm
 from .glu import glu, glu_backward
+from .gradients import Shards
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_logprobs import LogProbs, linear_logprobs
 from .losses import CrossEntropy
-from .multi_tensor import Shards, any_nonfinite, clip_grads_, count_zeros, grad_norm
+from .multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm import layer_norm, rms_norm
 from .permute import RowMap, permute, row_map, unpermute
 from .quantize import dequantize, quantize

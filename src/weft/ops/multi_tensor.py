@@ -33,12 +33,14 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..runtime import Launch, capabilities_of, define_op, kernel
+from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
+from .mesh import is_distributed
 
 CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors
 TABLES = 64  # that are kept: the lists of tensors that a training loop comes back to
 
 _NORMS = {1.0: "norm1", 2.0: "norm2", math.inf: "norminf"}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -46,6 +48,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def multi_tensor_reduce_reference(tensors: list[Tensor], what: str) -> list[Tensor]:
     """The definition, in float64: a number for `what` of norm1, norm2, norminf, zeros, nonfinite."""
+    check_strided(tensors)
     total = _allocate_reduce(tensors, what)[0]
     parts = [t for t in tensors if t.numel()]
     if not parts:
@@ -61,9 +64,12 @@ def multi_tensor_reduce_reference(tensors: list[Tensor], what: str) -> list[Tens
 
 def multi_tensor_clip_reference(tensors: list[Tensor], norm: Tensor, max_norm: float) -> list[Tensor]:
     """In place; a coefficient of 1 changes nothing."""
+    _check_writable(tensors)
     coefficient = torch.full_like(norm, max_norm).div(norm + 1e-6).clamp(max=1.0)
-    for t in tensors:
-        t.copy_(t.to(torch.promote_types(t.dtype, norm.dtype)) * coefficient)
+    # Numbers of slices that share memory are read before they are written, so that each is scaled once.
+    sources = [t if _is_dense(t) else t.contiguous() for t in tensors]
+    for t, source in zip(tensors, sources, strict=True):
+        t.copy_(source.to(torch.promote_types(t.dtype, norm.dtype)) * coefficient)
     return []
 
 
@@ -271,19 +277,21 @@ def _is_dense(t: Tensor) -> bool:
 
 def _table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
     """The table, and the tensors that it reaches: those given, or dense copies of those that have gaps."""
-    kept = True
-    if not all(map(Tensor.is_contiguous, tensors)):
-        dense = [t if t.numel() == 0 or _is_dense(t) else t.contiguous() for t in tensors]
-        kept = all(a is b for a, b in zip(dense, tensors, strict=True))
-        tensors = dense
-    device = tensors[0].device
-    # All that a table depends on: one whose tensors are gone is right for others in their place.
-    key = (
-        device,
-        tuple(map(Tensor.data_ptr, tensors)),
-        tuple(map(Tensor.numel, tensors)),
-        tuple([t.dtype for t in tensors]),
-    )
+    device, given = tensors[0].device, tensors
+    try:
+        if not all(map(Tensor.is_contiguous, tensors)):
+            tensors = [t if t.numel() == 0 or _is_dense(t) else t.contiguous() for t in tensors]
+        # All that a table depends on: one whose tensors are gone is right for others in their place.
+        key = (
+            device,
+            tuple(map(Tensor.data_ptr, tensors)),
+            tuple(map(Tensor.numel, tensors)),
+            tuple([t.dtype for t in tensors]),
+        )
+    except RuntimeError:  # a sparse tensor has no address
+        check_strided(tensors)
+        raise
+    kept = tensors is given or all(a is b for a, b in zip(tensors, given, strict=True))
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _tables_lock:
         table = _tables.get(key)
@@ -343,7 +351,7 @@ def _build(
 
 
 def _overlap(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether two tensors share memory."""
+    """Whether two dense tensors share memory."""
     end = 0
     for address, size, dtype in sorted(
         zip(addresses, sizes, dtypes, strict=True), key=lambda entry: entry[0]
@@ -353,6 +361,37 @@ def _overlap(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[t
                 return True
             end = address + size * dtype.itemsize
     return False
+
+
+def _check_writable(tensors: list[Tensor]) -> None:
+    """Refuse tensors in which a number would be scaled twice. Slices may share memory: they are scaled in copies."""
+    check_strided(tensors)
+    for device in {t.device for t in tensors}:
+        if device.type != "meta":
+            here = [t for t in tensors if t.device == device]
+            _refuse_expanded(here)
+            dense = [t for t in here if _is_dense(t)]
+            if _overlap(
+                tuple(map(Tensor.data_ptr, dense)),
+                tuple(map(Tensor.numel, dense)),
+                tuple([t.dtype for t in dense]),
+            ):
+                raise _shared()
+
+
+def _refuse_expanded(tensors: list[Tensor]) -> None:
+    for t in tensors:
+        if not t.is_contiguous() and torch._debug_has_internal_overlap(t) == 1:
+            raise ValueError(
+                "clip_grads_ writes to its tensors, but one of them was expanded, so that several of its elements "
+                "are one in memory: clip a contiguous() copy of it"
+            )
+
+
+def _shared() -> ValueError:
+    return ValueError(
+        "clip_grads_ would scale a number twice: two of the tensors share memory. Give each gradient once"
+    )
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -398,17 +437,11 @@ def _allocate_clip(tensors: list[Tensor], norm: Tensor, max_norm: float) -> list
 
 
 def _launch_clip(outputs: list[Tensor], tensors: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    for t in tensors:
-        if not t.is_contiguous() and torch._debug_has_internal_overlap(t) == 1:
-            raise ValueError(
-                "clip_grads_ writes to its tensors, but one of them was expanded, so that several of its elements "
-                "are one in memory: clip a contiguous() copy of it"
-            )
     table, reached = _table_of(tensors)
+    if reached is not tensors:  # one of them is not contiguous
+        _refuse_expanded(tensors)
     if table.overlapping:
-        raise ValueError(
-            "clip_grads_ would scale a number twice: two of the tensors share memory. Give each gradient once"
-        )
+        raise _shared()
     tile = _tile(reached[0].device)
     for dtype, first, chunks in table.segments:
         element = getattr(tl, _ELEMENTS[dtype])
@@ -441,33 +474,28 @@ multi_tensor_clip_op = define_op(
 # ---- public functions -----------------------------------------------------------------------------------
 
 
-class Shards(NamedTuple):
-    """Tensors that the ranks of some process groups hold different pieces of.
-
-    - `tensors`: this rank's pieces; None among them is passed over, and there may be none at all.
-    - `groups`: the `torch.distributed` groups over whose ranks the pieces add up to the whole. A group whose ranks
-      hold the same tensors (replicas) is not among them: then each rank counts its own, and nothing counts twice.
-    """
-
-    tensors: Sequence[Tensor | None]
-    groups: Sequence[Any] = ()
-
-
-Tensors = Sequence[Tensor | None] | Sequence[Shards]
-
-
 def grad_norm(
-    tensors: Tensors, p: float = 2.0, *, groups: Sequence[Any] = (), device: torch.device | None = None
+    tensors: Tensors,
+    norm_type: float | str = 2.0,
+    *,
+    groups: Sequence[Any] = (),
+    device: torch.device | str | None = None,
 ) -> Tensor:
-    """The p-norm of all numbers of all tensors together, as if they were one: p = 1, 2 or `math.inf`.
+    """The p-norm of all numbers of all gradients together, as if they were one tensor: 1, 2 or `math.inf`.
 
-    The result is a 0-dim tensor on the device, in fp32 (fp64 if a tensor is); nothing waits for it. A NaN anywhere
+    The result is a 0-dim tensor on the device, in fp32 (fp64 if a gradient is); nothing waits for it. A NaN anywhere
     makes it NaN, else an infinity makes it infinite; finite fp32 numbers neither overflow nor vanish on the way. The
     same tensors give the same bits.
 
-    - tensors: of any shapes, empty ones too, in bf16, fp16, fp32 or fp64, mixed, on any devices; None is passed over.
-      Each counts as often as it is in the list: give a tied weight's gradient once. Tensors with gaps (slices) are
-      copied first; dense ones of any stride order are read where they lie.
+    - tensors: an iterable of gradients or of parameters, such as `model.parameters()`; None is passed over. As in
+      torch, a parameter, or another tensor that has a `.grad` or is a leaf that requires one, stands for its `.grad`,
+      and is passed over where that is None: with no gradient at all the norm is 0. Every other tensor stands for
+      itself; `p.detach()` is the weight.
+
+      Gradients are of any shapes, empty ones too, in bf16, fp16, fp32 or fp64, mixed, on any devices. Each counts as
+      often as it is in the list: give a tied weight's gradient once. Tensors with gaps (slices) are copied first; dense
+      ones of any stride order are read where they lie. A `QTensor` is dequantised.
+    - norm_type: 1, 2, `math.inf` or "inf".
     - groups: process groups over whose ranks the tensors are sharded. Where kinds of parameters are sharded
       differently, give a list of `Shards` instead, the same kinds in the same order on every rank:
 
@@ -475,25 +503,26 @@ def grad_norm(
           dense, replicated in it (norms)        Shards(b, (pp,))
           experts                                Shards(c, (ep, expert_tp, pp))
 
-      A rank without tensors of a kind gives an empty list, and takes part. With a distributed optimizer or FSDP, the
-      data-parallel group is one more.
+      A rank without tensors of a kind gives an empty list, and takes part. With a distributed optimizer, the
+      data-parallel group is one more. A DTensor (FSDP2, tensor parallelism) says itself over which groups it is
+      sharded; `groups` names only those that its mesh does not have, such as pipeline stages. All ranks of a mesh give
+      their pieces of the same DTensors, in the same order.
     - device: of the result; that of the first tensor that is not on a CPU if it is not given. Name it where the list
       may be empty and a group needs tensors on a GPU.
 
-    The sums of p-th powers are added over groups in fp64.
+    The sums of p-th powers are added over groups in fp64, with one collective for each group; the result is a plain
+    tensor, the same on all ranks. A DTensor that is placed as `Partial` is summed up first, with a collective of its
+    own.
 
     >>> import torch, weft
     >>> weft.grad_norm([torch.tensor([3.0, 0.0]), None, torch.tensor([[4.0]], dtype=torch.bfloat16)])
     tensor(5.)
     """
-    what = _NORMS.get(float(p))
-    if what is None:
-        raise ValueError(f"p must be 1, 2 or math.inf; got {p}")
-    return _statistic(tensors, what, groups, device)
+    return _statistic(kinds_of(tensors, groups), _what(norm_type), device)
 
 
 def count_zeros(
-    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | None = None
+    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
 ) -> Tensor:
     """How many numbers are zero: an int64 0-dim tensor on the device. -0.0 is zero, subnormal numbers and NaN are not.
 
@@ -503,11 +532,11 @@ def count_zeros(
     >>> weft.count_zeros([torch.tensor([0.0, -0.0, 1e-45]), torch.zeros(3, dtype=torch.bfloat16)])
     tensor(5)
     """
-    return _statistic(tensors, "zeros", groups, device)
+    return _statistic(kinds_of(tensors, groups), "zeros", device)
 
 
 def any_nonfinite(
-    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | None = None
+    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
 ) -> Tensor:
     """Whether any number is infinite or NaN: a bool 0-dim tensor on the device. Arguments are those of `grad_norm`.
 
@@ -518,26 +547,36 @@ def any_nonfinite(
     >>> weft.any_nonfinite([torch.ones(3), torch.tensor([float("nan")])])
     tensor(True)
     """
-    return _statistic(tensors, "nonfinite", groups, device)
+    return _statistic(kinds_of(tensors, groups), "nonfinite", device)
 
 
 def clip_grads_(
-    tensors: Tensors,
+    parameters: Tensors,
     max_norm: float,
-    p: float = 2.0,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     norm: Tensor | None = None,
     groups: Sequence[Any] = (),
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
-    """Scale tensors in place so that their norm is at most `max_norm`; gives the norm that they had.
+    """Scale gradients in place so that their norm is at most `max_norm`; gives the norm that they had. It takes the
+    place of `torch.nn.utils.clip_grad_norm_`, with gradients in place of parameters as well.
 
     Each number is multiplied by min(1, max_norm / (norm + 1e-6)), the coefficient of torch's `clip_grad_norm_`, in
     fp32, and rounded once. The coefficient is made on the device, so nothing waits; where it is 1 nothing is read or
     written.
 
+    - parameters, norm_type, groups, device: those of `grad_norm`. A tensor that stands for its `.grad` is never
+      written to. Of a DTensor each rank scales its piece. A `QTensor` keeps its codes, and its fp32 scales (nvfp4: that
+      of the whole tensor) are scaled: exactly if they are powers of two, which they are no longer, so that its format
+      becomes the one without `pow2`. The scales of mx cannot be multiplied, and are refused.
+    - error_if_nonfinite: raise a RuntimeError in place of clipping by a norm that is infinite or NaN. Then, and only
+      then, the host waits for the device.
+    - foreach: nothing; torch has it.
     - norm: to clip by, where `grad_norm` has been called before (of other tensors as well, perhaps); else it is
-      computed here. The other arguments are those of `grad_norm`.
+      computed here.
 
     As in torch, an infinite norm makes finite numbers 0 and infinite ones NaN, and a norm of NaN makes everything NaN:
     look at the norm, or at `any_nonfinite`, before the optimizer's step. Two tensors that share memory are refused.
@@ -549,101 +588,172 @@ def clip_grads_(
     >>> gradients
     [tensor([0.6000]), tensor([0.8000])]
     """
+    if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
+        raise TypeError(
+            "max_norm must be a number: to read it from a tensor, the host would wait for the device"
+        )
+    max_norm = float(max_norm)
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be at least 0; got {max_norm}")
-    if norm is None:
-        norm = grad_norm(tensors, p, groups=groups, device=device)
-    elif norm.numel() != 1 or not norm.is_floating_point():
-        raise ValueError(f"norm must be one floating-point number; got {norm.dtype} {tuple(norm.shape)}")
-    every = [t for shards in _shards(tensors, groups) for t in shards.tensors]
+    what, kinds = _what(norm_type), kinds_of(parameters, groups)
+    gradients = kinds[0].gradients if len(kinds) == 1 else [t for kind in kinds for t in kind.gradients]
+    plain = all(kind.plain for kind in kinds)
     with torch.no_grad():
-        for (on, double), alike in _sets(every).items():
+        sets = _sets(gradients if plain else memory_of(gradients))
+        if len(sets) > 1 and not torch.compiler.is_compiling():
+            # The op looks at one set, when others may have been clipped.
+            _check_writable([t for alike in sets.values() for t in alike])
+        norm = _statistic(kinds, what, device) if norm is None else _given_norm(norm)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}, so nothing was clipped: skip this step, or clip by "
+                "such a norm with error_if_nonfinite=False"
+            )
+        for (on, double), alike in sets.items():
             here = norm.to(on, torch.float64 if double else torch.float32, non_blocking=on.type != "cpu")
             multi_tensor_clip_op(alike, here, max_norm)
+        if not plain:
+            mark_clipped(gradients)
     return norm
 
 
-def _shards(tensors: Tensors, groups: Sequence[Any]) -> list[Shards]:
-    """The argument `tensors` in its general form."""
-    kinds = set(map(type, tensors))
-    if Shards not in kinds:
-        return [Shards(tensors, groups)]  # type: ignore[arg-type]
-    if groups or len(kinds) > 1:
-        raise ValueError("give tensors and groups=, or a list of weft.Shards that each have their own groups")
-    return list(tensors)  # type: ignore[arg-type]
+def _what(norm_type: float | str) -> str:
+    try:
+        return _NORMS[float(norm_type)]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}") from None
 
 
-def _sets(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, bool], list[Tensor]]:
+def _given_norm(norm: Any) -> Tensor:
+    if not isinstance(norm, Tensor):
+        raise TypeError(f"norm must be a tensor, as grad_norm gives it; got a {type(norm).__name__}")
+    if norm.numel() != 1 or not norm.is_floating_point():
+        raise ValueError(f"norm must be one floating-point number; got {norm.dtype} {tuple(norm.shape)}")
+    return norm.full_tensor() if is_distributed(norm) else norm  # type: ignore[attr-defined]
+
+
+def _sets(tensors: list[Tensor]) -> dict[tuple[torch.device, bool], list[Tensor]]:
     """The tensors that one call of an op takes: of a device, and of fp64 those or the others."""
-    there = [t for t in tensors if t is not None]
+    if not tensors:
+        return {}
+    dtypes = {t.dtype for t in tensors}
+    if not _DTYPES.issuperset(dtypes):
+        wrong = ", ".join(sorted(str(dtype) for dtype in dtypes - _DTYPES))
+        raise ValueError(f"gradients must be of float32, bfloat16, float16 or float64; one is of {wrong}")
+    double = torch.float64 in dtypes
+    if not (double and len(dtypes) > 1) and _on_one_device(tensors):
+        return {(tensors[0].device, double): tensors}
     found: dict[tuple[torch.device, bool], list[Tensor]] = {}
-    kinds = {(t.device, t.dtype, t.layout) for t in there}
-    for device, dtype, layout in kinds:
-        if dtype not in _DTYPES or layout is not torch.strided:
-            raise ValueError(
-                f"tensors must be dense and of float32, bfloat16, float16 or float64; one is {dtype}, {layout}"
-            )
-        found[device, dtype is torch.float64] = there
-    if any(hasattr(kind, "to_local") for kind in set(map(type, there))):
-        raise ValueError(
-            "a DTensor does not say over which groups its norm is to be added up: give its to_local(), and "
-            "groups= with the process groups of the mesh dimensions that it is sharded over"
-        )
-    if len(found) > 1:
-        found = {}
-        for t in there:
-            found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
+    for t in tensors:
+        found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
     return found
 
 
-def _statistic(tensors: Tensors, what: str, groups: Sequence[Any], device: torch.device | None) -> Tensor:
-    kinds = _shards(tensors, groups)
+def _on_one_device(tensors: list[Tensor]) -> bool:
+    if tensors[0].is_cpu:  # to ask each for its device takes five times as long
+        return all(t.is_cpu for t in tensors)
+    if tensors[0].is_cuda:
+        return all(t.is_cuda for t in tensors) and len({t.get_device() for t in tensors}) == 1
+    return len({t.device for t in tensors}) == 1
+
+
+class _Part(NamedTuple):
+    """The numbers, one for each device and precision, of tensors that are sharded alike."""
+
+    numbers: list[Tensor]
+    kind: int
+    groups: tuple[Any, ...]  # those of meshes over whose ranks they are added up
+
+
+def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) -> Tensor:
+    parts: list[_Part] = []
+    rest = []  # groups of each kind besides those of its meshes
     with torch.no_grad():
-        found = [
-            [multi_tensor_reduce_op(alike, what)[0] for alike in _sets(kind.tensors).values()]
-            for kind in kinds
-        ]
-        if len(found) == 1 and len(found[0]) == 1 and not kinds[0].groups and device is None:
-            return found[0][0]
+        if device is None and len(kinds) == 1 and kinds[0].plain and not kinds[0].groups:
+            sets = _sets(kinds[0].gradients)
+            if len(sets) == 1:
+                return multi_tensor_reduce_op(*sets.values(), what)[0]
+        for number, kind in enumerate(kinds):
+            tensors = numbers_of(kind)
+            along = [group for placed in tensors for groups in placed for group in groups]
+            shared = _of_a_mesh(kind.groups, along)
+            rest.append([group for group in kind.groups if group not in shared])
+            for placed, alike in tensors.items():
+                numbers = [multi_tensor_reduce_op(some, what)[0] for some in _sets(alike).values()]
+                given = [group for group in shared.values() if group not in placed.replicated]
+                parts.append(_Part(numbers, number, tuple(dict.fromkeys((*placed.sharded, *given)))))
         if device is None:
-            devices = [value.device for values in found for value in values]
+            devices = [number.device for part in parts for number in part.numbers]
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        return _together(found, [tuple(kind.groups) for kind in kinds], what, device)
+        return _together(parts, rest, what, torch.device(device))
 
 
-def _together(
-    found: list[list[Tensor]], groups: list[tuple[Any, ...]], what: str, device: torch.device
-) -> Tensor:
-    """One number of those of each kind of tensors, over the ranks of the kind's groups. What is added is exact enough
-    in float64 and int64; a largest norm is compared as an integer, which no NaN escapes."""
+def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
+    """Those of the given groups that DTensors know by themselves, with the groups of the same ranks of their meshes,
+    `along`. Other tensors beside them are added up over these as well."""
+    found: dict[Any, Any] = {}
+    if not (groups and along):
+        return found
+    ranks_of = torch.distributed.get_process_group_ranks
+    for group in groups:
+        ranks = set(ranks_of(group))
+        for own in along:
+            of_own = set(ranks_of(own))
+            if ranks == of_own:
+                found[group] = own
+            elif len(ranks & of_own) > 1:
+                raise ValueError(
+                    f"a DTensor is on a mesh with the group of ranks {sorted(of_own)}, and groups= has "
+                    f"{sorted(ranks)}: what both have would be added up twice. A DTensor needs no groups of its mesh"
+                )
+    return found
+
+
+def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torch.device) -> Tensor:
+    """One number of those of all parts, over the ranks of their groups: first those of meshes, then, with one number
+    for each kind of tensors, `rest`. So what ranks on other meshes have to add up is alike, whatever is on theirs.
+
+    What is added is exact enough in float64 and int64; a largest norm is compared as an integer, which no NaN
+    escapes."""
     result = _allocate_reduce([], what)[0].dtype
-    if any(value.dtype is torch.float64 for values in found for value in values):
+    if any(number.dtype is torch.float64 for part in parts for number in part.numbers):
         result = torch.float64
-    kind = torch.int64 if what in ("zeros", "nonfinite") else torch.float64
+    dtype = torch.int64 if what in ("zeros", "nonfinite") else torch.float64
+    largest = what in ("norminf", "nonfinite")
     local = []
-    for values in found:
-        moved = [value.to(device, kind, non_blocking=device.type != "cpu") for value in values]
-        numbers = torch.stack([torch.zeros((), dtype=kind, device=device), *moved])
+    for part in parts:
+        moved = [number.to(device, dtype, non_blocking=device.type != "cpu") for number in part.numbers]
+        numbers = torch.stack([torch.zeros((), dtype=dtype, device=device), *moved])
         if what == "norminf":
             numbers = numbers.abs().view(torch.int64)
         elif what == "norm2":
             numbers = numbers.square()
-        local.append(numbers.amax() if what in ("norminf", "nonfinite") else numbers.sum())
-    totals = torch.stack(local)  # [kinds]
-    for group in dict.fromkeys(group for some in groups for group in some):
-        of_group = [number for number, some in enumerate(groups) if group in some]
-        part = torch.stack([totals[number] for number in of_group])
-        largest = what in ("norminf", "nonfinite")
-        torch.distributed.all_reduce(
-            part, torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM, group
-        )
-        rows = list(totals)
-        for place, number in enumerate(of_group):
-            rows[number] = part[place]
-        totals = torch.stack(rows)
+        local.append(_combined(numbers, largest))
+    local = _over_groups(local, [part.groups for part in parts], largest)
+    kinds = []
+    for kind in range(len(rest)):
+        its = [number for number, part in zip(local, parts, strict=True) if part.kind == kind]
+        kinds.append(_combined(torch.stack(its), largest))
+    total = _combined(torch.stack(_over_groups(kinds, rest, largest)), largest)
     if what == "norminf":
-        return totals.amax().view(torch.float64).to(result)
+        return total.view(torch.float64).to(result)
     if what == "nonfinite":
-        return totals.amax() != 0
-    total = totals.sum()
+        return total != 0
     return total.sqrt().to(result) if what == "norm2" else total.to(result)
+
+
+def _combined(numbers: Tensor, largest: bool) -> Tensor:
+    return numbers.amax() if largest else numbers.sum()
+
+
+def _over_groups(numbers: list[Tensor], groups: Sequence[Sequence[Any]], largest: bool) -> list[Tensor]:
+    """Each number over the ranks of its groups, with one collective for each group."""
+    numbers = list(numbers)
+    for group in dict.fromkeys(group for some in groups for group in some):
+        places = [place for place, some in enumerate(groups) if group in some]
+        together = torch.stack([numbers[place] for place in places])
+        op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(together, op, group)
+        for place, number in zip(places, together.unbind(), strict=True):
+            numbers[place] = number
+    return numbers

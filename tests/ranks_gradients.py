@@ -1,0 +1,375 @@
+"""What each rank of a group runs for `test_gradients`: `python ranks_gradients.py RANK WORLD DIRECTORY` saves its
+results there. Every rank draws the same whole tensors, and takes its part of them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import weft
+from weft.workloads.multi_tensor import STATISTICS
+
+MAX_NORM = 0.5
+STEPS = 3
+
+# ---- placements ----------------------------------------------------------------------------------------
+
+# A shape, and how it is placed on a mesh: a number is a dimension that is cut, "r" is replicated, "p" partial.
+Placed = tuple[tuple[int, ...], tuple[int | str, ...]]
+
+PLACEMENTS: dict[str, tuple[Placed, ...]] = {
+    "sharded": (((8, 6), (0,)), ((3, 10), (1,)), ((12,), (0,))),
+    # Fewer rows than ranks: nothing first, in the middle and last.
+    "empty shards": (((1, 5), (0,)), ((2, 3), (0,)), ((8,), (0,)), ((3, 1), (1,))),
+    "replicated": (((8, 6), ("r",)), ((5,), ("r",))),
+    "partial": (((8, 6), ("p",)), ((5,), ("p",))),
+    "of every kind": (((8, 6), (0,)), ((7,), ("r",)), ((4, 3), ("p",)), ((9, 2), (1,)), ((1,), (0,))),
+}
+ON_TWO_DIMENSIONS: dict[str, tuple[Placed, ...]] = {
+    "both of one": (((8, 6), (0, 0)), ((3, 2), (0, 0))),
+    "one of each": (((8, 6), (0, 1)), ((5, 3), (1, 0))),
+    "one and replicas": (((8, 6), (0, "r")), ((5, 3), ("r", 1)), ((7,), ("r", "r"))),
+    "one and partial": (((8, 6), ("p", 1)), ((5, 3), (0, "p")), ((7,), ("p", "p"))),
+    "all together": (
+        ((8, 6), (0, 1)),
+        ((5, 3), (0, "r")),
+        ((7,), ("r", 0)),
+        ((2, 2), ("r", "p")),
+        ((4,), ("r", "r")),
+    ),
+}
+
+
+def placements_of(world: int) -> dict[str, tuple[Placed, ...]]:
+    return PLACEMENTS | (ON_TWO_DIMENSIONS if world == 4 else {})
+
+
+def whole(placed: tuple[Placed, ...]) -> list[Tensor]:
+    """The tensors before they are cut, with zeros among their numbers, and one that is not distributed."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [*(shape for shape, _ in placed), (11,)]
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    for t in made:
+        t.flatten()[::5] = 0.0
+    return made
+
+
+def distributed(placed: tuple[Placed, ...], mesh: Any) -> list[Tensor]:
+    """This rank's part of them; the first becomes that of a parameter, the last is the same on all ranks."""
+    tensors = whole(placed)
+    made: list[Tensor] = []
+    for t, (_, how) in zip(tensors[:-1], placed, strict=True):
+        cut = [Shard(h) if isinstance(h, int) else Replicate() for h in how]
+        part = distribute_tensor(t, mesh, cut)
+        if "p" in how:
+            # Terms that are larger than their sum, which is exact.
+            factor = 1.0
+            for dim, h in enumerate(how):
+                if h == "p":
+                    place = mesh.get_local_rank(dim)
+                    factor *= 2.0 if place == 0 else -1.0 if place == 1 else 0.0
+            terms = [Partial() if h == "p" else c for h, c in zip(how, cut, strict=True)]
+            part = DTensor.from_local(
+                part.to_local() * factor, mesh, terms, shape=part.shape, stride=part.stride()
+            )
+        made.append(part)
+    parameter = nn.Parameter(torch.zeros_like(made[0]))
+    parameter.grad = made[0]
+    return [parameter, *made[1:], tensors[-1]]
+
+
+@contextmanager
+def counted() -> Iterator[list[Any]]:
+    """The groups of the collectives that Weft starts."""
+    seen: list[Any] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> Any:
+        seen.append(group)
+        return original(tensor, op, group)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield seen
+    finally:
+        dist.all_reduce = original
+
+
+def statistics(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for what, statistic in STATISTICS.items():
+        with counted() as groups:
+            found[what] = statistic(distributed(placed, mesh))
+        assert len(groups) == len(set(groups)), "one collective for each group"
+    tensors = distributed(placed, mesh)
+    found["clip norm"] = weft.clip_grads_(iter(tensors), MAX_NORM)
+    found["norm after"] = weft.grad_norm(tensors)
+    gradients = [tensors[0].grad, *tensors[1:]]
+    found["clipped"] = [t.full_tensor() if isinstance(t, DTensor) else t for t in gradients]
+    found["parameter"] = tensors[0].detach().full_tensor()  # type: ignore[attr-defined]
+    return found
+
+
+# ---- models --------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Parameters that do not divide evenly, one of a single number, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.up = nn.Linear(10, 12)
+        self.down = nn.Linear(12, 10)
+        self.last = nn.Linear(10, 3)
+        self.sink = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        result: Tensor = self.last(y) * self.sink
+        return result
+
+
+def block() -> Block:
+    torch.manual_seed(3)
+    return Block()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(2, 8, 10, generator=generator), torch.randn(2, 8, 3, generator=generator)
+
+
+def train(model: nn.Module, clip: Callable[..., Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A few steps with gradients that are clipped: their norms, and the parameters in the end."""
+    x, target = (t.to(dtype) for t in batch())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.3, momentum=0.9, foreach=False)
+    norms = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        y = model(x)
+        y = y.full_tensor() if isinstance(y, DTensor) else y
+        (y - target).square().mean().mul(20.0).backward()
+        norm = clip(model.parameters(), MAX_NORM)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    return {
+        "norms": torch.stack(norms),
+        "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()},
+        "placements": {
+            n: str(p.grad.placements)
+            for n, p in model.named_parameters()
+            if p.grad is not None and isinstance(p.grad, DTensor)
+        },
+    }
+
+
+def sharded(mesh: Any) -> nn.Module:
+    model = block()
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(mesh: Any) -> nn.Module:
+    """Tensor parallelism, with a norm whose gradients are sums over ranks, each of which has a part of the sequence."""
+    model = block()
+    plan = {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def both(mesh: Any) -> nn.Module:
+    model = tensor_parallel(mesh["tp"])
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+BY_TORCH = (
+    "fully_shard",
+    "replicas that are sharded",
+)  # torch refuses lists that are not of DTensors on one mesh
+
+
+def models_of(world: int) -> dict[str, Callable[[], nn.Module]]:
+    def line(name: str) -> Any:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
+
+    made: dict[str, Callable[[], nn.Module]] = {
+        "fully_shard": lambda: sharded(line("dp")),
+        "tensor parallel": lambda: tensor_parallel(line("tp")),
+    }
+    if world == 4:
+        made["replicas that are sharded"] = lambda: sharded(
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        )
+        made["both"] = lambda: both(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    return made
+
+
+# ---- meshes and groups ---------------------------------------------------------------------------------
+
+
+def stages(rank: int) -> dict[str, Any]:
+    """Two pipeline stages of two ranks each, whose parameters are sharded differently. The norm over all stages needs
+    their group, and takes as many numbers from a stage with one kind of placement as from one with three."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, dp, pp = rank // 2, mesh["dp"], mesh.get_group("pp")
+    if stage:
+        tensors = [distribute_tensor(torch.full((4,), 2.0), dp, [Shard(0)])]
+    else:
+        tensors = [
+            distribute_tensor(torch.full((3,), 1.0), dp, [Shard(0)]),
+            distribute_tensor(torch.full((2,), 1.0), dp, [Replicate()]),
+            torch.full((4,), 1.0),
+        ]
+    norm = weft.grad_norm(tensors, groups=(pp,))  # 16 + 3 + 2 + 4 = 25
+    # The group of their own mesh changes nothing for DTensors; of others it says that they are sharded: 29.
+    again = weft.grad_norm(tensors, groups=(dp.get_group(), pp))
+    kinds = weft.grad_norm([weft.Shards(tensors, (pp,)), weft.Shards([torch.tensor([12.0])])])
+    # A group of the same ranks that was made anew is the same.
+    anew = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    alike = weft.grad_norm(tensors[:1], groups=(anew,))
+    return {"norm": norm, "with the group of the mesh": again, "with others": kinds, "anew": alike}
+
+
+def kinds_of_tensors(rank: int, world: int) -> tuple[list[Tensor], list[weft.Shards]]:
+    """A matrix that tensor parallelism splits, a norm's weight that all ranks have, experts of which each has one, and
+    a kind that only the last rank has tensors of: the whole tensors, and this rank's part."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((8, 6), (33,), (world, 50), (9,))
+    matrix, weight, experts, late = (torch.randn(shape, generator=generator) for shape in shapes)
+    matrix[0], weight[::3], late[4] = 0.0, 0.0, 0.0
+    experts = experts.bfloat16()
+    rows = 8 // world
+    groups = [dist.new_group([r]) for r in range(world)] if dist.is_initialized() else [None] * world
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    part = [
+        weft.Shards(iter([matrix.clone()[rows * rank : rows * (rank + 1)]]), (everyone,)),
+        weft.Shards([weight.clone()]),
+        weft.Shards([None, experts[rank].clone()], (everyone, groups[rank])),
+        weft.Shards([late.clone()] if rank == world - 1 else [], (everyone,)),
+    ]
+    return [matrix, weight, experts, late], part
+
+
+def over_groups(rank: int, world: int) -> dict[str, Any]:
+    """Without DTensors."""
+    everyone = dist.group.WORLD
+
+    def part() -> list[weft.Shards]:
+        return [kind._replace(tensors=list(kind.tensors)) for kind in kinds_of_tensors(rank, world)[1]]
+
+    found: dict[str, Any] = {what: statistic(part()) for what, statistic in STATISTICS.items()}
+    kinds = part()
+    found["clip norm"] = weft.clip_grads_(kinds, MAX_NORM)
+    found["norm after"] = weft.grad_norm(kinds)
+    found["clipped"] = [t for kind in kinds for t in kind.tensors if t is not None]
+    found["before"] = [t for kind in part() for t in kind.tensors if t is not None]
+    mine = torch.tensor([math.nan if rank == 1 else 2.0])
+    found["of NaN"] = [weft.grad_norm([mine], order, groups=(everyone,)) for order in (1, 2, math.inf)]
+    found["any NaN"] = weft.any_nonfinite([mine], groups=(everyone,))
+    found["zeros of a rank's number"] = weft.count_zeros([torch.zeros(rank)], groups=(everyone,))
+    found["huge"] = weft.grad_norm([torch.tensor([2.0**100])], groups=(everyone,))
+    try:
+        weft.clip_grads_([mine], 1.0, error_if_nonfinite=True, groups=(everyone,))
+    except RuntimeError as error:
+        found["error"] = str(error)
+    return found
+
+
+def refused(world: int) -> list[str]:
+    """Messages about what cannot be clipped or added up, and that it was not."""
+    mesh = init_device_mesh("cpu", (world,))
+    messages = []
+    plain = torch.full((3,), 5.0)
+    largest = DTensor.from_local(torch.ones(2), mesh, [Partial("max")])
+    try:
+        weft.clip_grads_([plain, largest], 1.0)
+    except ValueError as error:
+        messages.append(str(error))
+    assert torch.equal(plain, torch.full((3,), 5.0))
+    assert weft.grad_norm([largest], math.inf) == 1.0
+    if world == 4:
+        grid = init_device_mesh("cpu", (2, 2))
+        half = distribute_tensor(torch.ones(4), grid, [Shard(0), Replicate()])
+        try:
+            weft.grad_norm([half], groups=(dist.group.WORLD,))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def quantised(rank: int, world: int) -> dict[str, Any]:
+    """A DTensor whose pieces are QTensors, and a norm that torch made as a DTensor."""
+    mesh = init_device_mesh("cpu", (world,))
+    generators = [torch.Generator().manual_seed(piece) for piece in range(world)]
+    pieces = [weft.quantize(torch.randn(4, 256, generator=generator), "1x128") for generator in generators]
+    wanted = torch.cat([piece.dequantize() for piece in pieces])
+    q = DTensor.from_local(pieces[rank], mesh, [Shard(0)])
+    norm = weft.clip_grads_([q], MAX_NORM)
+    given = nn.Parameter(distribute_tensor(torch.zeros(world * 2), mesh, [Shard(0)]))
+    given.grad = distribute_tensor(torch.full((world * 2,), 3.0), mesh, [Shard(0)])
+    by_torch = nn.utils.get_total_norm([given.grad])
+    clipped = weft.clip_grads_([given], 1.0, norm=by_torch)
+    return {
+        "norm": norm,
+        "numbers": wanted,
+        "spec": q.to_local().spec,
+        "after": weft.grad_norm([q]),
+        "plain norm": type(clipped) is Tensor,
+        "clipped": given.grad.full_tensor(),
+    }
+
+
+def main(rank: int, world: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
+    line = init_device_mesh("cpu", (world,))
+    grid = init_device_mesh("cpu", (2, 2)) if world == 4 else None
+    found: dict[str, Any] = {
+        name: statistics(placed, line if len(placed[0][1]) == 1 else grid)
+        for name, placed in placements_of(world).items()
+    }
+    for name, make in models_of(world).items():
+        found[name] = train(make(), weft.clip_grads_)
+        if name in BY_TORCH:
+            found[f"{name}, by torch"] = train(make(), nn.utils.clip_grad_norm_)
+    found["groups"] = over_groups(rank, world)
+    found["refused"] = refused(world)
+    found["quantised"] = quantised(rank, world)
+    if world == 4:
+        found["stages"] = stages(rank)
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
