@@ -1956,8 +1956,13 @@ def _check_rotation(
         cos, sin = _check_tables(
             cos, sin, positions is not None, rope_dim, head_dim, style, batch, tokens, device
         )
-    if sections is not None and (len(sections) != 3 or sum(sections) != rope_dim // 2 or min(sections) < 0):
-        raise ValueError(f"mrope_sections must be three parts of {rope_dim // 2} pairs; got {sections}")
+    if sections is not None and (
+        not isinstance(sections, (tuple, list))
+        or len(sections) != 3
+        or min(whole("mrope_sections", part) for part in sections) < 0
+        or sum(sections) != rope_dim // 2
+    ):
+        raise ValueError(f"mrope_sections must be three parts of {rope_dim // 2} pairs; got {sections!r}")
     if sections is not None and positions is None:
         raise ValueError("mrope_sections goes with positions [3, ...]")
     if positions is not None:
