@@ -1,5 +1,15 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
+import sys
+import warnings
+
+# Importing torch where NumPy is not installed warns of that. Weft does without it, and says nothing at import. A NumPy
+# that is there and does not work is still reported.
+if "torch" not in sys.modules:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
+        import torch as torch
+
 from .ops import (
     RowMap,
     Shards,
