@@ -49,9 +49,9 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("squares of fp16 for their root", "_multi_tensor_reduce_kernel", "partial = tl.sqrt_rn(squares)", "partial = tl.sqrt_rn(squares) if EXPONENT != 0x7C00 else squares", (HALVES,)),
         ("partials of all dtypes in one place", "_multi_tensor_reduce_kernel", "tl.store(partial_ptr + chunk", "tl.store(partial_ptr + tl.program_id(0)", (MIXED["norm2"],)),
         ("every dtype as fp32", "_launch_reduce", 'f"int{8 * dtype.itemsize}"', '"int32"', (EVERY["zeros"].replace("32", "16"),)),
-        ("no elements before a multiple of 16 bytes", "_build", "pieces.append(torch.tensor([[address, before]]))", "pieces.append(torch.tensor([[address, 0]]))", (EVERY["norm1"],)),
+        ("no elements before a multiple of 16 bytes", "_build", "torch.tensor([[address, before]], device", "torch.tensor([[address, 0]], device", (EVERY["norm1"],)),
         ("a dtype's table for another's", "_table_of", "tuple([t.dtype for t in tensors])", "tuple([torch.float32 for t in tensors])", (ZEROS,)),
-        ("the table of other sizes", "_table_of", "        tuple(map(Tensor.data_ptr, tensors)),\n        tuple(map(Tensor.numel, tensors)),", "        tuple(map(Tensor.data_ptr, tensors)),\n        tuple(64 for t in tensors),", (ONE_TABLE,)),
+        ("the table of other sizes", "_table_of", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(map(Tensor.numel, tensors)),", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(64 for t in tensors),", (ONE_TABLE,)),
     ],
     "_multi_tensor_total_kernel": [
         ("zeros of the last partials alone", "_multi_tensor_total_kernel", "zeros += tl.load(", "zeros = zeros * 0 + tl.load(", (f"{M}test_many_chunks",)),
@@ -85,6 +85,6 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("a coefficient rounded to the dtype", "_multi_tensor_clip_kernel", "tl.load(tile_ptr).to(tl.float32) * coefficient", "tl.load(tile_ptr).to(tl.float32) * coefficient.to(ELEMENT).to(tl.float32)", (ONCE,)),
         ("the coefficient's square in the last tile", "_multi_tensor_clip_kernel", "(x * coefficient)", "(x * coefficient * coefficient)", (ONCE,)),
         ("copies not copied back", "_launch_clip", "if dense is not t:", "if dense is None:", (GAPS,)),
-        ("numbers scaled twice", "_overlap", "if address < end:", "if address < 0:", (SHARED,)),
+        ("numbers scaled twice", "_overlap", "any(address < end for", "any(address < 0 for", (SHARED,)),
     ],
 }  # fmt: skip

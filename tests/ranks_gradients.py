@@ -127,6 +127,20 @@ def statistics(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
     return found
 
 
+def compiled(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
+    """Clipped under torch.compile without a break, as `statistics` clips."""
+    tensors = distributed(placed, mesh)
+    gradients = [tensors[0].grad, *tensors[1:]]
+    clip = torch.compile(
+        lambda *given: weft.clip_grads_(given, MAX_NORM), fullgraph=True, backend="aot_eager"
+    )
+    norm = clip(*gradients)
+    return {
+        "clip norm": norm,
+        "clipped": [t.full_tensor() if isinstance(t, DTensor) else t for t in gradients],
+    }
+
+
 # ---- models --------------------------------------------------------------------------------------------
 
 
@@ -358,6 +372,8 @@ def main(rank: int, world: int, directory: Path) -> None:
         name: statistics(placed, line if len(placed[0][1]) == 1 else grid)
         for name, placed in placements_of(world).items()
     }
+    if world == 2:
+        found["compiled"] = compiled(PLACEMENTS["of every kind"], line)
     for name, make in models_of(world).items():
         found[name] = train(make(), weft.clip_grads_)
         if name in BY_TORCH:

@@ -346,6 +346,18 @@ def test_clip_rounds_once() -> None:
     assert torch.equal(x, wanted)
 
 
+@pytest.mark.parametrize("size", [1, CHUNK + 5])
+def test_clip_by_a_norm_that_is_one_of_the_numbers(size: int) -> None:
+    """It is read before it is scaled."""
+    x, y = torch.full((size,), 4.0), torch.full((3 * CHUNK,), 2.0)
+    for norm in (x[0], x[-1]):
+        x.fill_(4.0 - 1e-6)
+        y.fill_(2.0)
+        weft.clip_grads_([x, y], 1.0, norm=norm)
+        torch.testing.assert_close(x, torch.full_like(x, 1.0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(y, torch.full_like(y, 0.5), rtol=1e-6, atol=0)
+
+
 def test_clip_of_a_small_norm() -> None:
     x = torch.tensor([1e-5, -3e-6])
     weft.clip_grads_([x], 1e-6, norm=torch.tensor(1e-5))
@@ -483,6 +495,18 @@ def test_tables_are_bounded(built: list[Any]) -> None:
     assert len(built) == 4 + len(tensors)
 
 
+def test_another_default_device(built: list[Any]) -> None:
+    """What `torch.set_default_device` names has no part in it: the table is made where it is copied from."""
+    tensors = mixed()
+    with torch.device("meta"):
+        found = [STATISTICS[what](tensors) for what in WHAT]
+        assert weft.clip_grads_(tensors, 1.0, norm=torch.tensor(0.5, device="cpu")).device.type == "cpu"
+        assert weft.grad_norm([]) == 0.0
+    assert len(built) == 1
+    module._tables.clear()
+    assert all(torch.equal(a, STATISTICS[what](tensors)) for a, what in zip(found, WHAT, strict=True))
+
+
 def test_chunks_begin_at_multiples_of_16_bytes() -> None:
     tensors = [t for t in mixed() if t.numel()]
     table, _ = module._table_of(tensors)
@@ -613,6 +637,7 @@ def test_inference_mode() -> None:
         near(weft.grad_norm([x]), Near(torch.tensor(0.5).double(), torch.tensor(1e-5)))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_wrong_arguments() -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match=r"norm_type must be 1, 2 or math.inf; got 3"):
@@ -637,12 +662,15 @@ def test_wrong_arguments() -> None:
         weft.clip_grads_([x], 1.0, norm=2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"max_norm must be a number"):
         weft.clip_grads_([x], torch.ones((), device="meta"))  # type: ignore[arg-type]
+    for groups in (3, "tp", [3], (None,)):
+        with pytest.raises(TypeError, match=r"a tuple of torch.distributed process groups"):
+            weft.grad_norm([x], groups=groups)  # type: ignore[arg-type]
     layer = torch.nn.Linear(3, 2)
     wrong: dict[str, Any] = {
         r"got a Linear: give its parameters\(\)": layer,
         r"got a dict: give its values\(\)": dict(layer.named_parameters()),
-        r"one entry is a tuple: give parameters\(\), without their names": layer.named_parameters(),
-        r"one entry is a Linear: give its parameters\(\)": torch.nn.ModuleList([layer]),
+        r"one entry is a tuple: give parameters\(\), without their names": list(layer.named_parameters()),
+        r"one entry is a Linear: give its parameters\(\)": [layer],
         r"got a float: give tensors": 1.0,
         r"one entry is a str: give tensors": "abc",
         r"one entry is a list: give tensors": [[x]],

@@ -28,7 +28,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.bool:
             tensor.fill_(True)
         else:
-            torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
+            torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).fill_(0xFF)
     return tensor
 
 

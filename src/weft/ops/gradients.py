@@ -88,7 +88,7 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     """The gradients that the entries of a list stand for; see `grad_norm`."""
     # Only what requires no gradient is asked for its .grad: others may warn.
     if types <= {Tensor} and True not in [t.requires_grad or t.grad is not None for t in given]:
-        return Kind(given, tuple(groups), True)
+        return Kind(given, _listed_groups(groups), True)
     found = []
     for t in given:
         if t is None:
@@ -106,7 +106,19 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     plain = {Tensor}.issuperset(map(type, found)) and True not in [t.requires_grad for t in found]
     if not plain:
         check_strided(found)
-    return Kind(found, tuple(groups), plain)
+    return Kind(found, _listed_groups(groups), plain)
+
+
+def _listed_groups(groups: Any) -> tuple[Any, ...]:
+    if not groups:
+        return ()
+    for group in groups if isinstance(groups, list | tuple) else (groups, None):
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(
+                "groups must be a tuple of torch.distributed process groups, as a mesh's get_group() gives them; got "
+                f"{groups!r}"
+            )
+    return tuple(groups)
 
 
 def check_strided(tensors: list[Tensor]) -> None:

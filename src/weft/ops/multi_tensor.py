@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -254,6 +255,7 @@ class Table(NamedTuple):
     segments: tuple[Segment, ...]
     chunks: int
     overlapping: bool  # two of the tensors share memory
+    spans: tuple[list[int], list[int]]  # where they begin, in that order, and where they end
     host: Tensor  # what `entries` was copied from; a graph that holds the copy reads it again
     stream: Any  # the one that made the copy, and the event after it; None on a CPU
     ready: Any
@@ -330,14 +332,15 @@ def _build(
             if device.type == "meta":
                 continue
             if before:
-                pieces.append(torch.tensor([[address, before]]))
-            starts = torch.arange(chunks) * CHUNK
+                pieces.append(torch.tensor([[address, before]], device="cpu"))
+            starts = torch.arange(chunks, device="cpu") * CHUNK
             places = address + (starts + before) * dtype.itemsize
             pieces.append(torch.stack([places, (size - before - starts).clamp(max=CHUNK)], 1))
         if first > begin:
             segments.append(Segment(dtype, begin, first - begin))
-    host = torch.cat(pieces) if pieces else torch.zeros(0, 2, dtype=torch.int64)
-    overlapping = device.type != "meta" and _overlap(addresses, sizes, dtypes)
+    host = torch.cat(pieces) if pieces else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    spans = _spans(addresses, sizes, dtypes)
+    overlapping = device.type != "meta" and _overlap(*spans)
     entries, stream, ready = host, None, None
     if device.type == "meta":
         entries = torch.empty((first, 2), dtype=torch.int64, device=device)
@@ -347,20 +350,21 @@ def _build(
         stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()
         if not torch.cuda.is_current_stream_capturing():
             ready.record(stream)
-    return Table(entries, tuple(segments), first, overlapping, host, stream, ready)
+    return Table(entries, tuple(segments), first, overlapping, spans, host, stream, ready)
 
 
-def _overlap(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
+def _spans(
+    addresses: Sequence[int], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> tuple[list[int], list[int]]:
+    """The first byte of each dense tensor, and the one after its last, in the order of the first ones."""
+    pairs = zip(addresses, sizes, dtypes, strict=True)
+    found = sorted((address, address + size * dtype.itemsize) for address, size, dtype in pairs if size)
+    return [begin for begin, _ in found], [end for _, end in found]
+
+
+def _overlap(begins: list[int], ends: list[int]) -> bool:
     """Whether two dense tensors share memory."""
-    end = 0
-    for address, size, dtype in sorted(
-        zip(addresses, sizes, dtypes, strict=True), key=lambda entry: entry[0]
-    ):
-        if size:
-            if address < end:
-                return True
-            end = address + size * dtype.itemsize
-    return False
+    return any(address < end for address, end in zip(begins[1:], ends, strict=False))
 
 
 def _check_writable(tensors: list[Tensor]) -> None:
@@ -371,11 +375,8 @@ def _check_writable(tensors: list[Tensor]) -> None:
             here = [t for t in tensors if t.device == device]
             _refuse_expanded(here)
             dense = [t for t in here if _is_dense(t)]
-            if _overlap(
-                tuple(map(Tensor.data_ptr, dense)),
-                tuple(map(Tensor.numel, dense)),
-                tuple([t.dtype for t in dense]),
-            ):
+            places = ([t.data_ptr() for t in dense], [t.numel() for t in dense], [t.dtype for t in dense])
+            if _overlap(*_spans(*places)):
                 raise _shared()
 
 
@@ -442,6 +443,10 @@ def _launch_clip(outputs: list[Tensor], tensors: list[Tensor], norm: Tensor, max
         _refuse_expanded(tensors)
     if table.overlapping:
         raise _shared()
+    begins, ends = table.spans
+    place = bisect_right(begins, norm.data_ptr()) - 1
+    if place >= 0 and norm.data_ptr() < ends[place]:
+        norm = norm.clone()  # some programs would read it when others have scaled it
     tile = _tile(reached[0].device)
     for dtype, first, chunks in table.segments:
         element = getattr(tl, _ELEMENTS[dtype])

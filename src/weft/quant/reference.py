@@ -223,7 +223,12 @@ def _nvfp4_scale(amax: Tensor, tensor_amax: Tensor, format: Format) -> tuple[Ten
     return code, factor, decode
 
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+# Of a device and dtype of its own: whoever imports this may have set other defaults.
+_E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
+    dtype=torch.float32,
+    device="cpu",
+)
 
 
 def encode_reference(x: Tensor, number: ElementType, random: Tensor | None = None) -> Tensor:
