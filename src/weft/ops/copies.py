@@ -10,9 +10,6 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format
-from ..quant.copies import allocate_copies as allocate_copies
-from ..quant.copies import count_copies as count_copies
-from ..quant.copies import split_copies as split_copies
 from ..runtime import Capabilities, Launch, kernel
 from ..tiles import (
     CONVERT,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Format
+from ..quant.copies import allocate_copies, count_copies, split_copies
 from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
@@ -36,14 +37,11 @@ from ..tiles import activate, activate_with_slope, amax, encode, fp32_scale, lar
 from .checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from .copies import (
     STRIPE,
-    allocate_copies,
     cast_mode,
     check_quantize,
     copy_arguments,
-    count_copies,
     count_stripes,
     reduce_amax,
-    split_copies,
     store_codes,
     store_stripe,
     stripe_tile,

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.copies import empty_scale
+from ..quant.copies import allocate_copies, count_copies, empty_scale, split_copies
 from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
@@ -41,14 +41,11 @@ from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_s
 from .checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from .copies import (
     STRIPE,
-    allocate_copies,
     cast_mode,
     check_quantize,
     copy_arguments,
-    count_copies,
     count_stripes,
     reduce_amax,
-    split_copies,
     store_codes,
     store_rows,
     store_stripe,

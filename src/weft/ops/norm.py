@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Format, QTensor
+from ..quant.copies import allocate_copies, count_copies, split_copies
 from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
@@ -38,14 +39,11 @@ from ..tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
 from .checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
 from .copies import (
     STRIPE,
-    allocate_copies,
     cast_mode,
     check_quantize,
     copy_arguments,
-    count_copies,
     count_stripes,
     reduce_amax,
-    split_copies,
     store_codes,
     store_rows,
     store_stripe,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.copies import empty_scale
+from ..quant.copies import allocate_copies, empty_scale, split_copies
 from ..quant.reference import dequantize_copy, quantize_copies
 from ..quant.straight import standing_in, wrap
 from ..runtime import Launch, capabilities_of, define_op, kernel
@@ -37,11 +37,9 @@ from ..tiles import decode, quantize_rows
 from .checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from .copies import (
     STRIPE,
-    allocate_copies,
     cast_mode,
     copy_arguments,
     count_stripes,
-    split_copies,
     store_codes,
     store_stripe,
     stripe_tile,
