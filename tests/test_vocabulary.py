@@ -31,7 +31,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def expected(case: Case) -> dict[str, Near | Tensor]:
     """In float64, of the whole vocabulary."""
-    call = Call(case.function, {**case.inputs(), **case.options})
+    options = {name: value for name, value in case.options.items() if name != "inplace"}  # it has leaves
+    call = Call(case.function, {**case.inputs(), **options})
     outputs = ranks.named(call.requiring_grad()())
     head = (
         truth_cross_entropy.cross_entropy
