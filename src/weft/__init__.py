@@ -4,11 +4,9 @@ import sys
 import warnings
 
 # Importing torch where NumPy is not installed warns of that. Weft does without it, and says nothing at import. A NumPy
-# that is there and does not work is still reported.
+# that is there and does not work is still reported. The filter stays: `catch_warnings` would undo those of torch.
 if "torch" not in sys.modules:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
-        import torch as torch
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 from .ops import (
     RowMap,
