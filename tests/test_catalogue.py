@@ -590,28 +590,25 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 }
 
 
-def telling() -> list[Any]:
-    """Of the workloads that run the same compiled code, one; the others are slow tests."""
+# These depend on an op and its options, and not on sizes.
+OF_OPTIONS = ("functional", "backend_of_a_graph")
+
+
+def telling(check: str) -> Iterator[Any]:
+    """Of the workloads that run the same compiled code, or have the same options if those alone matter, one; the others
+    are slow tests."""
     seen = set()
-    chosen = []
     for workload in distinct():
         cols = workload.cols
-        alike = (
-            workload.op,
-            workload.options,
-            len(workload.shape),
-            cols > 1024,
-            cols % 1024 == 0,
-            cols % 16 == 0,
-        )
+        alike: tuple[Any, ...] = (workload.op, workload.options)
+        if check not in OF_OPTIONS:
+            alike += (len(workload.shape), cols > 1024, cols % 1024 == 0, cols % 16 == 0)
         marks = [pytest.mark.slow] if alike in seen or "long" in workload.name else []
         seen.add(alike)
-        chosen.append(pytest.param(workload, marks=marks, id=str(workload)))
-    return chosen
+        yield pytest.param(workload, check, marks=marks, id=f"{check}-{workload}")
 
 
-@pytest.mark.parametrize("workload", telling())
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("workload", "check"), [case for check in CHECKS for case in telling(check)])
 def test_workload(workload: Workload, check: str) -> None:
     CHECKS[check](workload)
 
