@@ -37,6 +37,10 @@ from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, la
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ..common.copies import (
     STRIPE,
+    Codes,
+    Encoding,
+    Stripe,
+    Tile,
     cast_mode,
     check_quantize,
     copy_arguments,
@@ -263,7 +267,7 @@ def _gated_norm_kernel(
                 tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
             if FORMAT is not None:
                 if BY_TENSOR:
-                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
                     codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
                 elif BY_ROW:
                     if not LOOP:
@@ -284,9 +288,13 @@ def _gated_norm_kernel(
                 # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
-                    codes, data_ptr, row.to(tl.int64), start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED,
-                    COLS_MASKED,
-                )  # fmt: skip
+                    codes,
+                    Codes(
+                        data_ptr, data_scale_ptr, data_stride, data_scale_row_stride, data_scale_col_stride
+                    ),
+                    Tile(row.to(tl.int64), start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                    FORMAT,
+                )
         if amax_ptr is not None:
             tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
@@ -358,10 +366,12 @@ def _gated_norm_stripe_kernel(
     else:
         given = 0.0
     store_stripe(
-        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, tokens,
-        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
-        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-    )  # fmt: skip
+        y,
+        Codes(data_ptr, data_scale_ptr, data_stride, data_scale_row_stride, data_scale_col_stride),
+        Codes(data_t_ptr, data_t_scale_ptr, data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride),
+        Stripe(stripe, start, tokens, cols, ALIGN, COLS_MASKED),
+        Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+    )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
 

@@ -348,10 +348,9 @@ class _Norm:
         known: bool,
     ) -> None:  # fmt: skip
         a = self.a
-        vectors = (self.weight, self.bias, self.scale, self.shift)
+        weight, bias, scale, shift = self.weight, self.bias, self.scale, self.shift
         if copy is None and partials is None and y is None:  # no more than the statistics
-            vectors = (None, None, None, None)
-        data, data_scale, *strides = copy_arguments(copy)
+            weight = bias = scale = shift = None
         constants = _Constants(
             self.layer,
             self.llama,
@@ -366,16 +365,32 @@ class _Norm:
         )
         _rows_launch(constants)(
             (-(-self.rows // config.rows), 1, 1),
-            (
-                self.x, self.residual, *vectors, given if copy else None, y, None if known else self.o.residual,
-                self.rstd, self.mean, partials, data, data_scale,
+            *norm_kernel.arguments(
+                x_ptr=self.x,
+                residual_ptr=self.residual,
+                weight_ptr=weight,
+                bias_ptr=bias,
+                scale_ptr=scale,
+                shift_ptr=shift,
+                given_ptr=given if copy else None,
+                y_ptr=y,
+                residual_out_ptr=None if known else self.o.residual,
+                rstd_ptr=self.rstd,
+                mean_ptr=self.mean,
+                amax_ptr=partials,
+                rows=self.rows,
+                cols=self.cols,
+                inner=self.inner,
+                x_outer_stride=self.outer_stride,
+                x_inner_stride=self.inner_stride,
+                residual_stride=self.residual_stride,
+                modulation_stride=self.modulation_stride,
+                rows_per_sample=self.rows_per_sample,
+                copy=copy_arguments(copy),
+                eps=a.eps,
+                weight_offset=a.weight_offset,
             ),
-            (
-                self.rows, self.cols, self.inner, self.outer_stride, self.inner_stride, self.residual_stride,
-                self.modulation_stride, self.rows_per_sample, *strides,
-            ),
-            (a.eps, a.weight_offset),
-        )  # fmt: skip
+        )
 
     def stripes_pass(
         self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
@@ -384,8 +399,6 @@ class _Norm:
         tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
         tiles = count_stripes(self.rows, self.cols) * -(-self.cols // tile)
         partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
-        data, data_scale, *strides = copy_arguments(row)
-        data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             norm_stripe_kernel,
             num_warps=num_warps,
@@ -402,16 +415,28 @@ class _Norm:
         )
         launch(
             (tiles, 1, 1),
-            (
-                self.x, self.weight, self.bias, self.scale, self.shift, given, self.rstd, self.mean, partials, data,
-                data_scale, data_t, data_t_scale,
+            *norm_stripe_kernel.arguments(
+                h_ptr=self.x,
+                weight_ptr=self.weight,
+                bias_ptr=self.bias,
+                scale_ptr=self.scale,
+                shift_ptr=self.shift,
+                given_ptr=given,
+                rstd_ptr=self.rstd,
+                mean_ptr=self.mean,
+                amax_ptr=partials,
+                rows=self.rows,
+                cols=self.cols,
+                inner=self.inner,
+                h_outer_stride=self.outer_stride,
+                h_inner_stride=self.inner_stride,
+                modulation_stride=self.modulation_stride,
+                rows_per_sample=self.rows_per_sample,
+                copy=copy_arguments(row),
+                copy_t=copy_arguments(col),
+                weight_offset=self.a.weight_offset,
             ),
-            (
-                self.rows, self.cols, self.inner, self.outer_stride, self.inner_stride, self.modulation_stride,
-                self.rows_per_sample, *strides, *strides_t,
-            ),
-            (self.a.weight_offset,),
-        )  # fmt: skip
+        )
         return partials
 
 
