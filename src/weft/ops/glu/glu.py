@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
+from ...runtime import LATER, Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
@@ -87,9 +87,9 @@ class GluOutputs(NamedTuple):
 class GluNeeds(NamedTuple):
     """Which gradients are wanted."""
 
-    x: bool
-    up: bool
-    prob: bool
+    x: bool = False
+    up: bool = False
+    prob: bool = False
 
 
 class GluBackwardArgs(NamedTuple):
@@ -552,11 +552,7 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
 
 
 def _keep(a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
-    unknown: Any = None
-    return GluBackwardArgs(a.x, a.up, a.prob, unknown, a.groups, a.unit, a.gradient, _NO_NEEDS)
-
-
-_NO_NEEDS = GluNeeds(False, False, False)
+    return GluBackwardArgs(a.x, a.up, a.prob, LATER, a.groups, a.unit, a.gradient, GluNeeds())
 
 
 def _gradients(b: Backward) -> Gradients:
