@@ -53,7 +53,7 @@ from ..common.results import (
 )
 from ..common.rows import align_of, compute_dtype, count_rows, cpu_tile, row_strides
 from ..quantize import quantize_into
-from .kernels import Rows, UpCodes, glu_backward_kernel, glu_kernel
+from .kernels import glu_backward_kernel, glu_kernel
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
 
@@ -227,121 +227,130 @@ class GluConfig(NamedTuple):
         return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
 
 
-class _Constants(NamedTuple):
-    """What decides the code of a kernel."""
+class _Layout(NamedTuple):
+    """Where rows lie: row r of the gate at (r // inner) * gate_outer_stride + (r % inner) * gate_inner_stride."""
 
-    act: str
-    interleaved: bool
-    limited: bool
-    format: Format | None
-    cast: int
-    static: bool | None  # None for the backward
-    stripes: bool
-    places: str
-    config: GluConfig
-    once: bool
-    nested: bool
-    known_multiple: int
-    cols_masked: bool
+    rows: int
+    cols: int
+    up_shift: int
+    inner: int
+    gate_outer_stride: int
+    gate_inner_stride: int
+    up_outer_stride: int
+    up_inner_stride: int
+    dy_outer_stride: int
+    dy_inner_stride: int
+
+    @property
+    def known_multiple(self) -> int:
+        """Of which the columns and all row strides are multiples."""
+        return align_of(self.cols, self.up_shift, *self[4:])
 
 
-@functools.cache
-def _launch_of(c: _Constants) -> Launch:
-    kernel, more = (glu_backward_kernel, {}) if c.static is None else (glu_kernel, {"STATIC": c.static})
-    return Launch.of(
-        kernel,
-        num_warps=c.config.num_warps,
-        ACT=c.act,
-        INTERLEAVED=c.interleaved,
-        LIMITED=c.limited,
-        FORMAT=c.format,
-        CAST=c.cast,
-        STRIPES=c.stripes,
-        PLACES=c.places,
-        ROWS=c.config.rows,
-        TILE=c.config.tile,
-        ONCE=c.once,
-        NESTED=c.nested,
-        ALIGN=c.known_multiple,
-        COLS_MASKED=c.cols_masked,
-        **more,
+class _Pass(NamedTuple):
+    """What a pass makes, as far as it decides the code of the kernel."""
+
+    static: bool | None  # the scale is given; None in the backward
+    format: str | None = None  # of copies that are made
+    rowwise: bool = False  # the row-wise copy is made
+    stripes: bool = False  # by stripes
+    sums: bool = False  # dprob is made
+
+
+class _Cut(NamedTuple):
+    """How a pass is cut into programs."""
+
+    launch: Launch
+    blocks: int  # of rows
+    row_programs: int  # programs that share a block
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(
+    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
+) -> _Cut:
+    """groups: how many there are, and their align."""
+    backward, cpu, multiple = made.static is None, target == "cpu", layout.known_multiple
+    interleaved = unit.layout == "interleaved"
+    format = None if made.format is None else Format.of(made.format)
+    if made.stripes:
+        assert format is not None
+        config = GluConfig.choose_stripe(format.block, made.rowwise, backward, interleaved, multiple, target)
+        blocks = count_stripes(layout.rows, layout.cols)
+    else:
+        group = 1 if format is None else format.group
+        config = GluConfig.choose(layout.cols, group, backward, multiple, target)
+        blocks = -(-layout.rows // config.rows)
+    places = "rows"
+    if made.stripes and groups is not None:
+        number, align = groups
+        if align % STRIPE == 0:
+            places = "stripes"
+        elif format is not None and format.group:
+            places, blocks = "slots", count_slots(layout.rows, number)
+    # A scale of a whole row belongs to one program, and so does a sum over the row, unless its tiles are stripes: in a
+    # loop over those, too much is held in registers.
+    by_row = format is not None and format.block == "row"
+    once = not (cpu or by_row or (made.sums and not made.stripes))
+    launch = Launch.of(
+        glu_backward_kernel if backward else glu_kernel,
+        num_warps=config.num_warps,
+        ACT=unit.act,
+        INTERLEAVED=interleaved,
+        LIMITED=unit.limit is not None,
+        FORMAT=format,
+        CAST=cast,
+        STRIPES=made.stripes,
+        PLACES=places,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ONCE=once,
+        NESTED=layout.inner > 1,
+        ALIGN=multiple,
+        COLS_MASKED=layout.cols % config.tile != 0,
+        **({} if backward else {"STATIC": made.static}),
     )
+    return _Cut(launch, blocks, -(-layout.cols // config.tile) if once else 1)
 
 
 class _Call:
-    """A call's inputs as kernels take them, and how they are cut."""
+    """A call's inputs as kernels take them."""
 
     def __init__(self, a: GluArgs | GluBackwardArgs, dy: Tensor | None) -> None:
-        x, unit = a.x, a.unit
-        self.unit, self.prob, self.target = unit, a.prob, capabilities_of(x.device)
-        self.hidden, self.rows = _hidden(x, unit.layout), x.numel() // x.shape[-1]
-        self.interleaved = unit.layout == "interleaved"
+        layout, unit = a.unit.layout, a.unit
+        x, up, cols = a.x, a.up, _hidden(a.x, layout)
+        x, inner, outer_stride, inner_stride = row_strides(x)
+        up_strides, dy_strides, nested = (0, 0), (0, 0), True
+        if layout == "concat":
+            up, up_strides = x, (outer_stride, inner_stride)
+        elif up is not None:
+            up, up_inner, *strides = row_strides(up)
+            up_strides, nested = (strides[0], strides[1]), up_inner == inner
+        if dy is not None:
+            dy, dy_inner, *strides = row_strides(dy)
+            dy_strides, nested = (strides[0], strides[1]), nested and dy_inner == inner
+        if not nested:  # two ways to nest rows: all are straightened
+            straight = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
+            self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
+            return
+        self.gate, self.up, self.dy, self.prob, self.unit = x, up, dy, a.prob, unit
+        self.layout = _Layout(
+            a.x.numel() // a.x.shape[-1], cols, cols if layout == "concat" else 0, inner, outer_stride, inner_stride,
+            *up_strides, *dy_strides,
+        )  # fmt: skip
         self.prob_stride = 0 if a.prob is None else a.prob.stride(0)
-        self.begin_anew, self.groups = False, _NO_ENDS
+        self.groups = _NO_ENDS
         if a.groups.ends is not None:
-            ends = a.groups.ends.contiguous()
-            self.begin_anew, self.groups = (
-                a.groups.begin_anew(),
-                GroupEnds(ends, ends.numel(), a.groups.align),
-            )
-        self.up_shift = self.hidden if unit.layout == "concat" else 0
-        laid_out = [row_strides(t) for t in (x, a.up, dy) if t is not None]
-        if any(
-            inner != laid_out[0][1] for _, inner, _, _ in laid_out
-        ):  # two ways to nest rows: all are straightened
-            laid_out = [row_strides(t.contiguous()) for t, *_ in laid_out]
-        self.inner = laid_out[0][1]
-        found = [Rows(t, outer, inner) for t, _, outer, inner in laid_out]
-        self.gate = found[0]
-        self.up = found[1] if a.up is not None else self.gate if self.up_shift else _NO_ROWS
-        self.dy = found[-1] if dy is not None else _NO_ROWS
-        strides = [stride for rows in found for stride in rows[1:]]
-        self.known_multiple = align_of(self.hidden, self.up_shift, *strides)
+            self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
+        self.target = capabilities_of(x.device)
 
-    def places(self, format: Format | None, stripes: bool) -> str:
-        """Where padding may be, as the kernels say it."""
-        if not stripes or self.groups.ends is None or format is None:
-            return "rows"
-        if not self.begin_anew:
-            return "stripes"
-        return "slots" if format.group else "rows"
-
-    def count_blocks(self, config: GluConfig, stripes: bool, places: str) -> int:
-        """Blocks of rows: those of a tensor, or as many as groups can need."""
-        if not stripes:
-            return -(-self.rows // config.rows)
-        dense = count_stripes(self.rows, self.hidden)
-        return count_slots(self.rows, self.groups.number) if places == "slots" else dense
-
-    def launch(
-        self, config: GluConfig, format: Format | None, stripes: bool, once: bool, static: bool | None
-    ) -> tuple[Launch, int]:
-        """The kernel with its constants, and blocks of rows."""
-        places = self.places(format, stripes)
-        constants = _Constants(
-            self.unit.act,
-            self.interleaved,
-            self.unit.limit is not None,
-            format,
-            cast_mode(self.target),
-            static,
-            stripes,
-            places,
-            config,
-            once,
-            self.inner > 1,
-            self.known_multiple,
-            self.hidden % config.tile != 0,
-        )
-        return _launch_of(constants), self.count_blocks(config, stripes, places)
-
-    def partials(self, *shape: int) -> Tensor:
-        assert self.gate.ptr is not None
-        return torch.empty(shape, dtype=torch.float32, device=self.gate.ptr.device)
+    def cut(self, made: _Pass) -> _Cut:
+        ends, *groups = self.groups
+        known = None if ends is None else (groups[0], groups[1])
+        return _cut(self.layout, self.unit, known, made, cast_mode(self.target), self.target.target)
 
 
 _NO_ENDS = GroupEnds(None, 0, 1)
-_NO_ROWS = Rows(None, 0, 0)
 
 
 def _allocate_glu(a: GluArgs) -> GluOutputs:
@@ -352,64 +361,53 @@ def _allocate_glu(a: GluArgs) -> GluOutputs:
 class _Glu(_Call):
     """One call of glu: its passes."""
 
-    def __init__(self, o: GluOutputs, a: GluArgs) -> None:
-        super().__init__(a, None)
-        self.result, self.options, self.all_groups = o.result, a.result, a.groups
+    options: ResultOptions
 
-    def plain(self) -> None:
-        config = GluConfig.choose(self.hidden, 1, False, self.known_multiple, self.target.target)
-        self._run(config, None, False, None, self.result.y, None, None, False)
-
-    def quantized(self) -> None:
-        assert self.options.format is not None
-        self.format = f = Format.of(self.options.format)
-        if self.result.scale_t is not None and self.all_groups.have_slots(f, True):
-            clear_slots(self.result.scale_t)
-        make_copies(
-            self.result,
-            self.options,
-            self.rows_pass,
-            self.stripes_pass,
-            direct=f.block != "128x128",
-            statistics=False,
-        )
+    def quantize(self, result: Result, options: ResultOptions, groups: Groups) -> None:
+        assert options.format is not None
+        f, self.options = Format.of(options.format), options
+        if result.scale_t is not None and groups.have_slots(f, True):
+            clear_slots(result.scale_t)
+        direct = f.block != "128x128"
+        make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
 
     def rows_pass(
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
-        format = None if copy is None else self.format
-        group = 1 if format is None else format.group
-        config = GluConfig.choose(self.hidden, group, False, self.known_multiple, self.target.target)
-        return self._run(config, format, False, given, None, copy, None, wants_amax)
+        made = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
+        return self.run(made, None, copy, None, given, wants_amax)
 
     def stripes_pass(
         self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
-        config = GluConfig.choose_stripe(
-            self.format.block, row is not None, False, False, self.known_multiple, self.target.target
-        )
-        return self._run(config, self.format, True, given, None, row, col, wants_amax)
+        static = self.options.scale is not None
+        made = _Pass(static, self.options.format, row is not None, stripes=True)
+        return self.run(made, None, row, col, given, wants_amax)
 
-    def _run(
-        self, config: GluConfig, format: Format | None, stripes: bool, given: Tensor | None, y: Tensor | None,
-        row: Copy | None, col: Copy | None, wants_amax: bool,
-    ) -> Tensor | None:  # fmt: skip
-        by_row = format is not None and format.block == "row"
-        row_programs = 1 if by_row or self.target.is_cpu else -(-self.hidden // config.tile)
-        once = not (by_row or self.target.is_cpu)
-        launch, blocks = self.launch(config, format, stripes, once, self.options.scale is not None)
-        programs = blocks * row_programs
-        found = self.partials(programs) if wants_amax else None
-        unit = self.unit
+    def run(
+        self,
+        made: _Pass,
+        y: Tensor | None,
+        row: Copy | None = None,
+        col: Copy | None = None,
+        given: Tensor | None = None,
+        wants_amax: bool = False,
+    ) -> Tensor | None:
+        """A pass; the amax of each of its programs, if it is wanted."""
+        launch, blocks, row_programs = self.cut(made)
+        layout, unit, programs = self.layout, self.unit, blocks * row_programs
+        found = None
+        if wants_amax:
+            found = torch.empty(programs, dtype=torch.float32, device=self.gate.device)
         launch(
             (programs, 1, 1),
             *glu_kernel.arguments(
-                rows=self.rows,
-                cols=self.hidden,
-                up_shift=self.up_shift,
-                inner=self.inner,
-                gate=self.gate,
-                up=self.up,
+                rows=layout.rows,
+                cols=layout.cols,
+                up_shift=layout.up_shift,
+                inner=layout.inner,
+                gate=(self.gate, layout.gate_outer_stride, layout.gate_inner_stride),
+                up=(self.up, layout.up_outer_stride, layout.up_inner_stride),
                 prob_ptr=self.prob,
                 prob_stride=self.prob_stride,
                 groups=self.groups,
@@ -428,11 +426,14 @@ class _Glu(_Call):
 
 
 def _launch_glu(o: GluOutputs, a: GluArgs) -> None:
-    call = _Glu(o, a)
+    call = _Glu(a, None)
     if a.result.format is None:
-        call.plain()
+        call.run(_PLAIN, o.result.y)
     else:
-        call.quantized()
+        call.quantize(o.result, a.result, a.groups)
+
+
+_PLAIN = _Pass(static=False)
 
 
 def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
@@ -482,50 +483,39 @@ class _Gradient:
 
 def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     call = _Call(a, a.dy)
-    f = None if a.gradient.format is None else Format.of(a.gradient.format)
-    direct = (False, False) if f is None else _in_one_pass(f, a.unit.layout, call.hidden)
-    direct = direct[0] and a.gradient.rowwise, direct[1] and a.gradient.columnwise
-    dx, dup = _Gradient(o.x, a.gradient, direct), _Gradient(o.up, a.gradient, direct)
-    up = dx if a.unit.layout == "concat" else dup
-    if f is not None and a.groups.have_slots(f, a.gradient.columnwise):
+    layout, unit, options = call.layout, a.unit, a.gradient
+    direct = (False, False)
+    if options.format is not None:
+        f = Format.of(options.format)
+        direct = _in_one_pass(f, unit.layout, layout.cols)
+        direct = direct[0] and options.rowwise, direct[1] and options.columnwise
         for result in (o.x, o.up):
-            if result.scale_t is not None:
+            if result.scale_t is not None and a.groups.have_slots(f, True):
                 clear_slots(result.scale_t)
-    format = f if any(direct) else None
-    stripes = format is not None and (direct[1] or format.block == "128x128")
-    multiple, target = call.known_multiple, call.target
-    if stripes:
-        assert format is not None
-        config = GluConfig.choose_stripe(
-            format.block, direct[0], True, call.interleaved, multiple, target.target
-        )
-    else:
-        group = 1 if format is None else format.group
-        config = GluConfig.choose(call.hidden, group, True, multiple, target.target)
-    # A sum over the row belongs to one program, unless its tiles are stripes: in a loop over those, too much is held in
-    # registers.
-    once = not target.is_cpu and (stripes or o.prob is None)
-    row_programs = -(-call.hidden // config.tile) if once else 1
-    launch, blocks = call.launch(config, format, stripes, once, None)
+    dx, dup = _Gradient(o.x, options, direct), _Gradient(o.up, options, direct)
+    up = dx if unit.layout == "concat" else dup
+    format = options.format if any(direct) else None
+    stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
+    launch, blocks, row_programs = call.cut(_Pass(None, format, direct[0], stripes, o.prob is not None))
     dprob = o.prob
     if dprob is not None and row_programs > 1:
-        dprob = call.partials(row_programs, call.rows)
-    # Copies of dup lie like those of dgate, of which there may be none.
-    row, col = copy_arguments(dx.row or up.row), copy_arguments(dx.col or up.col)
+        dprob = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprob.device)
+    row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
-    if dx.row is None and dx.col is None:
-        row, col = row._replace(data=None, scale=None), col._replace(data=None, scale=None)
-    unit = a.unit
+    if (
+        dx.plain is None and dx.row is None and dx.col is None
+    ):  # dup alone, whose copies lie as those of dgate would
+        row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
     launch(
         (blocks * row_programs, 1, 1),
         *glu_backward_kernel.arguments(
-            rows=call.rows,
-            cols=call.hidden,
-            up_shift=call.up_shift,
-            inner=call.inner,
-            gate=call.gate,
-            up=call.up,
-            dy=call.dy,
+            rows=layout.rows,
+            cols=layout.cols,
+            up_shift=layout.up_shift,
+            inner=layout.inner,
+            gate=(call.gate, layout.gate_outer_stride, layout.gate_inner_stride),
+            up=(call.up, layout.up_outer_stride, layout.up_inner_stride),
+            dy=(call.dy, layout.dy_outer_stride, layout.dy_inner_stride),
             prob_ptr=call.prob,
             prob_stride=call.prob_stride,
             groups=call.groups,
@@ -536,7 +526,7 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
             stride=a.x.shape[-1],
             copy=row,
             copy_t=col,
-            up_codes=UpCodes(up_row.data, up_row.scale, up_col.data, up_col.scale),
+            up_codes=(up_row.data, up_row.scale, up_col.data, up_col.scale),
             alpha=unit.alpha,
             limit=0.0 if unit.limit is None else unit.limit,
             up_offset=unit.up_offset,
@@ -750,7 +740,7 @@ def glu(
         x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
         out_dtype=out_dtype,
     )  # fmt: skip
-    gradient = ResultOptions(x.dtype, None, True, False, None, False)
+    gradient = _PLAIN_GRADIENTS[x.dtype]
     if options.format is not None:
         _check_groups(options, groups, True)
     if quantize_grad is not None:
@@ -792,7 +782,7 @@ def glu_backward(
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
     flat_prob, groups = _checked_rows(x, prob, ends, align)
     check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], _hidden(x, unit.layout)))
-    gradient = ResultOptions(x.dtype, None, True, False, None, False)
+    gradient = _PLAIN_GRADIENTS[x.dtype]
     if quantize is not None:
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
     elif columnwise:
@@ -807,6 +797,7 @@ def glu_backward(
 
 
 _ACTS = get_args(Act)
+_PLAIN_GRADIENTS = {dtype: ResultOptions(dtype, None, True, False, None, False) for dtype in FLOATS}
 
 
 def _checked_unit(
