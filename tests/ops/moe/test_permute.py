@@ -149,7 +149,7 @@ def test_too_few_rows_for_every_consumer(align: int, room: int, dense: bool) -> 
     dz = torch.randn(64, 32)
     with triton_loom.sanitize() as seen:
         y, prob = weft.permute(leaves[0], rows, leaves[1])
-        h = weft.glu(y, prob=prob, offsets=rows.ends, align=align)
+        h = weft.glu(y, prob=prob, ends=rows.ends, align=align)
         got = [weft.unpermute(h, rows)]
         got += torch.autograd.grad(got[0], leaves, dz)
         weft.permute(leaves[0].detach(), rows, quantize="mx", columnwise=align == 128)
