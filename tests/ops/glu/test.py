@@ -1,5 +1,5 @@
 """What the options of the gated linear units mean, where PyTorch or a model defines it; experts; quantised gradients;
-and bugs that others shipped. The workloads go through `test_catalogue` as well."""
+and bugs that others shipped. The workloads go through the catalogue as well."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from accuracy import EPS32, assert_not_worse, check
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
+from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
     bits,
-    check_glu,
-    far_apart,
     near,
     own_numbers,
     results,
     run,
     upstreams,
 )
+from tests.catalogue.checks import assert_accurate
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.glu import truth as truth_glu
+from tests.quant.copies import assert_copies, regions
 from weft import QTensor
 from weft.ops.groups import real_rows_reference
 from weft.runtime import choosing_for
@@ -121,7 +121,7 @@ def test_gpt_oss() -> None:
 
 
 def test_sigmoid_with_alpha() -> None:
-    check_glu(call_of(act="sigmoid", alpha=1.7))
+    assert_accurate("glu", call_of(act="sigmoid", alpha=1.7))
 
 
 def test_layouts_are_one_maths() -> None:
@@ -222,7 +222,7 @@ def test_probabilities() -> None:
     call = call_of(rows=7)
     prob = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
     call = call.with_(prob=prob)
-    check_glu(call)
+    assert_accurate("glu", call)
     y, plain = results(call)["y"], weft.glu(call["x"])
     assert not y[0].count_nonzero()
     assert torch.equal(y[1:5], plain[1:5] * prob[1:5, None].to(BF16))
@@ -242,7 +242,7 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
     """Each expert's rows are those of a call of its own; the padding, full of NaN, is not read, and zero comes out."""
     call = call_of(300, **experts(align, dtype))
     real = torch.zeros(300, dtype=torch.bool)
-    spans = [(s, e) for s, e, _ in truth_glu.regions(300, call["offsets"], align) if e > s]
+    spans = [(s, e) for s, e, _ in regions(300, call["offsets"], align) if e > s]
     assert len(spans) == 4
     for start, end in spans:
         real[start:end] = True
@@ -301,9 +301,9 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     with choosing_for(target):
         q, amax = call()
         got = gradients()
-    truth_glu.assert_copies(q, values["y"], call["offsets"], align)
+    assert_copies(q, values["y"], call["offsets"], align)
     assert amax == values["y"].abs().max()
-    truth_glu.assert_copies(got.x, wanted["dx"], call["offsets"], align)
+    assert_copies(got.x, wanted["dx"], call["offsets"], align)
     near(got.prob, truth_glu.glu(call.with_(return_amax=False), dy)["dprob"])
     assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
     assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
@@ -319,7 +319,7 @@ def test_many_experts_in_slots() -> None:
     rows = start + 50
     call = call_of(rows, 128, offsets=torch.tensor(ends), align=16, quantize="1x128", columnwise=True)
     call["x"][~real_rows_reference(call["offsets"], rows, 16)] = torch.nan
-    truth_glu.assert_copies(call(), own_numbers(call)["y"], call["offsets"], 16)
+    assert_copies(call(), own_numbers(call)["y"], call["offsets"], 16)
 
 
 # ---- quantised results and gradients -------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_quantized_gradients(format: str) -> None:
         values = own_numbers(gradients)
         for name, got in results(gradients).items():
             if isinstance(got, QTensor):
-                truth_glu.assert_copies(got, values[name])
+                assert_copies(got, values[name])
         alone = gradients.with_(rowwise=False)()
         assert alone.x.rowwise is None
         assert torch.equal(
@@ -367,7 +367,7 @@ def test_amax_is_that_of_y(format: str) -> None:
     y = weft.glu(x, out_dtype=torch.float32)
     q, amax = weft.glu(x, quantize=format, columnwise=True, return_amax=True)
     assert amax == y.abs().max()
-    truth_glu.assert_copies(q, y)
+    assert_copies(q, y)
     if format == "tensor":
         q, amax = weft.glu(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
         assert amax == y.abs().max()
@@ -419,10 +419,10 @@ def test_layout(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) ->
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 3), (129, 16), (3, 1025), (2, 2049)])
 def test_sizes(rows: int, cols: int) -> None:
-    check_glu(call_of(rows, cols))
+    assert_accurate("glu", call_of(rows, cols))
     if rows * cols < 4000:
         call = call_of(rows, cols, quantize="mx", columnwise=True)
-        truth_glu.assert_copies(call(), own_numbers(call)["y"])
+        assert_copies(call(), own_numbers(call)["y"])
 
 
 def test_no_columns_and_no_rows() -> None:
@@ -499,7 +499,7 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     call = call_of(300, 96, **experts(16), **options)
     if op == "glu_backward":
         call = backward_of(call, draw(300, 96), **options)
-    args = arguments_of(call, op)[0]
+    args = arguments_of(call, op, run if op == "glu" else results)[0]
     torch.library.opcheck(weft.catalogue[op].overload, args)
 
 

@@ -12,19 +12,8 @@ import triton_loom
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
-    assert_same,
-    backward,
-    bits,
-    constant,
-    expanded,
-    far_apart,
-    near,
-    results,
-    run,
-    upstreams,
-)
+from tests.catalogue.calls import assert_same, backward, bits, near, results, run, upstreams
+from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.ops.heads.truth import TRUTHS
 from tests.quant import oracle
 from weft.runtime import choosing_for
@@ -563,13 +552,15 @@ def test_compiled_is_eager(how: str) -> None:
 
 
 def test_opcheck() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
+    from tests.catalogue.calls import arguments_of
 
     for make in (everything, apart):
         call = make().requiring_grad()
-        torch.library.opcheck(weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare")[0])
+        torch.library.opcheck(
+            weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare", results)[0]
+        )
     call = Call(weft.rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
-    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope")[0])
+    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope", results)[0])
 
 
 def test_opcheck_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -814,13 +805,13 @@ def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
 
 
 def test_opcheck_of_a_cache() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
+    from tests.catalogue.calls import arguments_of
 
     for fp8 in (False, True):
         call = held(packed(qk_norm="rms"), fp8, "slots")
         for t in (*call["cache"], *(call["cache_scales"] or ())):
             t.zero_()
-        args = arguments_of(call, "qkv_prepare_cached")[0]
+        args = arguments_of(call, "qkv_prepare_cached", results)[0]
         torch.library.opcheck(weft.catalogue["qkv_prepare_cached"].overload, args)
 
 

@@ -9,8 +9,8 @@ from accuracy import EPS32
 from torch import Tensor
 
 import weft
-from tests.ops.norm.truth import ROUNDINGS, Near, arguments
 from tests.quant import oracle
+from tests.support.truth import ROUNDINGS, Near, arguments
 from weft.workloads import Call
 from weft.workloads.rope import PAGE
 

@@ -14,9 +14,11 @@ from accuracy import EPS32, check, ulp
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, Band, assert_same, far_apart, near, transposed
+from tests.catalogue.calls import assert_same, near
+from tests.catalogue.checks import Band
+from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss import truth_cross_entropy
-from tests.ops.norm.truth import Near, arguments
+from tests.support.truth import Near, arguments
 from weft.ops import CrossEntropy
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call

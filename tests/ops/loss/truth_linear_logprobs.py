@@ -9,7 +9,7 @@ from accuracy import EPS32
 from torch import Tensor
 
 import weft
-from tests.ops.norm.truth import Near, arguments
+from tests.support.truth import Near, arguments
 from weft.workloads import Call
 
 # Of a token's own sums: exponentials, logarithms, sums over tiles and splits.

@@ -16,7 +16,8 @@ from accuracy import EPS32, check
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, arguments_of, assert_same, far_apart, near
+from tests.catalogue.calls import arguments_of, assert_same, near, results
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_permute
 from weft import Format, QTensor, RowMap
 from weft.quant import Copy
@@ -711,7 +712,7 @@ def test_compiled_is_eager(function: Callable[..., tuple[Tensor, ...]]) -> None:
 
 def opchecked(name: str, call: Call, **options: Any) -> None:
     leaves = {n: t.detach().requires_grad_() for n, t in call.tensors().items() if t.is_floating_point()}
-    for args in arguments_of(call.with_(**leaves), name)[:1]:
+    for args in arguments_of(call.with_(**leaves), name, results)[:1]:
         torch.library.opcheck(weft.catalogue[name].overload, args, **options)
 
 

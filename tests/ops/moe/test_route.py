@@ -14,7 +14,8 @@ from accuracy import EPS32, assert_rounded_once
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
+from tests.catalogue.calls import assert_same
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from tests.ops.moe.truth_router import Rule
 from weft.ops import CONVENTIONS, Routing

@@ -11,7 +11,8 @@ from accuracy import assert_rounded_once
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
+from tests.catalogue.calls import assert_same
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from weft.runtime import choosing_for, recording
 

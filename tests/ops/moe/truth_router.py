@@ -8,7 +8,7 @@ import torch
 from accuracy import EPS32
 from torch import Tensor
 
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 
 # A sum of n terms in chains of at most 64, then of the chains: the roundings of a random walk over both, with room.
 CHAIN = 64

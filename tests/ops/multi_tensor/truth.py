@@ -8,7 +8,7 @@ import torch
 from accuracy import EPS32
 from torch import Tensor
 
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 from weft.workloads import Call
 
 # Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors

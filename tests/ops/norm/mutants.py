@@ -21,12 +21,8 @@ NUMBERS, TILE, REDUCE, SCALES = (f"tiles/{name}.py" for name in ("numbers", "qua
 
 # ---- tests that catch things quickly ----------------------------------------------------------------------------
 
-B, C, D, G = (
-    "quant/test_bytes.py::",
-    "catalogue/test_catalogue.py::",
-    "catalogue/test_combinations.py::",
-    "ops/glu/test.py::",
-)
+B, C, L = "quant/test_bytes.py::", "catalogue/test_workloads.py::", "catalogue/test_layouts.py::"
+D, N, G = "ops/norm/test_combinations.py::", "ops/norm/test_inputs.py::", "ops/glu/test.py::"
 
 
 def workload(check: str, name: str) -> str:
@@ -37,8 +33,8 @@ def norms(case: str) -> str:
     return f"{B}test_norms[{case}]"
 
 
-LAYER = f"{C}test_size_of_a_norm[127-129]"  # layer norm, every input, modulated by row, no loop in backward
-LAYER_LOOP = f"{C}test_size_of_a_norm[17-2049]"
+LAYER = f"{N}test_size_of_a_norm[127-129]"  # layer norm, every input, modulated by row, no loop in backward
+LAYER_LOOP = f"{N}test_size_of_a_norm[17-2049]"
 RESIDUAL = workload("accuracy", "norm:odd/760:residual:8192")
 PLAIN_ODD = workload("accuracy", "norm:odd/33:plain:8192")
 PLAIN_LOOP = workload("accuracy", "norm:odd/1025:plain:8192")
@@ -52,8 +48,8 @@ KNOWN = norms(
 )  # rows after a pass that took the statistics
 TILES = f"{D}test_amax_of_tiles"
 ROW_LOOP = f"{B}test_norms_of_other_lengths[1100-e4m3:row:te]"
-SHIFTED = f"{C}test_variance_of_rows_far_from_zero"
-FAR = f"{C}test_offsets_have_64_bits"
+SHIFTED = f"{N}test_variance_of_rows_far_from_zero"
+FAR = f"{N}test_offsets_have_64_bits"
 SHAPES = f"{B}test_shapes"
 EVERY = f"{B}test_every_format"
 PADS = f"{B}test_strides_and_pads_of_codes"
@@ -73,8 +69,8 @@ MASKED = ", mask=row < rows)"
 DOWN_TO_BF16 = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # cut, not rounded
 
 _NORM: list[tuple[Any, ...]] = [
-    ("no eps", "_norm_kernel", " + eps)", ")", (f"{C}test_values",)),
-    ("eps outside the root", "_norm_kernel", ") + eps),", ")) + eps,", (f"{C}test_values", PLAIN_ODD)),
+    ("no eps", "_norm_kernel", " + eps)", ")", (f"{N}test_values",)),
+    ("eps outside the root", "_norm_kernel", ") + eps),", ")) + eps,", (f"{N}test_values", PLAIN_ODD)),
     ("mean over the tiles, not the columns", "_norm_kernel", "cols.to(tl.float32)) + eps", "(tl.cdiv(cols, TILE) * TILE).to(tl.float32)) + eps", (PLAIN_ODD,)),
     ("statistics without the last tile", "_norm_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (PLAIN_LOOP,), 1, 2),
     ("variance with lanes that have no element", "_statistics", "tl.where(mask, centred, 0.0)", "centred", (f"{SHIFTED}[1025-10000.0]",)),
@@ -92,7 +88,7 @@ _NORM: list[tuple[Any, ...]] = [
     ("32-bit row offsets", "_norm_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0).to(tl.int32)", (f"{FAR}[plain]",)),
     ("variance saved for 1 / rms", "_norm_kernel", "tl.store(rstd_ptr + row, rstd,", "tl.store(rstd_ptr + row, rstd * rstd,", (LAYER,)),
     ("mean not saved", "_norm_kernel", "tl.store(mean_ptr + row, mean,", "tl.store(mean_ptr + row, mean * 0.0,", (LAYER,)),
-    ("residual written at x's stride", "_norm_kernel", "y_off = tl.multiple_of(row * cols", "y_off = tl.multiple_of(row * x_outer_stride", (f"{C}test_layout_of_inputs[everything-padded]",)),
+    ("residual written at x's stride", "_norm_kernel", "y_off = tl.multiple_of(row * cols", "y_off = tl.multiple_of(row * x_outer_stride", (f"{L}test_layout_of_inputs[everything-padded]",)),
     ("row amax without the last tile", "_norm_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (f"{ANY_TILE}[e4m3:row:te]",), 2, 2),
     ("row amax of the last tile alone", "_norm_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (ROW_LOOP,)),
     ("tensor amax of the last tile alone", "_norm_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "norm:llama3-70b/hidden:nvfp4:1"),)),
@@ -114,7 +110,7 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("every tile the first", "_norm_stripe_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (BOTH,)),
     ("every stripe the first", "_norm_stripe_kernel", "(tl.program_id(0) // tiles)", "(tl.program_id(0) // tiles * 0)", (BOTH,)),
     ("x read in place of h", f"{NORM}:_launch_norm", "x, residual, nested = residual_out, None, False", "x, residual, nested = x, None, False", (BOTH,)),
-    ("h read at x's stride", f"{NORM}:_launch_norm", "integers = (rows, cols, 1, cols, 0, 0,", "integers = (rows, cols, 1, outer_stride, 0, 0,", (f"{C}test_layout_of_inputs[both_copies-padded]",)),
+    ("h read at x's stride", f"{NORM}:_launch_norm", "integers = (rows, cols, 1, cols, 0, 0,", "integers = (rows, cols, 1, outer_stride, 0, 0,", (f"{L}test_layout_of_inputs[both_copies-padded]",)),
     ("1 / rms of the first stripe for all", "_norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row % ROWS,", (BOTH,)),
     ("1 / rms of the first row for all", "_norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row * 0,", (BOTH,)),
     ("mean not read", "_norm_stripe_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
@@ -123,7 +119,7 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("no weight offset", "_norm_stripe_kernel", "weight_offset, h_ptr.dtype", "0.0, h_ptr.dtype", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
     ("no shift", "_norm_stripe_kernel", "scale_ptr, shift_ptr, modulation_off,", "scale_ptr, None, modulation_off,", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
     ("every sample modulated like the first", "_norm_stripe_kernel", "(row // rows_per_sample)", "(row // rows_per_sample * 0)", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
-    ("nested rows taken for plain ones", "_norm_stripe_kernel", "h_inner_stride, NESTED, ALIGN)", "h_inner_stride, False, ALIGN)", (f"{C}test_layout_of_inputs[columns-permuted]",)),
+    ("nested rows taken for plain ones", "_norm_stripe_kernel", "h_inner_stride, NESTED, ALIGN)", "h_inner_stride, False, ALIGN)", (f"{L}test_layout_of_inputs[columns-permuted]",)),
     ("32-bit row offsets", "_norm_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", (f"{FAR}[1x128-both]",)),
     ("rows past the end read", "_norm_stripe_kernel", "mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)", "mask = tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", (workload("guard_bands", "norm:odd/200:1x128-both:8192"),)),
     ("tensor amax of a tile's first row", "_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(y, axis=1), 0.0), axis=0)", (f"{TILES}[cpu-300]",)),
@@ -146,7 +142,7 @@ _BACKWARD: list[tuple[Any, ...]] = [
                 dh = dh * rstd
 """.removeprefix("\n").lstrip(), (RESIDUAL,)),
     ("no weight gradient", "_norm_backward_kernel", "sum_weight += tl.sum", "sum_weight += 0.0 * tl.sum", (PLAIN_ODD,)),
-    ("weight gradient a mean", "_norm_backward_kernel", "sum_weight += tl.sum(d * z, axis=0)", "sum_weight += tl.sum(d * z, axis=0) / (last - first)", (f"{C}test_size_of_a_norm[127-129]",)),
+    ("weight gradient a mean", "_norm_backward_kernel", "sum_weight += tl.sum(d * z, axis=0)", "sum_weight += tl.sum(d * z, axis=0) / (last - first)", (f"{N}test_size_of_a_norm[127-129]",)),
     ("weight gradient of the last row alone", "_norm_backward_kernel", "sum_weight += tl.sum", "sum_weight = tl.sum", (LAYER,)),
     ("bias gradient from z", "_norm_backward_kernel", "sum_bias += tl.sum(d,", "sum_bias += tl.sum(d * z,", (LAYER,)),
     ("gradient through 1 / rms missing", "_norm_backward_kernel", "dh = t - z * (", "dh = t - 0.0 * z * (", (PLAIN_ODD,)),
@@ -167,7 +163,7 @@ _BACKWARD: list[tuple[Any, ...]] = [
     ("gradient of shift already scaled", "_norm_backward_kernel", "shift_grad = dy.to", "shift_grad = d.to", (LAYER,)),
     ("programs of a sample share a partial sum", "_norm_backward_kernel", "sums_off = tl.multiple_of(program * cols", "sums_off = tl.multiple_of(sample * cols", (LAYER,)),
     ("mean not subtracted", "_gradient_of_z", "z = z - mean", "z = z", (LAYER,)),
-    ("upstream gradient read at h's stride", "_norm_backward_kernel", "dy_outer_stride, dy_inner_stride, NESTED", "h_outer_stride, h_inner_stride, NESTED", (f"{C}test_layout_of_gradients[everything-expanded]",)),
+    ("upstream gradient read at h's stride", "_norm_backward_kernel", "dy_outer_stride, dy_inner_stride, NESTED", "h_outer_stride, h_inner_stride, NESTED", (f"{L}test_layout_of_gradients[everything-expanded]",)),
     ("dx cut, not rounded", "_norm_backward_kernel", "dh.to(DTYPE)", DOWN_TO_BF16.format("dh") + ".to(DTYPE)", (PLAIN_ODD,)),
     ("rows past the end of a tile of rows", "_norm_backward_kernel", "tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(local, col, last + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",), 2, 2),
     ("sums over the row without the last tile", "_norm_backward_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (PLAIN_LOOP,)),

@@ -1,5 +1,5 @@
 """What the options of the gated norm mean, any shape and layout it may meet, its quantised results, and bugs that
-others shipped. The workloads go through `test_catalogue` as well."""
+others shipped. The workloads go through the catalogue as well."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from accuracy import assert_not_worse
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
+from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
     bits,
     compiled_variants,
-    far_apart,
     near,
     own_numbers,
     results,
     run,
     upstreams,
 )
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.norm import truth_gated as truth_gated_norm
 from tests.quant import oracle
 from weft import Format, QTensor

@@ -10,7 +10,7 @@ from accuracy import EPS32
 from torch import Tensor
 
 import weft
-from tests.ops.norm.truth import DENORMAL, ROUNDINGS, Near, arguments
+from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments
 from weft.workloads import Call
 
 FEW = ROUNDINGS * EPS32
