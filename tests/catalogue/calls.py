@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once, ulp
 from torch import Tensor
+from triton_loom.testing import assert_rounded_once, ulp, words
 
 import weft
 from tests.catalogue.families import declared
@@ -63,18 +63,13 @@ def parts(named: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def bits(tensor: Tensor) -> Tensor:
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(kind)
-
-
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
     """Bit for bit."""
     got, wanted = parts(got), parts(wanted)
     assert got.keys() == wanted.keys()
     for name in got:
         assert got[name].shape == wanted[name].shape, f"{what}: shape of {name}"
-        different = (bits(got[name]) != bits(wanted[name])).sum()
+        different = (words(got[name]) != words(wanted[name])).sum()
         assert not different, f"{what}: {different} of {got[name].numel()} elements of {name} differ"
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton_loom
-from accuracy import EPS32
-from support import Guarded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_loom.testing import EPS32, NAN, Guarded, guarded_allocations, words
 
 import weft
 from tests.catalogue.calls import (
     assert_same,
     backward,
-    bits,
     differentiable,
     handed_through,
     near,
@@ -109,40 +106,11 @@ def quantized_bytes(workload: Workload) -> None:
         assert outputs["amax"] == numbers["y"].abs().max().float()
 
 
-class Band(Guarded):
-    """Memory of NaN around a tensor."""
-
-    POISON = 0xFF
-
-
-@contextlib.contextmanager
-def guarded_allocations() -> Iterator[list[Band]]:
-    """New tensors lie in bands of NaN as well."""
-    bands: list[Band] = []
-
-    def guarded(fill: float | None) -> Callable[..., Tensor]:
-        def allocate(*shape: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-            size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-            if torch.device(device or "cpu").type != "cpu" or 0 in tuple(size):
-                return zeros(size, dtype=dtype, device=device)
-            bands.append(Band(tuple(size) or (1,), dtype or torch.float32))
-            made = bands[-1].tensor.view(tuple(size))
-            return made if fill is None else made.fill_(fill)
-
-        return allocate
-
-    zeros = torch.zeros
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", guarded(None))
-        patch.setattr(torch, "zeros", guarded(0.0))
-        yield bands
-
-
 def guard_bands(workload: Workload) -> None:
     """Nothing is read from or written to the memory around inputs and outputs."""
     call = small(workload)
     wanted = results(call)
-    inputs = {name: Band.of(tensor) for name, tensor in call.tensors().items()}
+    inputs = {name: Guarded.of(tensor, NAN) for name, tensor in call.tensors().items()}
     guarded = call.with_(**{name: band.tensor for name, band in inputs.items()})
     with guarded_allocations() as bands:
         got = results(guarded)
@@ -151,13 +119,13 @@ def guard_bands(workload: Workload) -> None:
     for band in bands:
         band.check()
     for name, band in inputs.items():
-        assert torch.equal(bits(band.check()), bits(call.kwargs[name])), f"{name} was changed"
+        assert torch.equal(words(band.check()), words(call.kwargs[name])), f"{name} was changed"
     if not differentiable(workload):
         return
     wanted = run(call)
-    inputs = {name: Band.of(tensor) for name, tensor in call.tensors().items()}
+    inputs = {name: Guarded.of(tensor, NAN) for name, tensor in call.tensors().items()}
     gradients = upstreams(results(call.requiring_grad()))
-    upstream = {name: Band.of(tensor) for name, tensor in gradients.items()}
+    upstream = {name: Guarded.of(tensor, NAN) for name, tensor in gradients.items()}
     guarded = call.with_(**{name: band.tensor for name, band in inputs.items()})
     with guarded_allocations() as bands:
         got = run(guarded, {name: band.tensor for name, band in upstream.items()})
@@ -165,9 +133,9 @@ def guard_bands(workload: Workload) -> None:
     for band in bands:
         band.check()
     for name, band in inputs.items():
-        assert torch.equal(bits(band.check()), bits(call.kwargs[name])), f"{name} was changed by backward"
+        assert torch.equal(words(band.check()), words(call.kwargs[name])), f"{name} was changed by backward"
     for name, band in upstream.items():
-        assert torch.equal(bits(band.check()), bits(gradients[name])), f"the gradient of {name} was changed"
+        assert torch.equal(words(band.check()), words(gradients[name])), f"the gradient of {name} was changed"
 
 
 def determinism(workload: Workload) -> None:

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
+from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import (
-    bits,
-    differentiable,
-    parts,
-    results,
-    run,
-    small,
-)
+from tests.catalogue.calls import differentiable, parts, results, run, small
 from tests.catalogue.checks import CHECKS, OF_OPTIONS, accuracy_by_reference
 from weft.workloads import WORKLOADS, Workload, distinct, for_op
 
@@ -82,7 +76,7 @@ def test_no_rows(workload: Workload) -> None:
     for name, value in wanted.items():
         assert (outputs[name].shape, outputs[name].dtype) == (value.shape, value.dtype), name
         if name.startswith("y.") or name == "amax":
-            assert torch.equal(bits(outputs[name]), bits(value)), name
+            assert torch.equal(words(outputs[name]), words(value)), name
     if differentiable(workload):
         for name, gradient in run(call).items():
             if name.startswith("d"):

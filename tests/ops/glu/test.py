@@ -10,15 +10,14 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import EPS32, assert_not_worse, check
 from torch import Tensor
+from triton_loom.testing import EPS32, assert_not_worse, check, words
 
 import weft
 from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
-    bits,
     near,
     own_numbers,
     results,
@@ -257,7 +256,7 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
         wanted = run(alone, {"y": dy[rows]})
         assert_same({k: got[k][rows] for k in wanted}, wanted, f"rows {start} to {end}")
     for name in ("y", "dx", "dprob"):
-        assert not bits(got[name][~real]).count_nonzero(), name
+        assert not words(got[name][~real]).count_nonzero(), name
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     x[last:] = torch.nan
     y = weft.glu(x, prob=call["prob"], offsets=offsets)
     assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), prob=call["prob"][:last].contiguous()))
-    assert not bits(y[last:]).count_nonzero()
+    assert not words(y[last:]).count_nonzero()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +381,7 @@ def test_codes_do_not_depend_on_the_copies() -> None:
     assert_same({"q": rows.rowwise.data}, {"q": both.rowwise.data}, "row-wise alone")
     assert_same({"q": cols.columnwise.data}, {"q": both.columnwise.data}, "column-wise alone")
     rounded = weft.quantize(weft.glu(x), "1x128")
-    assert (bits(rounded.rowwise.data) != bits(both.rowwise.data)).any()
+    assert (words(rounded.rowwise.data) != words(both.rowwise.data)).any()
 
 
 # ---- layouts, sizes, offsets ---------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.ops.quantize.truth import y_and_amax

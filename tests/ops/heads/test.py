@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton_loom
 from torch import Tensor
+from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import assert_same, backward, bits, near, results, run, upstreams
+from tests.catalogue.calls import assert_same, backward, near, results, run, upstreams
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.ops.heads.truth import TRUTHS
 from tests.quant import oracle
@@ -631,10 +632,10 @@ def check_held(call: Call, tokens: list[Tensor]) -> None:
     """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
     slots = call["slots"].flatten().tolist()
     for got, wanted in zip(flat(call), tokens, strict=True):
-        raw = bits(got).view(len(got), -1)
-        whole = bits(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        raw = words(got).view(len(got), -1)
+        whole = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
         expected = whole.view(raw.dtype).view(raw.shape).clone()
-        for slot, token in zip(slots, bits(wanted).view(len(slots), -1), strict=True):
+        for slot, token in zip(slots, words(wanted).view(len(slots), -1), strict=True):
             if 0 <= slot < len(raw):
                 expected[slot] = token
         assert torch.equal(raw, expected)
@@ -759,10 +760,10 @@ def test_offsets_in_a_cache_have_64_bits() -> None:
 def test_nothing_is_cached(size: dict[str, int]) -> None:
     call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
     assert call()[1].numel() == 0
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(call))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(call))
     empty = held(packed(), False)
     empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(empty))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(empty))
 
 
 def test_caches_are_written_in_the_open() -> None:
@@ -800,7 +801,7 @@ def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
         scales = torch.zeros(4, 2, 4, 2) if fp8 else None
         outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
         found.append({str(i): t for i, t in enumerate(outputs)})
-    assert bits(found[0]["4"]).count_nonzero()
+    assert words(found[0]["4"]).count_nonzero()
     assert_same(found[1], found[0], "compiled")
 
 

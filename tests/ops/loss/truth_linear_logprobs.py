@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.support.truth import Near, arguments

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accuracy import EPS32, assert_rounded_once
 from torch import Tensor
+from triton_loom.testing import EPS32, assert_rounded_once
 
 import weft
 from tests.catalogue.calls import assert_same

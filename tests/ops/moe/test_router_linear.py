@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once
 from torch import Tensor
+from triton_loom.testing import assert_rounded_once
 
 import weft
 from tests.catalogue.calls import assert_same

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 from tests.catalogue.calls import results
 from tests.quant import oracle

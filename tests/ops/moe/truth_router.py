@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 from tests.support.truth import Near
 

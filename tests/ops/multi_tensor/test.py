@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.catalogue.calls import near

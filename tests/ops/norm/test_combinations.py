@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once
-from support import Guarded
 from torch import Tensor
+from triton_loom.testing import Guarded, assert_rounded_once
 
 import weft
 from tests.ops.norm import truth

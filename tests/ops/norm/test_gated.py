@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import assert_not_worse
 from torch import Tensor
+from triton_loom.testing import assert_not_worse, words
 
 import weft
 from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
-    bits,
     compiled_variants,
     near,
     own_numbers,
@@ -346,7 +345,7 @@ def assert_oracle(call: Call, q: QTensor) -> None:
             power_of_two=bool(f.power_of_two), scale=call["quant_scale"],
         )  # fmt: skip
         assert torch.equal(copy.data.view(torch.uint8), wanted.data)
-        assert torch.equal(bits(copy.scale), bits(wanted.scale.reshape(copy.scale.shape)))
+        assert torch.equal(words(copy.scale), words(wanted.scale.reshape(copy.scale.shape)))
         if wanted.global_scale is not None:
             assert torch.equal(copy.global_scale, wanted.global_scale)
 
@@ -396,7 +395,7 @@ def test_quantised(format: str, cols: int, groups: int, options: dict[str, Any])
         for side in ("rowwise", "columnwise"):
             assert (getattr(q, side) is None) == (getattr(wanted, side) is None)
             if getattr(q, side) is not None:
-                same = bits(getattr(q, side).data) == bits(getattr(wanted, side).data)
+                same = words(getattr(q, side).data) == words(getattr(wanted, side).data)
                 assert same.float().mean() > 0.99
     got = run(call, gradients)
     assert_same(
@@ -427,7 +426,9 @@ def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: i
     for side in ("rowwise", "columnwise"):
         if getattr(wanted, side) is not None:
             for field in ("data", "scale"):
-                same = bits(getattr(getattr(got, side), field)) == bits(getattr(getattr(wanted, side), field))
+                same = words(getattr(getattr(got, side), field)) == words(
+                    getattr(getattr(wanted, side), field)
+                )
                 assert same.float().mean() > 0.995
 
 

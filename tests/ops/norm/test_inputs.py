@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32, words
 
 import weft
-from tests.catalogue.calls import (
-    assert_same,
-    backward,
-    bits,
-    near,
-    results,
-    run,
-    small,
-    upstreams,
-)
+from tests.catalogue.calls import assert_same, backward, near, results, run, small, upstreams
 from tests.catalogue.layouts import far_apart
 from tests.ops.norm import truth
 from tests.ops.norm.cases import both_copies, everything
@@ -266,7 +257,7 @@ def test_configuration_of(target: str, cols: int, options: str) -> None:
         wanted = results(call)["y"]
         for side in ("rowwise", "columnwise"):
             if getattr(wanted, side) is not None:
-                same = bits(getattr(got["y"], side).data) == bits(getattr(wanted, side).data)
+                same = words(getattr(got["y"], side).data) == words(getattr(wanted, side).data)
                 assert same.float().mean() > 0.999
     for name, value in expected.items():
         near(got[name], value)

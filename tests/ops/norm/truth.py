@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.catalogue.calls import near, results

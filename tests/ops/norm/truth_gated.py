@@ -6,8 +6,8 @@ For y and every gradient the truth, and the arithmetic error that fp32 may add t
 from __future__ import annotations
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments

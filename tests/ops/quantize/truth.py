@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
 from tests.quant import oracle
