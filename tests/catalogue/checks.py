@@ -299,5 +299,5 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 }
 
 
-# These depend on an op and its options, and not on sizes.
-OF_OPTIONS = ("functional", "backend_of_a_graph")
+# These ask what an op saves, tracks and asks of the host: that depends on its options, and not on sizes.
+OF_OPTIONS = ("twice_backward", "no_grad", "functional", "backend_of_a_graph", "no_host_sync")

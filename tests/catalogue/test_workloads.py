@@ -16,21 +16,27 @@ from tests.catalogue.checks import CHECKS, OF_OPTIONS, accuracy_by_reference
 from weft.workloads import WORKLOADS, Workload, distinct, for_op
 
 
-def telling(check: str) -> Iterator[Any]:
+def telling(whatever_the_sizes: bool, prefix: str = "", *more: Any) -> Iterator[Any]:
     """Of the workloads that run the same compiled code, or have the same options if those alone matter, one; the others
     are slow tests."""
     seen = set()
     for workload in distinct():
         cols = workload.cols
         alike: tuple[Any, ...] = (workload.op, workload.options)
-        if check not in OF_OPTIONS:
+        if not whatever_the_sizes:
             alike += (len(workload.shape), cols > 1024, cols % 1024 == 0, cols % 16 == 0)
-        marks = [pytest.mark.slow] if alike in seen or "long" in workload.name else []
-        seen.add(alike)
-        yield pytest.param(workload, check, marks=marks, id=f"{check}-{workload}")
+        slow = alike in seen or "long" in workload.name
+        if not slow:
+            seen.add(alike)
+        yield pytest.param(
+            workload, *more, marks=[pytest.mark.slow] if slow else [], id=f"{prefix}{workload}"
+        )
 
 
-@pytest.mark.parametrize(("workload", "check"), [case for check in CHECKS for case in telling(check)])
+@pytest.mark.parametrize(
+    ("workload", "check"),
+    [case for check in CHECKS for case in telling(check in OF_OPTIONS, f"{check}-", check)],
+)
 def test_workload(workload: Workload, check: str) -> None:
     CHECKS[check](workload)
 
@@ -67,7 +73,7 @@ def test_least_bytes_grow_with_the_rows(op: str) -> None:
         assert two - one == three - two
 
 
-@pytest.mark.parametrize("workload", distinct(), ids=str)
+@pytest.mark.parametrize("workload", telling(whatever_the_sizes=True))
 def test_no_rows(workload: Workload) -> None:
     call = workload.make(rows=0)
     outputs = parts(results(call))
