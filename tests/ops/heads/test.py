@@ -10,21 +10,11 @@ import pytest
 import torch
 import triton_loom
 from torch import Tensor
+from triton_loom.testing import words
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
-    assert_same,
-    backward,
-    bits,
-    constant,
-    expanded,
-    far_apart,
-    near,
-    results,
-    run,
-    upstreams,
-)
+from tests.catalogue.calls import assert_same, backward, near, results, run, upstreams
+from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.ops.heads.truth import TRUTHS
 from tests.quant import oracle
 from weft.runtime import choosing_for
@@ -563,13 +553,15 @@ def test_compiled_is_eager(how: str) -> None:
 
 
 def test_opcheck() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
+    from tests.catalogue.calls import arguments_of
 
     for make in (everything, apart):
         call = make().requiring_grad()
-        torch.library.opcheck(weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare")[0])
+        torch.library.opcheck(
+            weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare", results)[0]
+        )
     call = Call(weft.rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
-    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope")[0])
+    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope", results)[0])
 
 
 def test_opcheck_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,10 +632,10 @@ def check_held(call: Call, tokens: list[Tensor]) -> None:
     """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
     slots = call["slots"].flatten().tolist()
     for got, wanted in zip(flat(call), tokens, strict=True):
-        raw = bits(got).view(len(got), -1)
-        whole = bits(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        raw = words(got).view(len(got), -1)
+        whole = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
         expected = whole.view(raw.dtype).view(raw.shape).clone()
-        for slot, token in zip(slots, bits(wanted).view(len(slots), -1), strict=True):
+        for slot, token in zip(slots, words(wanted).view(len(slots), -1), strict=True):
             if 0 <= slot < len(raw):
                 expected[slot] = token
         assert torch.equal(raw, expected)
@@ -768,10 +760,10 @@ def test_offsets_in_a_cache_have_64_bits() -> None:
 def test_nothing_is_cached(size: dict[str, int]) -> None:
     call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
     assert call()[1].numel() == 0
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(call))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(call))
     empty = held(packed(), False)
     empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(empty))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(empty))
 
 
 def test_caches_are_written_in_the_open() -> None:
@@ -809,18 +801,18 @@ def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
         scales = torch.zeros(4, 2, 4, 2) if fp8 else None
         outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
         found.append({str(i): t for i, t in enumerate(outputs)})
-    assert bits(found[0]["4"]).count_nonzero()
+    assert words(found[0]["4"]).count_nonzero()
     assert_same(found[1], found[0], "compiled")
 
 
 def test_opcheck_of_a_cache() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
+    from tests.catalogue.calls import arguments_of
 
     for fp8 in (False, True):
         call = held(packed(qk_norm="rms"), fp8, "slots")
         for t in (*call["cache"], *(call["cache_scales"] or ())):
             t.zero_()
-        args = arguments_of(call, "qkv_prepare_cached")[0]
+        args = arguments_of(call, "qkv_prepare_cached", results)[0]
         torch.library.opcheck(weft.catalogue["qkv_prepare_cached"].overload, args)
 
 
