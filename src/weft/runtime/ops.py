@@ -143,19 +143,19 @@ class Op(Generic[A, O]):
 
     def into(self, given: O, a: A) -> O:
         """Compute into the tensors of `given`, and into new ones where it has None. Not for autograd."""
-        room = self.allocate(a)
-        outputs = [
-            new if old is None else old
-            for old, new in zip(self.outputs.flatten(given), self.outputs.flatten(room), strict=True)
-        ]
-        filled = self.outputs.build(*outputs)
+        places = self.outputs.flatten(given)
         if self.is_traced(a) or not self.serves(a[0]):
-            for to, value in zip(outputs, self.outputs.flatten(self(a)), strict=True):
-                if to is not None:
-                    to.copy_(value)
-        else:
-            self.launch(filled, a)
-            torch.autograd.graph.increment_version([t for t in self.outputs.flatten(given) if t is not None])
+            outputs = [
+                made if place is None else place.copy_(made)
+                for place, made in zip(places, self.outputs.flatten(self(a)), strict=True)
+            ]
+            return self.outputs.build(*outputs)
+        room = self.outputs.flatten(self.allocate(a))
+        filled = self.outputs.build(
+            *(new if place is None else place for place, new in zip(places, room, strict=True))
+        )
+        self.launch(filled, a)
+        torch.autograd.graph.increment_version([place for place in places if place is not None])
         return filled
 
     def is_traced(self, a: A) -> bool:
