@@ -1,7 +1,41 @@
 """Kernels for test_offline.py, in a module of their own because the child process has to import them."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from weft.runtime import kernel
+
+
+class Rows(NamedTuple):
+    """Rows of a matrix: a struct of a kernel."""
+
+    ptr: Tensor | None
+    stride: int
+
+
+class Scaled(NamedTuple):
+    """A struct with one in it."""
+
+    rows: Rows
+    factor: float
+    bias: Tensor | None
+
+
+@kernel
+def struct_kernel(x: Rows, count, y: Scaled, offset: float, extra_ptr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y = x * factor + offset, + bias and + extra where there are any."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < count
+    value = tl.load(x.ptr + row * x.stride + column, mask=mask, other=0.0) * y.factor + offset
+    if y.bias is not None:
+        value += tl.load(y.bias + column, mask=mask, other=0.0)
+    if extra_ptr is not None:
+        value += tl.load(extra_ptr + column, mask=mask, other=0.0)
+    tl.store(y.rows.ptr + row * y.rows.stride + column, value, mask=mask)
 
 
 @triton.jit

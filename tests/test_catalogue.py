@@ -890,9 +890,9 @@ def traced(variant: Variant) -> None:
     backend = make_backend(target)
     options = backend.parse_options({"num_warps": variant.num_warps, "num_stages": variant.num_stages})
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-    signature = dict(variant.signature)
-    constants = {(list(signature).index(name),): value for name, value in variant.constants}
-    source = ASTSource(fn=kernel.fn, signature=signature, constexprs=constants)
+    source = ASTSource(
+        fn=kernel.fn, signature=dict(variant.signature), constexprs=variant.constants_by_path()
+    )
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -913,7 +913,7 @@ def test_every_kernel_takes_integers_of_64_bits(op: str, monkeypatch: pytest.Mon
             variants.update(seen)
     assert variants
     for variant in variants:
-        assert "i32" not in dict(variant.signature).values()
+        assert "i32" not in variant.types().values()
         traced(variant)
 
 

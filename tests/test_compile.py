@@ -148,7 +148,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     Other widths than 128 bits are for numbers of which there is one to a row, a group or the tensor (32 bits, or 8
     for scales of a byte), for vectors too short to fill all threads, and for 4-bit codes.
     """
-    constants, types = dict(variant.constants), dict(variant.signature)
+    constants, types = dict(variant.constants), variant.types()
     widths = {"loads": binary.loads, "stores": binary.stores}[what]
     threads = variant.num_warps * Capabilities.of(binary.target).warp_size
     form = constants.get("FORMAT")

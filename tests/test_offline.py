@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from offline_kernels import Rows, Scaled, struct_kernel
 
-from weft.runtime import offline
+from weft.runtime import Launch, offline, recording
 from weft.runtime.offline import TARGETS, Binary, CompileError, Variant, compile_all
 
 
@@ -293,3 +295,20 @@ def test_widths_of_amd(opcode: str, access: tuple[str, int] | None) -> None:
 )
 def test_fp64_in_ptx(line: str, arithmetic: bool) -> None:
     assert (offline._PTX_FP64.search(line) is not None) == arithmetic
+
+
+def test_structs_are_compiled() -> None:
+    """A variant with members that are absent, of known alignment, goes to the child and comes back as a binary."""
+    x = torch.empty(4, 1024, dtype=torch.float32, device="meta")
+    given = struct_kernel.arguments(
+        x=Rows(x, 1024), count=1024, y=Scaled(Rows(x, 1024), 2.0, None), offset=1.0, extra_ptr=None
+    )
+    with recording("sm_90") as variants:
+        Launch.of(struct_kernel, TILE=1024)((4, 1, 1), *given)
+    variant = replace(variants[0], divisible=("x.stride", "y.rows.stride", "count"))
+    for binary in compile_all([(variant, "sm_90"), (variant, "gfx950")]):
+        assert isinstance(binary, Binary), binary
+        assert set(binary.loads) == set(binary.stores) == {128}
+    unknown = replace(variant, divisible=("x.strides",))
+    (refused,) = compile_all([(unknown, "sm_90")])
+    assert "no parameters ['x.strides']" in str(refused)

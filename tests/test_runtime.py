@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton_loom
+from offline_kernels import Rows, Scaled, struct_kernel
 
 import weft
 from weft.language import tl
@@ -667,6 +669,121 @@ def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:
         thread.join()
     assert len(compiled) == 1
+
+
+def launch_struct(
+    x: torch.Tensor, bias: torch.Tensor | None = None, extra: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = 2 x + 1 + bias + extra, by the kernel that takes structs."""
+    y = torch.empty_like(x)
+    given = struct_kernel.arguments(
+        x=Rows(x, x.stride(0)),
+        count=x.shape[1],
+        y=Scaled(Rows(y, y.stride(0)), 2.0, bias),
+        offset=1.0,
+        extra_ptr=extra,
+    )
+    Launch.of(struct_kernel, TILE=64)((len(x), 1, 1), *given)
+    return y
+
+
+def test_a_kernel_takes_structs() -> None:
+    """Members that are None are absent at compile time, each in its own variant."""
+    struct_kernel.variants.clear()
+    Launch.of.cache_clear()
+    x, bias, extra = torch.randn(3, 50), torch.randn(50), torch.randn(50)
+    assert torch.equal(launch_struct(x), x * 2.0 + 1.0)
+    assert torch.equal(launch_struct(x, bias), x * 2.0 + 1.0 + bias)
+    assert torch.equal(launch_struct(x, bias, extra), x * 2.0 + 1.0 + bias + extra)
+    assert torch.equal(launch_struct(x[:, 3:40]), x[:, 3:40] * 2.0 + 1.0)
+    assert len(struct_kernel.variants) == 4, "without bias, with it, with both, and not aligned"
+
+
+def test_the_arguments_of_a_struct_in_order() -> None:
+    x, y = torch.empty(2, 8), torch.empty(2, 8)
+    given = struct_kernel.arguments(
+        x=Rows(x, 8), count=7, y=Scaled(Rows(y, 9), 2.0, None), offset=1.0, extra_ptr=x
+    )
+    assert given == ((x, y, None, x), (8, 7, 9), (2.0, 1.0))
+    absent = struct_kernel.arguments(x=Rows(x, 8), count=7, y=None, offset=1.0, extra_ptr=None)
+    assert absent == ((x, None, None, None), (8, 7, 0), (0.0, 1.0)), "a struct that is None"
+    assert scale_kernel.arguments(x_ptr=x, y_ptr=y, extra_ptr=None, count=3, factor=4) == (
+        (x, y, None),
+        (3, 4),
+        (),
+    )
+
+
+def test_arguments_by_the_wrong_name() -> None:
+    with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'count'"):
+        struct_kernel.arguments(x=None, y=None, offset=1.0, extra_ptr=None)
+    with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'counts'"):
+        struct_kernel.arguments(x=None, count=1, y=None, offset=1.0, extra_ptr=None, counts=1)
+
+
+def test_a_parameter_that_is_no_argument() -> None:
+    from weft.runtime.arguments import Parameters
+
+    with pytest.raises(TypeError, match=r"x of a kernel is annotated with <class 'str'>"):
+        Parameters("some_kernel", {"x": str})
+
+
+def test_the_variant_of_a_struct() -> None:
+    """Its signature is nested as Triton's compiler takes it, with the names of members."""
+    x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
+    with recording("sm_90") as seen:
+        launch_struct(x)
+    (variant,) = seen
+    assert dict(variant.signature)["y"] == Scaled(Rows("*bf16", "i32"), "fp32", "constexpr")  # type: ignore[arg-type]
+    assert variant.types() == {
+        "x.ptr": "*bf16",
+        "x.stride": "i32",
+        "count": "i32",
+        "y.rows.ptr": "*bf16",
+        "y.rows.stride": "i32",
+        "y.factor": "fp32",
+        "y.bias": "constexpr",
+        "offset": "fp32",
+        "extra_ptr": "constexpr",
+        "TILE": "constexpr",
+    }
+    assert variant.constants == (("y.bias", None), ("extra_ptr", None), ("TILE", 64))
+
+
+NESTED = """
+import noop_driver, torch
+from offline_kernels import Rows, Scaled, struct_kernel
+from weft.runtime import Launch
+
+launched = []
+noop_driver.Launcher.__call__ = lambda self, *args: launched.append(args)
+noop_driver.install()
+x = torch.ones(2, 64)
+for stride in (64, 2**30):
+    y = Scaled(Rows(x, 3), 2.0, None)
+    given = struct_kernel.arguments(x=Rows(x, stride), count=5, y=y, offset=1.0, extra_ptr=None)
+    Launch.of(struct_kernel, TILE=64)((7, 1, 1), *given)
+    address = x.data_ptr()
+    assert launched[-1][:3] == (7, 1, 1)
+    assert launched[-1][9:] == ((address, stride), 5, ((address, 3), 2.0, None), 1.0, None, 64), launched[-1]
+assert len(struct_kernel.variants) == 2
+"""
+
+
+def test_launchers_get_structs_as_tuples() -> None:
+    """Compiled for sm_90, with a launcher that notes what it is given."""
+    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sanitizer_names_members_of_structs() -> None:
+    x = torch.randn(3, 50)
+    with triton_loom.sanitize() as seen:
+        launch_struct(x, torch.randn(50))
+    assert not seen.findings
+    with triton_loom.sanitize(collect=True) as seen:
+        launch_struct(x, torch.randn(20))
+    assert {finding.argument for finding in seen.findings} == {"y.bias"}
 
 
 class StubDriver:
