@@ -28,7 +28,7 @@ INF, NAN = float("inf"), float("nan")
 FORMATS = Format.all()
 BACKENDS = ("auto", "reference")
 # The modules, whose names in `weft.ops` are those of functions.
-QUANTIZE, NORM = importlib.import_module("weft.ops.quantize"), importlib.import_module("weft.ops.norm")
+QUANTIZE, NORM = importlib.import_module("weft.ops.quantize"), importlib.import_module("weft.ops.norm.norm")
 
 
 # ------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from weft.workloads import WORKLOADS, Call, Inputs, Workload, distinct, for_op
 from weft.workloads.traffic import count_traffic, rows_within
 
 NORMS = (weft.rms_norm, weft.layer_norm)
-norm_module = importlib.import_module("weft.ops.norm")
+norm_module = importlib.import_module("weft.ops.norm.norm")
 
 
 def few_rows(workload: Workload) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import weft
 from weft import QTensor
-from weft.ops.groups import real_rows_reference
+from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -18,7 +18,7 @@ import weft
 from weft.runtime import choosing_for
 from weft.workloads import Call
 
-head = importlib.import_module("weft.ops.linear_logprobs")
+head = importlib.import_module("weft.ops.loss.linear_logprobs")
 
 
 def problem(

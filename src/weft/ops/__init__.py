@@ -1,20 +1,20 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
-from .cross_entropy import cross_entropy
-from .gated_norm import gated_norm
-from .glu import glu, glu_backward
+from .glu.glu import glu, glu_backward
 from .gradients import Shards
-from .linear_cross_entropy import linear_cross_entropy
-from .linear_logprobs import LogProbs, linear_logprobs
-from .losses import CrossEntropy
+from .loss.cross_entropy import cross_entropy
+from .loss.linear_cross_entropy import linear_cross_entropy
+from .loss.linear_logprobs import LogProbs, linear_logprobs
+from .loss.losses import CrossEntropy
+from .loss.vocabulary import VocabShard
+from .moe.permute import RowMap, permute, row_map, unpermute
+from .moe.route import CONVENTIONS, Convention, Routing, route
+from .moe.router_linear import router_linear
 from .multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
-from .norm import layer_norm, rms_norm
-from .permute import RowMap, permute, row_map, unpermute
+from .norm.gated import gated_norm
+from .norm.norm import layer_norm, rms_norm
 from .quantize import dequantize, quantize
 from .rope import qkv_prepare, rope
-from .route import CONVENTIONS, Convention, Routing, route
-from .router_linear import router_linear
-from .vocabulary import VocabShard
 
 __all__ = [
     "CONVENTIONS",

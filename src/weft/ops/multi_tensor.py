@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from ..language import tl, triton
-from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..runtime import Launch, capabilities_of, define_flat_op, kernel
 from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
-from .mesh import is_distributed
+from .loss.mesh import is_distributed
 
 CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors
 TABLES = 64  # that are kept: the lists of tensors that a training loop comes back to
@@ -459,7 +459,7 @@ def _launch_clip(outputs: list[Tensor], tensors: list[Tensor], norm: Tensor, max
 
 # ---- registration ---------------------------------------------------------------------------------------
 
-multi_tensor_reduce_op = define_op(
+multi_tensor_reduce_op = define_flat_op(
     "multi_tensor_reduce(Tensor[] tensors, str what) -> Tensor[]",
     allocate=_allocate_reduce,
     launch=_launch_reduce,
@@ -467,7 +467,7 @@ multi_tensor_reduce_op = define_op(
     variants=4,  # one for each dtype that a list may have, and one that puts all together
 )
 
-multi_tensor_clip_op = define_op(
+multi_tensor_clip_op = define_flat_op(
     "multi_tensor_clip(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()",
     allocate=_allocate_clip,
     launch=_launch_clip,

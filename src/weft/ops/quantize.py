@@ -26,10 +26,10 @@ from ..quant.copies import allocate_copies, count_copies, split_copies
 from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
-from ..runtime import Launch, capabilities_of, define_op, kernel
+from ..runtime import Launch, capabilities_of, define_flat_op, kernel
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
-from .checks import FLOATS, check_input, check_tensor, whole
-from .copies import (
+from .common.checks import FLOATS, check_input, check_tensor, whole
+from .common.copies import (
     STRIPE,
     cast_mode,
     copy_arguments,
@@ -42,7 +42,7 @@ from .copies import (
     stripe_tile,
     tensor_factor,
 )
-from .rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
+from .common.rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -520,7 +520,7 @@ def _quantize_gradients(ctx: Any, grads: Any) -> Any:
     return grads[0], *[None] * (ctx.inputs - 1)
 
 
-quantize_op = define_op(
+quantize_op = define_flat_op(
     "quantize(Tensor x, str format, bool rowwise, bool columnwise, Tensor? scale, bool return_amax, int? seed) "
     "-> Tensor[]",
     allocate=_allocate_quantize,
@@ -531,7 +531,7 @@ quantize_op = define_op(
     variants=32,
 )
 
-dequantize_op = define_op(
+dequantize_op = define_flat_op(
     "dequantize(Tensor data, Tensor scale, Tensor? global_scale, str format, SymInt cols, ScalarType dtype) "
     "-> Tensor[]",
     allocate=_allocate_dequantize,

@@ -37,15 +37,15 @@ from torch import Tensor
 from ..language import tl, triton
 from ..quant import Format
 from ..quant.reference import quantize_copy
-from ..runtime import Launch, capabilities_of, define_op, is_readable, kernel
+from ..runtime import Launch, capabilities_of, define_flat_op, is_readable, kernel
 from ..tiles.numbers import encode
 from ..tiles.reduce import amax, larger
 from ..tiles.rotate import cos_sin, rotate
 from ..tiles.scales import fp32_scale, scaled
-from .checks import FLOATS, INTEGERS, check_input, check_tensor, check_tensors, epsilon, real, whole
-from .copies import cast_mode
-from .norm import FP32_MAX, _sum_kernel
-from .rows import align_of, compute_dtype, contiguous
+from .common.checks import FLOATS, INTEGERS, check_input, check_tensor, check_tensors, epsilon, real, whole
+from .common.copies import cast_mode
+from .common.rows import align_of, compute_dtype, contiguous
+from .norm.norm import FP32_MAX, _sum_kernel
 
 # ---- where heads lie ------------------------------------------------------------------------------------
 
@@ -1566,7 +1566,7 @@ _OPTIONS = (
 _VECTORS = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, "
 _VECTORS += "Tensor? positions"
 
-qkv_prepare_backward_op = define_op(
+qkv_prepare_backward_op = define_flat_op(
     f"qkv_prepare_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? dgate, Tensor? x, Tensor? k, {_VECTORS}, "
     f"{_OPTIONS}, SymInt batch, bool[] needs) -> Tensor[]",
     allocate=_allocate_qkv_backward,
@@ -1575,7 +1575,7 @@ qkv_prepare_backward_op = define_op(
     variants=64,
 )
 
-qkv_prepare_op = define_op(
+qkv_prepare_op = define_flat_op(
     f"qkv_prepare(Tensor x, Tensor? k, Tensor? v, {_VECTORS}, {_OPTIONS}) -> Tensor[]",
     allocate=_allocate_qkv,
     launch=_launch_qkv,
@@ -1586,7 +1586,7 @@ qkv_prepare_op = define_op(
 )
 
 # The results are arguments, as the caches are: PyTorch's compiler takes no op that writes to some and returns a list.
-qkv_prepare_cached_op = define_op(
+qkv_prepare_cached_op = define_flat_op(
     f"qkv_prepare_cached(Tensor x, Tensor? k, Tensor? v, {_VECTORS}, {_OPTIONS}, Tensor slots, Tensor(a!)[] outputs, "
     "Tensor(b!)[] caches) -> ()",
     allocate=_allocate_cached,
@@ -1608,7 +1608,7 @@ def _rope_gradient(ctx: Any, grads: Any) -> Any:
     return (dx, *(None,) * (3 + len(ctx.options)))
 
 
-rope_op = define_op(
+rope_op = define_flat_op(
     "rope(Tensor x, Tensor? cos, Tensor? sin, Tensor? positions, float base, str layout, str out_layout, int rope_dim, "
     "str style, bool rope_first, str sections, bool inverse) -> Tensor[]",
     allocate=_allocate_rope,

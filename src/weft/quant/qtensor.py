@@ -126,7 +126,7 @@ class QTensor(Tensor):
         length = cols if self.rowwise is not None else rows
         # By its name: the op is defined above this package.
         (values,) = catalogue["dequantize"](*held, self.spec, length, dtype)
-        return (values if self.rowwise is not None else values.t()).reshape(self.shape)
+        return (values if self.rowwise is not None else values.t()).reshape(self.shape)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = [name for name in ("rowwise", "columnwise") if getattr(self, name) is not None]

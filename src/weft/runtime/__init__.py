@@ -2,25 +2,33 @@
 
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities
+from .fields import Fields, Written
+from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
-from .ops import Op, apply, catalogue, define_op, is_readable
+from .ops import Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
 
 __all__ = [
     "TARGETS",
+    "Backward",
     "Binary",
     "Capabilities",
     "CompileError",
+    "Fields",
+    "Gradients",
     "Kernel",
     "Launch",
+    "Nothing",
     "Op",
     "Variant",
+    "Written",
     "apply",
     "backend",
     "capabilities_of",
     "catalogue",
     "choosing_for",
     "compile_all",
+    "define_flat_op",
     "define_op",
     "is_readable",
     "kernel",

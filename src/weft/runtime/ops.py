@@ -1,7 +1,10 @@
-"""An op: its schema, how it is run, traced and differentiated, and its place in the one catalogue.
+"""An op: its arguments, how it is run, traced and differentiated, and its place in the one catalogue.
 
 `define_op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
 Called in eager mode on plain tensors, an op skips the dispatcher: that alone would cost more than the launch.
+
+Arguments and outputs are NamedTuples. Where a dispatcher or autograd wants flat lists, `fields` makes them; the list
+that a dispatcher returns leaves out the outputs that are None.
 
 A traced graph outlives the `with weft.backend(...)` around the call that was traced. So every op has a second overload,
 `reference`, which always computes in plain PyTorch: the choice is a property of the node in the graph.
@@ -9,9 +12,10 @@ A traced graph outlives the `with weft.backend(...)` around the call that was tr
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,84 +23,121 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from .backend import backend, chosen, serves
+from .fields import Fields
 
-Outputs = list[Tensor]
+A = TypeVar("A", bound=tuple[Any, ...])
+O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
+
+Gradients = dict[str, Tensor | None]
 
 _PLAIN = frozenset({Tensor, Parameter})
 
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
-catalogue: dict[str, Op] = {}
+catalogue: dict[str, Any] = {}
 
 _library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class Op:
-    """One op. Callable with the arguments of its schema; returns a list of tensors.
+class Nothing(NamedTuple):
+    """The outputs of an op that writes to its arguments."""
 
-    - `allocate(*args)` makes the outputs, uninitialised: shapes, dtypes and strides are decided here alone.
-    - `launch(outputs, *args)` fills them with Triton kernels.
-    - `reference(*args)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
-    - `setup_context`, `backward`: as for `torch.library.register_autograd`, with gradients in a list.
-    - `mutates`: positions of the lists of tensors that it writes to. Such an op returns nothing.
+
+class Backward(NamedTuple):
+    """What an op's backward is given."""
+
+    kept: Any  # what the op's `keep` returned
+    grads: Any  # gradients of the outputs, by name; None for outputs that nothing was made of
+    needs: Any  # for each tensor among the arguments, by name, whether its gradient is wanted
+    node: Any  # autograd's own object
+
+
+@dataclass(frozen=True)
+class Op(Generic[A, O]):
+    """One op. Callable with its arguments, a NamedTuple; returns its outputs, another one.
+
+    - `allocate(a)` makes the outputs, uninitialised: shapes, dtypes and strides are decided here alone.
+    - `launch(outputs, a)` fills them with Triton kernels.
+    - `reference(a)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
+    - `present(a)`: outputs with a truth value each, whether it is there; None if all of them always are.
+    - `keep(a, outputs)`: a NamedTuple of what backward wants, in most ops its arguments as far as they are known.
+    - `backward(b)`: gradients by the names of the arguments. `differentiable` are the outputs that have a gradient.
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
     """
 
     name: str
-    schema: str
-    allocate: Callable[..., Outputs]
-    launch: Callable[..., None]
-    reference: Callable[..., Outputs]
+    arguments: Fields[A]
+    outputs: Fields[O]
+    allocate: Callable[[A], O]
+    launch: Callable[[O, A], None]
+    reference: Callable[[A], O]
     variants: int
-    setup_context: Callable[..., None] | None = None
-    backward: Callable[..., Any] | None = None
-    tensors: tuple[int, ...] = ()  # positions of the tensors, and lists of them, among the arguments
-    mutates: tuple[int, ...] = ()
+    present: Callable[[A], O] | None = None
+    keep: Callable[[A, O], tuple[Any, ...]] | None = None
+    backward: Callable[[Backward], Gradients] | None = None
+    differentiable_outputs: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()  # arguments that the op writes to
     overload: Any = field(default=None, compare=False)
     reference_overload: Any = field(default=None, compare=False)
     function: type[Function] = field(default=Function, compare=False)
-    node: Callable[..., tuple[Tensor, ...]] = field(default=Function.apply, compare=False)
+    node: Callable[..., tuple[Any, ...]] = field(default=Function.apply, compare=False)
 
     @property
     def differentiable(self) -> bool:
         return self.backward is not None
 
-    def is_traced(self, *args: Any) -> bool:
-        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a transform,
-        a subclass."""
-        tensors = (args[i] for i in self.tensors if args[i] is not None)
-        return torch.compiler.is_compiling() or _is_watched() or _is_transformed() or not _are_plain(tensors)
-
-    def __call__(self, *args: Any) -> Outputs:
+    def __call__(self, a: A) -> O:
         if torch.compiler.is_compiling():
-            return self.dispatch(*args)
+            return self.dispatch(a)
+        tensors = self.arguments.tensors(a)
         if _is_transformed():
-            return list(apply(self.function, *args))
+            return self.outputs.build(*apply(self.function, a, *tensors))
         if _is_watched():
-            return self.dispatch(*args)
+            return self.dispatch(a)
         requires_grad = False
-        for position in self.tensors:
-            arg = args[position]
-            if arg is not None:
-                kind = type(arg)
+        for tensor in tensors:
+            if tensor is not None:
+                kind = type(tensor)
                 if kind is list:
-                    if not _PLAIN.issuperset(map(type, arg)):
-                        return self.dispatch(*args)
-                    if torch.is_grad_enabled():
-                        requires_grad = requires_grad or any(tensor.requires_grad for tensor in arg)
-                    continue
-                if kind is not Tensor and kind is not Parameter:
-                    return self.dispatch(*args)
-                requires_grad = requires_grad or arg.requires_grad
+                    if not _PLAIN.issuperset(map(type, tensor)):
+                        return self.dispatch(a)
+                elif kind is not Tensor and kind is not Parameter:
+                    return self.dispatch(a)
+                elif tensor.requires_grad:
+                    requires_grad = True
         if requires_grad and torch.is_grad_enabled():
-            return self.node(*args)  # type: ignore[return-value]
-        return self.run(*args)
+            return self.outputs.build(*self.node(a, *tensors))
+        return self.run(a)
 
-    def dispatch(self, *args: Any) -> Outputs:
+    def dispatch(self, a: A) -> O:
         """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
         overload = self.reference_overload if chosen() == "reference" else self.overload
-        return overload(*args)  # type: ignore[no-any-return]
+        found = overload(*self.arguments.flatten(a))
+        return self.outputs.from_present(self.present_in(a), found or ())
+
+    def into(self, given: O, a: A) -> O:
+        """Compute into the tensors of `given`, and into new ones where it has None. Not for autograd."""
+        room = self.allocate(a)
+        outputs = [
+            new if old is None else old
+            for old, new in zip(self.outputs.flatten(given), self.outputs.flatten(room), strict=True)
+        ]
+        filled = self.outputs.build(*outputs)
+        if self.is_traced(a) or not self.serves(a[0]):
+            for to, value in zip(outputs, self.outputs.flatten(self(a)), strict=True):
+                if to is not None:
+                    to.copy_(value)
+        else:
+            self.launch(filled, a)
+            torch.autograd.graph.increment_version([t for t in self.outputs.flatten(given) if t is not None])
+        return filled
+
+    def is_traced(self, a: A) -> bool:
+        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a transform,
+        a subclass."""
+        if torch.compiler.is_compiling() or _is_watched() or _is_transformed():
+            return True
+        return not _are_plain(tensor for tensor in self.arguments.tensors(a) if tensor is not None)
 
     def serves(self, x: Tensor | list[Tensor]) -> bool:
         """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
@@ -105,71 +146,105 @@ class Op:
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
-    def fake(self, *args: Any) -> Outputs:
+    def present_in(self, a: A) -> O | None:
+        return None if self.present is None else self.present(a)
+
+    def run(self, a: A) -> O:
+        """Compute, without autograd or dispatch."""
+        if self.serves(a[0]):
+            outputs = self.allocate(a)
+            self.launch(outputs, a)
+        else:
+            outputs = self.reference(a)
+        for name in self.written:
+            torch.autograd.graph.increment_version(getattr(a, name))
+        return outputs
+
+    def fake(self, a: A) -> O:
         """The outputs of a traced call. A graph has no place for tangents, which would vanish without a word."""
         if forward_ad._current_level >= 0:
             self.function.jvp(None)
-        return self.allocate(*args)
+        return self.allocate(a)
 
-    def run(self, *args: Any) -> Outputs:
-        """Compute, without autograd or dispatch."""
-        if self.serves(args[0]):
-            outputs = self.allocate(*args)
-            self.launch(outputs, *args)
-        else:
-            outputs = self.reference(*args)
-        for position in self.mutates:
-            torch.autograd.graph.increment_version(args[position])
-        return outputs
+    def as_listed(self, compute: Callable[[A], O]) -> Callable[..., list[Tensor] | None]:
+        """A function of the op as the dispatcher calls it: with flat arguments, and a list of the outputs present."""
+
+        def call(*leaves: Any) -> list[Tensor] | None:
+            outputs = compute(self.arguments.build(*leaves))
+            return (
+                None
+                if self.written
+                else [tensor for tensor in self.outputs.flatten(outputs) if tensor is not None]
+            )
+
+        return call
 
 
 def define_op(
-    schema: str,
+    name: str,
+    arguments: type[A],
+    outputs: type[O],
     *,
-    allocate: Callable[..., Outputs],
-    launch: Callable[..., None],
-    reference: Callable[..., Outputs],
+    allocate: Callable[[A], O],
+    launch: Callable[[O, A], None],
+    reference: Callable[[A], O],
     variants: int,
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Op:
-    """Register an op under `torch.ops.weft` and in the catalogue. The schema ends in `-> Tensor[]`, or in `-> ()` for
-    an op that writes to lists of tensors that it is given, `Tensor(a!)[]`. The first argument is a tensor or a list of
-    tensors: its device decides who serves the call."""
-    name = schema.partition("(")[0]
+    present: Callable[[A], Any] | None = None,
+    keep: Callable[[A, O], tuple[Any, ...]] | None = None,
+    backward: Callable[[Backward], Gradients] | None = None,
+    differentiable: tuple[str, ...] = (),
+) -> Op[A, O]:
+    """Register an op under `torch.ops.weft` and in the catalogue.
+
+    Its schema is made of the annotations of `arguments`. The first of them is a tensor or a list of tensors: its device
+    decides who serves the call. An op that writes to lists of tensors that it is given (`Written`) has the outputs
+    `Nothing`. `differentiable` are the names of the outputs that have a gradient: the first one, unless they are named.
+    """
     if name in catalogue:
         raise ValueError(f"the op {name!r} is already defined")
-    if not schema.endswith(("-> Tensor[]", "-> ()")):
-        raise ValueError(
-            f"the schema of an op ends in '-> Tensor[]', one list of its outputs, or in '-> ()' if it writes to its "
-            f"arguments; got {schema!r}"
-        )
-    if (backward is None) != (setup_context is None):
-        raise ValueError(f"{name}: setup_context and backward go together")
-    _library.define(schema)
-    _library.define(schema.replace("(", ".reference(", 1))
-    packet = getattr(torch.ops.weft, name)
-    parameters = packet.default._schema.arguments
-    tensors = tuple(i for i, p in enumerate(parameters) if "Tensor" in str(p.type))
-    mutates = tuple(i for i in tensors if parameters[i].alias_info is not None)
-    if bool(mutates) != schema.endswith("-> ()"):
+    if (backward is None) != (keep is None):
+        raise ValueError(f"{name}: keep and backward go together")
+    taken, made = Fields(arguments), Fields(outputs)
+    wrong = [leaf.name for leaf in made.leaves if not leaf.is_tensor or leaf.schema == "Tensor[]"]
+    if wrong:
+        raise TypeError(f"{name}: outputs are tensors, or None; not so {', '.join(wrong)}")
+    if present is None and any(leaf.optional for leaf in made.leaves):
+        raise ValueError(f"{name} has optional outputs: it needs `present`, which says when they are there")
+    written = tuple(leaf.name for leaf in taken.leaves if leaf.written)
+    if bool(written) == bool(made.leaves):
         raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
-    op = Op(name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates)
+    if backward is not None:
+        differentiable = differentiable or made.names[:1]
+    unknown = sorted(set(differentiable) - set(made.names))
+    if unknown:
+        raise ValueError(
+            f"{name} has no outputs {', '.join(unknown)} to differentiate; it has {', '.join(made.names)}"
+        )
+    signature = f"({taken.schema}) -> {'()' if written else 'Tensor[]'}"
+    _library.define(name + signature)
+    _library.define(f"{name}.reference{signature}")
+    packet = getattr(torch.ops.weft, name)
+    op = Op(
+        name, taken, made, allocate, launch, reference, variants, present, keep, backward, differentiable,
+        written, packet.default, packet.reference,
+    )  # fmt: skip
     function = _function_of(op)
-    object.__setattr__(op, "overload", packet.default)
-    object.__setattr__(op, "reference_overload", packet.reference)
     object.__setattr__(op, "function", function)
     object.__setattr__(op, "node", _core_apply(function))
     of_reference = backend("reference")
-    for overload, run in (("", op.run), (".reference", of_reference(op.run))):
-        computes, fake = (_without_result(run), _without_result(op.fake)) if mutates else (run, op.fake)
-        _library.impl(name + overload, computes, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"weft::{name}{overload}", fake, lib=_library)
+    for overload in ("", ".reference"):
+        _library.impl(
+            name + overload,
+            of_reference(op.as_listed(op.run)) if overload else op.as_listed(op.run),
+            "CompositeExplicitAutograd",
+        )
+        torch.library.register_fake(f"weft::{name}{overload}", op.as_listed(op.fake), lib=_library)
         if backward is not None:
+            setup, gradients = _listed_autograd(op)
             torch.library.register_autograd(
                 f"weft::{name}{overload}",
-                lambda ctx, grads: function.backward(ctx, *grads),
-                setup_context=of_reference(function.setup_context) if overload else function.setup_context,
+                gradients,
+                setup_context=of_reference(setup) if overload else setup,
                 lib=_library,
             )
         torch.library.register_vmap(f"weft::{name}{overload}", function.vmap, lib=_library)
@@ -189,37 +264,76 @@ def _core_apply(function: type[Function]) -> Callable[..., Any]:
     return super(Function, function).apply  # type: ignore[misc, no-any-return]
 
 
-def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        function(*args)
-
-    return call
+# ---- autograd -------------------------------------------------------------------------------------------
 
 
-def _function_of(op: Op) -> type[Function]:
-    """The op as an autograd node, for eager calls and for functorch's transforms."""
+def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O) -> None:
+    """Save what backward wants. Tensors go by way of autograd, which finds out if one has changed since."""
+    assert op.keep is not None
+    kept = op.keep(a, outputs)
+    fields = Fields.of(type(kept))
+    tensors = fields.tensors(kept)
+    ctx.save_for_backward(*tensors)
+    ctx.fields = fields
+    ctx.kept = fields.with_tensors(kept, (None,) * len(tensors))
+    ctx.backend, ctx.transformed = chosen(), _is_transformed()
+    ctx.set_materialize_grads(False)
+    named = zip(op.outputs.names, op.outputs.flatten(outputs), strict=True)
+    ctx.mark_non_differentiable(
+        *(t for name, t in named if t is not None and name not in op.differentiable_outputs)
+    )
 
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        tensors = (args[i] for i in op.tensors if args[i] is not None)
-        return tuple(op.dispatch(*args) if _is_watched() or not _are_plain(tensors) else op.run(*args))
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        # An op computes what its backward wants only if a gradient is; functorch asks again for every transform.
-        if True in ctx.needs_input_grad:
-            ctx.backend, ctx.transformed = chosen(), _is_transformed()
-            if op.setup_context is not None:
-                op.setup_context(ctx, inputs, output)
+def _gradients(
+    op: Op[A, O], needs_type: Any, ctx: Any, grads: O, needs: Iterable[bool]
+) -> Iterable[Tensor | None]:
+    """Gradients of the tensors among the arguments, in order."""
+    if op.backward is None:
+        raise RuntimeError(
+            f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
+        )
+    if all(getattr(grads, name) is None for name in op.differentiable_outputs):
+        return (None for _ in op.arguments.tensor_names)
+    saved = ctx.saved_tensors
+    if ctx.transformed:
+        # The tensors are wrapped for a transform that may have ended, as it has for the function that
+        # `torch.func.vjp` returns.
+        unwrap = torch._C._functorch.unwrap_if_dead
+        saved = tuple(t if t is None else unwrap(t) for t in saved)
+    kept = ctx.fields.with_tensors(ctx.kept, saved)
+    call = Backward(kept, grads, needs_type(*needs), ctx)
+    if ctx.backend == "auto":
+        found = op.backward(call)
+    else:
+        with backend(ctx.backend):
+            found = op.backward(call)
+    if not found.keys() <= op.arguments.tensor_name_set:
+        wrong = sorted(found.keys() - op.arguments.tensor_name_set)
+        raise TypeError(f"weft::{op.name} has no arguments {', '.join(wrong)} to give gradients to")
+    return map(found.get, op.arguments.tensor_names)
+
+
+def _needs_type(op: Op[A, O]) -> Any:
+    """A NamedTuple class with a member for each tensor among the arguments."""
+    return namedtuple(f"{op.name}_needs", op.arguments.tensor_names)
+
+
+def _function_of(op: Op[A, O]) -> type[Function]:
+    """The op as an autograd node, for eager calls and for functorch's transforms. It takes the arguments as they are,
+    and then the tensors among them once more: autograd looks at no other place."""
+    needs_type = _needs_type(op)
+
+    def forward(a: A, *tensors: Any) -> tuple[Tensor | None, ...]:
+        plain = not _is_watched() and _are_plain(t for t in tensors if t is not None)
+        return op.outputs.flatten(op.run(a) if plain else op.dispatch(a))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        # An op computes what its backward wants only if a gradient is wanted; functorch asks again for every transform.
+        if True in ctx.needs_input_grad and op.keep is not None:
+            _keep(op, ctx, inputs[0], op.outputs.build(*output))
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if op.backward is None:
-            raise RuntimeError(
-                f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
-            )
-        saved = _Saved(ctx) if ctx.transformed else ctx
-        if ctx.backend == "auto":
-            return op.backward(saved, grads)
-        with backend(ctx.backend):
-            return op.backward(saved, grads)
+        return None, *_gradients(op, needs_type, ctx, op.outputs.build(*grads), ctx.needs_input_grad[1:])
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(
@@ -238,20 +352,28 @@ def _function_of(op: Op) -> type[Function]:
     return type(f"weft_{op.name}", (Function,), methods)
 
 
-class _Saved:
-    """An autograd context of a call that functorch transformed. Its tensors are wrapped for a transform that may have
-    ended when the backward runs, as it has for the function that `torch.func.vjp` returns."""
+def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """The same for calls by way of the dispatcher: (setup_context, backward)."""
+    needs_type = _needs_type(op)
+    leaves = op.arguments.leaves
+    tensors = [i for i, leaf in enumerate(leaves) if leaf.is_tensor]
 
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        if True in ctx.needs_input_grad:
+            a = op.arguments.build(*inputs)
+            ctx.present = op.present_in(a)
+            _keep(op, ctx, a, op.outputs.from_present(ctx.present, output))
 
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        unwrap = torch._C._functorch.unwrap_if_dead
-        return tuple(t if t is None else unwrap(t) for t in self._ctx.saved_tensors)
+    def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
+        named = op.outputs.from_present(ctx.present, grads)
+        needs = ctx.needs_input_grad
+        found = iter(_gradients(op, needs_type, ctx, named, [needs[i] for i in tensors]))
+        return tuple(next(found) if leaf.is_tensor else None for leaf in leaves)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+    return setup_context, backward
+
+
+# ---- what watches a call --------------------------------------------------------------------------------
 
 
 def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:

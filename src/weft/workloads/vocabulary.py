@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.vocabulary import Joined, count_statistics
+from ..ops.loss.vocabulary import Joined, count_statistics
 from ..runtime import catalogue
 from .cross_entropy import draw_targets
 from .linear_logprobs import SHARED

@@ -28,16 +28,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..quant import Format, QTensor
-from ..quant.copies import allocate_copies, count_copies, split_copies
-from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
-from ..quant.straight import wrap
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
-from .checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
-from .copies import (
+from ...language import tl, triton
+from ...quant import Format, QTensor
+from ...quant.copies import allocate_copies, count_copies, split_copies
+from ...quant.qtensor import stand_in
+from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
+from ...quant.straight import wrap
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
+from ..common.checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
+from ..common.copies import (
     STRIPE,
     cast_mode,
     check_quantize,
@@ -50,7 +50,7 @@ from .copies import (
     stripe_tile,
     tensor_factor,
 )
-from .rows import (
+from ..common.rows import (
     align_of,
     compute_dtype,
     contiguous,
@@ -1021,7 +1021,7 @@ def _norm_gradients(ctx: Any, grads: Any) -> Any:
     )
 
 
-norm_backward_op = define_op(
+norm_backward_op = define_flat_op(
     "norm_backward(Tensor h, Tensor dy, Tensor? dresidual, Tensor? weight, Tensor? bias, Tensor? scale, Tensor rstd, "
     "Tensor? mean, float weight_offset, str casting, bool[] needs) -> Tensor[]",
     allocate=_allocate_norm_backward,
@@ -1030,7 +1030,7 @@ norm_backward_op = define_op(
     variants=32,
 )
 
-norm_op = define_op(
+norm_op = define_flat_op(
     "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, "
     "float weight_offset, str kind, str casting, bool stats, ScalarType out_dtype, str? format, bool rowwise, "
     "bool columnwise, Tensor? quant_scale, bool return_amax) -> Tensor[]",

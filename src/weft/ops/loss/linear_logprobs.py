@@ -39,14 +39,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
-from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap
-from ..tiles.split import dot_fp32
-from .checks import FLOATS, check_input, check_tensor, check_tensors, real
+from ...language import tl, triton
+from ...runtime import Capabilities, Launch, capabilities_of, define_flat_op, kernel
+from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap
+from ...tiles.split import dot_fp32
+from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, real
+from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
 from .losses import check_ignore_index, check_shard, check_softcap, check_target, scale_of
 from .mesh import Local, is_distributed, localize, logprobs_over_mesh
-from .rows import align_of, compute_dtype, count_rows, flat_rows
 from .vocabulary import (
     CAPPED,
     FEW,
@@ -944,7 +944,7 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     return (*(next(rest) if need else None for need in needs), *nothing)
 
 
-linear_logprobs_backward_op = define_op(
+linear_logprobs_backward_op = define_flat_op(
     "linear_logprobs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, "
     "Tensor largest, Tensor total, Tensor? entropy, Tensor? parts, Tensor order, Tensor? dlogprob, Tensor? dlse, "
     "Tensor? dentropy, Tensor? dspread, int start, int vocab, int ignore_index, float? softcap, float scale, "
@@ -955,7 +955,7 @@ linear_logprobs_backward_op = define_op(
     variants=96,
 )
 
-linear_statistics_op = define_op(
+linear_statistics_op = define_flat_op(
     "linear_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, int start, "
     "int vocab, int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy) -> Tensor[]",
     allocate=_allocate_linear_statistics,
@@ -964,7 +964,7 @@ linear_statistics_op = define_op(
     variants=32,
 )
 
-linear_logprobs_op = define_op(
+linear_logprobs_op = define_flat_op(
     "linear_logprobs(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? classes, Tensor? stats, "
     "int start, int vocab, int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy, "
     "float? skip_below) -> Tensor[]",

@@ -37,10 +37,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
-from .checks import check_input
+from ...language import tl, triton
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from ..common.checks import check_input
+from ..common.rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 from .losses import (
     CrossEntropy,
     check_ignore_index,
@@ -53,7 +54,6 @@ from .losses import (
     told,
 )
 from .mesh import is_distributed, localize, loss_over_mesh
-from .rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
 from .vocabulary import (
     CAPPED,
     FEW,
@@ -932,7 +932,7 @@ def _overwrite(logits: Tensor, *args: Any) -> Tensor:
     return logits
 
 
-cross_entropy_backward_op = define_op(
+cross_entropy_backward_op = define_flat_op(
     "cross_entropy_backward(Tensor logits, Tensor target, Tensor? weight, Tensor largest, Tensor total, "
     "Tensor? inverse, Tensor? smooth, Tensor? entropy, Tensor? dloss, Tensor? dlse, Tensor? dentropy, "
     "Tensor? dspread, int start, int vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
@@ -943,7 +943,7 @@ cross_entropy_backward_op = define_op(
     variants=32,
 )
 
-cross_entropy_op = define_op(
+cross_entropy_op = define_flat_op(
     "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
     "float z_loss, float? softcap, float scale, str reduction, bool zero_if_none, bool entropy, bool accuracy, "
     "bool inplace) -> Tensor[]",
@@ -955,7 +955,7 @@ cross_entropy_op = define_op(
     variants=32,
 )
 
-cross_entropy_statistics_op = define_op(
+cross_entropy_statistics_op = define_flat_op(
     "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? weight, int start, int vocab, int ignore_index, "
     "float? softcap, float scale, bool entropy, bool spread, bool accuracy) -> Tensor[]",
     allocate=_allocate_cross_entropy_statistics,
@@ -964,7 +964,7 @@ cross_entropy_statistics_op = define_op(
     variants=32,
 )
 
-sharded_logprobs_op = define_op(
+sharded_logprobs_op = define_flat_op(
     "sharded_logprobs(Tensor stats, Tensor logits, Tensor target, Tensor? weight, int start, int vocab, "
     "int ignore_index, float? softcap, float scale, bool entropy, bool spread, bool accuracy, bool inplace) "
     "-> Tensor[]",

@@ -30,16 +30,16 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..quant import Copy, Format, QTensor
-from ..quant.copies import allocate_copies, count_copies, empty_scale, split_copies
-from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
-from ..quant.straight import wrap
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
-from .checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
-from .copies import (
+from ...language import tl, triton
+from ...quant import Copy, Format, QTensor
+from ...quant.copies import allocate_copies, count_copies, empty_scale, split_copies
+from ...quant.qtensor import stand_in
+from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
+from ...quant.straight import wrap
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ..common.copies import (
     STRIPE,
     cast_mode,
     check_quantize,
@@ -51,9 +51,8 @@ from .copies import (
     store_stripe,
     tensor_factor,
 )
-from .groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
-from .quantize import quantize_op
-from .rows import (
+from ..common.groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
+from ..common.rows import (
     align_of,
     compute_dtype,
     count_rows,
@@ -63,6 +62,7 @@ from .rows import (
     row_offset,
     row_strides,
 )
+from ..quantize import quantize_op
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -1042,7 +1042,7 @@ def _gradients(
     return gradients
 
 
-glu_backward_op = define_op(
+glu_backward_op = define_flat_op(
     "glu_backward(Tensor x, Tensor? up, Tensor? prob, Tensor? ends, Tensor dy, str act, str layout, float? limit, "
     "float alpha, float up_offset, int align, bool[] needs, str? format, bool rowwise, bool columnwise) -> Tensor[]",
     allocate=_allocate_glu_backward,
@@ -1051,7 +1051,7 @@ glu_backward_op = define_op(
     variants=32,
 )
 
-glu_op = define_op(
+glu_op = define_flat_op(
     "glu(Tensor x, Tensor? up, Tensor? prob, Tensor? ends, str act, str layout, float? limit, float alpha, "
     "float up_offset, int align, ScalarType out_dtype, str? format, bool rowwise, bool columnwise, "
     "Tensor? quant_scale, bool return_amax, str? grad_format, bool grad_rowwise, bool grad_columnwise) -> Tensor[]",

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
+from ...language import tl, triton
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

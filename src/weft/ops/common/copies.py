@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..quant import Copy, Format
-from ..runtime import Capabilities, Launch, kernel
-from ..tiles import (
+from ...language import tl, triton
+from ...quant import Copy, Format
+from ...runtime import Capabilities, Launch, kernel
+from ...tiles import (
     CONVERT,
     CONVERT_CLAMPED,
     INTEGER,

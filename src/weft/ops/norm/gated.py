@@ -26,16 +26,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..quant import Format
-from ..quant.copies import allocate_copies, count_copies, split_copies
-from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
-from ..quant.straight import wrap
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
-from .checks import FLOATS, check_input, check_tensor, epsilon, real, whole
-from .copies import (
+from ...language import tl, triton
+from ...quant import Format
+from ...quant.copies import allocate_copies, count_copies, split_copies
+from ...quant.qtensor import stand_in
+from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
+from ...quant.straight import wrap
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
+from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
+from ..common.copies import (
     STRIPE,
     cast_mode,
     check_quantize,
@@ -47,10 +47,19 @@ from .copies import (
     stripe_tile,
     tensor_factor,
 )
-from .glu import _activated
+from ..common.rows import (
+    align_of,
+    compute_dtype,
+    contiguous,
+    count_rows,
+    cpu_tile,
+    load_tile,
+    load_vector,
+    tile_mask,
+)
+from ..glu.glu import _activated
+from ..quantize import quantize_op
 from .norm import _add_to, _sum_kernel, _warps
-from .quantize import quantize_op
-from .rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, load_tile, load_vector, tile_mask
 
 Activation = Literal["sigmoid", "silu"]
 
@@ -776,7 +785,7 @@ def _gated_norm_gradients(ctx: Any, grads: Any) -> Any:
     return *(next(results) if need else None for need in needs), *[None] * (ctx.inputs - 3)
 
 
-gated_norm_backward_op = define_op(
+gated_norm_backward_op = define_flat_op(
     "gated_norm_backward(Tensor x, Tensor gate, Tensor dy, Tensor? weight, Tensor rstd, SymInt groups, "
     "str activation, float weight_offset, bool transpose, bool[] needs) -> Tensor[]",
     allocate=_allocate_gated_norm_backward,
@@ -785,7 +794,7 @@ gated_norm_backward_op = define_op(
     variants=32,
 )
 
-gated_norm_op = define_op(
+gated_norm_op = define_flat_op(
     "gated_norm(Tensor x, Tensor gate, Tensor? weight, SymInt groups, str activation, float eps, "
     "float weight_offset, bool transpose, bool stats, ScalarType out_dtype, str? format, bool rowwise, "
     "bool columnwise, Tensor? quant_scale, bool return_amax) -> Tensor[]",

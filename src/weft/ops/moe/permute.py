@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..quant import Copy, Format, QTensor
-from ..quant.copies import allocate_copies, empty_scale, split_copies
-from ..quant.reference import dequantize_copy, quantize_copies
-from ..quant.straight import standing_in, wrap
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles import decode, quantize_rows
-from .checks import FLOATS, INTEGERS, check_input, check_tensor, whole
-from .copies import (
+from ...language import tl, triton
+from ...quant import Copy, Format, QTensor
+from ...quant.copies import allocate_copies, empty_scale, split_copies
+from ...quant.reference import dequantize_copy, quantize_copies
+from ...quant.straight import standing_in, wrap
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles import decode, quantize_rows
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
+from ..common.copies import (
     STRIPE,
     cast_mode,
     copy_arguments,
@@ -44,7 +44,7 @@ from .copies import (
     store_stripe,
     stripe_tile,
 )
-from .rows import align_of, compute_dtype, cpu_tile, flat_rows, load_tile, tile_mask
+from ..common.rows import align_of, compute_dtype, cpu_tile, flat_rows, load_tile, tile_mask
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -1101,7 +1101,7 @@ def _unpermute_gradients(ctx: Any, grads: Any) -> Any:
     return drows, None, None, dprobs, dcarried, *[None] * 5
 
 
-row_map_op = define_op(
+row_map_op = define_flat_op(
     "row_map(Tensor routing, SymInt experts, SymInt slots, SymInt align, SymInt rows, bool dense) -> Tensor[]",
     allocate=_allocate_row_map,
     launch=_launch_row_map,
@@ -1109,7 +1109,7 @@ row_map_op = define_op(
     variants=4,
 )
 
-unpermute_backward_op = define_op(
+unpermute_backward_op = define_flat_op(
     "unpermute_backward(Tensor dy, Tensor? rows, Tensor? codes, Tensor? codes_scale, Tensor probs, "
     "Tensor row_of_slot, Tensor slot_of_row, Tensor? experts, str? format, bool[] needs) -> Tensor[]",
     allocate=_allocate_unpermute_backward,
@@ -1118,7 +1118,7 @@ unpermute_backward_op = define_op(
     variants=24,
 )
 
-permute_op = define_op(
+permute_op = define_flat_op(
     "permute(Tensor x, Tensor? codes, Tensor? codes_scale, Tensor? probs, Tensor row_of_slot, Tensor slot_of_row, "
     "Tensor? experts, str? format, bool rowwise, bool columnwise) -> Tensor[]",
     allocate=_allocate_permute,
@@ -1129,7 +1129,7 @@ permute_op = define_op(
     variants=24,
 )
 
-unpermute_op = define_op(
+unpermute_op = define_flat_op(
     "unpermute(Tensor rows, Tensor? codes, Tensor? codes_scale, Tensor? probs, Tensor? carried, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor? experts, SymInt expert_count, str? format) -> Tensor[]",
     allocate=_allocate_unpermute,

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..language import tl
-from ..runtime import Launch, kernel
-from ..tiles.softmax import LOWEST, merge_moments
+from ...language import tl
+from ...runtime import Launch, kernel
+from ...tiles.softmax import LOWEST, merge_moments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

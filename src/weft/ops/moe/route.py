@@ -37,11 +37,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
-from ..runtime import Launch, capabilities_of, define_op, kernel
-from ..tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
-from .checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
-from .rows import align_of, compute_dtype, count_rows, flat_rows
+from ...language import tl, triton
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
+from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
+from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -659,7 +659,7 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     return (route_backward_op(logits, indices, dweights, dscore_sums, dz, *ctx.options)[0], *nothing)
 
 
-route_backward_op = define_op(
+route_backward_op = define_flat_op(
     "route_backward(Tensor logits, Tensor indices, Tensor? dweights, Tensor? dscore_sums, Tensor? dz, str score, "
     "bool post, bool renormalize, float eps, float scale) -> Tensor[]",
     allocate=_allocate_route_backward,
@@ -668,7 +668,7 @@ route_backward_op = define_op(
     variants=64,
 )
 
-route_op = define_op(
+route_op = define_flat_op(
     "route(Tensor logits, Tensor? bias, int k, str score, bool post, int groups, int group_topk, int group_best, "
     "bool masked_is_zero, bool renormalize, float eps, float scale, ScalarType weight_dtype, "
     "ScalarType index_dtype, bool balance, bool z) -> Tensor[]",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..language import tl, triton
+from ...language import tl, triton
 
 CHUNK = tl.constexpr(128)  # ends that a program looks at together
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, check_tensor, is_tensor, no_tensor, real, whole
+from ..common.checks import FLOATS, INTEGERS, check_tensor, is_tensor, no_tensor, real, whole
 from .vocabulary import Joined, VocabShard
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..language import tl
-from ..runtime import Capabilities, Launch, capabilities_of, define_op, kernel
-from ..tiles.split import dot_fp32
-from .checks import FLOATS, check_input, check_tensor
-from .norm import _sum_kernel
-from .rows import align_of, compute_dtype, count_rows, flat_rows
+from ...language import tl
+from ...runtime import Capabilities, Launch, capabilities_of, define_flat_op, kernel
+from ...tiles.split import dot_fp32
+from ..common.checks import FLOATS, check_input, check_tensor
+from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
+from ..norm.norm import _sum_kernel
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     return tuple(next(rest) if need else None for need in needs)
 
 
-router_linear_backward_op = define_op(
+router_linear_backward_op = define_flat_op(
     "router_linear_backward(Tensor x, Tensor weight, Tensor? bias, Tensor dy, bool[] needs) -> Tensor[]",
     allocate=_allocate_router_linear_backward,
     launch=_launch_router_linear_backward,
@@ -403,7 +403,7 @@ router_linear_backward_op = define_op(
     variants=96,
 )
 
-router_linear_op = define_op(
+router_linear_op = define_flat_op(
     "router_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor[]",
     allocate=_allocate_router_linear,
     launch=_launch_router_linear,

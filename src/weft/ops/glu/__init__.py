@@ -1,0 +1,1 @@
+"""Gated linear units."""

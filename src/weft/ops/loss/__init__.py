@@ -1,0 +1,1 @@
+"""Losses and log-probabilities over a vocabulary, whole or sharded."""

@@ -1,0 +1,1 @@
+"""RMSNorm, LayerNorm, and the RMSNorm of an attention's output times a gate."""

@@ -1,0 +1,162 @@
+"""The arguments and outputs of an op are NamedTuples: what `torch.library` has to know about them.
+
+A dispatcher takes flat lists. The leaves of a NamedTuple are its members, and those of members that are NamedTuples
+themselves: `a.to.format` is the leaf `to_format`. The functions that lead from one form to the other are generated,
+as those of NamedTuples are: they run in every call.
+
+>>> from typing import NamedTuple
+>>> class To(NamedTuple):
+...     format: str | None
+...     columnwise: bool
+>>> class Args(NamedTuple):
+...     x: Tensor
+...     to: To
+>>> fields = Fields(Args)
+>>> fields.schema
+'Tensor x, str? to_format, bool to_columnwise'
+>>> fields.build(None, "1x128", True)
+Args(x=None, to=To(format='1x128', columnwise=True))
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+# The annotation of a list of tensors that an op writes to.
+Written = Annotated[list[Tensor], "written"]
+
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    float: "float",
+    int: "SymInt",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    list[Tensor]: "Tensor[]",
+    list[int]: "SymInt[]",
+    list[bool]: "bool[]",
+}
+
+
+class Leaf(NamedTuple):
+    """One value of a flat list."""
+
+    name: str
+    path: str  # of attributes, as in Python
+    schema: str  # its type as a schema spells it
+    written: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, or a list of tensors."""
+        return self.schema.startswith("Tensor")
+
+    @property
+    def optional(self) -> bool:
+        return self.schema.endswith("?")
+
+
+class Fields(Generic[T]):
+    """What is known about a NamedTuple class.
+
+    - `flatten(a)`: its leaves as a tuple; `build(*leaves)`: the way back.
+    - `tensors(a)`: the leaves that are tensors, lists of tensors, or None in the place of one.
+    - `with_tensors(a, tensors)`: a with others in their places.
+    """
+
+    def __init__(self, cls: type[T]) -> None:
+        self.cls = cls
+        self.leaves = tuple(_leaves_of(cls, "", ""))
+        names = [leaf.name for leaf in self.leaves]
+        if len(set(names)) < len(names):
+            raise TypeError(f"{cls.__name__} has two leaves of one name: {', '.join(names)}")
+        self.names = tuple(names)
+        self.tensor_names = tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
+        self.tensor_name_set = frozenset(self.tensor_names)
+        self.schema = ", ".join(f"{_aliased(leaf)} {leaf.name}" for leaf in self.leaves)
+        numbers = {
+            leaf.name: f"t[{i}]" for i, leaf in enumerate(leaf for leaf in self.leaves if leaf.is_tensor)
+        }
+        paths = {leaf.name: f"a.{leaf.path}" for leaf in self.leaves}
+        flat = _tuple_of(paths.values())
+        tensors = _tuple_of(paths[name] for name in self.tensor_names)
+        known: dict[str, type] = {}
+        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(f"lambda a: {flat}", known)
+        self.tensors: Callable[[T], tuple[Any, ...]] = _generated(f"lambda a: {tensors}", known)
+        self.build: Callable[..., T] = _generated(
+            f"lambda {', '.join(names)}: {_built(cls, '', {name: name for name in names}, known)}", known
+        )
+        self.with_tensors: Callable[[T, Any], T] = _generated(
+            f"lambda a, t: {_built(cls, '', paths | numbers, known)}", known
+        )
+
+    @staticmethod
+    @functools.cache
+    def of(cls: Hashable) -> Fields[Any]:
+        return Fields(cls)  # type: ignore[arg-type]
+
+    def from_present(self, present: T | None, values: Iterable[Any]) -> T:
+        """The NamedTuple of values that leave out those that are not `present`."""
+        if present is None:
+            return self.build(*values)
+        rest = iter(values)
+        return self.build(*(next(rest) if there else None for there in self.flatten(present)))
+
+
+def _is_namedtuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _leaves_of(cls: Any, prefix: str, path: str) -> Iterable[Leaf]:
+    if not _is_namedtuple(cls):
+        raise TypeError(f"the arguments and outputs of an op are NamedTuples; got {cls!r}")
+    for name, kind in get_type_hints(cls, include_extras=True).items():
+        if _is_namedtuple(kind):
+            yield from _leaves_of(kind, f"{prefix}{name}_", f"{path}{name}.")
+        else:
+            yield Leaf(prefix + name, path + name, _spelled(cls, name, kind), kind == Written)
+
+
+def _spelled(cls: type, name: str, kind: Any) -> str:
+    """The type of a member as a schema spells it."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    optional = isinstance(kind, types.UnionType) and type(None) in get_args(kind)
+    if optional:
+        kind, *more = (k for k in get_args(kind) if k is not type(None))
+        kind = object if more else kind
+    if kind not in _SCHEMA:
+        raise TypeError(f"{cls.__name__}.{name}: an op has no argument or output of the type {kind}")
+    return _SCHEMA[kind] + "?" * optional
+
+
+def _aliased(leaf: Leaf) -> str:
+    return f"Tensor({leaf.name}!)[]" if leaf.written else leaf.schema
+
+
+def _tuple_of(expressions: Iterable[str]) -> str:
+    return "(" + "".join(f"{expression}, " for expression in expressions) + ")"
+
+
+def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]) -> str:
+    """The expression that makes a `cls` of the expressions of its leaves."""
+    members = []
+    for name, kind in get_type_hints(cls).items():
+        nested = _is_namedtuple(kind)
+        members.append(_built(kind, f"{prefix}{name}_", leaves, known) if nested else leaves[prefix + name])
+    name = f"_{prefix}class"
+    known[name] = cls
+    return f"{name}({', '.join(members)})"
+
+
+def _generated(source: str, known: dict[str, type]) -> Any:
+    """The function of an expression. torch.compile traces it as it does the rest of this file."""
+    return eval(compile(source, __file__, "eval"), known)
