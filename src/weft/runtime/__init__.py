@@ -1,7 +1,7 @@
 """What every op stands on; the only code that knows `torch.library` and Triton's driver."""
 
 from .backend import backend, launch_device, serves, set_backend
-from .capabilities import Capabilities
+from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
 from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
@@ -36,4 +36,5 @@ __all__ = [
     "recording",
     "serves",
     "set_backend",
+    "warp_size_of",
 ]
