@@ -12,7 +12,7 @@ from truth import ROUNDINGS, Near, arguments
 
 import weft
 from weft.workloads import Call
-from weft.workloads.rope import PAGE
+from weft.workloads.heads import PAGE
 
 FEW = ROUNDINGS * EPS32
 NAMES = ("y", "output1", "output2", "output3")
