@@ -1178,16 +1178,16 @@ def test_a_new_number_of_rows_compiles_nothing(make: Callable[..., Call]) -> Non
 
 
 def arguments_of(call: Call, op: str) -> list[tuple[Any, ...]]:
-    """With what arguments a call reaches an op."""
+    """With what arguments a call reaches an op, as the dispatcher takes them."""
     from weft.runtime.ops import Op
 
     seen: list[tuple[Any, ...]] = []
     original = Op.__call__
 
-    def spy(self: Any, *args: Any) -> Any:
+    def spy(self: Any, a: Any) -> Any:
         if self.name == op:
-            seen.append(args)
-        return original(self, *args)
+            seen.append(self.arguments.flatten(a))
+        return original(self, a)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Op, "__call__", spy)
