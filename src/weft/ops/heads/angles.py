@@ -73,6 +73,9 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
             or min(whole("sections", part) for part in sections) < 0
         ):
             raise ValueError(f"sections must be three numbers of pairs; got {sections!r}")
+        if self.cos is not None and self.sin is not None:
+            check_tensor("cos", self.cos, FLOATS, getattr(self.cos, "device", None))  # type: ignore[arg-type]
+            check_tensor("sin", self.sin, (self.cos.dtype,), self.cos.device)
         turning = Turning(
             cos=self.cos,
             sin=self.sin,
@@ -177,7 +180,9 @@ def check_rotation(
         check_tensor("positions", positions, INTEGERS, x.device, *shapes)
     elif cos is turning.cos and turned == turning.dim:
         return turning
-    return turning._replace(cos=cos, sin=sin, positions=positions, dim=turned)
+    return Turning(
+        cos, sin, positions, turning.base, turning.scaling, turned, turning.style, turning.first, turning.sections
+    )  # fmt: skip
 
 
 def _check_tables(
@@ -187,8 +192,8 @@ def _check_tables(
     cos, sin = rotation.cos, rotation.sin
     assert cos is not None
     assert sin is not None
-    check_tensor("cos", cos, FLOATS, device)
-    check_tensor("sin", sin, (cos.dtype,), device)
+    if cos.device != device or sin.device != device:
+        raise ValueError(f"cos and sin must be on {device} like the other tensors; cos is on {cos.device}")
     (turned, dim), (batch, tokens) = dims, lead
     half, width = turned // 2, cos.shape[-1] if cos.dim() else 0
     lies = (cos.dim() == 2 and (by_position or cos.shape[0] >= tokens)) or (
@@ -277,13 +282,9 @@ def section_sizes(sections: str) -> tuple[int, ...]:
 # ---- of kernels and references --------------------------------------------------------------------------
 
 
-class Angles(NamedTuple):
-    """What a kernel finds its angles by: tables, or turns per position."""
+class AngleStrides(NamedTuple):
+    """Where a kernel finds the angles of a token."""
 
-    cos: Tensor | None  # [rows, pairs], or [batch, rows, pairs]
-    sin: Tensor | None
-    turns: Tensor | None  # int64 [pairs]
-    positions: Tensor | None  # [batch, sequence], or [3, batch, sequence] with sections
     rows: int
     table_batch: int  # strides of the tables
     table_row: int
@@ -292,31 +293,50 @@ class Angles(NamedTuple):
     token: int
     second: int  # the first pair of the second section, and that of the third
     third: int
-    magnitude: float  # of the rotated numbers, where angles are computed
 
     @staticmethod
-    def of(turning: Turning, device: torch.device) -> Angles:
-        cos, sin, positions = turning.cos, turning.sin, turning.positions
-        found, magnitude = None, 1.0
+    def of(table: Form | None, positions: Form | None, sections: str) -> AngleStrides:
         rows = table_batch = table_row = axis = batch = token = second = third = 0
-        if turning.dim and cos is None:
-            found = turns(turning.base, turning.dim, turning.scaling, device)
-            magnitude = frequencies(turning.base, turning.dim, turning.scaling)[1]
-        elif cos is not None and sin is not None:
-            if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-                cos, sin = cos.contiguous(), sin.contiguous()
-            rows, table_row = cos.shape[-2], cos.stride(-2)
-            table_batch = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
+        if table is not None:
+            rows, table_row = table.shape[-2], table.strides[-2]
+            table_batch = table.strides[0] if len(table.shape) == 3 and table.shape[0] > 1 else 0
         if positions is not None:
-            sections = section_sizes(turning.sections)
             if sections:
-                axis, second, third = positions.stride(0), sections[0], sections[0] + sections[1]
-            if positions.dim() - bool(sections) == 2 and positions.shape[-2] > 1:
-                batch = positions.stride(-2)
-            token = positions.stride(-1)
-        return Angles(
-            cos, sin, found, positions, rows, table_batch, table_row, axis, batch, token, second, third, magnitude
-        )  # fmt: skip
+                first, between, _ = section_sizes(sections)
+                axis, second, third = positions.strides[0], first, first + between
+            if len(positions.shape) - bool(sections) == 2 and positions.shape[-2] > 1:
+                batch = positions.strides[-2]
+            token = positions.strides[-1]
+        return AngleStrides(rows, table_batch, table_row, axis, batch, token, second, third)
+
+
+class Form(NamedTuple):
+    """Shape and strides of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor | None) -> Form | None:
+        return None if x is None else Form(x.shape, x.stride())
+
+
+class Angles(NamedTuple):
+    """What a kernel finds its angles by: tables, or turns per position."""
+
+    cos: Tensor | None  # [rows, pairs], or [batch, rows, pairs]
+    sin: Tensor | None
+    turns: Tensor | None  # int64 [pairs]
+    positions: Tensor | None  # [batch, sequence], or [3, batch, sequence] with sections
+    at: AngleStrides
+    magnitude: float  # of the rotated numbers, where angles are computed
+
+
+def alike(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Tables with the same strides, whose rows are neighbours."""
+    if cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(-1) == 1):
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
 
 
 def reference_angles(

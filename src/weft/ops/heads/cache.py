@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from ...quant import Format
 from ...quant.reference import encode_reference, quantize_copy
 from ..common.checks import INTEGERS, check_tensor, check_tensors
 from .arguments import PrepareCached
-from .layout import Cut, sizes
+from .layout import Cut, sizes, stride_of
 
 # How heads are cached in FP8: with one scale for each, made of its fp32 numbers.
 E4M3 = Format("row", "e4m3", "te")
@@ -35,6 +35,8 @@ class KVCache:
     v: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    scaled: str = field(init=False, repr=False)  # "none", "head" or "tensor": how many scales there are
+    written: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_tensors("k", self.k)
@@ -44,6 +46,12 @@ class KVCache:
                 check_tensors(name, value)
         if (self.k_scale is not None and self.v is not None) != (self.v_scale is not None):
             raise ValueError("the caches of k and of v have a scale each, or neither has one")
+        scaled = "none"
+        if self.k_scale is not None:
+            scaled = "head" if self.k_scale.dim() > 1 else "tensor"
+        scales = (self.k_scale, self.v_scale) if scaled == "head" else ()
+        object.__setattr__(self, "scaled", scaled)
+        object.__setattr__(self, "written", tuple(t for t in (self.k, self.v, *scales) if t is not None))
         lead = self.k.shape[:-2]
         if len(lead) not in (1, 2):
             raise ValueError(
@@ -81,19 +89,6 @@ class KVCache:
                     "k_scale and v_scale must both have one number, or both one for each token and head"
                 )
 
-    @property
-    def scaled(self) -> str:
-        """As `PrepareCached.scaled`."""
-        if self.k_scale is None:
-            return "none"
-        return "head" if self.k_scale.dim() > 1 else "tensor"
-
-    @property
-    def written(self) -> list[Tensor]:
-        """As `PrepareCached.caches`."""
-        scales = (self.k_scale, self.v_scale) if self.scaled == "head" else ()
-        return [t for t in (self.k, self.v, *scales) if t is not None]
-
 
 def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
     if not isinstance(cache, KVCache):
@@ -123,33 +118,29 @@ def check_slots(slots: Tensor | None, x: Tensor, layout: str) -> Tensor:
     return slots
 
 
-def slots_by_token(slots: Tensor, x: Tensor, layout: str) -> Tensor:
-    """A view [batch, sequence]."""
-    batch, tokens = sizes(x, layout)
-    if layout == "sbhd":
-        return slots.view(tokens, batch).t() if slots.dim() == 1 else slots.t()
-    return slots.view(batch, tokens) if slots.dim() == 1 else slots
-
-
 # ---- of kernels -----------------------------------------------------------------------------------------
+
+
+class SlotStrides(NamedTuple):
+    """The slots of a cache, and the strides of those that tokens go to."""
+
+    total: int
+    page_size: int
+    batch: int
+    token: int
 
 
 class Slots(NamedTuple):
     """Where each token goes in the caches."""
 
     ptr: Tensor | None  # [batch, sequence]
-    total: int  # slots of the caches
-    page_size: int
-    batch: int  # strides
-    token: int
+    at: SlotStrides
 
 
-class Kept(NamedTuple):
-    """The cache of k, or that of v: [pages, page_size, heads, numbers] anywhere, in the dtype of k or bytes of e4m3."""
+class KeptStrides(NamedTuple):
+    """Of a cache, and of its scales."""
 
-    ptr: Tensor | None
-    scale: Tensor | None  # fp32 [pages, page_size, heads] anywhere, or one number
-    page: int  # strides
+    page: int
     place: int
     head: int
     scale_page: int
@@ -157,38 +148,55 @@ class Kept(NamedTuple):
     scale_head: int
 
 
-class Cache(NamedTuple):
-    """What a kernel writes to. Without a cache, all of it is absent."""
+class Kept(NamedTuple):
+    """The cache of k, or that of v: [pages, page_size, heads, numbers] anywhere, in the dtype of k or bytes of e4m3."""
 
-    slots: Slots
-    k: Kept
-    v: Kept
+    ptr: Tensor | None
+    scale: Tensor | None  # fp32 [pages, page_size, heads] anywhere, or one number
+    at: KeptStrides
+
+
+class CacheForms(NamedTuple):
+    """What decides the strides of a cache."""
+
+    shape: tuple[int, ...]  # of the cache of k
+    slots: tuple[int, ...]  # strides
+    k: tuple[int, ...]
+    v: tuple[int, ...] | None
+    k_scale: tuple[int, ...] | None
+    v_scale: tuple[int, ...] | None
+
+
+class CacheStrides(NamedTuple):
+    slots: SlotStrides
+    k: KeptStrides
+    v: KeptStrides
 
     @staticmethod
-    def of(a: PrepareCached) -> Cache:
-        shape = a.caches[0].shape
-        size = 1 if len(shape) == 3 else shape[1]
-        by_token = slots_by_token(a.slots, a.x, a.cut.layout)
-        slots = Slots(a.slots, shape[0] * size, max(size, 1), *by_token.stride())
-        caches, scales = parts_of(a)
-        return Cache(slots, *(_kept(cache, scale) for cache, scale in zip(caches, scales, strict=True)))
+    def of(forms: CacheForms | None, layout: str, batch: int, tokens: int) -> CacheStrides:
+        """Slots are [batch, sequence], or [sequence, batch] for 'sbhd', or in one dimension in this order."""
+        if forms is None:
+            return CacheStrides(SlotStrides(0, 0, 0, 0), _NO_STRIDES, _NO_STRIDES)
+        size = 1 if len(forms.shape) == 3 else forms.shape[1]
+        steps = (
+            forms.slots
+            if len(forms.slots) == 2
+            else (forms.slots[0] * (batch if layout == "sbhd" else tokens),)
+        )
+        outer, inner = (*steps, forms.slots[-1])[:2]
+        by_token = (inner, outer) if layout == "sbhd" else (outer, inner)
+        slots = SlotStrides(forms.shape[0] * size, max(size, 1), *by_token)
+        return CacheStrides(slots, _kept(forms.k, forms.k_scale), _kept(forms.v, forms.v_scale))
 
 
-def parts_of(a: PrepareCached) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The caches of k and v, and their scales."""
-    k, *rest = a.caches
-    has_v = len(rest) == (3 if a.scaled == "head" else 1)
-    v = rest.pop(0) if has_v else None
-    if a.scaled == "head":
-        return (k, v), (rest[0], rest[1] if has_v else None)
-    return (k, v), (a.k_scale, a.v_scale)
+_NO_STRIDES = KeptStrides(0, 0, 0, 0, 0, 0)
 
 
-def _kept(cache: Tensor | None, scale: Tensor | None) -> Kept:
+def _kept(cache: tuple[int, ...] | None, scale: tuple[int, ...] | None) -> KeptStrides:
     if cache is None:
-        return NO_CACHE.v
-    own = _page_strides(scale.stride()) if scale is not None and scale.dim() > 1 else (0, 0, 0)
-    return Kept(cache, scale, *_page_strides(cache.stride()[:-1]), *own)
+        return _NO_STRIDES
+    own = _page_strides(scale) if scale is not None and len(scale) > 1 else (0, 0, 0)
+    return KeptStrides(*_page_strides(cache[:-1]), *own)
 
 
 def _page_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,8 +204,35 @@ def _page_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
     return strides if len(strides) == 3 else (strides[0], 0, strides[1])
 
 
-_NOT_KEPT = Kept(None, None, 0, 0, 0, 0, 0, 0)
-NO_CACHE = Cache(Slots(None, 0, 0, 0, 0), _NOT_KEPT, _NOT_KEPT)
+class Cache(NamedTuple):
+    """The tensors that a kernel writes to, or those of no cache."""
+
+    slots: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @staticmethod
+    def of(a: PrepareCached) -> Cache:
+        k, *rest = a.caches
+        if a.scaled != "head":
+            return Cache(a.slots, k, rest[0] if rest else None, a.k_scale, a.v_scale)
+        if len(rest) == 1:
+            return Cache(a.slots, k, None, rest[0], None)
+        v, k_scale, v_scale = rest
+        return Cache(a.slots, k, v, k_scale, v_scale)
+
+    def forms(self) -> CacheForms | None:
+        slots, k, v, k_scale, v_scale = self
+        if slots is None or k is None:
+            return None
+        return CacheForms(
+            k.shape, slots.stride(), k.stride(), stride_of(v), stride_of(k_scale), stride_of(v_scale)
+        )
+
+
+NO_CACHE = Cache(None, None, None, None, None)
 
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -205,23 +240,25 @@ NO_CACHE = Cache(Slots(None, 0, 0, 0, 0), _NOT_KEPT, _NOT_KEPT)
 
 def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
     """k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
-    slot = slots_by_token(a.slots, a.x, a.cut.layout).long().flatten()
-    paged = a.caches[0].dim() == 4
-    size = a.caches[0].shape[1] if paged else 1
-    inside = (slot >= 0) & (slot < a.caches[0].shape[0] * size)
+    cache = Cache.of(a)
+    batch, tokens = sizes(a.x, a.cut.layout)
+    slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots
+    slot = slots.long().flatten()
+    shape = a.caches[0].shape
+    size = shape[1] if len(shape) == 4 else 1
+    inside = (slot >= 0) & (slot < shape[0] * size)
     slot = slot[inside]
-    where = (slot // size, slot % size) if paged else (slot,)
-    for value, cache, scale in zip((k, v), *parts_of(a), strict=True):
-        if cache is None or value is None:
+    where = (slot // size, slot % size) if len(shape) == 4 else (slot,)
+    for value, into, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        if into is None or value is None:
             continue
         kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
-        if a.scaled == "none":
-            cache[where] = kept.to(cache.dtype)
+        if scale is None:
+            into[where] = kept.to(into.dtype)
             continue
-        assert scale is not None
         if a.scaled == "head":
             codes, made, _ = quantize_copy(kept.float().flatten(0, 1), E4M3)
             scale[where] = made.view(kept.shape[:2])
         else:
             codes = encode_reference(kept.float() / scale, E4M3.number)
-        cache.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)
+        into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)

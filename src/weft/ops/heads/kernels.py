@@ -20,7 +20,7 @@ from ...tiles.scales import fp32_scale, scaled
 from ..common.results import FP32_MAX
 from .angles import Angles
 from .cache import E4M3, Kept, Slots
-from .layout import Place
+from .layout import Place, Strides
 
 CACHE_FORMAT = tl.constexpr(E4M3)
 
@@ -188,16 +188,22 @@ def _load_vector(ptr, offset, size, PLAN: tl.constexpr):
 
 
 @triton.jit
+def _further(at, numbers):
+    """The strides of what lies so many numbers behind, as a gate behind its query head."""
+    return Strides(at.start + numbers, at.batch, at.token, at.head)
+
+
+@triton.jit
 def _token_offset(place, batch, token, ALIGN: tl.constexpr):
     """Where tokens [T] of a sequence begin."""
-    start = known_multiple(place.start, ALIGN) + batch * known_multiple(place.batch, ALIGN)
-    return start + token * known_multiple(place.token, ALIGN)
+    start = known_multiple(place.at.start, ALIGN) + batch * known_multiple(place.at.batch, ALIGN)
+    return start + token * known_multiple(place.at.token, ALIGN)
 
 
 @triton.jit
 def _head_offset(place, head, heads, ALIGN: tl.constexpr):
     """Where heads [H] of a token begin; without groups, `heads` has None for their size."""
-    stride = known_multiple(place.head, ALIGN)
+    stride = known_multiple(place.at.head, ALIGN)
     if heads.group is None:
         return head.to(tl.int64) * stride
     else:
@@ -214,10 +220,10 @@ def _find_angles(angles, batch, token, tokens, half, PLAN: tl.constexpr, ALIGN: 
     pair = tl.arange(0, PLAN.pairs)
     there = (token < tokens)[:, None] & (pair < half)[None, :]
     if angles.positions is not None:
-        place_off = batch * angles.batch + token * angles.token
+        place_off = batch * angles.at.batch + token * angles.at.token
         if PLAN.sections:
-            axis = tl.where(pair >= angles.third, 2, tl.where(pair >= angles.second, 1, 0)).to(tl.int64)
-            off = place_off[:, None] + (axis * angles.axis)[None, :]
+            axis = tl.where(pair >= angles.at.third, 2, tl.where(pair >= angles.at.second, 1, 0)).to(tl.int64)
+            off = place_off[:, None] + (axis * angles.at.axis)[None, :]
             position = tl.load(angles.positions + off, mask=there, other=0).to(tl.int64)  # [TOKENS, pairs]
         else:
             position = tl.load(angles.positions + place_off, mask=token < tokens, other=0)
@@ -225,9 +231,9 @@ def _find_angles(angles, batch, token, tokens, half, PLAN: tl.constexpr, ALIGN: 
     else:
         position = token[:, None]
     if angles.cos is not None:
-        inside = there & (position >= 0) & (position < angles.rows)
-        off = batch * known_multiple(angles.table_batch, ALIGN) + position * known_multiple(
-            angles.table_row, ALIGN
+        inside = there & (position >= 0) & (position < angles.at.rows)
+        off = batch * known_multiple(angles.at.table_batch, ALIGN) + position * known_multiple(
+            angles.at.table_row, ALIGN
         )
         off = off + pair[None, :]
         cos = tl.load(angles.cos + off, mask=inside, other=0.0).to(tl.float32)
@@ -283,11 +289,11 @@ def _normalize(a, b, size, eps, PLAN: tl.constexpr):
 @triton.jit
 def _find_slots(slots, batch, token, tokens):
     """The page and the place in it of tokens [T], and which of them are cached: nothing is written for the others."""
-    off = batch * slots.batch + token * slots.token
+    off = batch * slots.at.batch + token * slots.at.token
     slot = tl.load(slots.ptr + off, mask=token < tokens, other=-1).to(tl.int64)
-    cached = (slot >= 0) & (slot < slots.total)
+    cached = (slot >= 0) & (slot < slots.at.total)
     slot = tl.where(cached, slot, 0)
-    return slot // slots.page_size, slot % slots.page_size, cached
+    return slot // slots.at.page_size, slot % slots.at.page_size, cached
 
 
 @triton.jit
@@ -298,8 +304,8 @@ def _cache_factor(cache, largest, at, head, kept, PLAN: tl.constexpr):
         return (tl.load(cache.scale) + tl.zeros_like(largest))[:, :, None]
     else:
         scale, factor = fp32_scale(largest, FP32_MAX, CACHE_FORMAT)
-        off = at.page * cache.scale_page + at.place * cache.scale_place
-        off = off[:, None] + (head.to(tl.int64) * cache.scale_head)[None, :]
+        off = at.page * cache.at.scale_page + at.place * cache.at.scale_place
+        off = off[:, None] + (head.to(tl.int64) * cache.at.scale_head)[None, :]
         tl.store(cache.scale + off, scale, mask=kept)
         return factor[:, :, None]
 
@@ -317,8 +323,8 @@ def _cache_codes(x, factor, PLAN: tl.constexpr):
 @triton.jit
 def _cache_offset(cache, at, head, ALIGN: tl.constexpr):
     """Where heads [T, H] are kept."""
-    off = at.page * known_multiple(cache.page, ALIGN) + at.place * known_multiple(cache.place, ALIGN)
-    return off[:, None] + (head.to(tl.int64) * known_multiple(cache.head, ALIGN))[None, :]
+    off = at.page * known_multiple(cache.at.page, ALIGN) + at.place * known_multiple(cache.at.place, ALIGN)
+    return off[:, None] + (head.to(tl.int64) * known_multiple(cache.at.head, ALIGN))[None, :]
 
 
 @triton.jit
@@ -440,7 +446,7 @@ def qkv_kernel(
         _copy_heads(v, v_out, v_cache, at, kv_heads, kv_heads, v_dim, PLAN.v_dim, PLAN, ALIGN)
     if gate_out.ptr is not None:
         dim = 2 * size.half + size.rest
-        gate = Place(q.ptr, q.start + dim, q.batch, q.token, q.head)
+        gate = Place(q.ptr, _further(q.at, dim))
         _copy_heads(
             gate, gate_out, None, at, sizes.q, Grouped(sizes.q.heads, None, 0), dim, PLAN.dim, PLAN, ALIGN
         )
@@ -567,7 +573,7 @@ def qkv_backward_kernel(
     first = tl.program_id(0).to(tl.int64) * program_tiles
     last = tl.minimum(first + program_tiles, tiles)
     dim = 2 * size.half + size.rest
-    gate_grad = Place(q_grad.ptr, q_grad.start + dim, q_grad.batch, q_grad.token, q_grad.head)
+    gate_grad = Place(q_grad.ptr, _further(q_grad.at, dim))
     kv_heads = Grouped(sizes.kv, None, 0)
     _backward_of(
         dq, q, q_grad, q_norm, q_sums, sizes.q, dgate, gate_grad, dim, first, last, angles, sizes, size, PLAN.dim,

@@ -167,59 +167,69 @@ def layout_of(x: Tensor, layout: str, dims: int) -> str:
     return layout
 
 
-class Place(NamedTuple):
-    """Heads [batch, sequence, heads, numbers] anywhere in memory: where they begin, and their strides. The numbers of a
-    head are neighbours."""
+class Strides(NamedTuple):
+    """Where heads [batch, sequence, heads, numbers] begin, and their strides. The numbers of a head are neighbours."""
 
-    ptr: Tensor | None
     start: int
     batch: int
     token: int
     head: int
 
     @staticmethod
-    def of(x: Tensor | None, layout: str, tokens: int) -> Place:
-        """Of a tensor of heads; `tokens` is the length of the sequences, which 'thd' does not know."""
-        if x is None:
-            return NOWHERE
-        strides = x.stride()
+    def of(strides: tuple[int, ...] | None, layout: str, tokens: int) -> Strides:
+        """From the strides of a tensor of heads; `tokens` is the length of the sequences, which 'thd' does not know."""
+        if strides is None:
+            return NO_STRIDES
         if layout == "thd":
-            return Place(x, 0, tokens * strides[0], strides[0], strides[1])
+            return Strides(0, tokens * strides[0], strides[0], strides[1])
         batch, sequence, heads, _ = LAYOUTS[layout]
-        return Place(x, 0, strides[batch], strides[sequence], strides[heads])
+        return Strides(0, strides[batch], strides[sequence], strides[heads])
 
 
-NOWHERE = Place(None, 0, 0, 0, 0)
+NO_STRIDES = Strides(0, 0, 0, 0)
 
 
-class Places(NamedTuple):
+class Place(NamedTuple):
+    """Heads anywhere in memory."""
+
+    ptr: Tensor | None
+    at: Strides
+
+
+class PartStrides(NamedTuple):
     """Where the heads of an input are, or those of its gradient. The gate of a query head follows it."""
 
-    q: Place
-    k: Place
-    v: Place
+    q: Strides
+    k: Strides
+    v: Strides
 
     @staticmethod
-    def of(x: Tensor, k: Tensor | None, v: Tensor | None, cut: Cut) -> Places:
+    def of(strides: tuple[tuple[int, ...] | None, ...], cut: Cut) -> PartStrides:
+        """From the strides of x, k and v; k and v are None for a packed x."""
+        if strides[0] is None:
+            return PartStrides(NO_STRIDES, NO_STRIDES, NO_STRIDES)
         if cut.packing == "apart":
-            return Places(*(Place.of(t, cut.layout, 0) for t in (x, k, v)))
-        strides = x.stride()
-        batch, token = (0, strides[0]) if cut.layout == "thd" else strides[:2]
+            return PartStrides(*(Strides.of(each, cut.layout, 0) for each in strides))
+        batch, token = (0, strides[0][0]) if cut.layout == "thd" else strides[0][:2]
         if cut.layout == "sbhd":
             batch, token = token, batch
         groups = cut.group_stride
         k_start = cut.group * cut.q_dim
         v_start = k_start + (cut.dim if groups else cut.kv * cut.dim)
-        return Places(
-            Place(x, 0, batch, token, cut.q_dim),
-            Place(x, k_start, batch, token, groups or cut.dim),
-            Place(x, v_start, batch, token, groups or cut.v_dim),
+        return PartStrides(
+            Strides(0, batch, token, cut.q_dim),
+            Strides(k_start, batch, token, groups or cut.dim),
+            Strides(v_start, batch, token, groups or cut.v_dim),
         )
 
 
-def with_neighbours(x: Tensor | None) -> Tensor | None:
+def stride_of(x: Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else x.stride()
+
+
+def with_neighbours(x: Tensor) -> Tensor:
     """x, or a copy of its distinct numbers, in which the numbers of a head are neighbours."""
-    if x is None or x.stride(-1) == 1 or x.shape[-1] == 1:
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     once = x
     for dim, stride in enumerate(x.stride()[:-1]):

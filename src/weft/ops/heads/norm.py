@@ -32,14 +32,16 @@ class HeadNorm:
     weight_offset: float = 0.0
     after_rotation: bool = False
     argument: Norm = field(init=False, repr=False)  # of ops
+    vectors: tuple[Tensor, ...] = field(init=False, repr=False)  # those of the four that there are
 
     def __post_init__(self) -> None:
         if self.kind not in ("rms", "layer"):
             raise ValueError(f"kind of a HeadNorm must be 'rms' or 'layer'; got {self.kind!r}")
-        for name in _VECTORS:
-            vector = getattr(self, name)
+        vectors = {name: getattr(self, name) for name in _VECTORS}
+        for name, vector in vectors.items():
             if vector is not None and not is_tensor(vector):
                 raise no_tensor(name, vector)
+        object.__setattr__(self, "vectors", tuple(v for v in vectors.values() if v is not None))
         norm = Norm(
             kind=self.kind,
             q_weight=self.q_weight,
@@ -66,7 +68,7 @@ class Norm(NamedTuple):
     after: bool
 
     def eps_for(self, x: Tensor) -> float:
-        return epsilon(self.eps, x)
+        return epsilon(None, x) if self.eps is None else self.eps
 
 
 NO_NORM = Norm("none", None, None, None, None, 0.0, 0.0, False)
@@ -78,8 +80,10 @@ def check_norm(norm: HeadNorm | None, x: Tensor, dim: int) -> Norm:
         return NO_NORM
     if not isinstance(norm, HeadNorm):
         raise TypeError(f"norm must be a weft.HeadNorm; got {type(norm).__name__}")
-    for name in _VECTORS:
-        vector = getattr(norm, name)
-        if vector is not None:
-            check_tensor(name, vector, FLOATS, x.device, (dim,))
+    device, shape = x.device, (dim,)
+    for vector in norm.vectors:
+        if vector.shape != shape or vector.device != device or vector.dtype not in FLOATS:
+            for name in _VECTORS:
+                if getattr(norm, name) is not None:
+                    check_tensor(name, getattr(norm, name), FLOATS, device, shape)
     return norm.argument

@@ -64,9 +64,10 @@ def _allocate(a: Prepare) -> QKV:
 
 
 def _launch_cached(_: Nothing, a: PrepareCached) -> None:
-    rest = iter(a.outputs)
-    outputs = QKV(*(next(rest) if there else None for there in _present(a.prepare)))  # type: ignore[arg-type]
-    launch_forward(outputs, a.prepare, cache=Cache.of(a), scaled=a.scaled)
+    prepare = a.prepare
+    q, k, *more = a.outputs
+    gate = more.pop() if a.cut.gate else None
+    launch_forward(QKV(q, k, more[0] if more else None, gate), prepare, cache=Cache.of(a), scaled=a.scaled)
 
 
 def _reference_cached(a: PrepareCached) -> Nothing:
@@ -295,16 +296,16 @@ def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
     slots = check_slots(slots, a.x, a.cut.layout)
     written = cache.written
     if torch.is_grad_enabled():
-        given = (a.x, a.k, a.v, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias, *written)
-        if any(t is not None and t.requires_grad for t in given):
-            raise ValueError(
-                "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it "
-                "under torch.no_grad(), or without the cache"
-            )
+        for t in (a.x, a.k, a.v, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias, *written):
+            if t is not None and t.requires_grad:
+                raise ValueError(
+                    "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it "
+                    "under torch.no_grad(), or without the cache"
+                )
     outputs = _allocate(a)
     scales = (cache.k_scale, cache.v_scale) if cache.scaled == "tensor" else (None, None)
     qkv_prepare_cached_op(
-        PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], written)
+        PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], list(written))
     )
     return outputs
 
