@@ -23,6 +23,7 @@ from ...quant.straight import wrap
 from ...runtime import Op
 from .checks import FLOATS, check_out_dtype, check_tensor
 from .copies import reduce_amax
+from .rows import empty_like
 
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -150,10 +151,13 @@ def stand_in(shape: tuple[int, ...], x: Tensor) -> Tensor:
     return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
 
-def allocate_result(options: ResultOptions, shape: tuple[int, ...], x: Tensor) -> Result:
-    """Room for a result of this shape, on x's device."""
+def allocate_result(options: ResultOptions, x: Tensor, shape: tuple[int, ...] | None = None) -> Result:
+    """Room for a result of this shape, by default x's, on x's device."""
     if options.format is None:
-        return Result(torch.empty(shape, dtype=options.dtype, device=x.device))
+        if shape is None:
+            return Result(empty_like(x, options.dtype))
+        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
+    shape = x.shape if shape is None else shape
     copies = allocate_copies(
         Format.of(options.format), count(shape), shape[-1], x.device, rowwise=options.rowwise,
         columnwise=options.columnwise,
