@@ -751,7 +751,9 @@ def test_the_variant_of_a_struct() -> None:
 
 
 NESTED = """
-import noop_driver, torch
+import torch
+from tests.support import noop_driver
+from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.runtime import Launch
 
 launched = []
@@ -771,7 +773,7 @@ assert len(struct_kernel.variants) == 2
 
 def test_launchers_get_structs_as_tuples() -> None:
     """Compiled for sm_90, with a launcher that notes what it is given."""
-    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path]))
+    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS.parent), *sys.path]))
     assert done.returncode == 0, done.stderr
 
 

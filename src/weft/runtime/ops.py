@@ -325,9 +325,7 @@ def _gradients(
 ) -> Iterable[Tensor | None]:
     """Gradients of the tensors among the arguments, in order."""
     if op.backward is None:
-        raise RuntimeError(
-            f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
-        )
+        raise _no_derivative(op)
     flat = op.outputs.flatten(grads)
     if all(flat[i] is None for i in op.differentiable_outputs):
         return (None for _ in op.arguments.tensor_names)
@@ -348,6 +346,12 @@ def _gradients(
         wrong = sorted(found.keys() - op.arguments.tensor_name_set)
         raise TypeError(f"weft::{op.name} has no arguments {', '.join(wrong)} to give gradients to")
     return map(found.get, op.arguments.tensor_names)
+
+
+def _no_derivative(op: Op[A, O]) -> RuntimeError:
+    return RuntimeError(
+        f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
+    )
 
 
 def _needs_type(op: Op[A, O]) -> Any:
@@ -391,6 +395,8 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
                 ctx.places = [i for i in places if flat[i] is not None]
 
     def backward_plain(ctx: Any, *grads: Tensor | None) -> Any:
+        if op.backward is None:
+            raise _no_derivative(op)
         flat: list[Tensor | None] = [None] * len(op.outputs.leaves)
         for i, grad in zip(getattr(ctx, "places", places), grads, strict=True):
             flat[i] = grad
