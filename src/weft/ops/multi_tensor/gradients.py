@@ -89,11 +89,7 @@ def _not_tensors(where: str, wrong: Any) -> TypeError:
 def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     """The gradients that the entries of a list stand for; see `grad_norm`."""
     # Only what requires no gradient is asked for its .grad: others may warn.
-    if (
-        types <= _TENSOR
-        and True not in [t.requires_grad for t in given]
-        and _NONE.issuperset([t.grad for t in given])
-    ):
+    if types <= _TENSOR and True not in {t.requires_grad for t in given} and {t.grad for t in given} <= _NONE:
         return Kind(given, _listed_groups(groups), True)
     found = []
     for t in given:
@@ -109,7 +105,7 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
             elif is_parameter or t.requires_grad:
                 continue
         found.append(t)
-    plain = _TENSOR.issuperset(map(type, found)) and True not in [t.requires_grad for t in found]
+    plain = _TENSOR.issuperset(map(type, found)) and True not in {t.requires_grad for t in found}
     if not plain:
         check_strided(found)
     return Kind(found, _listed_groups(groups), plain)

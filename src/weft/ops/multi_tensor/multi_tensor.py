@@ -393,9 +393,9 @@ def _sets(tensors: list[Tensor]) -> _Sets:
 
 def _on_one_device(tensors: list[Tensor]) -> bool:
     if tensors[0].is_cpu:  # to ask each for its device takes five times as long
-        return False not in [t.is_cpu for t in tensors]
+        return False not in {t.is_cpu for t in tensors}
     if tensors[0].is_cuda:
-        return False not in [t.is_cuda for t in tensors] and len({t.get_device() for t in tensors}) == 1
+        return all(t.is_cuda for t in tensors) and len({t.get_device() for t in tensors}) == 1
     return len({t.device for t in tensors}) == 1
 
 

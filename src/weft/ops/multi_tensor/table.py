@@ -44,6 +44,7 @@ class Table(NamedTuple):
 
 
 _tables: OrderedDict[Any, Table] = OrderedDict()
+_latest: Table | None = None  # the one that was asked for last
 _tables_lock = threading.Lock()
 _held: dict[int, Table] = {}  # tables that captured graphs read
 
@@ -75,19 +76,20 @@ def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
     except RuntimeError:  # a sparse tensor has no address
         check_strided(tensors)
         raise
-    kept = tensors is given or all(a is b for a, b in zip(tensors, given, strict=True))
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    global _latest
     with _tables_lock:
         table = _tables.get(key)
-        if table is not None:
-            if table is not next(reversed(_tables.values())):  # a key of many addresses takes time to hash
-                _tables.move_to_end(key)
-        else:
+        if table is None:
             table = _build(*key)
-            if kept and not capturing and device.type != "meta":
+            copied = any(a is not b for a, b in zip(tensors, given, strict=True))
+            if not (copied or capturing or device.type == "meta"):
                 _tables[key] = table
                 if len(_tables) > TABLES:
                     _tables.popitem(last=False)
+        elif table is not _latest:  # to hash a key of many addresses once more takes time
+            _tables.move_to_end(key)
+        _latest = table
     if capturing:  # the graph reads it for as long as the process lives
         _held[id(table)] = table
     elif table.stream is not None:
