@@ -4,8 +4,8 @@ from .glu.glu import glu, glu_backward
 from .loss.cross_entropy import cross_entropy
 from .loss.linear_cross_entropy import linear_cross_entropy
 from .loss.linear_logprobs import LogProbs, linear_logprobs
-from .loss.losses import CrossEntropy
-from .loss.vocabulary import VocabShard
+from .loss.reduction import CrossEntropy
+from .loss.sharding import VocabShard
 from .moe.permute import RowMap, permute, row_map, unpermute
 from .moe.route import CONVENTIONS, Convention, Routing, route
 from .moe.router_linear import router_linear

@@ -7,10 +7,12 @@ would copy to the device in every call, and wait for it.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,21 @@ from .rows import compute_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked_once(function: F) -> F:
+    """Decorates a function of plain values, which checks options and makes an object of them: it is computed once for
+    each set of them. A compiler traces it as it is, since it cannot trace a cache."""
+    known = functools.lru_cache(maxsize=1024, typed=True)(function)
+
+    @functools.wraps(function)
+    def call(*options: Any) -> Any:
+        return function(*options) if torch.compiler.is_compiling() else known(*options)
+
+    return call  # type: ignore[return-value]
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
