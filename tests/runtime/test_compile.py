@@ -56,15 +56,15 @@ MOVED = {  # kernels whose parameters mean something else
     # Tiles of tokens, heads and pairs: see `test_heads_are_moved_128_bits_at_a_time`.
     "qkv_kernel": (set[str](), set[str]()),
     "qkv_backward_kernel": (set[str](), set[str]()),
-    "_linear_logprobs_kernel": ({"hidden_ptr"}, set[str]()),
-    "_linear_dlogits_kernel": ({"hidden_ptr"}, set[str]()),
-    "_linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
-    "_linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
+    "linear_logprobs_kernel": ({"hidden_ptr"}, set[str]()),
+    "linear_dlogits_kernel": ({"hidden_ptr"}, set[str]()),
+    "linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
+    "linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
 }
-PICKING = {"_cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
+PICKING = {"cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
-FOUR_NEIGHBOURS |= {"_linear_dlogits_kernel", "_linear_dweight_kernel", "_linear_dhidden_kernel"}
+FOUR_NEIGHBOURS |= {"linear_dlogits_kernel", "linear_dweight_kernel", "linear_dhidden_kernel"}
 
 
 # ---- which variants -------------------------------------------------------------------------------------------

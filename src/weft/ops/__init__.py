@@ -1,7 +1,6 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .glu.glu import glu, glu_backward
-from .gradients import Shards
 from .heads.angles import Rotation
 from .heads.arguments import QKV
 from .heads.cache import KVCache
@@ -12,13 +11,14 @@ from .heads.rope import rope
 from .loss.cross_entropy import cross_entropy
 from .loss.linear_cross_entropy import linear_cross_entropy
 from .loss.linear_logprobs import LogProbs, linear_logprobs
-from .loss.losses import CrossEntropy
-from .loss.vocabulary import VocabShard
+from .loss.reduction import CrossEntropy
+from .loss.sharding import VocabShard
 from .moe.permute import permute, unpermute
 from .moe.route import CONVENTIONS, Convention, Routing, route
 from .moe.router_linear import router_linear
 from .moe.row_map import RowMap, row_map
-from .multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
+from .multi_tensor.gradients import Shards
+from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .quantize import dequantize, quantize

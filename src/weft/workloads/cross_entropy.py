@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..ops import cross_entropy
-from ..runtime import catalogue
-from .problem import Call, Inputs, Workload
+from ..ops.loss.cross_entropy import CrossEntropyArgs, cross_entropy_op
+from ..ops.loss.reduction import LossOptions
+from ..ops.loss.statistics import Softmax, Wanted
+from .problem import Call, Inputs, Workload, run_op
 
 VOCABULARIES: dict[str, int] = {
     "linghe/vocabulary": 157184,
@@ -74,43 +76,42 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     return Call(cross_entropy, {**_arguments(workload, inputs, shape), **_options(workload)})
 
 
-def _backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["cross_entropy_backward"](*kwargs.values())
+def _backward(softcap: float | None, scale: float, ignore_index: int, **kwargs: Any) -> list[Tensor]:
+    softmax = Softmax(0, kwargs["logits"].shape[-1], ignore_index, softcap, scale)
+    return run_op("cross_entropy_backward", softmax=softmax, **kwargs)
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: logits, statistics, the gradients that there are."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
-    smoothing, reduction = options.get("label_smoothing", 0.0), options.get("reduction", "mean")
-    z_loss, softcap, scale = (
-        options.get("z_loss", 0.0),
-        options.get("softcap"),
-        1 / options.get("temperature", 1.0),
+    smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
+    logits, target, weight = given["logits"], given["target"], given.get("class_weight")
+    o = cross_entropy_op(
+        CrossEntropyArgs(
+            logits,
+            target,
+            weight,
+            Softmax(0, logits.shape[-1], -100, softcap, scale),
+            LossOptions(smoothing, z_loss, options.get("reduction", "mean"), True),
+            Wanted(options.get("return_entropy", False), smoothing > 0, False),
+            inplace=False,
+        )
     )
-    entropy = options.get("return_entropy", False)
-    loss, lse, *rest = catalogue["cross_entropy"](
-        given["logits"], given["target"], given.get("class_weight"), -100, smoothing, z_loss, softcap, scale, reduction,
-        True, entropy, False, False,
-    )  # fmt: skip
-    entropies = rest.pop(0) if entropy else None
-    largest, total, *rest = rest
-    inverse = rest.pop(0) if reduction == "mean" else None
+    lse = o.lse
     kwargs = {
-        "logits": given["logits"],
-        "target": given["target"],
-        "weight": given.get("class_weight"),
-        "largest": largest,
-        "total": total,
-        "inverse": inverse,
-        "smooth": rest.pop(0) if smoothing else None,
-        "entropy": entropies,
-        "dloss": inputs.normal(*loss.shape, dtype=loss.dtype),
-        "dlse": inputs.normal(*lse.shape, dtype=loss.dtype) if options.get("return_lse") else None,
-        "dentropy": inputs.normal(*lse.shape, dtype=loss.dtype) if entropy else None,
+        "logits": logits,
+        "target": target,
+        "weight": weight,
+        "largest": o.largest,
+        "total": o.total,
+        "inverse": o.inverse,
+        "smooth": o.smooth,
+        "entropy": o.entropy,
+        "dloss": inputs.normal(*o.loss.shape, dtype=lse.dtype),
+        "dlse": inputs.normal(*lse.shape, dtype=lse.dtype) if options.get("return_lse") else None,
+        "dentropy": None if o.entropy is None else inputs.normal(*lse.shape, dtype=lse.dtype),
         "dspread": None,
-        "start": 0,
-        "vocab": given["logits"].shape[-1],
         "ignore_index": -100,
         "label_smoothing": smoothing,
         "z_loss": z_loss,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..ops import linear_cross_entropy, linear_logprobs
-from ..runtime import catalogue
+from ..ops.loss.linear_logprobs import (
+    HeadGradients,
+    HeadNeeds,
+    LinearBackwardArgs,
+    LinearLogprobsArgs,
+    linear_logprobs_backward_op,
+    linear_logprobs_op,
+)
+from ..ops.loss.statistics import Softmax, Wanted
 from .cross_entropy import draw_targets
 from .problem import Call, Inputs, Workload
 
@@ -81,57 +88,45 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     return Call(function, {**_arguments(workload, inputs, shape), **_options(workload)})
 
 
-class Gradients(NamedTuple):
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
-def _backward(**kwargs: Any) -> Gradients:
-    """The op takes its arguments by position."""
-    needs = kwargs["needs"]
-    results = iter(catalogue["linear_logprobs_backward"](*kwargs.values()))
-    return Gradients(*(next(results) if need else None for need in needs))
+def _backward(softcap: float | None, scale: float, **kwargs: Any) -> HeadGradients:
+    softmax = Softmax(0, len(kwargs["weight"]), -100, softcap, scale)
+    needs = HeadNeeds(True, True, kwargs["bias"] is not None)
+    return linear_logprobs_backward_op(
+        LinearBackwardArgs(softmax=softmax, skip_below=None, needs=needs, **kwargs)
+    )
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: statistics, and the gradients that there are."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
-    entropy, spread = options.get("return_entropy", False), "label_smoothing" in options
+    wanted = Wanted(options.get("return_entropy", False), "label_smoothing" in options, False)
     softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
-    hidden, weight, target = given["hidden"], given["weight"], given["target"]
-    classes = given.get("class_weight") if spread else None
-    logprob, _, *rest = catalogue["linear_logprobs"](
-        hidden, weight, given.get("bias"), target, classes, None, 0, len(weight), -100, softcap, scale, entropy,
-        spread, False, None,
-    )  # fmt: skip
-    entropies = rest.pop(0) if entropy else None
-    if spread:
-        rest.pop(0)
-    largest, total, *rest = rest
-    upstream = [inputs.normal(*target.shape, dtype=logprob.dtype) for _ in range(4)]
+    hidden, weight, bias, target = given["hidden"], given["weight"], given.get("bias"), given["target"]
+    classes = given.get("class_weight") if wanted.spread else None
+    softmax = Softmax(0, len(weight), -100, softcap, scale)
+    found, order = linear_logprobs_op(
+        LinearLogprobsArgs(hidden, weight, bias, target, classes, None, softmax, wanted, None)
+    )
+    dlogprob, dlse, dentropy, dspread = (
+        inputs.normal(*target.shape, dtype=found.lse.dtype) for _ in range(4)
+    )
     kwargs = {
         "hidden": hidden,
         "weight": weight,
-        "bias": given.get("bias"),
+        "bias": bias,
         "target": target,
         "classes": classes,
-        "largest": largest,
-        "total": total,
-        "entropy": entropies,
-        "parts": rest.pop(0) if spread else None,
-        "order": rest.pop(0),
-        "dlogprob": upstream[0],
-        "dlse": upstream[1] if options.get("return_lse") else None,
-        "dentropy": upstream[2] if entropy else None,
-        "dspread": upstream[3] if spread else None,
-        "start": 0,
-        "vocab": len(weight),
-        "ignore_index": -100,
+        "largest": found.largest,
+        "total": found.total,
+        "entropy": found.entropy,
+        "shares": found.shares,
+        "order": order,
+        "dlogprob": dlogprob,
+        "dlse": dlse if options.get("return_lse") else None,
+        "dentropy": dentropy if wanted.entropy else None,
+        "dspread": dspread if wanted.spread else None,
         "softcap": softcap,
         "scale": scale,
-        "skip_below": None,
-        "needs": [True, True, "bias" in given],
     }
     return Call(_backward, kwargs)
 

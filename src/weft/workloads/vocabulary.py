@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.loss.vocabulary import Joined, count_statistics
-from ..runtime import catalogue
+from ..ops.loss.statistics import NamedStatistics, Softmax, Wanted
+from ..runtime import Op, catalogue
 from .cross_entropy import draw_targets
 from .linear_logprobs import SHARED
 from .problem import Call, Inputs, Workload
@@ -41,41 +41,27 @@ _USED = {
 _USED_HEADS = {"plain": ("cut/head-shard",), "everything": ("odd/33-shard",)}
 
 
-class Statistics(NamedTuple):
-    """Rows of [STATS, T] by name."""
-
-    largest: Tensor
-    total: Tensor
-    picked: Tensor
-    moment: Tensor | None = None
-    below: Tensor | None = None
-    mass: Tensor | None = None
-    there: Tensor | None = None
-    best: Tensor | None = None
+_OPTIONS = (*Softmax._fields, *Wanted._fields)
 
 
-def _named(stats: Tensor, entropy: bool, spread: bool, accuracy: bool) -> Statistics:
-    rows = iter(stats)
-    always = next(rows), next(rows), next(rows)
-    moment = next(rows) if entropy else None
-    below, mass, there = (next(rows), next(rows), next(rows)) if spread else (None, None, None)
-    bits = torch.int64 if stats.dtype is torch.float64 else torch.int32
-    best = next(rows).view(bits) if accuracy else None
-    return Statistics(*always, moment, below, mass, there, best)
+def _run(op: Op[Any, Any], kwargs: dict[str, Any]) -> Any:
+    """An op with the members of `softmax` and `wanted` among its arguments."""
+    tensors = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    softmax = Softmax(*(kwargs[name] for name in Softmax._fields))
+    return op(op.arguments.cls(**tensors, softmax=softmax, wanted=_wanted(kwargs)))
 
 
-def _statistics(op: str, kwargs: dict[str, Any]) -> Statistics:
-    """The ops take their arguments by position."""
-    stats = catalogue[op](*kwargs.values())[0]
-    return _named(stats, kwargs["entropy"], kwargs["spread"], kwargs["accuracy"])
+def _wanted(kwargs: dict[str, Any]) -> Wanted:
+    return Wanted(*(kwargs[name] for name in Wanted._fields))
 
 
-def cross_entropy_statistics(**kwargs: Any) -> Statistics:
-    return _statistics("cross_entropy_statistics", kwargs)
+def cross_entropy_statistics(**kwargs: Any) -> NamedStatistics:
+    stats = _run(catalogue["cross_entropy_statistics"], kwargs).stats
+    return NamedStatistics.of(stats, _wanted(kwargs))
 
 
-def linear_statistics(**kwargs: Any) -> Statistics:
-    return _statistics("linear_statistics", kwargs)
+def linear_statistics(**kwargs: Any) -> NamedStatistics:
+    return NamedStatistics.of(_run(catalogue["linear_statistics"], kwargs).stats, _wanted(kwargs))
 
 
 class Results(NamedTuple):
@@ -88,8 +74,7 @@ class Results(NamedTuple):
 
 def sharded_logprobs(**kwargs: Any) -> Results:
     """The results alone."""
-    outputs = catalogue["sharded_logprobs"](*kwargs.values())
-    found = Joined.of(outputs, kwargs["entropy"], kwargs["spread"], kwargs["accuracy"])
+    found = _run(catalogue["sharded_logprobs"], kwargs)
     return Results(found.logprobs, found.lse, found.entropy, found.spread, found.hits)
 
 
@@ -132,15 +117,15 @@ def _build_join(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
     """The shard is the second of RANKS: the others' statistics are drawn."""
     call = _build_rows(workload, inputs, shape)
     kind = _kind(workload)
-    asked = {name: kind[name] for name in ("entropy", "spread", "accuracy")}
+    wanted = _wanted(kind)
     exact = torch.float64 if inputs.dtype == torch.float64 else torch.float32
     tokens = call["target"].numel()
-    stats = inputs.normal(RANKS, count_statistics(**asked), tokens, dtype=exact)
+    stats = inputs.normal(RANKS, wanted.statistics, tokens, dtype=exact)
     if stats.device.type != "meta":
         start, length = kind["start"], shape[-1]
         y = call["target"].reshape(-1)
         for rank in range(RANKS):
-            rows = _named(stats[rank], **asked)
+            rows = NamedStatistics.of(stats[rank], wanted)
             rows.largest.abs_().add_(6.0 + rank / 8)
             rows.total.abs_().add_(1.0)
             rows.picked.copy_(torch.where((y < start) & (y >= 0) & torch.tensor(rank == 0), 3.0, 0.0))
@@ -153,7 +138,7 @@ def _build_join(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
                 rows.below.abs_().mul_(-length)
             if rows.best is not None:
                 rows.best.fill_(start + (rank - 1) * length + 1)
-        stats[1] = catalogue["cross_entropy_statistics"](*call.kwargs.values())[0]
+        stats[1] = _run(catalogue["cross_entropy_statistics"], call.kwargs).stats
     kwargs = {name: call[name] for name in ("logits", "target", "weight")}
     return Call(sharded_logprobs, {"stats": stats, **kwargs, **kind, "inplace": False})
 

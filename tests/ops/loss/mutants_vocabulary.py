@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/vocabulary.py"
+FILE = "ops/loss/statistics.py"
 L = "ops/loss/test_linear_logprobs.py::"
 T = "ops/loss/test_vocabulary.py::"
 
@@ -49,28 +49,28 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("no best is handed on", K, "tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=exists)", "tl.store(out_ptr + (STATS - 1) * rows, (best + 1).to(tl.float32, bitcast=True), mask=exists)", (STATISTICS,)),
         ("smoothing without the largest", K, "spread = (mass * log_total - below) / there", "spread = (mass * log_total) / there", (EACH,)),
     ],
-    "_cross_entropy_kernel": [
-        ("every shard the first", "ops/cross_entropy.py:_target_of", "tl.where(here, y - start_col, -1)", "tl.where(here, y, -1)", (EACH,)),
-        ("targets of other shards", "ops/cross_entropy.py:_target_of", "(y >= start_col) & (y < start_col + cols)", "(y >= start_col)", (EACH,)),
-        ("best without the shard's begin", "ops/cross_entropy.py:_cross_entropy_kernel", "tl.where(at == 2147483647, -1, at + start_col)", "tl.where(at == 2147483647, -1, at)", (ACROSS,)),
-        ("the last of equals", "ops/cross_entropy.py:_first_largest", "tl.minimum(best, at)", "tl.maximum(best, at)", (ACROSS,)),
-        ("the last lane's best", "ops/cross_entropy.py:_cross_entropy_kernel", "at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)", "at = tl.min(best, axis=0)", (ACROSS,)),
-        ("sums from another origin", "ops/cross_entropy.py:_cross_entropy_kernel", "row_below + row_mass * (origin - row_largest), 0.0)", "row_below, 0.0)", (EACH,)),
-        ("sums of large numbers", "ops/cross_entropy.py:_cross_entropy_kernel", "origin = tl.where((y < 0) & (first > -float(\"inf\")), first, origin)", "origin = tl.where(first > -float(\"inf\"), 0.0 * first, origin)", (SHIFTED,)),
-        ("a moment is an entropy", "ops/cross_entropy.py:_cross_entropy_kernel", "tl.store(out_ptr + FEW * rows, row_moment)", "tl.store(out_ptr + FEW * rows, -row_moment)", (EACH,)),
+    "cross_entropy_kernel": [
+        ("every shard the first", "ops/loss/cross_entropy_kernels.py:_target_of", "tl.where(here, y - start_col, -1)", "tl.where(here, y, -1)", (EACH,)),
+        ("targets of other shards", "ops/loss/cross_entropy_kernels.py:_target_of", "(y >= start_col) & (y < start_col + cols)", "(y >= start_col)", (EACH,)),
+        ("best without the shard's begin", "ops/loss/cross_entropy_kernels.py:cross_entropy_kernel", "tl.where(at == 2147483647, -1, at + start_col)", "tl.where(at == 2147483647, -1, at)", (ACROSS,)),
+        ("the last of equals", "ops/loss/cross_entropy_kernels.py:_first_largest", "tl.minimum(best, at)", "tl.maximum(best, at)", (ACROSS,)),
+        ("the last lane's best", "ops/loss/cross_entropy_kernels.py:cross_entropy_kernel", "at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)", "at = tl.min(best, axis=0)", (ACROSS,)),
+        ("sums from another origin", "ops/loss/cross_entropy_kernels.py:cross_entropy_kernel", "row_below + row_mass * (origin - row_largest), 0.0)", "row_below, 0.0)", (EACH,)),
+        ("sums of large numbers", "ops/loss/cross_entropy_kernels.py:cross_entropy_kernel", "origin = tl.where((y < 0) & (first > -float(\"inf\")), first, origin)", "origin = tl.where(first > -float(\"inf\"), 0.0 * first, origin)", (SHIFTED,)),
+        ("a moment is an entropy", "ops/loss/cross_entropy_kernels.py:cross_entropy_kernel", "tl.store(out_ptr + FEW * rows, row_moment)", "tl.store(out_ptr + FEW * rows, -row_moment)", (EACH,)),
     ],
-    "_cross_entropy_backward_kernel": [
-        ("no gradient of the spread", "ops/cross_entropy.py:_cross_entropy_backward_kernel", "g = tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)", "g = 0.0 * tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)", (EACH,)),
-        ("class weights twice", "ops/cross_entropy.py:_cross_entropy_backward_kernel", "if weight_ptr is not None and dspread_ptr is None:", "if weight_ptr is not None:", (f"{T}test_pretended_ranks[3-float32, weighted]",)),
-        ("the loss's gradient for the spread's", "ops/cross_entropy.py:_cross_entropy_backward_kernel", "if smooth_ptr is not None and dspread_ptr is None:", "if smooth_ptr is not None:", (EACH,)),
+    "cross_entropy_backward_kernel": [
+        ("no gradient of the spread", "ops/loss/cross_entropy_kernels.py:cross_entropy_backward_kernel", "g = tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)", "g = 0.0 * tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)", (EACH,)),
+        ("class weights twice", "ops/loss/cross_entropy_kernels.py:cross_entropy_backward_kernel", "if weight_ptr is not None and dspread_ptr is None:", "if weight_ptr is not None:", (f"{T}test_pretended_ranks[3-float32, weighted]",)),
+        ("the loss's gradient for the spread's", "ops/loss/cross_entropy_kernels.py:cross_entropy_backward_kernel", "if smooth_ptr is not None and dspread_ptr is None:", "if smooth_ptr is not None:", (EACH,)),
     ],
-    "_linear_logprobs_kernel": [
-        ("every shard the first", "ops/linear_logprobs.py:_column", "tl.where(inside, y - start_col, -1)", "tl.where(inside, y, -1)", (STATISTICS,)),
-        ("targets of the next shard", "ops/linear_logprobs.py:_column", "(y >= start_col) & (y < start_col + vocab)", "(y >= start_col)", (STATISTICS,)),
-        ("best without the shard's begin", "ops/linear_logprobs.py:_linear_logprobs_kernel", "tl.where(best < 0, best, best + start_col)", "tl.where(best < 0, best, best)", (STATISTICS,)),
-        ("sums without their largest", "ops/linear_logprobs.py:_linear_logprobs_kernel", "weighted - mass * largest, 0.0)", "weighted, 0.0)", (STATISTICS, SUM)),
+    "linear_logprobs_kernel": [
+        ("every shard the first", "ops/loss/linear_logprobs_kernels.py:_column", "tl.where(inside, y - start_col, -1)", "tl.where(inside, y, -1)", (STATISTICS,)),
+        ("targets of the next shard", "ops/loss/linear_logprobs_kernels.py:_column", "(y >= start_col) & (y < start_col + vocab)", "(y >= start_col)", (STATISTICS,)),
+        ("best without the shard's begin", "ops/loss/linear_logprobs_kernels.py:linear_logprobs_kernel", "tl.where(best < 0, best, best + start_col)", "tl.where(best < 0, best, best)", (STATISTICS,)),
+        ("sums without their largest", "ops/loss/linear_logprobs_kernels.py:linear_logprobs_kernel", "weighted - mass * largest, 0.0)", "weighted, 0.0)", (STATISTICS, SUM)),
     ],
-    "_linear_factors_kernel": [
-        ("labels of the whole vocabulary", "ops/linear_logprobs.py:_linear_factors_kernel", "_column(y, start_col, vocab)", "_column(y, 0 * start_col, vocab)", (f"{T}test_pretended_heads[3]",)),
+    "linear_factors_kernel": [
+        ("labels of the whole vocabulary", "ops/loss/linear_logprobs_kernels.py:linear_factors_kernel", "_column(y, start_col, vocab)", "_column(y, 0 * start_col, vocab)", (f"{T}test_pretended_heads[3]",)),
     ],
 }  # fmt: skip

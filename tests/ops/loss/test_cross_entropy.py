@@ -19,6 +19,9 @@ from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss import truth_cross_entropy
 from tests.support.truth import Near, arguments
 from weft.ops import CrossEntropy
+from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
+from weft.ops.loss.reduction import LossOptions
+from weft.ops.loss.statistics import Softmax, Wanted
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 
@@ -570,10 +573,10 @@ def test_nothing_is_launched_for_nothing() -> None:
     logits, target = problem(3, 64)
     with recording("sm_90") as seen:
         weft.cross_entropy(logits.requires_grad_(), target, return_accuracy=True).accuracy + 1
-    assert [v.kernel for v in seen] == ["_cross_entropy_kernel", "_cross_entropy_totals_kernel"]
+    assert [v.kernel for v in seen] == ["cross_entropy_kernel", "cross_entropy_totals_kernel"]
     with recording("sm_90") as seen:
         weft.cross_entropy(logits, target, reduction="none").sum().backward()
-    assert [v.kernel for v in seen] == ["_cross_entropy_kernel", "_cross_entropy_backward_kernel"]
+    assert [v.kernel for v in seen] == ["cross_entropy_kernel", "cross_entropy_backward_kernel"]
 
 
 # ---- in place -----------------------------------------------------------------------------------------------
@@ -719,27 +722,38 @@ def test_compiled_is_eager(function: Callable[..., Any], options: dict[str, Any]
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck(reduction: str) -> None:
     logits, target = problem(5, 40, torch.float32)
-    args = (
-        logits.requires_grad_(),
+    logits.requires_grad_()
+    op, backward = weft.catalogue["cross_entropy"], weft.catalogue["cross_entropy_backward"]
+    args = CrossEntropyArgs(
+        logits,
         target,
         torch.rand(40),
-        -100,
-        0.1,
-        1e-3,
-        20.0,
-        0.8,
-        reduction,
-        True,
-        True,
-        True,
-        False,
+        Softmax(0, 40, -100, 20.0, 0.8),
+        LossOptions(0.1, 1e-3, reduction, True),
+        Wanted(entropy=True, spread=True, accuracy=True),
+        inplace=False,
     )
-    torch.library.opcheck(weft.catalogue["cross_entropy"].overload, args)
-    loss, lse, entropy, _, *rest = (t.detach() for t in weft.catalogue["cross_entropy"](*args))
-    rest = rest if reduction == "mean" else [*rest[:2], None, rest[2]]
-    args = (logits.detach(), *args[1:3], *rest, entropy, torch.randn(loss.shape), lse, entropy)
-    args = (*args, None, 0, 40, -100, 0.1, 1e-3, 20.0, 0.8)
-    torch.library.opcheck(weft.catalogue["cross_entropy_backward"].overload, args)
+    torch.library.opcheck(op.overload, op.arguments.flatten(args))
+    with torch.no_grad():
+        o = op(args)
+    args = CrossEntropyBackwardArgs(
+        logits.detach(),
+        target,
+        args.weight,
+        o.largest,
+        o.total,
+        o.inverse,
+        o.smooth,
+        o.entropy,
+        dloss=torch.randn(o.loss.shape),
+        dlse=o.lse,
+        dentropy=o.entropy,
+        dspread=None,
+        softmax=args.softmax,
+        label_smoothing=0.1,
+        z_loss=1e-3,
+    )
+    torch.library.opcheck(backward.overload, backward.arguments.flatten(args))
 
 
 def test_checkpoint_autocast_and_no_grad() -> None:

@@ -420,9 +420,11 @@ def test_compiled_is_eager() -> None:
 def test_opcheck() -> None:
     given = problem(6, 16, 40)
     leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
-    args = (*leaves, None, given["target"], None, None, 0, 40, -100, None, 1.0, True, False, False, None)
+    softmax, wanted = head.Softmax(0, 40, -100, None, 1.0), head.Wanted(True, False, False)
+    args = head.LinearLogprobsArgs(*leaves, None, given["target"], None, None, softmax, wanted, None)
+    op = weft.catalogue["linear_logprobs"]
     torch.library.opcheck(
-        weft.catalogue["linear_logprobs"].overload, args, test_utils=("test_schema", "test_faketensor")
+        op.overload, op.arguments.flatten(args), test_utils=("test_schema", "test_faketensor")
     )
 
 

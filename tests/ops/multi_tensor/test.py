@@ -23,7 +23,7 @@ from tests.support.truth import Near
 from weft.runtime import Binary, choosing_for, compile_all, recording
 from weft.workloads.multi_tensor import STATISTICS
 
-module = importlib.import_module("weft.ops.multi_tensor")
+module = importlib.import_module("weft.ops.multi_tensor.table")
 CHUNK = module.CHUNK
 WHAT = list(STATISTICS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -233,12 +233,12 @@ def test_dense_tensors_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Tensor, "contiguous", None)
     x = draw(4, 6, 8)
     for t in (x.permute(2, 0, 1), x.transpose(0, 1), x[:, :1].expand(4, 1, 8)[0], x.permute(1, 2, 0)[:1]):
-        if module._is_dense(t):
+        if module.is_dense(t):
             check([t], "norm2")
-    assert module._is_dense(x.permute(2, 0, 1))
-    assert not module._is_dense(x[:, :5])
-    assert not module._is_dense(x[:1].expand(4, 6, 8))
-    assert not module._is_dense(x[..., ::2])
+    assert module.is_dense(x.permute(2, 0, 1))
+    assert not module.is_dense(x[:, :5])
+    assert not module.is_dense(x[:1].expand(4, 6, 8))
+    assert not module.is_dense(x[..., ::2])
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -510,7 +510,7 @@ def test_another_default_device(built: list[Any]) -> None:
 
 def test_chunks_begin_at_multiples_of_16_bytes() -> None:
     tensors = [t for t in mixed() if t.numel()]
-    table, _ = module._table_of(tensors)
+    table, _ = module.table_of(tensors)
     reached = 0
     for dtype, first, chunks in table.segments:
         for address, count in table.entries[first : first + chunks].tolist():
@@ -532,9 +532,9 @@ def test_the_witness_knows_the_tensors_of_a_table(target: str) -> None:
         weft.clip_grads_(tensors, 1.0, norm=torch.tensor(2.0))
     launches = counted.launches
     assert [launch.kernel for launch in launches] == [
-        *["_multi_tensor_reduce_kernel"] * 3,
-        "_multi_tensor_total_kernel",
-        *["_multi_tensor_clip_kernel"] * 3,
+        *["multi_tensor_reduce_kernel"] * 3,
+        "multi_tensor_total_kernel",
+        *["multi_tensor_clip_kernel"] * 3,
     ]
     for number, t in enumerate(tensors):
         moved = [launch.arguments.get(f"reached[{number}]") for launch in launches]
@@ -544,7 +544,7 @@ def test_the_witness_knows_the_tensors_of_a_table(target: str) -> None:
         size = t.numel() * t.element_size()
         assert sum(loads[:3]) == sum(loads[4:]) == sum(stores) == size
         assert sum(stores[:4]) == 0
-    table, _ = module._table_of(tensors)
+    table, _ = module.table_of(tensors)
     last = table.segments[0].chunks - 1
     table.entries[last, 1] += 1
     try:
@@ -560,10 +560,10 @@ def test_one_launch_for_each_dtype() -> None:
     with recording("sm_90") as variants:
         weft.grad_norm(tensors)
     names = [variant.kernel for variant in variants]
-    assert names == [*["_multi_tensor_reduce_kernel"] * 3, "_multi_tensor_total_kernel"]
+    assert names == [*["multi_tensor_reduce_kernel"] * 3, "multi_tensor_total_kernel"]
     with recording("sm_90") as variants:
         weft.clip_grads_(tensors, 1.0, norm=torch.empty((), device="meta"))
-    assert [variant.kernel for variant in variants] == ["_multi_tensor_clip_kernel"] * 3
+    assert [variant.kernel for variant in variants] == ["multi_tensor_clip_kernel"] * 3
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

@@ -22,6 +22,7 @@ from tests.ops.multi_tensor.truth import clipped, statistic
 from tests.support.truth import Near
 from weft.quant import Copy
 from weft.workloads.multi_tensor import STATISTICS
+from weft.workloads.problem import run_op
 
 # ---- what stands for what ------------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ def test_lists_with_quantised_tensors_are_not_written_to() -> None:
         lambda: torch._foreach_mul_([torch.ones(3), q], 2.0),
         lambda: torch._foreach_add_([q], [torch.ones(60, 200)]),
         lambda: torch.mul(q, 2.0, out=q),
-        lambda: weft.catalogue["multi_tensor_clip"]([q], torch.tensor(2.0), 1.0),
+        lambda: run_op("multi_tensor_clip", tensors=[q], norm=torch.tensor(2.0), max_norm=1.0),
     ):
         with pytest.raises(RuntimeError, match="would change a QTensor in place"):
             call()

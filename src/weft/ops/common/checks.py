@@ -7,9 +7,12 @@ would copy to the device in every call, and wait for it.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +24,33 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked_once(function: F) -> F:
+    """Decorates a function of plain values, which checks options and makes an object of them: it is computed once for
+    each set of them. A compiler traces it as it is, since it cannot trace a cache."""
+    known = functools.lru_cache(maxsize=1024, typed=True)(function)
+
+    @functools.wraps(function)
+    def call(*options: Any) -> Any:
+        return function(*options) if torch.compiler.is_compiling() else known(*options)
+
+    return call  # type: ignore[return-value]
+
+
 def is_tensor(value: object) -> TypeGuard[Tensor]:
     """`isinstance(value, Tensor)`, and fast for parameters too."""
     kind = type(value)
     return kind is Tensor or kind is Parameter or isinstance(value, Tensor)
+
+
+def is_distributed(*tensors: Tensor | None) -> bool:
+    """Whether any of them is a DTensor."""
+    if all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors):
+        return False
+    tensor_module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    return tensor_module is not None and any(isinstance(t, tensor_module.DTensor) for t in tensors)
 
 
 def check_tensors(names: str, *values: object) -> None:

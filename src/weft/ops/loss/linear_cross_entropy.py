@@ -9,14 +9,49 @@ by that of w_y over the tokens with a target.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from .linear_logprobs import check_operands, localize_head, token_results
-from .losses import check_loss, reduced_loss, told
-from .mesh import is_distributed, loss_over_mesh
-from .vocabulary import VocabShard
+from .linear_logprobs import Head, localize_head
+from .reduction import CrossEntropy, check_class_weight, loss_options, reduced_loss
+from .sharding import VocabShard
+from .statistics import Wanted
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .reduction import LossKeywords
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+    skip_below: float | None = None,
+    **options: Unpack[LossKeywords],
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_accuracy: bool = False,
+    skip_below: float | None = None,
+    **options: Unpack[LossKeywords],
+) -> CrossEntropy: ...
 
 
 def linear_cross_entropy(
@@ -38,7 +73,7 @@ def linear_cross_entropy(
     return_accuracy: bool = False,
     skip_below: float | None = None,
     shard: VocabShard | None = None,
-) -> Any:
+) -> Tensor | CrossEntropy:
     """Cross entropy of hidden @ weight^T + bias and target, without logits in memory, forward or backward.
 
     hidden: [..., H], weight: [V, H], target: [...] and bias: [V] as for `linear_logprobs`, which has `skip_below` too;
@@ -54,26 +89,21 @@ def linear_cross_entropy(
     >>> hidden.grad.shape, hidden.grad[3].count_nonzero().item()
     (torch.Size([6, 64]), 0)
     """
-    if is_distributed(hidden, weight, bias, target, class_weight):
-        return loss_over_mesh(
-            linear_cross_entropy, localize_head(hidden, weight, bias, target, class_weight=class_weight),
-            weight.shape[0], ignore_index, reduction, all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, temperature=temperature, return_lse=return_lse, return_entropy=return_entropy,
-            return_accuracy=return_accuracy, skip_below=skip_below,
-        )  # fmt: skip
-    check_operands(hidden, weight, bias, target, shard, skip_below, ignore_index)
-    vocab = weight.shape[0] if shard is None else shard.size
-    check_loss(class_weight, vocab, hidden, label_smoothing, z_loss, reduction, all_ignored)
-    if label_smoothing and skip_below is not None:
-        raise ValueError("skip_below leaves out what label smoothing adds everywhere: give one of the two")
-    classes = None if class_weight is None else class_weight.detach()
+    head = Head(hidden, weight, bias, target, shard)
+    local = localize_head(head, class_weight)
+    if local is not None:
+        head, class_weight = Head.of_mesh(local), local.tensors["class_weight"]
+    head.check(skip_below)
+    softmax = head.softmax(ignore_index, softcap, temperature)
+    loss = loss_options(label_smoothing, z_loss, reduction, all_ignored)
+    classes = check_class_weight(class_weight, softmax.vocab, head.hidden.device)
     smooth = label_smoothing > 0.0
-    results = token_results(
-        hidden, weight, bias, target, classes if smooth else None, shard, ignore_index=ignore_index, softcap=softcap,
-        temperature=temperature, entropy=return_entropy, spread=smooth, accuracy=return_accuracy,
-        skip_below=skip_below,
-    )  # fmt: skip
-    found = reduced_loss(
-        results, target, classes, vocab, ignore_index, label_smoothing, z_loss, reduction, all_ignored
-    )
-    return told(found, return_lse, return_entropy, return_accuracy)
+    if smooth and skip_below is not None:
+        raise ValueError("skip_below leaves out what label smoothing adds everywhere: give one of the two")
+    wanted = Wanted(return_entropy, smooth, return_accuracy)
+    results = head.results(classes if smooth else None, softmax, wanted, skip_below)
+    of_rank = loss if local is None else loss._replace(reduction="none")
+    found = reduced_loss(results, head.target, classes, softmax, of_rank)
+    if local is not None:
+        found = local.reduced(found, classes, softmax, loss)
+    return found.selected(return_lse, return_entropy, return_accuracy)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ..quant import QTensor
-from .loss.mesh import is_distributed
+from ...quant import QTensor
+from ..common.checks import is_distributed
 
 
 class Shards(NamedTuple):
@@ -32,6 +32,8 @@ class Shards(NamedTuple):
 
 
 Tensors = Tensor | Shards | Iterable[Tensor | None] | Iterable[Shards]
+
+_TENSOR, _NONE = frozenset({Tensor}), frozenset({None})
 
 
 class Kind(NamedTuple):
@@ -87,7 +89,7 @@ def _not_tensors(where: str, wrong: Any) -> TypeError:
 def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     """The gradients that the entries of a list stand for; see `grad_norm`."""
     # Only what requires no gradient is asked for its .grad: others may warn.
-    if types <= {Tensor} and True not in [t.requires_grad or t.grad is not None for t in given]:
+    if types <= _TENSOR and True not in {t.requires_grad for t in given} and {t.grad for t in given} <= _NONE:
         return Kind(given, _listed_groups(groups), True)
     found = []
     for t in given:
@@ -103,7 +105,7 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
             elif is_parameter or t.requires_grad:
                 continue
         found.append(t)
-    plain = {Tensor}.issuperset(map(type, found)) and True not in [t.requires_grad for t in found]
+    plain = _TENSOR.issuperset(map(type, found)) and True not in {t.requires_grad for t in found}
     if not plain:
         check_strided(found)
     return Kind(found, _listed_groups(groups), plain)

@@ -1,0 +1,429 @@
+"""The kernels of `cross_entropy`.
+
+A row is read from its first multiple of 16 bytes on, so that accesses are wide for any V; what lies before and after
+whole tiles comes last. Where V is not a multiple of 8 the order of adding up a row, and with it the last bit of its
+lse, depends on where the row begins.
+"""
+
+from typing import Any, NamedTuple
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from ..common.rows import load_tile, row_offset
+from .statistics import CAPPED, FEW, PLAIN, Scaling
+
+
+@triton.jit
+def _number(x, softcap, scale, KIND: tl.constexpr):
+    """z of logits as they are stored."""
+    z = x.to(tl.float32)
+    if KIND == CAPPED:
+        z, _ = cap(z, softcap)
+    if KIND != PLAIN:
+        z = z * scale
+    return z
+
+
+@triton.jit
+def _cut(offset, cols, ALIGN: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr):
+    """How a row of `cols` logits at `offset` is read: (head, body), a head of a few elements up to the next multiple
+    of 16 bytes, a body of whole tiles, and the rest."""
+    if ALIGN > 1:
+        head = 0
+    else:
+        head = ((16 // ELEMENT - offset % (16 // ELEMENT)) % (16 // ELEMENT)).to(tl.int32)
+    return head, tl.maximum(cols - head, 0) // TILE * TILE
+
+
+@triton.jit
+def _edge(start, lane, head, body, cols, ALIGN: tl.constexpr):
+    """(columns, which of them exist) of a piece of what is not in the body: the head, then what follows the body."""
+    if ALIGN > 1:
+        col = body + start + lane
+        return col, col < (cols // ALIGN) * ALIGN
+    else:
+        at = start + lane
+        col = tl.where(at < head, at, at + body)
+        return col, col < cols
+
+
+@triton.jit
+def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
+    """Sums over columns: of weight * (z - origin), of weights, of ones; without columns of minus infinity."""
+    there = z > -float("inf")
+    if mask is not None:
+        there = there & mask
+    if weight_ptr is not None:
+        w = load_tile(weight_ptr + col, mask)
+        mass += tl.sum(tl.where(there, w, 0.0), axis=0)
+        below += tl.sum(tl.where(there, w * (z - origin), 0.0), axis=0)
+    else:
+        below += tl.sum(tl.where(there, z - origin, 0.0), axis=0)
+    count += tl.sum(tl.where(there, 1.0, 0.0), axis=0)
+    return below, mass, count
+
+
+@triton.jit
+def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
+    """(the target's column of this shard, or -1; whether it is one of the vocabulary; whether it is none though it is
+    not ignored)."""
+    y = tl.load(target_ptr + row)
+    given = y != ignore_index
+    inside = (y >= 0) & (y < vocab)
+    here = given & inside & (y >= start_col) & (y < start_col + cols)
+    return tl.where(here, y - start_col, -1).to(tl.int32), given & inside, given & (inside == 0)
+
+
+@triton.jit
+def _first_largest(best, largest, z, col):
+    """The first columns with the largest z of each lane [LANES], with z [STEPS, LANES] joined to those before."""
+    top = tl.max(z, axis=0)
+    at = tl.min(tl.where(z == tl.expand_dims(top, 0), col.to(tl.int32), 2147483647), axis=0)
+    # The head of a row comes after its body.
+    return tl.where(top > largest, at, tl.where(top == largest, tl.minimum(best, at), best))
+
+
+@kernel
+def cross_entropy_kernel(
+    logits_ptr,  # [rows, cols]
+    target_ptr,  # [rows]
+    weight_ptr,  # [cols], or None
+    stats_ptr,  # fp32 [STATS, rows] of a shard of the vocabulary, in place of all results; or None
+    # Results, fp32 [rows] each
+    loss_ptr,
+    lse_ptr,
+    entropy_ptr,  # or None
+    hit_ptr,  # or None: 1 if the target comes first, else 0
+    largest_ptr,
+    total_ptr,
+    share_ptr,  # or None: w_y, 0 without a target
+    smooth_ptr,  # [2, rows], or None: a / V * sum(w), and a / V
+    rows,
+    cols,
+    inner,
+    outer_stride,
+    inner_stride,
+    start_col,  # of the whole vocabulary: the first column
+    vocab,
+    ignore_index,
+    softcap,
+    scale,
+    label_smoothing,
+    z_loss,
+    KIND: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SPREAD: tl.constexpr,  # the sums that label smoothing takes
+    ACCURACY: tl.constexpr,
+    MARK_MISSING: tl.constexpr,  # hit is -1 without a target, for a mean over those that have one
+    TILE: tl.constexpr,  # logits at a time, in rows of LANES
+    LANES: tl.constexpr,  # each of which has statistics of its own
+    NESTED: tl.constexpr,  # logits have two row strides
+    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+):
+    """One row: statistics of LANES interleaved parts, joined at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    y, valid, wrong = _target_of(target_ptr, row, start_col, cols, vocab, ignore_index)
+    cols = tl.where(valid, cols, 0)  # without a target nothing is read
+    offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
+    ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    STEPS: tl.constexpr = TILE // LANES
+    head, body = _cut(offset, cols, ALIGN, TILE, ELEMENT)
+    picked = tl.load(logits_ptr + offset + y, mask=y >= 0, other=0.0)
+    picked = _number(picked, softcap, scale, KIND)
+    origin = tl.where(picked > -float("inf"), picked, 0.0)
+    if stats_ptr is not None and SPREAD:
+        # Some number of the row, where the target is elsewhere.
+        first = _number(tl.load(logits_ptr + offset, mask=valid, other=0.0), softcap, scale, KIND)
+        origin = tl.where((y < 0) & (first > -float("inf")), first, origin)
+
+    lane = tl.arange(0, LANES)
+    piece = (tl.arange(0, STEPS) * LANES)[:, None] + lane[None, :]  # [STEPS, LANES]
+    largest = tl.full((LANES,), LOWEST, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    below = tl.zeros((LANES,), tl.float32)
+    mass = tl.zeros((LANES,), tl.float32)
+    count = tl.zeros((LANES,), tl.float32)
+    ahead = tl.zeros((LANES,), tl.int32)  # columns before the target: larger, or as large and to the left
+    best = tl.full((LANES,), 2147483647, tl.int32)  # the first column with the largest z
+    BEST: tl.constexpr = ACCURACY and stats_ptr is not None
+    body_ptr = logits_ptr + tl.multiple_of(offset + head, 16 // ELEMENT)
+    for start in range(0, body, TILE):
+        z = _number(tl.load(body_ptr + start + piece), softcap, scale, KIND)
+        col = head + start + piece
+        if BEST:
+            best = _first_largest(best, largest, z, col)
+        if ENTROPY:
+            largest, total, moment = add_moments(largest, total, moment, z, 0)
+        else:
+            largest, total = add_exponentials(largest, total, z, 0)
+        if SPREAD:
+            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, None)
+        if ACCURACY and stats_ptr is None:
+            ahead += tl.sum(((z > picked) | ((z == picked) & (col < y))).to(tl.int32), axis=0)
+    for start in range(0, cols - body, LANES):
+        col, exists = _edge(start, lane[None, :], head, body, cols, ALIGN)  # [1, LANES]
+        x = tl.load(logits_ptr + offset + col, mask=exists, other=-float("inf"))
+        z = tl.where(exists, _number(x, softcap, scale, KIND), -float("inf"))
+        if BEST:
+            best = _first_largest(best, largest, z, col)
+        if ENTROPY:
+            largest, total, moment = add_moments(largest, total, moment, z, 0)
+        else:
+            largest, total = add_exponentials(largest, total, z, 0)
+        if SPREAD:
+            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, exists)
+        if ACCURACY and stats_ptr is None:
+            ahead += tl.sum((exists & ((z > picked) | ((z == picked) & (col < y)))).to(tl.int32), axis=0)
+
+    row_moment = 0.0
+    if ENTROPY:
+        row_largest, row_total, row_moment = join_moments(largest, total, moment, 0)
+    else:
+        row_largest, row_total = join_exponentials(largest, total, 0)
+    row_count = tl.sum(count, axis=0)
+    row_mass = tl.sum(mass, axis=0) if weight_ptr is not None else row_count
+    row_below = tl.sum(below, axis=0)
+    if stats_ptr is not None:
+        STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+        out_ptr = stats_ptr + row
+        tl.store(out_ptr, row_largest)
+        tl.store(out_ptr + rows, row_total)
+        tl.store(out_ptr + 2 * rows, picked)
+        if ENTROPY:
+            tl.store(out_ptr + FEW * rows, row_moment)
+        if SPREAD:
+            row_below = tl.where(row_count > 0.0, row_below + row_mass * (origin - row_largest), 0.0)
+            tl.store(out_ptr + (FEW + ENTROPY) * rows, row_below)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, row_mass)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, row_count)
+        if ACCURACY:
+            at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)
+            at = tl.where(at == 2147483647, -1, at + start_col)
+            tl.store(out_ptr + (STATS - 1) * rows, at.to(tl.int32).to(tl.float32, bitcast=True))
+    else:
+        nothing = tl.where(wrong, float("nan"), 0.0)
+        log_total = tl.log(row_total)
+        if ENTROPY:
+            entropy = log_total - row_moment / row_total
+            tl.store(entropy_ptr + row, tl.where(valid, entropy, nothing))
+        lse = row_largest + log_total
+        share = 1.0
+        if weight_ptr is not None:
+            share = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
+        loss = share * ((row_largest - picked) + log_total)
+        if SPREAD:
+            part = label_smoothing / row_count
+            spread = row_mass * ((row_largest - origin) + log_total) - row_below
+            loss = (1.0 - label_smoothing) * loss + part * spread
+            tl.store(smooth_ptr + row, tl.where(valid, part * row_mass, 0.0))
+            tl.store(smooth_ptr + rows + row, tl.where(valid, part, 0.0))
+        loss += z_loss * lse * lse
+        tl.store(loss_ptr + row, tl.where(valid, loss, nothing))
+        tl.store(lse_ptr + row, tl.where(valid, lse, nothing))
+        tl.store(largest_ptr + row, tl.where(valid, row_largest, 0.0))
+        tl.store(total_ptr + row, tl.where(valid, row_total, 1.0))
+        if share_ptr is not None:
+            tl.store(share_ptr + row, tl.where(valid, share, 0.0))
+        if ACCURACY:
+            leads = tl.where(tl.sum(ahead, axis=0) == 0, 1.0, 0.0)
+            tl.store(hit_ptr + row, tl.where(valid, leads, -1.0 if MARK_MISSING else 0.0))
+
+
+@kernel
+def cross_entropy_totals_kernel(
+    loss_ptr,  # fp32 [rows]
+    share_ptr,  # fp32 [rows], or None: then sums are asked for, not means
+    hit_ptr,  # fp32 [rows], or None
+    total_loss_ptr,  # a scalar
+    inverse_ptr,  # a scalar, or None: 1 / sum(share)
+    accuracy_ptr,  # a scalar, or None
+    rows,
+    ZERO_IF_NONE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Sums over all rows, TILE at a time, in order."""
+    piece = tl.arange(0, TILE)
+    losses = tl.zeros((TILE,), tl.float32)
+    shares = tl.zeros((TILE,), tl.float32)
+    hits = tl.zeros((TILE,), tl.float32)
+    having = tl.zeros((TILE,), tl.float32)
+    for start in range(0, rows, TILE):
+        row = tl.cast(start, tl.int64) + piece
+        there = row < rows
+        losses += tl.load(loss_ptr + row, mask=there, other=0.0)
+        if share_ptr is not None:
+            shares += tl.load(share_ptr + row, mask=there, other=0.0)
+        if hit_ptr is not None:
+            hit = tl.load(hit_ptr + row, mask=there, other=-1.0)
+            hits += tl.maximum(hit, 0.0)
+            having += tl.where(hit >= 0.0, 1.0, 0.0)
+    loss = tl.sum(losses, axis=0)
+    hit_sum = tl.sum(hits, axis=0)
+    if share_ptr is not None:
+        share = tl.sum(shares, axis=0)
+        inverse = 1.0 / share
+        mean = loss / share
+        counted = tl.sum(having, axis=0)
+        accuracy = hit_sum / counted
+        if ZERO_IF_NONE:
+            inverse = tl.where(share == 0.0, 0.0, inverse)
+            mean = tl.where((share == 0.0) & (loss == loss), 0.0, mean)
+            accuracy = tl.where(counted == 0.0, 0.0, accuracy)
+        tl.store(total_loss_ptr, mean)
+        tl.store(inverse_ptr, inverse)
+        if hit_ptr is not None:
+            tl.store(accuracy_ptr, accuracy)
+    else:
+        tl.store(total_loss_ptr, loss)
+        if hit_ptr is not None:
+            tl.store(accuracy_ptr, hit_sum)
+
+
+class RowGradient(NamedTuple):
+    """What the gradient of a row's logits is made of."""
+
+    y: Any  # the target's column, or -1
+    largest: Any
+    factor: Any
+    bend: Any  # or None: nothing was made of the entropy
+    at_target: Any
+    part: Any  # or None: nothing is smoothed
+
+
+@triton.jit
+def _gradient(x, col, mask, row, weight_ptr, scaling):
+    """dx of a tile of logits: with t = z - largest it is exp(t) * (factor - bend * t), less what the target takes, and
+    less part, times the class weight, for smoothing."""
+    z = x.to(tl.float32)
+    slope = scaling.scale
+    if scaling.KIND == CAPPED:
+        z, bent = cap(z, scaling.softcap)
+        slope = slope * bent
+    if scaling.KIND != PLAIN:
+        z = z * scaling.scale
+    t = z - row.largest
+    e = tl.exp(t)
+    if row.bend is not None:
+        dz = tl.where(e == 0.0, 0.0, e * (row.factor - row.bend * t))
+    else:
+        dz = e * row.factor
+    if row.part is not None:
+        if weight_ptr is not None:
+            w = row.part * load_tile(weight_ptr + col, mask)
+            dz -= tl.where(z > -float("inf"), w, 0.0)
+        else:
+            dz -= tl.where(z > -float("inf"), row.part, 0.0)
+    dz = tl.where(col == row.y, dz - row.at_target, dz)
+    if scaling.KIND != PLAIN:
+        dz = dz * slope
+    return dz
+
+
+@kernel
+def cross_entropy_backward_kernel(
+    logits_ptr,  # [rows, cols]
+    target_ptr,  # [rows]
+    weight_ptr,  # [cols], or None
+    largest_ptr,  # fp32 [rows]
+    total_ptr,  # fp32 [rows]
+    inverse_ptr,  # a scalar, or None
+    smooth_ptr,  # fp32 [2, rows], or None
+    entropy_ptr,  # fp32 [rows], or None
+    dloss_ptr,  # [rows], or None
+    dlse_ptr,  # [rows], or None
+    dentropy_ptr,  # [rows], or None
+    dspread_ptr,  # [rows], or None: then it is that of the loss, and so are class weights
+    dlogits_ptr,  # [rows, cols]; logits themselves if INPLACE
+    rows,
+    cols,
+    inner,
+    outer_stride,
+    inner_stride,
+    start_col,  # of the whole vocabulary: the first column
+    vocab,
+    ignore_index,
+    dloss_stride,
+    dlse_stride,
+    dentropy_stride,
+    dspread_stride,
+    span,  # columns of a program, a multiple of TILE
+    softcap,
+    scale,
+    label_smoothing,
+    z_loss,
+    KIND: tl.constexpr,
+    INPLACE: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,  # elements at a time where rows begin and end
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ALIKE: tl.constexpr,  # rows of dlogits begin where those of logits do, modulo 16 bytes
+):
+    """A span of one row's gradient. Rows without a target are zeros, and their logits are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    y, valid, _ = _target_of(target_ptr, row, start_col, cols, vocab, ignore_index)
+    offset = row_offset(row, inner, outer_stride, inner_stride, NESTED, ALIGN)
+    ELEMENT: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    DTYPE: tl.constexpr = dlogits_ptr.dtype.element_ty
+    head, body = _cut(offset, cols, ALIGN, TILE, ELEMENT)
+    if INPLACE:
+        out_offset = offset
+    else:
+        out_offset = tl.multiple_of(row * cols, ALIGN)
+    x_ptr = logits_ptr + tl.multiple_of(offset + head, 16 // ELEMENT)
+    out_off = out_offset + head
+    if ALIKE:
+        out_off = tl.multiple_of(out_off, 16 // ELEMENT)
+    dx_ptr = dlogits_ptr + out_off
+
+    largest = tl.load(largest_ptr + row)
+    total = tl.load(total_ptr + row)
+    log_total = tl.log(total)
+    factor = 0.0
+    at_target = 0.0
+    part = None
+    bend = None
+    if dloss_ptr is not None:
+        g = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+        if inverse_ptr is not None:
+            g *= tl.load(inverse_ptr)
+        at_target = g * (1.0 - label_smoothing)
+        if weight_ptr is not None and dspread_ptr is None:
+            at_target *= tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
+        factor = at_target + g * 2.0 * z_loss * (largest + log_total)
+        if smooth_ptr is not None and dspread_ptr is None:
+            factor += g * tl.load(smooth_ptr + row)
+            part = g * tl.load(smooth_ptr + rows + row)
+    if dspread_ptr is not None:
+        g = tl.load(dspread_ptr + row * dspread_stride).to(tl.float32)
+        factor += g * tl.load(smooth_ptr + row)
+        part = g * tl.load(smooth_ptr + rows + row)
+    if dlse_ptr is not None:
+        factor += tl.load(dlse_ptr + row * dlse_stride).to(tl.float32)
+    if dentropy_ptr is not None:
+        bend = tl.load(dentropy_ptr + row * dentropy_stride).to(tl.float32)
+        factor -= bend * (tl.load(entropy_ptr + row) - log_total)
+        bend = bend / total
+    of_row = RowGradient(y, largest, factor / total, bend, at_target, part)
+
+    first = tl.multiple_of(tl.program_id(1) * span, TILE)
+    last = tl.minimum(first + span, body)
+    piece = tl.arange(0, TILE)
+    read = tl.multiple_of(tl.where(valid, last, first), TILE)
+    for start in range(first, read, TILE):
+        x = tl.load(x_ptr + start + piece)
+        col = head + start + piece
+        dz = _gradient(x, col, None, of_row, weight_ptr, Scaling(softcap, scale, KIND))
+        tl.store(dx_ptr + start + piece, dz.to(DTYPE))
+    for start in range(read, last, TILE):
+        tl.store(dx_ptr + start + piece, tl.zeros((TILE,), DTYPE))
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        lane = tl.arange(0, LANES)
+        for start in range(0, cols - body, LANES):
+            col, exists = _edge(start, lane, head, body, cols, ALIGN)
+            x = tl.load(logits_ptr + offset + col, mask=exists & valid, other=0.0)
+            dz = _gradient(x, col, exists, of_row, weight_ptr, Scaling(softcap, scale, KIND))
+            dz = tl.where(valid, dz, 0.0)
+            tl.store(dlogits_ptr + out_offset + col, dz.to(DTYPE), mask=exists)

@@ -1,0 +1,518 @@
+"""The kernels of `linear_logprobs`: which tokens have a target, statistics of splits, and the three products of the
+backward."""
+
+from typing import Any, NamedTuple
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap
+from ...tiles.split import dot_fp32
+from .statistics import CAPPED, FEW, PLAIN, Scaling
+
+
+@triton.jit
+def _dot(a, b, total, SPLIT: tl.constexpr):
+    """total + a @ b: on matrix units as they are if both are of one 16-bit type, else with the accuracy of fp32."""
+    if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:
+        return tl.dot(a, b, total)
+    else:
+        return total + dot_fp32(a, b, SPLIT)
+
+
+@kernel
+def linear_order_kernel(
+    target_ptr,  # [rows]
+    order_ptr,  # int32 [rows + 1]
+    rows,
+    vocab,
+    ignore_index,
+    TILE: tl.constexpr,
+):
+    """Tokens with a target first, then the others, each in their order; and how many have one."""
+    piece = tl.arange(0, TILE)
+    count = tl.zeros((), tl.int32)
+    for start in range(0, rows, TILE):
+        row = tl.cast(start, tl.int64) + piece
+        y = tl.load(target_ptr + row, mask=row < rows, other=-1)
+        valid = (row < rows) & (y >= 0) & (y < vocab) & (y != ignore_index)
+        count += tl.sum(valid.to(tl.int32), axis=0)
+    tl.store(order_ptr + rows, count)
+    found = tl.zeros((), tl.int32)
+    for start in range(0, rows, TILE):
+        row = tl.cast(start, tl.int64) + piece
+        y = tl.load(target_ptr + row, mask=row < rows, other=-1)
+        valid = (row < rows) & (y >= 0) & (y < vocab) & (y != ignore_index)
+        upto = found + tl.cumsum(valid.to(tl.int32), axis=0)  # of this token and those before it
+        place = tl.where(valid, upto - 1, count + row.to(tl.int32) - upto)
+        tl.store(order_ptr + place, row.to(tl.int32), mask=row < rows)
+        found += tl.sum(valid.to(tl.int32), axis=0)
+
+
+class Tokens(NamedTuple):
+    """The tokens of a tile."""
+
+    ptr: Any  # hidden states [rows, cols]
+    off: Any  # int64 [ROWS], where those of the tile begin
+    live: Any  # bool [ROWS]: which of them there are
+
+
+class Weight(NamedTuple):
+    ptr: Any  # [vocab, cols]
+    stride: Any
+    vocab: Any
+    cols: Any
+
+
+class ProductCut(NamedTuple):
+    """How hidden @ weight^T is cut, constants all of them."""
+
+    SPLIT: Any
+    ROWS: Any
+    VOCAB: Any
+    TILE: Any
+    ALIGN: Any
+    COLS_MASKED: Any
+    TMA: Any
+
+
+@triton.jit
+def _product(tokens, weight, first, CUT):
+    """hidden @ weight^T of a tile, [ROWS, VOCAB]: of some tokens, and of the vocabulary from `first` on."""
+    col_vocab = first + tl.arange(0, CUT.VOCAB)  # [VOCAB]
+    cols = (weight.cols // CUT.ALIGN) * CUT.ALIGN
+    weight_off = tl.multiple_of(col_vocab.to(tl.int64) * weight.stride, CUT.ALIGN)
+    if CUT.TMA:
+        descriptor = tl.make_tensor_descriptor(
+            weight.ptr, [weight.vocab, cols], [weight.stride, 1], [CUT.VOCAB, CUT.TILE]
+        )
+    x = tl.zeros((CUT.ROWS, CUT.VOCAB), tl.float32)
+    for start in range(0, cols, CUT.TILE):
+        col = start + tl.arange(0, CUT.TILE)  # [TILE]
+        exists = tokens.live[:, None] & (col >= 0)[None, :]
+        if CUT.COLS_MASKED:
+            exists = tokens.live[:, None] & (col < cols)[None, :]
+        a = tl.load(tokens.ptr + tokens.off[:, None] + col[None, :], mask=exists, other=0.0)
+        if CUT.TMA:
+            # [VOCAB, TILE], zeros past the ends. A descriptor takes coordinates of 32 bits.
+            b = descriptor.load([tl.cast(first, tl.int32), tl.cast(start, tl.int32)])
+        else:
+            exists = (col_vocab < weight.vocab)[:, None] & (col >= 0)[None, :]
+            if CUT.COLS_MASKED:
+                exists = exists & (col < cols)[None, :]
+            b = tl.load(weight.ptr + weight_off[:, None] + col[None, :], mask=exists, other=0.0)
+        x = _dot(a, tl.trans(b), x, CUT.SPLIT)
+    return x
+
+
+@triton.jit
+def _capped(x, bias_ptr, col, vocab, scaling):
+    """(z, its slope) of products [ROWS, VOCAB]; minus infinity past the vocabulary."""
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+    slope = scaling.scale
+    z = x
+    if scaling.KIND == CAPPED:
+        z, bent = cap(x, scaling.softcap)
+        slope = scaling.scale * bent
+    if scaling.KIND != PLAIN:
+        z = z * scaling.scale
+    return tl.where((col < vocab)[None, :], z, -float("inf")), slope
+
+
+@triton.jit
+def _column(y, start_col, vocab):
+    """The row of weight that a target is, or -1."""
+    inside = (y >= start_col) & (y < start_col + vocab)
+    return tl.where(inside, y - start_col, -1).to(tl.int32)
+
+
+@kernel
+def linear_logprobs_kernel(
+    hidden_ptr,  # [rows, cols]
+    weight_ptr,  # [vocab, cols]
+    bias_ptr,  # [vocab], or None
+    target_ptr,  # [rows]
+    order_ptr,  # int32 [rows + 1]
+    classes_ptr,  # [vocab], or None
+    stats_ptr,  # fp32 [splits, STATS, rows]: by a token's number in `order`
+    rows,
+    cols,
+    vocab,
+    hidden_stride,
+    weight_stride,
+    start_col,  # of the whole vocabulary: the first row of weight
+    span,  # of the vocabulary, to a split: a multiple of VOCAB
+    softcap,
+    scale,
+    KIND: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ACCURACY: tl.constexpr,
+    SPLIT: tl.constexpr,  # multiply bf16 parts of fp32 operands
+    ROWS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,  # of the hidden dimension at a time
+    ALIGN: tl.constexpr,  # cols, hidden_stride and weight_stride are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
+    TMA: tl.constexpr,
+):
+    """Statistics of ROWS tokens over one split of the vocabulary."""
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    split = tl.program_id(1).to(tl.int64)
+    count = tl.load(order_ptr + rows)
+    live = number < count
+    row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
+    y = _column(tl.load(target_ptr + row, mask=live, other=-1), start_col, vocab)
+    hidden_off = tl.multiple_of(row * hidden_stride, ALIGN)
+    span = (span // VOCAB) * VOCAB
+    first = (split * span).to(tl.int32)
+    last = tl.minimum(first + span, vocab)
+    last = tl.where(tl.program_id(0) * ROWS < count, last, first)  # nothing to do without a token
+    largest = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    moment = tl.zeros((ROWS,), tl.float32)
+    picked = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    there = tl.zeros((ROWS,), tl.float32)
+    best = tl.full((ROWS,), -1, tl.int32)  # the first column with the largest z
+    tokens, weight = Tokens(hidden_ptr, hidden_off, live), Weight(weight_ptr, weight_stride, vocab, cols)
+    for start in range(first, last, VOCAB):
+        x = _product(tokens, weight, start, ProductCut(SPLIT, ROWS, VOCAB, TILE, ALIGN, COLS_MASKED, TMA))
+        col = start + tl.arange(0, VOCAB)  # [VOCAB]
+        z, _ = _capped(x, bias_ptr, col, vocab, Scaling(softcap, scale, KIND))  # [ROWS, VOCAB]
+        picked += tl.sum(tl.where(col[None, :] == y[:, None], z, 0.0), axis=1)
+        if ACCURACY:
+            top = tl.max(z, axis=1)
+            at = tl.min(tl.where(z == top[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
+            best = tl.where(top > largest, at, best)
+        if SPREAD:
+            real = z > -float("inf")
+            if classes_ptr is not None:
+                w = tl.load(classes_ptr + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+                weighted += tl.sum(tl.where(real, w * z, 0.0), axis=1)
+                mass += tl.sum(tl.where(real, w, 0.0), axis=1)
+            else:
+                weighted += tl.sum(tl.where(real, z, 0.0), axis=1)
+            there += tl.sum(tl.where(real, 1.0, 0.0), axis=1)
+        if ENTROPY:
+            largest, total, moment = add_moments(largest, total, moment, z, 1)
+        else:
+            largest, total = add_exponentials(largest, total, z, 1)
+    out_ptr = stats_ptr + split * STATS * rows + number
+    tl.store(out_ptr, largest, mask=live)
+    tl.store(out_ptr + rows, total, mask=live)
+    tl.store(out_ptr + 2 * rows, picked, mask=live)
+    if ENTROPY:
+        tl.store(out_ptr + FEW * rows, moment, mask=live)
+    if SPREAD:
+        if classes_ptr is None:
+            mass = there
+        spread_ptr = out_ptr + (FEW + ENTROPY) * rows
+        below = tl.where(there > 0.0, weighted - mass * largest, 0.0)
+        tl.store(spread_ptr, below, mask=live)
+        tl.store(spread_ptr + rows, mass, mask=live)
+        tl.store(spread_ptr + 2 * rows, there, mask=live)
+    if ACCURACY:
+        best = tl.where(best < 0, best, best + start_col)
+        tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live)
+
+
+@kernel
+def linear_factors_kernel(
+    target_ptr,  # [rows]
+    order_ptr,  # int32 [rows + 1]
+    largest_ptr,  # fp32 [rows]
+    total_ptr,
+    entropy_ptr,  # or None
+    shares_ptr,  # [2, rows], or None
+    # Gradients [rows], each of them None if there is none
+    dlogprob_ptr,
+    dlse_ptr,
+    dentropy_ptr,
+    dspread_ptr,
+    factors_ptr,  # fp32 [5, rows], by a token's number in `order`
+    labels_ptr,  # int32 [rows], by a token's number as well
+    rows,
+    vocab,
+    start_col,
+    dlogprob_stride,
+    dlse_stride,
+    dentropy_stride,
+    dspread_stride,
+    ROWS: tl.constexpr,
+):
+    """What dz of a token is made of: with t = z - largest, it is exp(t) * (factor - bend * t) + at_target * [j = y]
+    - part."""
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    live = number < tl.load(order_ptr + rows)
+    row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
+    largest = tl.load(largest_ptr + row, mask=live, other=0.0)
+    total = tl.load(total_ptr + row, mask=live, other=1.0)
+    factor = tl.zeros((ROWS,), tl.float32)
+    bend = tl.zeros((ROWS,), tl.float32)
+    at_target = tl.zeros((ROWS,), tl.float32)
+    part = tl.zeros((ROWS,), tl.float32)
+    if dlogprob_ptr is not None:
+        at_target = tl.load(dlogprob_ptr + row * dlogprob_stride, mask=live, other=0.0).to(tl.float32)
+        factor -= at_target
+    if dlse_ptr is not None:
+        factor += tl.load(dlse_ptr + row * dlse_stride, mask=live, other=0.0).to(tl.float32)
+    if dspread_ptr is not None:
+        g = tl.load(dspread_ptr + row * dspread_stride, mask=live, other=0.0).to(tl.float32)
+        factor += g * tl.load(shares_ptr + row, mask=live, other=0.0)
+        part = g * tl.load(shares_ptr + rows + row, mask=live, other=0.0)
+    if dentropy_ptr is not None:
+        bend = tl.load(dentropy_ptr + row * dentropy_stride, mask=live, other=0.0).to(tl.float32)
+        factor -= bend * (tl.load(entropy_ptr + row, mask=live, other=0.0) - tl.log(total))
+    exists = number < rows
+    tl.store(factors_ptr + number, largest, mask=exists)
+    tl.store(factors_ptr + rows + number, factor / total, mask=exists)
+    tl.store(factors_ptr + 2 * rows + number, bend / total, mask=exists)
+    tl.store(factors_ptr + 3 * rows + number, at_target, mask=exists)
+    tl.store(factors_ptr + 4 * rows + number, part, mask=exists)
+    y = tl.load(target_ptr + row, mask=live, other=-1)
+    tl.store(labels_ptr + number, _column(y, start_col, vocab), mask=exists)
+
+
+@kernel
+def linear_dlogits_kernel(
+    hidden_ptr,  # [rows, cols]
+    weight_ptr,  # [vocab, cols]
+    bias_ptr,  # [vocab], or None
+    order_ptr,  # int32 [rows + 1]
+    classes_ptr,  # [vocab], or None
+    total_ptr,  # fp32 [rows], or None: what a probability is compared with if tiles are skipped
+    factors_ptr,  # fp32 [5, rows]
+    labels_ptr,  # int32 [rows]
+    kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
+    dlogits_ptr,  # [rows up to a whole tile, block]
+    rows,
+    cols,
+    vocab,
+    hidden_stride,
+    weight_stride,
+    begin,  # where the block of the vocabulary begins
+    block,  # how long it is, a multiple of VOCAB
+    softcap,
+    scale,
+    skip_below,
+    KIND: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A tile of the gradient of a block's logits. Tokens past the last one of the tile get zeros."""
+    tiles = tl.cdiv(rows, ROWS)
+    # Programs of the same vocabulary follow each other: they read the same weight.
+    tile = tl.program_id(0) % tiles
+    at = (tl.program_id(0) // tiles) * VOCAB  # in the block
+    count = tl.load(order_ptr + rows)
+    if tile * ROWS < count:
+        number = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        live = number < count
+        row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
+        hidden_off = tl.multiple_of(row * hidden_stride, ALIGN)
+        tokens, weight = Tokens(hidden_ptr, hidden_off, live), Weight(weight_ptr, weight_stride, vocab, cols)
+        x = _product(
+            tokens, weight, begin + at, ProductCut(SPLIT, ROWS, VOCAB, TILE, ALIGN, COLS_MASKED, TMA)
+        )
+        col = begin + at + tl.arange(0, VOCAB)  # [VOCAB]
+        z, slope = _capped(x, bias_ptr, col, vocab, Scaling(softcap, scale, KIND))
+        largest = tl.load(factors_ptr + number, mask=live, other=0.0)
+        factor = tl.load(factors_ptr + rows + number, mask=live, other=0.0)
+        at_target = tl.load(factors_ptr + 3 * rows + number, mask=live, other=0.0)
+        y = tl.load(labels_ptr + number, mask=live, other=-1)
+        t = z - largest[:, None]
+        e = tl.exp(t)
+        if ENTROPY:
+            bend = tl.load(factors_ptr + 2 * rows + number, mask=live, other=0.0)
+            dz = tl.where(e == 0.0, 0.0, e * (factor[:, None] - bend[:, None] * t))
+        else:
+            dz = e * factor[:, None]
+        if SPREAD:
+            part = tl.load(factors_ptr + 4 * rows + number, mask=live, other=0.0)[:, None]
+            if classes_ptr is not None:
+                part = part * tl.load(classes_ptr + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+            dz -= tl.where(z > -float("inf"), part, 0.0)
+        here = col[None, :] == y[:, None]
+        dz = tl.where(here, dz + at_target[:, None], dz)
+        if KIND != PLAIN:
+            dz = dz * slope
+        dz = tl.where(live[:, None] & (col < vocab)[None, :], dz, 0.0)
+        if kept_ptr is not None:
+            total = tl.load(total_ptr + row, mask=live, other=1.0)
+            # NaN is not below anything.
+            counts = live[:, None] & ((e < skip_below * total[:, None]) == 0)
+            keep = tl.max(tl.max((counts | (here & live[:, None])).to(tl.int32), axis=1), axis=0)
+            tl.store(kept_ptr + tile * (block // VOCAB) + at // VOCAB, keep.to(tl.int8))
+        out_off = tl.multiple_of(number.to(tl.int64) * ((block // VOCAB) * VOCAB), VOCAB)
+        out = (at + tl.arange(0, VOCAB))[None, :]
+        tl.store(dlogits_ptr + out_off[:, None] + out, dz.to(dlogits_ptr.dtype.element_ty))
+
+
+@kernel
+def linear_dweight_kernel(
+    hidden_ptr,  # [rows, cols]
+    dlogits_ptr,  # [rows up to a whole tile, block]
+    order_ptr,  # int32 [rows + 1]
+    unit_ptr,  # fp32, a scalar, or None: what results are multiplied by
+    kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
+    dweight_ptr,  # [vocab, cols], or None
+    dbias_ptr,  # [vocab], or None
+    rows,
+    cols,
+    vocab,
+    hidden_stride,
+    begin,
+    block,
+    SPLIT: tl.constexpr,
+    VOCAB: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,  # tokens at a time
+    KEPT_ROWS: tl.constexpr,  # the tiles of kept_ptr
+    KEPT_VOCAB: tl.constexpr,
+    ALIGN: tl.constexpr,  # cols and hidden_stride are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
+    TMA: tl.constexpr,
+):
+    """A tile of dweight, and of dbias, over all tokens."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (block // VOCAB) * VOCAB
+    tiles = tl.cdiv(cols, COLS) if dweight_ptr is not None else 1
+    # Programs of the same vocabulary follow each other: they read the same dlogits.
+    at = (tl.program_id(0) // tiles) * VOCAB
+    piece = at + tl.arange(0, VOCAB)  # [VOCAB] in the block
+    col = tl.multiple_of((tl.program_id(0) % tiles) * COLS, COLS) + tl.arange(0, COLS)  # [COLS]
+    count = tl.load(order_ptr + rows)
+    if TMA:
+        descriptor = tl.make_tensor_descriptor(dlogits_ptr, [rows + TILE, block], [block, 1], [TILE, VOCAB])
+    total = tl.zeros((VOCAB, COLS), tl.float32)
+    total_bias = tl.zeros((VOCAB,), tl.float32)
+    for start in range(0, count, TILE):
+        number = start + tl.arange(0, TILE)  # [TILE]
+        keep = True
+        if kept_ptr is not None:
+            place = (start // KEPT_ROWS) * (block // KEPT_VOCAB) + at // KEPT_VOCAB
+            keep = tl.load(kept_ptr + place) > 0
+        if keep:
+            if TMA:
+                dlogits = descriptor.load([tl.cast(start, tl.int32), tl.cast(at, tl.int32)])  # [TILE, VOCAB]
+            else:
+                in_off = tl.multiple_of(number.to(tl.int64) * block, VOCAB)
+                dlogits = tl.load(dlogits_ptr + in_off[:, None] + piece[None, :])
+            if dbias_ptr is not None:
+                total_bias += tl.sum(dlogits.to(tl.float32), axis=0)
+            if dweight_ptr is not None:
+                live = number < count
+                row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
+                hidden_off = tl.multiple_of(row * hidden_stride, ALIGN)
+                exists = live[:, None] & (col >= 0)[None, :]
+                if COLS_MASKED:
+                    exists = live[:, None] & (col < cols)[None, :]
+                hidden = tl.load(hidden_ptr + hidden_off[:, None] + col[None, :], mask=exists, other=0.0)
+                total = _dot(tl.trans(dlogits), hidden, total, SPLIT)
+    if unit_ptr is not None:
+        unit = tl.load(unit_ptr)
+        total *= unit
+        total_bias *= unit
+    token = begin + piece
+    if dweight_ptr is not None:
+        exists = (token < vocab)[:, None] & (col >= 0)[None, :]
+        if COLS_MASKED:
+            exists = exists & (col < cols)[None, :]
+        out_off = tl.multiple_of(token.to(tl.int64) * cols, ALIGN)
+        out = total.to(dweight_ptr.dtype.element_ty)
+        tl.store(dweight_ptr + out_off[:, None] + col[None, :], out, mask=exists)
+    if dbias_ptr is not None:
+        there = (token < vocab) & (tl.program_id(0) % tiles == 0)
+        tl.store(dbias_ptr + token, total_bias.to(dbias_ptr.dtype.element_ty), mask=there)
+
+
+@kernel
+def linear_dhidden_kernel(
+    dlogits_ptr,  # [rows up to a whole tile, block]
+    weight_ptr,  # [vocab, cols]
+    order_ptr,  # int32 [rows + 1]
+    unit_ptr,  # fp32, a scalar, or None
+    kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
+    sums_ptr,  # fp32 [rows, cols] by number, or None: of the blocks before this one
+    dhidden_ptr,  # [rows, cols], or None if this is not the last block
+    rows,
+    cols,
+    vocab,
+    weight_stride,
+    begin,
+    block,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,  # of the vocabulary at a time
+    KEPT_ROWS: tl.constexpr,
+    KEPT_VOCAB: tl.constexpr,
+    FIRST: tl.constexpr,  # nothing was added up before
+    ALIGN: tl.constexpr,  # cols and weight_stride are multiples of it
+    COLS_MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A tile of dhidden, of one block of the vocabulary, joined to what the others gave."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (block // TILE) * TILE
+    tiles = tl.cdiv(cols, COLS)
+    # Programs of the same tokens follow each other: they read the same dlogits.
+    tile = tl.program_id(0) // tiles
+    number = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    left = tl.multiple_of((tl.program_id(0) % tiles) * COLS, COLS)
+    col = left + tl.arange(0, COLS)  # [COLS]
+    count = tl.load(order_ptr + rows)
+    length = tl.where(tile * ROWS < count, tl.minimum(block, vocab - begin), 0)
+    in_off = tl.multiple_of(number.to(tl.int64) * block, TILE)
+    if TMA:
+        gradients = tl.make_tensor_descriptor(dlogits_ptr, [rows + ROWS, block], [block, 1], [ROWS, TILE])
+        weights = tl.make_tensor_descriptor(weight_ptr, [vocab, cols], [weight_stride, 1], [TILE, COLS])
+    exists = (number < rows)[:, None] & (col >= 0)[None, :]
+    if COLS_MASKED:
+        exists = exists & (col < cols)[None, :]
+    sums_off = tl.multiple_of(number.to(tl.int64) * cols, ALIGN)
+    if FIRST:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+    else:
+        total = tl.load(sums_ptr + sums_off[:, None] + col[None, :], mask=exists, other=0.0)
+    for start in range(0, length, TILE):
+        keep = True
+        if kept_ptr is not None:
+            place = (tile * ROWS // KEPT_ROWS) * (block // KEPT_VOCAB) + start // KEPT_VOCAB
+            keep = tl.load(kept_ptr + place) > 0
+        if keep:
+            token = begin + start + tl.arange(0, TILE)  # [TILE]
+            if TMA:
+                at = tl.cast(start, tl.int32)
+                dlogits = gradients.load([tl.cast(tile * ROWS, tl.int32), at])  # [ROWS, TILE]
+                weight = weights.load(
+                    [tl.cast(begin, tl.int32) + at, tl.cast(left, tl.int32)]
+                )  # [TILE, COLS]
+            else:
+                dlogits = tl.load(dlogits_ptr + in_off[:, None] + (start + tl.arange(0, TILE))[None, :])
+                there = (token < vocab)[:, None] & (col >= 0)[None, :]
+                if COLS_MASKED:
+                    there = there & (col < cols)[None, :]
+                weight_off = tl.multiple_of(token.to(tl.int64) * weight_stride, ALIGN)
+                weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=there, other=0.0)
+            total = _dot(dlogits, weight, total, SPLIT)
+    total = tl.where((number < count)[:, None], total, 0.0)
+    if dhidden_ptr is not None:
+        if unit_ptr is not None:
+            total *= tl.load(unit_ptr)
+        row = tl.load(order_ptr + number, mask=number < rows, other=0).to(tl.int64)
+        out_off = tl.multiple_of(row * cols, ALIGN)
+        out = total.to(dhidden_ptr.dtype.element_ty)
+        tl.store(dhidden_ptr + out_off[:, None] + col[None, :], out, mask=exists)
+    else:
+        tl.store(sums_ptr + sums_off[:, None] + col[None, :], total, mask=exists)

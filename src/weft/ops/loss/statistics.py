@@ -1,0 +1,406 @@
+"""A vocabulary in parts: what is known of a token's logits over one part, and how parts are joined.
+
+Of the logits z of one token over a part of the columns, with class weights w (1 without):
+
+    largest = max(z)               total = sum(exp(z - largest))        picked = z_y, or 0 if y is another part's
+    moment = sum(exp(z - largest) * (z - largest))                      if the entropy is asked for
+    below = sum(w * (z - largest))   mass = sum(w)   there = sum(1)     if the spread is, over columns above -infinity
+    best = the first column with the largest z                          if the accuracy is, as the bits of a float
+
+These statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank: one kernel joins
+either, in order. Of nothing, and of minus infinities alone, they are (LOWEST, 0, 0, ...), which join like any others.
+
+    logprob = (picked - largest) - log(total)           lse = largest + log(total)
+    entropy = log(total) - moment / total               spread = (mass * log(total) - below) / there
+
+A vocabulary that is sharded over ranks takes one collective forward: an all-gather of T * STATS numbers of each rank,
+which every rank joins in the same order. So ranks agree in every bit, and with an all-reduce neither the order of the
+additions would be known nor would one do: the largest must be known before sums can be added. Backward is local.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...language import tl
+from ...runtime import Launch, kernel
+from ...tiles.softmax import LOWEST, merge_moments
+from ..common.checks import checked_once, real, whole
+
+PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
+FEW = tl.constexpr(3)  # statistics that there always are: largest, total, picked
+JOIN_ROWS = 128  # tokens of a program that joins statistics
+COLDEST, HOTTEST = 2.0**-126, 2.0**126  # temperatures: they and their reciprocals are ordinary fp32 numbers
+
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class Softmax(NamedTuple):
+    """The softmax that targets are looked up in: which columns of the vocabulary are at hand, which tokens have no
+    target, and what becomes of logits first."""
+
+    start: int  # the first column at hand
+    vocab: int  # columns of the whole vocabulary
+    ignore_index: int
+    softcap: float | None
+    scale: float  # 1 / temperature
+
+    @property
+    def kind(self) -> int:
+        """PLAIN, SCALED or CAPPED."""
+        return 2 if self.softcap is not None else 1 if self.scale != 1.0 else 0
+
+    @property
+    def floats(self) -> tuple[float, float]:
+        """What a kernel takes: softcap and scale."""
+        return self.softcap or 0.0, self.scale
+
+
+class Wanted(NamedTuple):
+    """What is wanted of each token besides its log-probability and its lse."""
+
+    entropy: bool
+    spread: bool
+    accuracy: bool
+
+    @property
+    def statistics(self) -> int:
+        """How many statistics that takes."""
+        return 3 + self.entropy + 3 * self.spread + self.accuracy
+
+
+class Statistics(NamedTuple):
+    stats: Tensor  # [STATS, T]
+
+    @staticmethod
+    def allocate(target: Tensor, dtype: torch.dtype, wanted: Wanted) -> Statistics:
+        return Statistics(torch.empty((wanted.statistics, target.numel()), dtype=dtype, device=target.device))
+
+
+class TokenResults(NamedTuple):
+    """What the statistics of all parts come to."""
+
+    logprobs: Tensor  # [...], as the following
+    lse: Tensor
+    entropy: Tensor | None
+    spread: Tensor | None
+    hits: Tensor | None  # 1 where the target has the largest logit, else 0
+    largest: Tensor  # [T], for the backward
+    total: Tensor  # [T]
+    shares: Tensor | None  # [2, T]: sum(w) / V and 1 / V
+
+    @staticmethod
+    def present(wanted: Wanted) -> Any:
+        """Which of them there are."""
+        there: Any = (True, True, *wanted, True, True, wanted.spread)
+        return TokenResults(*there)
+
+    @staticmethod
+    def allocate(target: Tensor, dtype: torch.dtype, wanted: Wanted) -> TokenResults:
+        shape, rows = target.shape, target.numel()
+        new = functools.partial(torch.empty, dtype=dtype, device=target.device)
+        return TokenResults(
+            new(shape),
+            new(shape),
+            new(shape) if wanted.entropy else None,
+            new(shape) if wanted.spread else None,
+            new(shape) if wanted.accuracy else None,
+            new(rows),
+            new(rows),
+            new((2, rows)) if wanted.spread else None,
+        )
+
+
+DIFFERENTIABLE = ("logprobs", "lse", "entropy", "spread")  # of `TokenResults`
+
+
+@checked_once
+def softmax_of(
+    start: int, vocab: int, ignore_index: int, softcap: float | None, temperature: float
+) -> Softmax:
+    """The softmax with these options, checked."""
+    if not -(2**31) <= whole("ignore_index", ignore_index) < 2**31:
+        raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
+    if softcap is not None:
+        softcap = real("softcap", softcap)
+        if not 0.0 < softcap < math.inf:
+            raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
+    temperature = real("temperature", temperature)
+    if not COLDEST <= temperature <= HOTTEST:
+        raise ValueError(
+            f"temperature must be above 0 and finite, from 2^-126 to 2^126: logits are divided by it; got {temperature}"
+        )
+    return Softmax(start, vocab, ignore_index, softcap, 1.0 / temperature)
+
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def capped_reference(x: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | float]:
+    """(z, dz/dx) of logits x."""
+    scale, softcap = softmax.scale, softmax.softcap
+    if softcap is None:
+        return x * scale, scale
+    t = torch.tanh(x / softcap)
+    return torch.where(x == -torch.inf, x, softcap * t * scale), (1.0 - t * t) * scale
+
+
+class Targets(NamedTuple):
+    """The targets of all tokens, [T] each."""
+
+    column: Tensor  # of the whole vocabulary; 0 for a token without a target
+    valid: Tensor  # whether the token has a target
+    wrong: Tensor  # whether its target is no column, and not ignore_index either
+
+    @staticmethod
+    def of(target: Tensor, softmax: Softmax) -> Targets:
+        y = target.reshape(-1).long()
+        inside, given = (y >= 0) & (y < softmax.vocab), y != softmax.ignore_index
+        return Targets(torch.where(inside & given, y, 0), inside & given, given & ~inside)
+
+    def masked(self, values: Tensor) -> Tensor:
+        """Values [T] of tokens with a target; 0 for those without one, and NaN where it is no column."""
+        return torch.where(self.valid, values, torch.where(self.wrong, torch.nan, 0.0))
+
+
+def statistics_reference(
+    z: Tensor, targets: Targets, classes: Tensor | None, start: int, wanted: Wanted
+) -> Tensor:
+    """The definition: [STATS, T] of z [T, V], the columns from `start` on, and classes [V] of the same columns. Tokens
+    without a target have no columns."""
+    y, valid = targets.column, targets.valid
+    rows, cols = z.shape
+    z = torch.where(valid[:, None], z, -torch.inf)
+    if cols == 0:
+        z = z.new_full((rows, 1), -torch.inf)
+        classes = None
+    largest = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
+    t = z - largest[:, None]
+    e = torch.exp(t)
+    owned = valid & (y >= start) & (y < start + cols)
+    picked = z.gather(1, torch.where(owned, y - start, 0)[:, None])[:, 0]
+    found = [largest, e.sum(1), torch.where(owned, picked, 0.0)]
+    if wanted.entropy:
+        found.append(torch.where(e > 0, e * t, 0.0).sum(1))
+    if wanted.spread:
+        there = z > -torch.inf
+        w = torch.ones_like(z) if classes is None else classes.to(z.dtype).expand(z.shape)
+        w = torch.where(there, w, 0.0)
+        found += [torch.where(there, w * t, 0.0).sum(1), w.sum(1), there.sum(1).to(z.dtype)]
+    if wanted.accuracy:
+        bits = torch.int64 if z.dtype is torch.float64 else torch.int32
+        best = torch.where(z.amax(1) > -torch.inf, z.argmax(1) + start, -1)
+        found.append(best.to(bits).view(z.dtype))
+    return torch.stack(found)
+
+
+class NamedStatistics(NamedTuple):
+    """Statistics by name: [T], or [parts, T]."""
+
+    largest: Tensor
+    total: Tensor
+    picked: Tensor
+    moment: Tensor | None = None
+    below: Tensor | None = None
+    mass: Tensor | None = None
+    there: Tensor | None = None
+    best: Tensor | None = None  # a column, as an integer
+
+    @staticmethod
+    def of(stats: Tensor, wanted: Wanted) -> NamedStatistics:
+        """Those of [..., STATS, T]."""
+        rows = list(stats.unbind(-2))
+        largest, total, picked, *rows = rows
+        moment = below = mass = there = best = None
+        if wanted.entropy:
+            moment, *rows = rows
+        if wanted.spread:
+            below, mass, there, *rows = rows
+        if wanted.accuracy:
+            (best,) = rows
+            best = best.contiguous().view(torch.int64 if stats.dtype is torch.float64 else torch.int32)
+        return NamedStatistics(largest, total, picked, moment, below, mass, there, best)
+
+
+def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wanted) -> TokenResults:
+    """What stats [parts, STATS, T] come to."""
+    targets = Targets.of(target, softmax)
+    parts = NamedStatistics.of(stats, wanted)
+
+    def per_token(values: Tensor) -> Tensor:
+        return targets.masked(values).view(target.shape)
+
+    largest, picked = parts.largest.amax(0), parts.picked.sum(0)
+    down = parts.largest - largest
+    some = parts.total > 0
+    total = torch.where(some, parts.total * torch.exp(down), parts.total).sum(0)
+    log_total = torch.log(total)
+    entropy = spread = hits = shares = None
+    if parts.moment is not None:
+        moment = torch.where(some, (parts.moment + down * parts.total) * torch.exp(down), 0.0).sum(0)
+        entropy = per_token(log_total - moment / total)
+    if parts.below is not None and parts.mass is not None and parts.there is not None:
+        below = torch.where(parts.there > 0, parts.below + parts.mass * down, 0.0).sum(0)
+        mass, there = parts.mass.sum(0), parts.there.sum(0)
+        spread = per_token((mass * log_total - below) / there)
+        shares = torch.where(targets.valid, torch.stack([mass / there, 1.0 / there]), 0.0)
+    if parts.best is not None:
+        # Of the parts with the largest the first one.
+        first = (parts.largest == largest).int().argmax(0, keepdim=True)
+        hit = parts.best.gather(0, first)[0] == targets.column
+        hits = torch.where(targets.valid, hit.to(stats.dtype), 0.0).view(target.shape)
+    return TokenResults(
+        per_token((picked - largest) - log_total),
+        per_token(largest + log_total),
+        entropy,
+        spread,
+        hits,
+        torch.where(targets.valid, largest, 0.0),
+        torch.where(targets.valid, total, 1.0),
+        shares,
+    )
+
+
+# ---- kernel ---------------------------------------------------------------------------------------------
+
+
+class Scaling(NamedTuple):
+    """What becomes of logits before the softmax, in a kernel."""
+
+    softcap: Any
+    scale: Any
+    KIND: Any  # PLAIN, SCALED or CAPPED
+
+
+@kernel
+def _join_statistics_kernel(
+    target_ptr,  # [rows]
+    order_ptr,  # int32 [rows + 1], or None: by which statistics are numbered, else they are in the order of tokens
+    stats_ptr,  # fp32 [parts, STATS, rows]
+    joined_ptr,  # fp32 [STATS, rows], or None: then the results are wanted, not statistics
+    # The results, fp32 [rows] each, or None
+    logprob_ptr,
+    lse_ptr,
+    entropy_ptr,
+    spread_ptr,
+    hit_ptr,
+    largest_ptr,
+    total_ptr,
+    shares_ptr,  # [2, rows]: sum(w) / V and 1 / V
+    rows,
+    parts,
+    vocab,
+    ignore_index,
+    ENTROPY: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ACCURACY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Join the statistics of parts, in order, and make the results of them."""
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    exists = number < rows
+    row = number
+    if order_ptr is not None:
+        row = tl.load(order_ptr + number, mask=exists, other=0).to(tl.int64)
+    y = tl.load(target_ptr + row, mask=exists, other=0)
+    if order_ptr is not None:
+        live = number < tl.load(order_ptr + rows)
+    else:
+        live = exists & (y != ignore_index) & (y >= 0) & (y < vocab)
+    largest = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    moment = tl.zeros((ROWS,), tl.float32)
+    picked = tl.zeros((ROWS,), tl.float32)
+    below = tl.zeros((ROWS,), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    there = tl.zeros((ROWS,), tl.float32)
+    best = tl.full((ROWS,), -1, tl.int32)
+    for part in range(parts):
+        in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * rows + number
+        largest2 = tl.load(in_ptr, mask=live, other=LOWEST)
+        total2 = tl.load(in_ptr + rows, mask=live, other=0.0)
+        picked += tl.load(in_ptr + 2 * rows, mask=live, other=0.0)
+        moment2 = tl.zeros((ROWS,), tl.float32)
+        if ENTROPY:
+            moment2 = tl.load(in_ptr + FEW * rows, mask=live, other=0.0)
+        if SPREAD:
+            more_ptr = in_ptr + (FEW + ENTROPY) * rows
+            below2 = tl.load(more_ptr, mask=live, other=0.0)
+            mass2 = tl.load(more_ptr + rows, mask=live, other=0.0)
+            there2 = tl.load(more_ptr + 2 * rows, mask=live, other=0.0)
+            joined = tl.maximum(largest, largest2)
+            # A part without columns has no largest to come down from.
+            below = tl.where(there > 0.0, below + mass * (largest - joined), 0.0)
+            below += tl.where(there2 > 0.0, below2 + mass2 * (largest2 - joined), 0.0)
+            mass += mass2
+            there += there2
+        if ACCURACY:
+            at = tl.load(in_ptr + (STATS - 1) * rows, mask=live, other=0.0).to(tl.int32, bitcast=True)
+            best = tl.where(largest2 > largest, at, best)
+        largest, total, moment = merge_moments(largest, total, moment, largest2, total2, moment2)
+    if joined_ptr is not None:
+        out_ptr = joined_ptr + row
+        tl.store(out_ptr, largest, mask=exists)
+        tl.store(out_ptr + rows, total, mask=exists)
+        tl.store(out_ptr + 2 * rows, picked, mask=exists)
+        if ENTROPY:
+            tl.store(out_ptr + FEW * rows, moment, mask=exists)
+        if SPREAD:
+            tl.store(out_ptr + (FEW + ENTROPY) * rows, below, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, mass, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, there, mask=exists)
+        if ACCURACY:
+            tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=exists)
+    else:
+        nothing = tl.where(y == ignore_index, 0.0, float("nan"))
+        log_total = tl.log(total)
+        tl.store(logprob_ptr + row, tl.where(live, (picked - largest) - log_total, nothing), mask=exists)
+        tl.store(lse_ptr + row, tl.where(live, largest + log_total, nothing), mask=exists)
+        if ENTROPY:
+            tl.store(entropy_ptr + row, tl.where(live, log_total - moment / total, nothing), mask=exists)
+        if SPREAD:
+            spread = (mass * log_total - below) / there
+            tl.store(spread_ptr + row, tl.where(live, spread, nothing), mask=exists)
+            tl.store(shares_ptr + row, tl.where(live, mass / there, 0.0), mask=exists)
+            tl.store(shares_ptr + rows + row, tl.where(live, 1.0 / there, 0.0), mask=exists)
+        if ACCURACY:
+            tl.store(hit_ptr + row, tl.where(live & (best == y.to(tl.int32)), 1.0, 0.0), mask=exists)
+        tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
+        tl.store(total_ptr + row, tl.where(live, total, 1.0), mask=exists)
+
+
+@functools.cache
+def _join_launch(wanted: Wanted) -> Launch:
+    return Launch.of(
+        _join_statistics_kernel,
+        num_warps=4,
+        ENTROPY=wanted.entropy,
+        SPREAD=wanted.spread,
+        ACCURACY=wanted.accuracy,
+        ROWS=JOIN_ROWS,
+    )
+
+
+def launch_join(
+    o: TokenResults | Statistics,
+    stats: Tensor,
+    target: Tensor,
+    order: Tensor | None,
+    softmax: Softmax,
+    wanted: Wanted,
+) -> None:
+    """Join stats [parts, STATS, T], numbered by `order` if there is one: into statistics, or into results."""
+    pointers = (*o, *(None,) * 8) if isinstance(o, Statistics) else (None, *o)
+    rows = target.numel()
+    _join_launch(wanted)(
+        (-(-rows // JOIN_ROWS), 1, 1),
+        (target, order, stats, *pointers),
+        (rows, stats.shape[0], softmax.vocab, softmax.ignore_index),
+    )

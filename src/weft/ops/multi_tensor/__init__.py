@@ -1,0 +1,1 @@
+"""Statistics of many tensors at once, and clipping them by their norm."""

@@ -1,0 +1,504 @@
+"""Statistics of many tensors at once: the norm of all gradients, clipping by it, zeros, numbers that are not finite.
+
+    norm_p = (sum over tensors, sum over elements of |x|^p)^(1/p)          p = 1, 2, or the largest |x| for p = inf
+    x *= c,  c = min(1, max_norm / (norm + 1e-6))                          rounded once to x's dtype
+    zeros = number of elements with x == 0                                 -0.0 is one; NaN and subnormals are not
+    nonfinite = whether any x is infinite or NaN
+
+A `table` cuts tensors into chunks. One launch for each dtype gives a partial result for each chunk, in fp32 or int32;
+one more launch puts them together. How the numbers are added depends on neither the device's size nor the number of
+threads:
+
+- in a chunk, each lane adds every TILE-th number in fp32, and a tree adds the lanes;
+- a partial 2-norm is a norm, not its square. Where the sum of squares is so small or so large that squares may have
+  vanished or overflowed, and the chunk is not all zeros, it is read again and x scaled by 2^90 or 2^-80;
+- partial norms are put together as multiples of a power of two near the largest, in fp32 with the rounding errors added
+  up beside the sum, in the order of the table: dtypes as they first come in the list, then tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...language import tl
+from ...runtime import Launch, Nothing, Written, capabilities_of, define_op
+from ..common.checks import is_distributed
+from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
+from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
+from .table import check_writable, is_dense, refuse_expanded, shared_memory, table_of
+
+_NORMS = {1.0: "norm1", 2.0: "norm2", math.inf: "norminf"}
+_ORDERS = {what: order for order, what in _NORMS.items()}
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class ReduceArgs(NamedTuple):
+    tensors: list[Tensor]  # on one device, and in float64 all or none
+    what: str  # norm1, norm2, norminf, zeros or nonfinite
+
+
+class ReduceOutputs(NamedTuple):
+    total: Tensor  # one number: a norm is fp32 or fp64, a count int64, the answer to "nonfinite" a bool
+
+
+class ClipArgs(NamedTuple):
+    tensors: Written
+    norm: Tensor  # one number
+    max_norm: float
+
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def multi_tensor_reduce_reference(a: ReduceArgs) -> ReduceOutputs:
+    """The definition, in float64."""
+    check_strided(a.tensors)
+    total = _allocate_reduce(a).total
+    parts = [t for t in a.tensors if t.numel()]
+    if not parts:
+        return ReduceOutputs(total.zero_())
+    if a.what == "zeros":
+        return ReduceOutputs(torch.stack([t.numel() - t.count_nonzero() for t in parts]).sum())
+    if a.what == "nonfinite":
+        return ReduceOutputs(torch.stack([~t.isfinite().all() for t in parts]).any())
+    order = _ORDERS[a.what]
+    norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in parts]
+    return ReduceOutputs(torch.linalg.vector_norm(torch.stack(norms), order).to(total.dtype))
+
+
+def multi_tensor_clip_reference(a: ClipArgs) -> Nothing:
+    """In place; a coefficient of 1 changes nothing."""
+    check_writable(a.tensors)
+    coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
+    # Numbers of slices that share memory are read before they are written, so that each is scaled once.
+    sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
+    for t, source in zip(a.tensors, sources, strict=True):
+        t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)
+    return Nothing()
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+def _tile(device: torch.device) -> int:
+    """Numbers that a program reads at a time: 16 to each of the 256 threads of an NVIDIA GPU."""
+    return 512 if capabilities_of(device).is_cpu else 4096
+
+
+@functools.cache
+def _reduce_launch(dtype: torch.dtype, what: str, tile: int) -> Launch:
+    name = f"int{8 * dtype.itemsize}" if what in ("zeros", "nonfinite") else _ELEMENTS[dtype]
+    return Launch.of(
+        multi_tensor_reduce_kernel,
+        num_warps=8,
+        ELEMENT=getattr(tl, name),
+        EXPONENT=_EXPONENTS[dtype],
+        WHAT=what,
+        TILE=tile,
+    )
+
+
+@functools.cache
+def _total_launch(what: str, tile: int) -> Launch:
+    return Launch.of(multi_tensor_total_kernel, num_warps=8, WHAT=what, TILE=tile)
+
+
+@functools.cache
+def _clip_launch(dtype: torch.dtype, tile: int) -> Launch:
+    return Launch.of(multi_tensor_clip_kernel, num_warps=8, ELEMENT=getattr(tl, _ELEMENTS[dtype]), TILE=tile)
+
+
+def _dtype_of_total(tensors: list[Tensor], what: str) -> torch.dtype:
+    if what == "zeros":
+        return torch.int64
+    if what == "nonfinite":
+        return torch.bool
+    return torch.float64 if tensors and tensors[0].dtype is torch.float64 else torch.float32
+
+
+def _allocate_reduce(a: ReduceArgs) -> ReduceOutputs:
+    dtype = _dtype_of_total(a.tensors, a.what)
+    return ReduceOutputs(torch.empty((), dtype=dtype, device=a.tensors[0].device if a.tensors else None))
+
+
+def _launch_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
+    what = a.what
+    table, reached = table_of(a.tensors)
+    device = table.entries.device
+    tile = _tile(device)
+    dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
+    partial = torch.empty(table.chunks, dtype=dtype, device=device)
+    for segment in table.segments:
+        _reduce_launch(segment.dtype, what, tile)(
+            (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
+        )
+    _total_launch(what, tile)((1, 1, 1), (partial, o.total), (table.chunks,))
+
+
+def _launch_clip(_: Nothing, a: ClipArgs) -> None:
+    table, reached = table_of(a.tensors)
+    if reached is not a.tensors:  # one of them is not contiguous
+        refuse_expanded(a.tensors)
+    if table.overlapping:
+        raise shared_memory()
+    norm = a.norm
+    begins, ends = table.spans
+    address = norm.data_ptr()
+    place = bisect_right(begins, address) - 1
+    if place >= 0 and address < ends[place]:
+        norm = norm.clone()  # some programs would read it when others have scaled it
+    tile = _tile(table.entries.device)
+    for segment in table.segments:
+        _clip_launch(segment.dtype, tile)(
+            (segment.chunks, 1, 1), (table.entries, norm), (segment.first,), (a.max_norm,), reached=reached
+        )
+    if reached is not a.tensors:
+        for t, dense in zip(a.tensors, reached, strict=True):
+            if dense is not t:
+                t.copy_(dense)
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+multi_tensor_reduce_op = define_op(
+    "multi_tensor_reduce",
+    ReduceArgs,
+    ReduceOutputs,
+    allocate=_allocate_reduce,
+    launch=_launch_reduce,
+    reference=multi_tensor_reduce_reference,
+    variants=4,  # one for each dtype that a list may have, and one that puts all together
+)
+
+multi_tensor_clip_op = define_op(
+    "multi_tensor_clip",
+    ClipArgs,
+    Nothing,
+    allocate=lambda a: Nothing(),
+    launch=_launch_clip,
+    reference=multi_tensor_clip_reference,
+    variants=6,  # one for each dtype; the norm is a number of its own, or one of many
+)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+
+def grad_norm(
+    tensors: Tensors,
+    norm_type: float | str = 2.0,
+    *,
+    groups: Sequence[Any] = (),
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The p-norm of all numbers of all gradients together, as if they were one tensor: 1, 2 or `math.inf`.
+
+    The result is a 0-dim tensor on the device, in fp32 (fp64 if a gradient is); nothing waits for it. A NaN anywhere
+    makes it NaN, else an infinity makes it infinite; finite fp32 numbers neither overflow nor vanish on the way. The
+    same tensors give the same bits.
+
+    - tensors: an iterable of gradients or of parameters, such as `model.parameters()`; None is passed over. As in
+      torch, a parameter, or another tensor that has a `.grad` or is a leaf that requires one, stands for its `.grad`,
+      and is passed over where that is None: with no gradient at all the norm is 0. Every other tensor stands for
+      itself; `p.detach()` is the weight.
+
+      Gradients are of any shapes, empty ones too, in bf16, fp16, fp32 or fp64, mixed, on any devices. Each counts as
+      often as it is in the list: give a tied weight's gradient once. Tensors with gaps (slices) are copied first; dense
+      ones of any stride order are read where they lie. A `QTensor` is dequantised.
+    - norm_type: 1, 2, `math.inf` or "inf".
+    - groups: process groups over whose ranks the tensors are sharded. Where kinds of parameters are sharded
+      differently, give a list of `Shards` instead, the same kinds in the same order on every rank:
+
+          dense, split by tensor parallelism     Shards(a, (tp, pp))
+          dense, replicated in it (norms)        Shards(b, (pp,))
+          experts                                Shards(c, (ep, expert_tp, pp))
+
+      A rank without tensors of a kind gives an empty list, and takes part. With a distributed optimizer, the
+      data-parallel group is one more. A DTensor (FSDP2, tensor parallelism) says itself over which groups it is
+      sharded; `groups` names only those that its mesh does not have, such as pipeline stages. All ranks of a mesh give
+      their pieces of the same DTensors, in the same order.
+    - device: of the result; that of the first tensor that is not on a CPU if it is not given. Name it where the list
+      may be empty and a group needs tensors on a GPU.
+
+    The sums of p-th powers are added over groups in fp64, with one collective for each group; the result is a plain
+    tensor, the same on all ranks. A DTensor that is placed as `Partial` is summed up first, with a collective of its
+    own.
+
+    >>> import torch, weft
+    >>> weft.grad_norm([torch.tensor([3.0, 0.0]), None, torch.tensor([[4.0]], dtype=torch.bfloat16)])
+    tensor(5.)
+    """
+    return _statistic(kinds_of(tensors, groups), _what(norm_type), device)
+
+
+def count_zeros(
+    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
+) -> Tensor:
+    """How many numbers are zero: an int64 0-dim tensor on the device. -0.0 is zero, subnormal numbers and NaN are not.
+
+    Arguments are those of `grad_norm`.
+
+    >>> import torch, weft
+    >>> weft.count_zeros([torch.tensor([0.0, -0.0, 1e-45]), torch.zeros(3, dtype=torch.bfloat16)])
+    tensor(5)
+    """
+    return _statistic(kinds_of(tensors, groups), "zeros", device)
+
+
+def any_nonfinite(
+    tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
+) -> Tensor:
+    """Whether any number is infinite or NaN: a bool 0-dim tensor on the device. Arguments are those of `grad_norm`.
+
+    Ask before a tensor is quantised. Afterwards it may be too late: in the usual formats an Inf has become the largest
+    code with a scale of 1 (±448 in e4m3), which is finite. See `quantize`.
+
+    >>> import torch, weft
+    >>> weft.any_nonfinite([torch.ones(3), torch.tensor([float("nan")])])
+    tensor(True)
+    """
+    return _statistic(kinds_of(tensors, groups), "nonfinite", device)
+
+
+def clip_grads_(
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    norm: Tensor | None = None,
+    groups: Sequence[Any] = (),
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`; gives the norm that they had. It takes the
+    place of `torch.nn.utils.clip_grad_norm_`, with gradients in place of parameters as well.
+
+    Each number is multiplied by min(1, max_norm / (norm + 1e-6)), the coefficient of torch's `clip_grad_norm_`, in
+    fp32, and rounded once. The coefficient is made on the device, so nothing waits; where it is 1 nothing is read or
+    written.
+
+    - parameters, norm_type, groups, device: those of `grad_norm`. A tensor that stands for its `.grad` is never
+      written to. Of a DTensor each rank scales its piece. A `QTensor` keeps its codes, and its fp32 scales (nvfp4: that
+      of the whole tensor) are scaled: exactly if they are powers of two, which they are no longer, so that its format
+      becomes the one without `pow2`. The scales of mx cannot be multiplied, and are refused.
+    - error_if_nonfinite: raise a RuntimeError in place of clipping by a norm that is infinite or NaN. Then, and only
+      then, the host waits for the device.
+    - foreach: nothing; torch has it.
+    - norm: to clip by, where `grad_norm` has been called before (of other tensors as well, perhaps); else it is
+      computed here.
+
+    As in torch, an infinite norm makes finite numbers 0 and infinite ones NaN, and a norm of NaN makes everything NaN:
+    look at the norm, or at `any_nonfinite`, before the optimizer's step. Two tensors that share memory are refused.
+
+    >>> import torch, weft
+    >>> gradients = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> weft.clip_grads_(gradients, max_norm=1.0)
+    tensor(5.)
+    >>> gradients
+    [tensor([0.6000]), tensor([0.8000])]
+    """
+    if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
+        raise TypeError(
+            "max_norm must be a number: to read it from a tensor, the host would wait for the device"
+        )
+    max_norm = float(max_norm)
+    if not max_norm >= 0.0:
+        raise ValueError(f"max_norm must be at least 0; got {max_norm}")
+    what, kinds = _what(norm_type), kinds_of(parameters, groups)
+    given = None if norm is None else _given_norm(norm)
+    if all(kind.plain for kind in kinds) and (given is None or not given.requires_grad):
+        return _clip(kinds, max_norm, what, given, device, error_if_nonfinite)
+    with torch.no_grad():
+        return _clip(kinds, max_norm, what, given, device, error_if_nonfinite)
+
+
+def _clip(
+    kinds: list[Kind],
+    max_norm: float,
+    what: str,
+    norm: Tensor | None,
+    device: torch.device | str | None,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """`clip_grads_` where autograd records nothing: of plain tensors, or under `no_grad`."""
+    gradients = kinds[0].gradients if len(kinds) == 1 else [t for kind in kinds for t in kind.gradients]
+    plain = all(kind.plain for kind in kinds)
+    sets = _sets(gradients if plain else memory_of(gradients))
+    if len(sets) > 1 and not torch.compiler.is_compiling():
+        # The op looks at one set, when others may have been clipped.
+        check_writable([t for alike in sets.values() for t in alike])
+    if norm is None:
+        norm = _statistic(kinds, what, device)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}, so nothing was clipped: skip this step, or clip by "
+            "such a norm with error_if_nonfinite=False"
+        )
+    for (on, double), alike in sets.items():
+        here = norm.to(on, torch.float64 if double else torch.float32, non_blocking=on.type != "cpu")
+        multi_tensor_clip_op(ClipArgs(alike, here, max_norm))
+    if not plain:
+        mark_clipped(gradients)
+    return norm
+
+
+def _what(norm_type: float | str) -> str:
+    try:
+        return _NORMS[float(norm_type)]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}") from None
+
+
+def _given_norm(norm: Any) -> Tensor:
+    if not isinstance(norm, Tensor):
+        raise TypeError(f"norm must be a tensor, as grad_norm gives it; got a {type(norm).__name__}")
+    if norm.numel() != 1 or not norm.is_floating_point():
+        raise ValueError(f"norm must be one floating-point number; got {norm.dtype} {tuple(norm.shape)}")
+    return norm.full_tensor() if is_distributed(norm) else norm  # type: ignore[attr-defined]
+
+
+_Sets = dict[tuple[torch.device, bool], list[Tensor]]
+
+
+def _sets(tensors: list[Tensor]) -> _Sets:
+    """The tensors that one call of an op takes: of a device, and of fp64 those or the others."""
+    if not tensors:
+        return {}
+    dtypes = {t.dtype for t in tensors}
+    if not _DTYPES.issuperset(dtypes):
+        wrong = ", ".join(sorted(str(dtype) for dtype in dtypes - _DTYPES))
+        raise ValueError(f"gradients must be of float32, bfloat16, float16 or float64; one is of {wrong}")
+    double = torch.float64 in dtypes
+    if not (double and len(dtypes) > 1) and _on_one_device(tensors):
+        return {(tensors[0].device, double): tensors}
+    found: _Sets = {}
+    for t in tensors:
+        found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
+    return found
+
+
+def _on_one_device(tensors: list[Tensor]) -> bool:
+    if tensors[0].is_cpu:  # to ask each for its device takes five times as long
+        return False not in {t.is_cpu for t in tensors}
+    if tensors[0].is_cuda:
+        return all(t.is_cuda for t in tensors) and len({t.get_device() for t in tensors}) == 1
+    return len({t.device for t in tensors}) == 1
+
+
+class _Part(NamedTuple):
+    """The numbers, one for each device and precision, of tensors that are sharded alike."""
+
+    numbers: list[Tensor]
+    kind: int
+    groups: tuple[Any, ...]  # those of meshes over whose ranks they are added up
+
+
+def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) -> Tensor:
+    if device is None and len(kinds) == 1 and kinds[0].plain and not kinds[0].groups:
+        sets = _sets(kinds[0].gradients)
+        if len(sets) == 1:
+            (alike,) = sets.values()
+            return multi_tensor_reduce_op(ReduceArgs(alike, what)).total
+    parts: list[_Part] = []
+    rest = []  # groups of each kind besides those of its meshes
+    with torch.no_grad():
+        for number, kind in enumerate(kinds):
+            tensors = numbers_of(kind)
+            along = [group for placed in tensors for groups in placed for group in groups]
+            shared = _of_a_mesh(kind.groups, along)
+            rest.append([group for group in kind.groups if group not in shared])
+            for placed, alike in tensors.items():
+                numbers = [
+                    multi_tensor_reduce_op(ReduceArgs(some, what)).total for some in _sets(alike).values()
+                ]
+                given = [group for group in shared.values() if group not in placed.replicated]
+                parts.append(_Part(numbers, number, tuple(dict.fromkeys((*placed.sharded, *given)))))
+        if device is None:
+            devices = [number.device for part in parts for number in part.numbers]
+            device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        return _together(parts, rest, what, torch.device(device))
+
+
+def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
+    """Those of the given groups that DTensors know by themselves, with the groups of the same ranks of their meshes,
+    `along`. Other tensors beside them are added up over these as well."""
+    found: dict[Any, Any] = {}
+    if not (groups and along):
+        return found
+    ranks_of = torch.distributed.get_process_group_ranks
+    for group in groups:
+        ranks = set(ranks_of(group))
+        for own in along:
+            of_own = set(ranks_of(own))
+            if ranks == of_own:
+                found[group] = own
+            elif len(ranks & of_own) > 1:
+                raise ValueError(
+                    f"a DTensor is on a mesh with the group of ranks {sorted(of_own)}, and groups= has "
+                    f"{sorted(ranks)}: what both have would be added up twice. A DTensor needs no groups of its mesh"
+                )
+    return found
+
+
+def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torch.device) -> Tensor:
+    """One number of those of all parts, over the ranks of their groups: first those of meshes, then, with one number
+    for each kind of tensors, `rest`. So what ranks on other meshes have to add up is alike, whatever is on theirs.
+
+    What is added is exact enough in float64 and int64; a largest norm is compared as an integer, which no NaN
+    escapes."""
+    result = _dtype_of_total([], what)
+    if any(number.dtype is torch.float64 for part in parts for number in part.numbers):
+        result = torch.float64
+    dtype = torch.int64 if what in ("zeros", "nonfinite") else torch.float64
+    largest = what in ("norminf", "nonfinite")
+    local = []
+    for part in parts:
+        moved = [number.to(device, dtype, non_blocking=device.type != "cpu") for number in part.numbers]
+        numbers = torch.stack([torch.zeros((), dtype=dtype, device=device), *moved])
+        if what == "norminf":
+            numbers = numbers.abs().view(torch.int64)
+        elif what == "norm2":
+            numbers = numbers.square()
+        local.append(_combined(numbers, largest))
+    local = _over_groups(local, [part.groups for part in parts], largest)
+    kinds = []
+    for kind in range(len(rest)):
+        its = [number for number, part in zip(local, parts, strict=True) if part.kind == kind]
+        kinds.append(_combined(torch.stack(its), largest))
+    total = _combined(torch.stack(_over_groups(kinds, rest, largest)), largest)
+    if what == "norminf":
+        return total.view(torch.float64).to(result)
+    if what == "nonfinite":
+        return total != 0
+    return total.sqrt().to(result) if what == "norm2" else total.to(result)
+
+
+def _combined(numbers: Tensor, largest: bool) -> Tensor:
+    return numbers.amax() if largest else numbers.sum()
+
+
+def _over_groups(numbers: list[Tensor], groups: Sequence[Sequence[Any]], largest: bool) -> list[Tensor]:
+    """Each number over the ranks of its groups, with one collective for each group."""
+    numbers = list(numbers)
+    for group in dict.fromkeys(group for some in groups for group in some):
+        places = [place for place, some in enumerate(groups) if group in some]
+        together = torch.stack([numbers[place] for place in places])
+        op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(together, op, group)
+        for place, number in zip(places, together.unbind(), strict=True):
+            numbers[place] = number
+    return numbers
