@@ -24,6 +24,7 @@ from ...runtime import Op
 from .checks import FLOATS, check_out_dtype, check_tensor
 from .copies import reduce_amax
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
+from .rows import empty_like
 
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -152,11 +153,14 @@ def stand_in(shape: tuple[int, ...], x: Tensor) -> Tensor:
 
 
 def allocate_result(
-    options: ResultOptions, shape: tuple[int, ...], x: Tensor, groups: Groups = NO_GROUPS
+    options: ResultOptions, x: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
 ) -> Result:
-    """Room for a result of this shape, on x's device."""
+    """Room for a result of this shape, by default x's, on x's device."""
     if options.format is None:
-        return Result(torch.empty(shape, dtype=options.dtype, device=x.device))
+        if shape is None:
+            return Result(empty_like(x, options.dtype))
+        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
+    shape = x.shape if shape is None else shape
     f, rows, cols = Format.of(options.format), count(shape), shape[-1]
     row, col = allocate_copies(
         f, rows, cols, x.device, rowwise=options.rowwise, columnwise=options.columnwise

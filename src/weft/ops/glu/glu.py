@@ -355,7 +355,7 @@ _NO_ENDS = GroupEnds(None, 0, 1)
 
 def _allocate_glu(a: GluArgs) -> GluOutputs:
     shape = (*a.x.shape[:-1], _hidden(a.x, a.unit.layout))
-    return GluOutputs(allocate_result(a.result, shape, a.x, a.groups))
+    return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
 
 
 class _Glu(_Call):
@@ -448,8 +448,8 @@ def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
 def _allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
     x, up, prob, needs = a.x, a.up, a.prob, a.needs
     return GluBackwardOutputs(
-        allocate_result(a.gradient, x.shape, x, a.groups) if needs.x else _NO_RESULT,
-        allocate_result(a.gradient, up.shape, up, a.groups) if up is not None and needs.up else _NO_RESULT,
+        allocate_result(a.gradient, x, None, a.groups) if needs.x else _NO_RESULT,
+        allocate_result(a.gradient, up, None, a.groups) if up is not None and needs.up else _NO_RESULT,
         torch.empty(prob.shape, dtype=prob.dtype, device=prob.device)
         if prob is not None and needs.prob
         else None,

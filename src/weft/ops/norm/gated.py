@@ -218,7 +218,7 @@ def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
     rstd = None
     if a.stats:
         rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
-    return GatedNormOutputs(allocate_result(a.result, a.gate.shape, a.x), rstd)
+    return GatedNormOutputs(allocate_result(a.result, a.x, a.gate.shape), rstd)
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
