@@ -9,6 +9,11 @@ if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 from .ops import (
+    QKV,
+    HeadNorm,
+    Heads,
+    KVCache,
+    Rotation,
     RowMap,
     Shards,
     VocabShard,
@@ -40,9 +45,14 @@ from .runtime import Capabilities, backend, catalogue, set_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "QKV",
     "Capabilities",
     "Format",
+    "HeadNorm",
+    "Heads",
+    "KVCache",
     "QTensor",
+    "Rotation",
     "RowMap",
     "Shards",
     "VocabShard",

@@ -26,6 +26,11 @@ COS, SIN = ANGLES.cos(), ANGLES.sin()
 TWICE, PAIRED = torch.cat([ANGLES, ANGLES], -1), ANGLES.repeat_interleave(2, -1)
 OTHER = torch.device("meta")
 
+
+def rope(x: Tensor, cos: Any, sin: Any, *, positions: Any = None, **options: Any) -> Tensor:
+    return weft.rope(x, weft.Rotation(cos=cos, sin=sin, **options), positions=positions)
+
+
 Mistake = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 
 # What was called, the exception, and words that its message has.
@@ -47,7 +52,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: weft.linear_cross_entropy(X, HEAD.t(), LABELS), ValueError, ("[V, H]", "weight.t()"),
     ),
     "q and k to rope": (
-        lambda: weft.rope(Q, K, COS), ValueError, ("(2, 8, 2, 16)", "call rope for each", "qkv_prepare"),
+        lambda: rope(Q, K, COS), ValueError, ("(2, 8, 2, 16)", "call rope for each", "qkv_prepare"),
     ),
     "torch's layout of logits": (
         lambda: weft.cross_entropy(torch.randn(2, 10, 5), torch.zeros(2, 5).long()), ValueError,
@@ -84,40 +89,51 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ---- tables of angles
     "neighbours equal": (
-        lambda: weft.rope(Q, PAIRED.cos(), PAIRED.sin()), ValueError, ("halves are not equal", "cos[..., ::2]"),
+        lambda: rope(Q, PAIRED.cos(), PAIRED.sin()), ValueError, ("halves are not equal", "cos[..., ::2]"),
     ),
     "neighbours equal, interleaved": (
-        lambda: weft.rope(Q, PAIRED.cos(), PAIRED.sin(), style="interleaved"), ValueError, ("cos[..., ::2]",),
+        lambda: rope(Q, PAIRED.cos(), PAIRED.sin(), style="interleaved"), ValueError, ("cos[..., ::2]",),
     ),
     "halves equal, interleaved": (
-        lambda: weft.rope(Q, TWICE.cos(), TWICE.sin(), style="interleaved"), ValueError, ("each angle once",),
+        lambda: rope(Q, TWICE.cos(), TWICE.sin(), style="interleaved"), ValueError, ("each angle once",),
     ),
     "halves of sin not equal": (
-        lambda: weft.rope(Q, TWICE.cos(), PAIRED.sin()), ValueError, ("halves are not equal",),
+        lambda: rope(Q, TWICE.cos(), PAIRED.sin()), ValueError, ("halves are not equal",),
     ),
     "few angles": (
-        lambda: weft.rope(Q, COS[:, :4], SIN[:, :4]), ValueError, ("rope_dim=8", "rope_dim=4"),
+        lambda: rope(Q, COS[:, :4], SIN[:, :4]), ValueError, ("dim=8", "dim=4"),
     ),
-    "complex angles": (lambda: weft.rope(Q, torch.polar(COS, SIN), SIN), ValueError, ("cos must be", "complex64")),
-    "tables of two dtypes": (lambda: weft.rope(Q, COS, SIN.bfloat16()), ValueError, ("sin must be float32 like",)),
-    "too few rows": (lambda: weft.rope(Q, COS[:5], SIN[:5]), ValueError, ("[8 or more, 8]", "(5, 8)")),
+    "complex angles": (lambda: rope(Q, torch.polar(COS, SIN), SIN), ValueError, ("cos must be", "complex64")),
+    "tables of two dtypes": (lambda: rope(Q, COS, SIN.bfloat16()), ValueError, ("sin must be float32 like",)),
+    "too few rows": (lambda: rope(Q, COS[:5], SIN[:5]), ValueError, ("[8 or more, 8]", "(5, 8)")),
     "float positions": (
-        lambda: weft.rope(Q, COS, SIN, positions=torch.arange(8.0)), ValueError, ("positions must be int32 or int64",),
+        lambda: rope(Q, COS, SIN, positions=torch.arange(8.0)), ValueError, ("positions must be int32 or int64",),
     ),
     # ---- heads
     "heads of a packed qkv": (
-        lambda: weft.qkv_prepare(torch.randn(2, 8, 160), heads=4, kv_heads=3, head_dim=16), ValueError,
-        ("heads must be a multiple of kv_heads", "4, 3"),
+        lambda: weft.Heads(q=4, kv=3, dim=16), ValueError, ("q must be a multiple of kv", "4 and 3"),
     ),
-    "heads of q and k": (lambda: weft.qkv_prepare(Q[:, :, :3], K, K), ValueError, ("multiple of kv_heads", "3, 2")),
+    "heads of q and k": (
+        lambda: weft.qkv_prepare(Q[:, :, :3], K, K), ValueError, ("multiple of those of k", "3 and 2"),
+    ),
     "k in another dtype": (lambda: weft.qkv_prepare(Q, K.half(), K), ValueError, ("k must be float32 like",)),
-    "one cache": (
-        lambda: weft.qkv_prepare(Q, K, K, cache=torch.zeros(4, 2, 16), slots=torch.arange(16)), ValueError,
-        ("cache must be (k_cache, v_cache)",),
+    "heads by number": (
+        lambda: weft.qkv_prepare(torch.randn(2, 8, 128), heads=4), TypeError, ("weft.Heads(q=32, kv=8, dim=128)",),
+    ),
+    "tables for a rotation": (
+        lambda: weft.rope(Q, COS), TypeError, ("rotation must be a weft.Rotation", "Tensor"),
+    ),
+    "a tensor for a cache": (
+        lambda: weft.qkv_prepare(Q, K, K, cache=torch.zeros(4, 2, 16), slots=torch.arange(16)), TypeError,
+        ("cache must be a weft.KVCache", "Tensor"),
     ),
     "slots in a list": (
-        lambda: weft.qkv_prepare(Q, K, K, cache=(torch.zeros(16, 2, 16),) * 2, slots=[*range(16)]), TypeError,
-        ("slots must be a tensor", "torch.tensor"),
+        lambda: weft.qkv_prepare(Q, K, K, cache=weft.KVCache(*torch.zeros(2, 16, 2, 16)), slots=[*range(16)]),
+        TypeError, ("slots must be a tensor", "torch.tensor"),
+    ),
+    "a list in a cache": (lambda: weft.KVCache([1, 2]), TypeError, ("k must be a tensor",)),
+    "a module in a norm of heads": (
+        lambda: weft.HeadNorm("rms", nn.RMSNorm(16)), TypeError, ("q_weight", "the module RMSNorm", ".weight"),
     ),
     # ---- modules, lists, arrays, and what other ops return
     "a norm for its weight": (lambda: weft.rms_norm(X, nn.RMSNorm(64)), TypeError, ("the module RMSNorm", ".weight")),
@@ -224,10 +240,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "row_map": {"routing": EXPERTS, "experts": 4},
     "permute": {"x": X, "rows": ROWS, "probs": torch.rand(8, 2)},
     "unpermute": {"y": Y, "rows": ROWS, "probs": torch.rand(8, 2), "carried": torch.rand(len(Y))},
-    "rope": {"x": Q, "cos": COS, "sin": SIN, "positions": torch.arange(8)},
+    "rope": {"x": Q, "rotation": weft.Rotation(1e4), "positions": torch.arange(8)},
     "qkv_prepare": {
-        "qkv": Q, "k": K, "v": K, "cos": COS, "sin": SIN, "positions": torch.arange(8), "qk_norm": "layer",
-        "q_weight": torch.ones(16), "k_bias": torch.ones(16),
+        "qkv": Q, "k": K, "v": K, "rotation": weft.Rotation(1e4), "positions": torch.arange(8),
+        "cache": weft.KVCache(*torch.zeros(2, 16, 2, 16)), "slots": torch.arange(16),
     },
     "cross_entropy": {"logits": X, "target": LABELS, "class_weight": W},
     "linear_cross_entropy": {
@@ -282,7 +298,7 @@ def test_eps_of_none_is_that_of_torch(dtype: torch.dtype) -> None:
         weft.rms_norm(x, eps=None),
         F.rms_norm(x, (64,)),
         weft.gated_norm(x, torch.full_like(x, 100.0), eps=None),
-        weft.qkv_prepare(x.view(8, 1, 64), x.view(8, 1, 64), qk_norm="rms", eps=None)[0].view(8, 64),
+        weft.qkv_prepare(x.view(8, 1, 64), x.view(8, 1, 64), norm=weft.HeadNorm(eps=None)).q.view(8, 64),
     ):
         torch.testing.assert_close(got.double(), truth, rtol=2 * torch.finfo(dtype).eps, atol=0.0)
 
@@ -297,19 +313,17 @@ def test_tables_as_transformers_makes_them(rotated: int) -> None:
     with gradients, and under torch.compile."""
     angles = torch.randn(2, 8, rotated // 2)
     once, twice = (angles.cos(), angles.sin()), [torch.cat([t, t], -1) for t in (angles.cos(), angles.sin())]
-    part: dict[str, Any] = {} if rotated == 16 else {"rope_dim": rotated}
+    part: dict[str, Any] = {} if rotated == 16 else {"dim": rotated}
     for at in (slice(None), slice(1), 0):
         tables, doubled = [t[at] for t in once], [t[at] for t in twice]
         leaf = Q.clone().requires_grad_()
-        wanted, got = weft.rope(leaf, *tables, **part), weft.rope(leaf, *doubled, **part)
+        wanted, got = rope(leaf, *tables, **part), rope(leaf, *doubled, **part)
         assert torch.equal(got, wanted)
         assert torch.equal(*(torch.autograd.grad(y, leaf, Q.flip(0))[0] for y in (got, wanted)))
-        names = [dict(zip(("cos", "sin"), t, strict=True)) for t in (tables, doubled)]
-        both = [weft.qkv_prepare(Q, K, K, **n, **part) for n in names]
+        rotations = [weft.Rotation(cos=cos, sin=sin, **part) for cos, sin in (tables, doubled)]
+        both = [weft.qkv_prepare(Q, K, K, rotation=rotation)[:3] for rotation in rotations]
         assert all(map(torch.equal, *both))
-        compiled = torch.compile(
-            lambda x, cos, sin: weft.rope(x, cos, sin, **part), fullgraph=True, backend="aot_eager"
-        )
+        compiled = torch.compile(lambda *args: rope(*args, **part), fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(Q, *doubled), wanted)
 
 
@@ -317,8 +331,8 @@ def test_tables_are_not_looked_at_where_they_cannot_be() -> None:
     """Of a device, or traced: no number is read, so wrong tables are not refused."""
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (Q, PAIRED, PAIRED)]
-        assert weft.rope(*fake).shape == Q.shape
-    assert weft.rope(*(t.to(OTHER) for t in (Q, PAIRED, PAIRED))).shape == Q.shape
+        assert rope(*fake).shape == Q.shape
+    assert rope(*(t.to(OTHER) for t in (Q, PAIRED, PAIRED))).shape == Q.shape
 
 
 def test_liger_s_swiglu_has_the_same_arguments() -> None:

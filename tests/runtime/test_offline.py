@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offline_kernels import Rows, Scaled, struct_kernel
 
+from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.runtime import Launch, offline, recording
 from weft.runtime.offline import TARGETS, Binary, CompileError, Variant, compile_all
 

@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
-from offline_kernels import Rows, Scaled, struct_kernel
 
 import weft
+from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.language import tl
 from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, notice, recording
 
@@ -751,8 +751,9 @@ def test_the_variant_of_a_struct() -> None:
 
 
 NESTED = """
-import noop_driver, torch
-from offline_kernels import Rows, Scaled, struct_kernel
+import torch
+from tests.support import noop_driver
+from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.runtime import Launch
 
 launched = []
@@ -772,7 +773,7 @@ assert len(struct_kernel.variants) == 2
 
 def test_launchers_get_structs_as_tuples() -> None:
     """Compiled for sm_90, with a launcher that notes what it is given."""
-    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path]))
+    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS.parent), *sys.path]))
     assert done.returncode == 0, done.stderr
 
 
@@ -897,16 +898,6 @@ def test_capabilities() -> None:
         Capabilities.of("sm_42")
     for target in ("sm_80", "sm_86", "sm_89", "gfx942"):
         assert not Capabilities.of(target).fp8_cast, "no conversion there, or one that rounds twice"
-
-
-def test_an_op_is_defined_once() -> None:
-    from weft.runtime import define_op
-
-    nothing: Any = lambda *args: []  # noqa: E731
-    with pytest.raises(ValueError, match="'norm' is already defined"):
-        define_op(
-            "norm(Tensor x) -> Tensor[]", allocate=nothing, launch=nothing, reference=nothing, variants=1
-        )
 
 
 # ---- time on the host ----------------------------------------------------------------------------------

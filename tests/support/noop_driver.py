@@ -133,11 +133,13 @@ def measure() -> dict[str, float]:
     gradients = [torch.ones(64) for _ in range(32)]
     norm = torch.tensor(2.0)
     target = torch.arange(8)
-    norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
+    heads = weft.Heads(q=16, kv=8, dim=128)
+    head_norm = weft.HeadNorm("rms", *torch.ones(2, 128, dtype=torch.bfloat16))
+    rotation = weft.Rotation(None, *torch.ones(2, 8, 64))
+    cache = weft.KVCache(*torch.zeros(2, 8, 8, 128, dtype=torch.uint8), *torch.zeros(2, 8, 8))
     vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
     scores = torch.randn(8, 64)
     slots = torch.arange(8)
-    caches = (torch.zeros(2, 8, 8, 128, dtype=torch.uint8).unbind(), torch.zeros(2, 8, 8).unbind())
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -180,32 +182,11 @@ def measure() -> dict[str, float]:
             "clip_grads_ of 32": lambda: weft.clip_grads_(gradients, 1.0, norm=norm),
             "cross_entropy": lambda: weft.cross_entropy(x, target),
             "cross_entropy of each token": lambda: weft.cross_entropy(x, target, reduction="none"),
-            "qkv_prepare": lambda: weft.qkv_prepare(
-                x,
-                heads=16,
-                kv_heads=8,
-                head_dim=128,
-                qk_norm="rms",
-                q_weight=norms[0],
-                k_weight=norms[1],
-                cos=tables[0],
-                sin=tables[1],
-            ),
+            "qkv_prepare": lambda: weft.qkv_prepare(x, heads=heads, norm=head_norm, rotation=rotation),
             "qkv_prepare with a cache": lambda: weft.qkv_prepare(
-                x,
-                heads=16,
-                kv_heads=8,
-                head_dim=128,
-                qk_norm="rms",
-                q_weight=norms[0],
-                k_weight=norms[1],
-                cos=tables[0],
-                sin=tables[1],
-                cache=caches[0],
-                slots=slots,
-                cache_scales=caches[1],
+                x, heads=heads, norm=head_norm, rotation=rotation, cache=cache, slots=slots
             ),
-            "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
+            "rope": lambda: weft.rope(x.view(8, 32, 128), rotation),
             "router_linear": lambda: weft.router_linear(x, vocabulary),
             "route": lambda: weft.route(scores, 8),
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),

@@ -2,6 +2,13 @@
 
 from .glu.glu import glu, glu_backward
 from .gradients import Shards
+from .heads.angles import Rotation
+from .heads.arguments import QKV
+from .heads.cache import KVCache
+from .heads.layout import Heads
+from .heads.norm import HeadNorm
+from .heads.qkv import qkv_prepare
+from .heads.rope import rope
 from .loss.cross_entropy import cross_entropy
 from .loss.linear_cross_entropy import linear_cross_entropy
 from .loss.linear_logprobs import LogProbs, linear_logprobs
@@ -15,13 +22,17 @@ from .multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .quantize import dequantize, quantize
-from .rope import qkv_prepare, rope
 
 __all__ = [
     "CONVENTIONS",
+    "QKV",
     "Convention",
     "CrossEntropy",
+    "HeadNorm",
+    "Heads",
+    "KVCache",
     "LogProbs",
+    "Rotation",
     "Routing",
     "RowMap",
     "Shards",

@@ -143,19 +143,19 @@ class Op(Generic[A, O]):
 
     def into(self, given: O, a: A) -> O:
         """Compute into the tensors of `given`, and into new ones where it has None. Not for autograd."""
-        room = self.allocate(a)
-        outputs = [
-            new if old is None else old
-            for old, new in zip(self.outputs.flatten(given), self.outputs.flatten(room), strict=True)
-        ]
-        filled = self.outputs.build(*outputs)
+        places = self.outputs.flatten(given)
         if self.is_traced(a) or not self.serves(a[0]):
-            for to, value in zip(outputs, self.outputs.flatten(self(a)), strict=True):
-                if to is not None:
-                    to.copy_(value)
-        else:
-            self.launch(filled, a)
-            torch.autograd.graph.increment_version([t for t in self.outputs.flatten(given) if t is not None])
+            outputs = [
+                made if place is None else place.copy_(made)
+                for place, made in zip(places, self.outputs.flatten(self(a)), strict=True)
+            ]
+            return self.outputs.build(*outputs)
+        room = self.outputs.flatten(self.allocate(a))
+        filled = self.outputs.build(
+            *(new if place is None else place for place, new in zip(places, room, strict=True))
+        )
+        self.launch(filled, a)
+        torch.autograd.graph.increment_version([place for place in places if place is not None])
         return filled
 
     def is_traced(self, a: A) -> bool:
@@ -325,9 +325,7 @@ def _gradients(
 ) -> Iterable[Tensor | None]:
     """Gradients of the tensors among the arguments, in order."""
     if op.backward is None:
-        raise RuntimeError(
-            f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
-        )
+        raise _no_derivative(op)
     flat = op.outputs.flatten(grads)
     if all(flat[i] is None for i in op.differentiable_outputs):
         return (None for _ in op.arguments.tensor_names)
@@ -348,6 +346,12 @@ def _gradients(
         wrong = sorted(found.keys() - op.arguments.tensor_name_set)
         raise TypeError(f"weft::{op.name} has no arguments {', '.join(wrong)} to give gradients to")
     return map(found.get, op.arguments.tensor_names)
+
+
+def _no_derivative(op: Op[A, O]) -> RuntimeError:
+    return RuntimeError(
+        f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
+    )
 
 
 def _needs_type(op: Op[A, O]) -> Any:
@@ -391,6 +395,8 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
                 ctx.places = [i for i in places if flat[i] is not None]
 
     def backward_plain(ctx: Any, *grads: Tensor | None) -> Any:
+        if op.backward is None:
+            raise _no_derivative(op)
         flat: list[Tensor | None] = [None] * len(op.outputs.leaves)
         for i, grad in zip(getattr(ctx, "places", places), grads, strict=True):
             flat[i] = grad
@@ -411,7 +417,11 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
     # autograd names the node when the class is made
     function = type(f"weft_{op.name}", (Function,), methods)
-    plain = {"forward": forward_plain, "setup_context": setup_plain, "backward": backward_plain}
+    plain: dict[str, Any] = {
+        "forward": forward_plain,
+        "setup_context": setup_plain,
+        "backward": backward_plain,
+    }
     methods |= {name: staticmethod(method) for name, method in plain.items()}
     return function, type(f"weft_{op.name}", (Function,), methods)
 

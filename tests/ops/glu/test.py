@@ -1,5 +1,5 @@
 """What the options of the gated linear units mean, where PyTorch or a model defines it; experts; quantised gradients;
-and bugs that others shipped. The workloads go through `test_catalogue` as well."""
+and bugs that others shipped. The workloads go through the catalogue as well."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import EPS32, assert_not_worse, check
 from torch import Tensor
+from triton_loom.testing import EPS32, assert_not_worse, check, words
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
+from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
-    bits,
-    check_glu,
-    far_apart,
     near,
+    opcheck,
     own_numbers,
     results,
     run,
     upstreams,
 )
+from tests.catalogue.checks import assert_accurate
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.glu import truth as truth_glu
+from tests.quant.copies import assert_copies, regions
 from weft import QTensor
 from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for
@@ -121,7 +121,7 @@ def test_gpt_oss() -> None:
 
 
 def test_sigmoid_with_alpha() -> None:
-    check_glu(call_of(act="sigmoid", alpha=1.7))
+    assert_accurate("glu", call_of(act="sigmoid", alpha=1.7))
 
 
 def test_layouts_are_one_maths() -> None:
@@ -222,7 +222,7 @@ def test_probabilities() -> None:
     call = call_of(rows=7)
     prob = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
     call = call.with_(prob=prob)
-    check_glu(call)
+    assert_accurate("glu", call)
     y, plain = results(call)["y"], weft.glu(call["x"])
     assert not y[0].count_nonzero()
     assert torch.equal(y[1:5], plain[1:5] * prob[1:5, None].to(BF16))
@@ -242,7 +242,7 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
     """Each expert's rows are those of a call of its own; the padding, full of NaN, is not read, and zero comes out."""
     call = call_of(300, **experts(align, dtype))
     real = torch.zeros(300, dtype=torch.bool)
-    spans = [(s, e) for s, e, _ in truth_glu.regions(300, call["ends"], align) if e > s]
+    spans = [(s, e) for s, e, _ in regions(300, call["ends"], align) if e > s]
     assert len(spans) == 4
     for start, end in spans:
         real[start:end] = True
@@ -257,7 +257,7 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
         wanted = run(alone, {"y": dy[rows]})
         assert_same({k: got[k][rows] for k in wanted}, wanted, f"rows {start} to {end}")
     for name in ("y", "dx", "dprob"):
-        assert not bits(got[name][~real]).count_nonzero(), name
+        assert not words(got[name][~real]).count_nonzero(), name
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     x[last:] = torch.nan
     y = weft.glu(x, prob=call["prob"], ends=call["ends"])
     assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), prob=call["prob"][:last].contiguous()))
-    assert not bits(y[last:]).count_nonzero()
+    assert not words(y[last:]).count_nonzero()
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,9 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     with choosing_for(target):
         q, amax = call()
         got = gradients()
-    truth_glu.assert_copies(q, values["y"], call["ends"], align)
+    assert_copies(q, values["y"], call["ends"], align)
     assert amax == values["y"].abs().max()
-    truth_glu.assert_copies(got.x, wanted["dx"], call["ends"], align)
+    assert_copies(got.x, wanted["dx"], call["ends"], align)
     near(got.prob, truth_glu.glu(call.with_(return_amax=False), dy)["dprob"])
     assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
     assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
@@ -318,7 +318,7 @@ def test_many_experts_in_slots() -> None:
     rows = start + 50
     call = call_of(rows, 128, ends=torch.tensor(ends), align=16, quantize="1x128", columnwise=True)
     call["x"][~real_rows_reference(call["ends"], rows, 16)] = torch.nan
-    truth_glu.assert_copies(call(), own_numbers(call)["y"], call["ends"], 16)
+    assert_copies(call(), own_numbers(call)["y"], call["ends"], 16)
 
 
 # ---- quantised results and gradients -------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_quantized_gradients(format: str) -> None:
         values = own_numbers(gradients)
         for name, got in results(gradients).items():
             if isinstance(got, QTensor):
-                truth_glu.assert_copies(got, values[name])
+                assert_copies(got, values[name])
         alone = gradients.with_(rowwise=False)()
         assert alone.x.rowwise is None
         assert torch.equal(
@@ -366,7 +366,7 @@ def test_amax_is_that_of_y(format: str) -> None:
     y = weft.glu(x, out_dtype=torch.float32)
     q, amax = weft.glu(x, quantize=format, columnwise=True, return_amax=True)
     assert amax == y.abs().max()
-    truth_glu.assert_copies(q, y)
+    assert_copies(q, y)
     if format == "tensor":
         q, amax = weft.glu(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
         assert amax == y.abs().max()
@@ -381,7 +381,7 @@ def test_codes_do_not_depend_on_the_copies() -> None:
     assert_same({"q": rows.rowwise.data}, {"q": both.rowwise.data}, "row-wise alone")
     assert_same({"q": cols.columnwise.data}, {"q": both.columnwise.data}, "column-wise alone")
     rounded = weft.quantize(weft.glu(x), "1x128")
-    assert (bits(rounded.rowwise.data) != bits(both.rowwise.data)).any()
+    assert (words(rounded.rowwise.data) != words(both.rowwise.data)).any()
 
 
 # ---- layouts, sizes, offsets ---------------------------------------------------------------------------
@@ -418,10 +418,10 @@ def test_layout(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) ->
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 3), (129, 16), (3, 1025), (2, 2049)])
 def test_sizes(rows: int, cols: int) -> None:
-    check_glu(call_of(rows, cols))
+    assert_accurate("glu", call_of(rows, cols))
     if rows * cols < 4000:
         call = call_of(rows, cols, quantize="mx", columnwise=True)
-        truth_glu.assert_copies(call(), own_numbers(call)["y"])
+        assert_copies(call(), own_numbers(call)["y"])
 
 
 def test_no_columns_and_no_rows() -> None:
@@ -496,8 +496,7 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     call = call_of(300, 96, **experts(16), **options)
     if op == "glu_backward":
         call = backward_of(call, draw(300, 96), **options)
-    (args,) = arguments_of(call, op)[0]
-    torch.library.opcheck(weft.catalogue[op].overload, weft.catalogue[op].arguments.flatten(args))
+    opcheck(op, arguments_of(call, op, run if op == "glu" else results)[0])
 
 
 def grouped(x: Tensor, prob: Tensor, up: Tensor) -> Any:

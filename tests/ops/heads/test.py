@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,25 +11,18 @@ import pytest
 import torch
 import triton_loom
 from torch import Tensor
+from triton_loom.testing import words
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
-    assert_same,
-    backward,
-    bits,
-    constant,
-    expanded,
-    far_apart,
-    near,
-    results,
-    run,
-    upstreams,
-)
-from tests.ops.heads.truth import TRUTHS
+from tests.catalogue.calls import arguments_of, assert_same, backward, near, opcheck, results, run, upstreams
+from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
+from tests.ops.heads.truth import TRUTHS, spelled_out, spelled_rope
 from tests.quant import oracle
+from weft.ops.heads.layout import with_neighbours
 from weft.runtime import choosing_for
 from weft.workloads import Call
+
+HEADS, TURNED = weft.Heads(q=4, kv=2, dim=24), weft.Rotation(1e4)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -57,9 +51,7 @@ def packed(
     options = {name: value for name, value in options.items() if (name, value) != ("rope_dim", 0)}
     if v_dim is not None:
         options["v_dim"] = v_dim
-    return Call(
-        weft.qkv_prepare, {**kwargs, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, **options}
-    )
+    return Call(spelled_out, {**kwargs, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, **options})
 
 
 def check(call: Call) -> dict[str, Tensor]:
@@ -67,7 +59,7 @@ def check(call: Call) -> dict[str, Tensor]:
     call = call.requiring_grad()
     outputs = results(call)
     gradients = upstreams(outputs)
-    expected = TRUTHS[call.function.__name__](call, gradients)
+    expected = TRUTHS["rope" if call.function is spelled_rope else "qkv_prepare"](call, gradients)
     got = {**outputs, **backward(call, outputs, gradients)}
     assert set(got) == set(expected)
     for name, wanted in expected.items():
@@ -86,7 +78,7 @@ def test_angles_are_those_of_fp64(first: int, base: float) -> None:
     positions = first + torch.arange(64)
     x = torch.zeros(64, 1, dim)
     x[..., : dim // 2] = 1.0
-    y = weft.rope(x, positions=positions, base=base).double()[:, 0]
+    y = spelled_rope(x, positions=positions, base=base).double()[:, 0]
     inverse = base ** (-2.0 * torch.arange(dim // 2).double() / dim)
     angle = positions.double()[:, None] * inverse
     # The truth itself is off by an ulp of float64 of an angle of 2^31.
@@ -102,7 +94,7 @@ def test_small_angles_keep_their_digits() -> None:
     """Relative to the sine, which is small for slow pairs."""
     x = torch.zeros(512, 1, 128)
     x[..., :64] = 1.0
-    sin = weft.rope(x, base=1e6).double()[:, 0, 64:]
+    sin = spelled_rope(x, base=1e6).double()[:, 0, 64:]
     wanted = (torch.arange(512).double()[:, None] * 1e6 ** (-torch.arange(64).double() / 64)).sin()
     assert ((sin - wanted).abs() <= 2.0**-22 * wanted.abs() + 2.0**-40).all()
 
@@ -115,6 +107,67 @@ def test_a_base_and_its_table_agree() -> None:
     by_base = packed(positions=positions, qk_norm="rms", dtype=torch.float32, base=1e4)()
     for a, b in zip(by_table, by_base, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def inverse_frequencies(kind: str, dim: int) -> tuple[Tensor, float]:
+    """As transformers' modeling_rope_utils computes them: (angle per position in fp64, attention factor)."""
+    base, factor, original = 5e5, 8.0, 256
+    plain = 1.0 / base ** (torch.arange(0, dim, 2).double() / dim)
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "ntk":
+        return 1.0 / (base * factor ** (dim / (dim - 2))) ** (torch.arange(0, dim, 2).double() / dim), 1.0
+    if kind == "llama3":
+        low, high = 1.0, 4.0
+        wavelength = 2 * math.pi / plain
+        smooth = (original / wavelength - low) / (high - low)
+        between = (1 - smooth) * plain / factor + smooth * plain
+        slowed = torch.where(wavelength > original / low, plain / factor, plain)
+        is_between = ~(wavelength < original / high) & ~(wavelength > original / low)
+        return torch.where(is_between, between, slowed), 1.0
+    fast, slow = (dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base)) for n in (32.0, 1.0))
+    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
+    kept = 1 - ((torch.arange(dim // 2).double() - fast) / (slow - fast)).clamp(0, 1)
+    return plain / factor * (1 - kept) + plain * kept, 0.1 * math.log(factor) + 1.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+def test_scaled_rotations(kind: str) -> None:
+    """The angles of transformers, and tables of them give the same; forward and backward."""
+    dim, base = 64, weft.Rotation(5e5)
+    rotation = {
+        "linear": lambda: base.linear(8.0),
+        "ntk": lambda: base.ntk(8.0),
+        "yarn": lambda: base.yarn(8.0, 256),
+        "llama3": lambda: base.llama3(8.0, 256),
+    }[kind]()
+    frequencies, magnitude = inverse_frequencies(kind, dim)
+    angle = torch.arange(300).double()[:, None] * frequencies
+    cos, sin = (magnitude * angle.cos()).float(), (magnitude * angle.sin()).float()
+    found = []
+    for turned in (rotation, weft.Rotation(cos=cos, sin=sin)):
+        x = normal(300, 2, dim, dtype=torch.float32).requires_grad_()
+        y = weft.rope(x, turned)
+        (dx,) = torch.autograd.grad(y, x, normal(300, 2, dim, seed=1, dtype=torch.float32))
+        with weft.backend("reference"):
+            torch.testing.assert_close(weft.rope(x, turned), y, rtol=1e-5, atol=1e-5)
+        found.append((y, dx))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    plain = weft.rope(x, base)
+    assert (plain - found[0][0]).abs().max() > 0.1
+
+
+def test_a_rotation_is_scaled_once_and_by_numbers() -> None:
+    base = weft.Rotation(1e4)
+    with pytest.raises(ValueError, match="scaled already"):
+        base.ntk(2.0).ntk(2.0)
+    with pytest.raises(ValueError, match="positive and finite"):
+        base.linear(0.0)
+    with pytest.raises(TypeError, match="must be a number"):
+        base.ntk("2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="by tables cannot be scaled"):
+        weft.Rotation(**table(3, half=2)).linear(2.0)  # type: ignore[arg-type]
 
 
 def test_a_position_without_a_row_is_nan() -> None:
@@ -247,7 +300,7 @@ def apart(layout: str = "bshd", **options: Any) -> Call:
     heads = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (5, 4)}[layout]
     few = tuple(2 if size == 4 else size for size in heads)
     kwargs = {"qkv": normal(*heads, 24), "k": normal(*few, 24, seed=1), "v": normal(*few, 10, seed=2)}
-    return Call(weft.qkv_prepare, {**kwargs, **table(5, half=12), "layout": layout, **options})
+    return Call(spelled_out, {**kwargs, **table(5, half=12), "layout": layout, **options})
 
 
 @pytest.mark.parametrize(
@@ -293,8 +346,8 @@ def test_packed_sequences_are_their_parts(angles: str) -> None:
     x = normal(tokens, 8 * 24)
     positions = torch.cat([torch.arange(n) for n in lengths]).int()
     options = {"heads": 4, "kv_heads": 2, "head_dim": 24, **given}
-    whole = weft.qkv_prepare(x, positions=positions, **options)
-    parts = [weft.qkv_prepare(part, **options) for part in x.split(lengths)]
+    whole = spelled_out(x, positions=positions, **options)
+    parts = [spelled_out(part, **options) for part in x.split(lengths)]
     for i, got in enumerate(whole):
         assert torch.equal(got, torch.cat([part[i] for part in parts]))
 
@@ -333,7 +386,7 @@ def test_three_axes(angles: str, target: str) -> None:
     assert torch.equal(same[0], call.with_(positions=positions[0], mrope_sections=None)()[0])
     check(
         Call(
-            weft.rope,
+            spelled_rope,
             {"x": normal(5, 3, 24), "positions": positions[:, 1], "mrope_sections": (0, 12, 0), **given},
         )
     )
@@ -351,39 +404,41 @@ def test_three_axes(angles: str, target: str) -> None:
     ids=str,
 )
 def test_rope(options: dict[str, Any]) -> None:
-    check(Call(weft.rope, {"x": normal(3, 4, 5, 24), **options}))
-    check(Call(weft.rope, {"x": normal(5, 1, 24), **{k: v for k, v in options.items() if "layout" not in k}}))
+    check(Call(spelled_rope, {"x": normal(3, 4, 5, 24), **options}))
+    check(
+        Call(spelled_rope, {"x": normal(5, 1, 24), **{k: v for k, v in options.items() if "layout" not in k}})
+    )
 
 
 def test_rope_is_that_of_qkv_prepare() -> None:
     q, k, v = packed()()
     x = packed()["qkv"].unflatten(-1, (8, 24))
     tables = table(5, half=12)
-    assert torch.equal(weft.rope(x[:, :, :4], **tables), q)
-    assert torch.equal(weft.rope(x[:, :, 4:6], **tables), k)
+    assert torch.equal(spelled_rope(x[:, :, :4], **tables), q)
+    assert torch.equal(spelled_rope(x[:, :, 4:6], **tables), k)
     assert torch.equal(x[:, :, 6:], v)
 
 
 def test_rotations_keep_lengths_and_can_be_undone() -> None:
     x = normal(2, 50, 3, 64, dtype=torch.float32).requires_grad_()
-    y = weft.rope(x, base=1e4)
+    y = spelled_rope(x, base=1e4)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(weft.rope(y, base=1e4, inverse=True), x)
+    torch.testing.assert_close(spelled_rope(y, base=1e4, inverse=True), x)
     gradient = normal(*y.shape, seed=1, dtype=torch.float32)
     (dx,) = torch.autograd.grad(y, x, gradient)
-    assert torch.equal(dx, weft.rope(gradient, base=1e4, inverse=True))
+    assert torch.equal(dx, spelled_rope(gradient, base=1e4, inverse=True))
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
     x = normal(1, 1, 1, 64, dtype=torch.float32).expand(1, 9, 1, 64)
-    far = weft.rope(x, base=1e4, positions=torch.arange(9) + (1 << 20))[0, :, 0]
-    close = weft.rope(x, base=1e4)[0, :, 0]
+    far = spelled_rope(x, base=1e4, positions=torch.arange(9) + (1 << 20))[0, :, 0]
+    close = spelled_rope(x, base=1e4)[0, :, 0]
     torch.testing.assert_close(far @ far.T, close @ close.T, rtol=1e-5, atol=1e-4)
 
 
 def test_a_rotation_has_second_derivatives() -> None:
     x = normal(3, 2, 24, dtype=torch.float32).requires_grad_()
-    (dx,) = torch.autograd.grad(weft.rope(x, base=1e4).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(spelled_rope(x, base=1e4).square().sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.sum(), x)
     torch.testing.assert_close(ddx, torch.full_like(x, 2.0))
     call = packed().requiring_grad()
@@ -438,12 +493,10 @@ def test_layout_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
 
 def test_gradients_of_one_number_are_not_copied() -> None:
     """What sum().backward() sends back."""
-    from weft.ops.rope import _unit
-
     whole = normal(2, 5, 4, 24)
-    assert _unit(constant(whole)).untyped_storage().nbytes() == 2 * 24
-    assert _unit(expanded(whole)).stride(0) == 0
-    assert _unit(whole) is whole
+    assert with_neighbours(constant(whole)).untyped_storage().nbytes() == 2 * 24
+    assert with_neighbours(expanded(whole)).stride(0) == 0
+    assert with_neighbours(whole) is whole
 
 
 @pytest.mark.parametrize("given", [g for g in itertools.product([False, True], repeat=4) if any(g)])
@@ -499,7 +552,7 @@ def test_offsets_have_64_bits() -> None:
     """Bug A5: rows so far apart that 32 bits do not reach."""
     x = far_apart(4, 8 * 24)
     call = Call(
-        weft.qkv_prepare, {"qkv": x, "heads": 4, "kv_heads": 2, "head_dim": 24, "base": 1e4, "qk_norm": "rms"}
+        spelled_out, {"qkv": x, "heads": 4, "kv_heads": 2, "head_dim": 24, "base": 1e4, "qk_norm": "rms"}
     )
     assert_same(run(call), run(call.with_(qkv=x.contiguous())), "far apart")
 
@@ -541,11 +594,12 @@ def test_values(scale: float) -> None:
 
 
 def prepared(qkv: Tensor, weight: Tensor, positions: Tensor) -> Any:
-    q, k, v = weft.qkv_prepare(
-        qkv, heads=4, kv_heads=2, head_dim=24, qk_norm="rms", q_weight=weight, k_weight=weight, base=1e4,
-        positions=positions, out_layout="thd",
+    """With objects from outside of the function, and one that is made in it."""
+    q, k, v, _ = weft.qkv_prepare(
+        qkv, heads=HEADS, norm=weft.HeadNorm("rms", weight, weight), rotation=TURNED, positions=positions,
+        out_layout="thd",
     )  # fmt: skip
-    return weft.rope(q, base=1e4, inverse=True), k, v
+    return weft.rope(q, weft.Rotation(1e4), inverse=True), k, v
 
 
 @pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -563,33 +617,16 @@ def test_compiled_is_eager(how: str) -> None:
 
 
 def test_opcheck() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
-
     for make in (everything, apart):
-        call = make().requiring_grad()
-        torch.library.opcheck(weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare")[0])
-    call = Call(weft.rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
-    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope")[0])
+        opcheck("qkv_prepare", arguments_of(make().requiring_grad(), "qkv_prepare", results)[0])
+    call = Call(spelled_rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
+    opcheck("rope", arguments_of(call, "rope", results)[0])
 
 
-def test_opcheck_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.runtime.ops import Op
-
-    seen: list[tuple[Any, ...]] = []
-    original = Op.__call__
-
-    def spy(self: Any, *args: Any) -> Any:
-        seen.extend([args] * (self.name == "qkv_prepare_backward"))
-        return original(self, *args)
-
-    monkeypatch.setattr(Op, "__call__", spy)
+def test_opcheck_of_backward() -> None:
     for call in (everything(), apart("thd")):
-        run(call)
-    monkeypatch.undo()
-    for args in seen:
-        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-        torch.library.opcheck(weft.catalogue["qkv_prepare_backward"].overload, args)
-    assert len(seen) == 2
+        (a,) = arguments_of(call, "qkv_prepare_backward")
+        opcheck("qkv_prepare_backward", a)
 
 
 def test_gradcheck_of_the_reference() -> None:
@@ -640,10 +677,10 @@ def check_held(call: Call, tokens: list[Tensor]) -> None:
     """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
     slots = call["slots"].flatten().tolist()
     for got, wanted in zip(flat(call), tokens, strict=True):
-        raw = bits(got).view(len(got), -1)
-        whole = bits(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        raw = words(got).view(len(got), -1)
+        whole = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
         expected = whole.view(raw.dtype).view(raw.shape).clone()
-        for slot, token in zip(slots, bits(wanted).view(len(slots), -1), strict=True):
+        for slot, token in zip(slots, words(wanted).view(len(slots), -1), strict=True):
             if 0 <= slot < len(raw):
                 expected[slot] = token
         assert torch.equal(raw, expected)
@@ -688,6 +725,58 @@ def test_cache(options: dict[str, Any], fp8: bool, how: str) -> None:
     check_held(call, expected_tokens(call))
     plain = call.with_(cache=None, slots=None, cache_scales=None)
     assert_same(dict(zip("qkvg", got, strict=False)), dict(zip("qkvg", plain(), strict=False)), "results")
+
+
+@pytest.mark.parametrize("scale", [0.02, 1e-3, torch.inf])
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_cache_with_one_scale(target: str, scale: float) -> None:
+    """vLLM's form: codes of x / scale, with a scale for k and one for v that are read; saturated."""
+    call = packed(qk_norm="rms", base=1e4, v_dim=10)
+    codes = [torch.full((16, 2, dim), ODD, dtype=torch.uint8) for dim in (24, 10)]
+    scales = (torch.tensor(scale), torch.tensor([2 * scale]))
+    with choosing_for(target):
+        wide = call.with_(qkv=call["qkv"].float(), out_layout="thd")()
+        got = call.with_(cache=codes, cache_scales=scales, slots=SLOTS)()
+        assert_same(dict(enumerate(got)), dict(enumerate(call())), "results")
+    again = [torch.full_like(t, ODD) for t in codes]
+    with weft.backend("reference"):
+        call.with_(cache=again, cache_scales=scales, slots=SLOTS)()
+    for heads, cache, other, d in zip(wide[1:3], codes, again, scales, strict=True):
+        wanted = (heads / d).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        expected = torch.full_like(cache, ODD)
+        for slot, token in zip(SLOTS.flatten().tolist(), wanted, strict=True):
+            if 0 <= slot < 16:
+                expected[slot] = token
+        assert torch.equal(cache, expected)
+        # The reference may round the fp32 numbers before them otherwise, which a code can show.
+        assert ((cache.int() - other.int()).abs() <= 1).all()
+
+
+@pytest.mark.parametrize("fp8", [None, "head", "tensor"])
+def test_cache_without_v(fp8: str | None) -> None:
+    """The latent of MLA: k alone is kept, of a packed projection too."""
+    call = packed(qk_norm="rms", base=1e4)
+    both = held(call, fp8 == "head", "slots")
+    if fp8 == "tensor":
+        cache = tuple(torch.full((16, 2, 24), ODD, dtype=torch.uint8) for _ in "kv")
+        both = call.with_(cache=cache, cache_scales=(torch.tensor(0.02),) * 2, slots=SLOTS)
+    both()
+    alone = [
+        torch.full_like(words(t), ODD * (1 if t.element_size() == 1 else 0x101)) for t in both["cache"][:1]
+    ]
+    cache = alone[0].view(both["cache"][0].dtype)
+    scales = [t.clone() for t in (both["cache_scales"] or ())[:1]]
+    if fp8 == "head":
+        scales[0].zero_()
+    for backend in ("auto", "reference"):
+        with weft.backend(backend):  # type: ignore[arg-type]
+            kept = weft.KVCache(cache, None, *scales)
+            norm = weft.HeadNorm("rms", call["q_weight"], call["k_weight"])
+            weft.qkv_prepare(call["qkv"], heads=HEADS, norm=norm, rotation=TURNED, cache=kept, slots=SLOTS)
+        written = [slot for slot in SLOTS.flatten().tolist() if 0 <= slot < 16]
+        near_codes = (words(cache)[written].int() - words(both["cache"][0])[written].int()).abs()
+        assert (near_codes <= (backend == "reference")).all()
+        assert torch.equal(words(cache)[2], words(both["cache"][0])[2]), "nobody wrote to it"
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
@@ -768,10 +857,10 @@ def test_offsets_in_a_cache_have_64_bits() -> None:
 def test_nothing_is_cached(size: dict[str, int]) -> None:
     call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
     assert call()[1].numel() == 0
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(call))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(call))
     empty = held(packed(), False)
     empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(empty))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(empty))
 
 
 def test_caches_are_written_in_the_open() -> None:
@@ -791,10 +880,8 @@ def test_caches_are_written_in_the_open() -> None:
 
 def cached_step(qkv: Tensor, slots: Tensor, kv: Tensor, scales: Tensor | None) -> Any:
     """k and v of a cache are views of one tensor."""
-    q, k, v = weft.qkv_prepare(
-        qkv, heads=4, kv_heads=2, head_dim=24, base=1e4, cache=(kv[:, 0], kv[:, 1]), slots=slots,
-        cache_scales=None if scales is None else (scales[:, 0], scales[:, 1]),
-    )  # fmt: skip
+    cache = weft.KVCache(kv[:, 0], kv[:, 1], *(() if scales is None else (scales[:, 0], scales[:, 1])))
+    q, k, v, _ = weft.qkv_prepare(qkv, heads=HEADS, rotation=TURNED, cache=cache, slots=slots)
     return q + 1, k, v, kv.float().sum() if scales is None else scales.sum()
 
 
@@ -809,40 +896,41 @@ def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
         scales = torch.zeros(4, 2, 4, 2) if fp8 else None
         outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
         found.append({str(i): t for i, t in enumerate(outputs)})
-    assert bits(found[0]["4"]).count_nonzero()
+    assert words(found[0]["4"]).count_nonzero()
     assert_same(found[1], found[0], "compiled")
 
 
 def test_opcheck_of_a_cache() -> None:
-    from tests.catalogue.test_catalogue import arguments_of
-
     for fp8 in (False, True):
         call = held(packed(qk_norm="rms"), fp8, "slots")
         for t in (*call["cache"], *(call["cache_scales"] or ())):
             t.zero_()
-        args = arguments_of(call, "qkv_prepare_cached")[0]
-        torch.library.opcheck(weft.catalogue["qkv_prepare_cached"].overload, args)
+        opcheck("qkv_prepare_cached", arguments_of(call, "qkv_prepare_cached", results)[0])
 
 
 @pytest.mark.parametrize(
     ("fp8", "changed", "message"),
     [
-        (False, {"cache": None}, "go with cache"),
+        (False, {"cache": None}, "go with a cache"),
         (False, {"slots": None}, "slots="),
         (False, {"slots": SLOTS.float()}, "slots must be"),
         (False, {"slots": SLOTS.t()}, "slots must have the shape"),
-        (False, {"cache_scales": (torch.zeros(4, 4, 2),) * 2}, "caches must be"),
-        (True, {"cache_scales": None}, "caches must be"),
+        (False, {"cache_scales": (torch.zeros(4, 4, 2),) * 2}, "goes with scales, and another without"),
+        (True, {"cache_scales": None}, "goes with scales, and another without"),
+        (True, {"cache_scales": (torch.zeros(4, 4, 2),)}, "a scale each"),
         (True, {"cache_scales": (torch.zeros(4, 4, 3),) * 2}, "k_scale must be"),
         (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.zeros(4, 4, 2).bfloat16())}, "v_scale must be"),
+        (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.ones(1))}, "both have one number"),
         (
             False,
             {"cache": (torch.zeros(4, 4, 2, 24).bfloat16(), torch.zeros(3, 4, 2, 24))},
-            "v_cache must be",
+            "as many slots",
         ),
-        (False, {"cache": (torch.zeros(4, 4, 2, 23).bfloat16(),) * 2}, "k_cache must be"),
+        (False, {"cache": (torch.zeros(4, 4, 2, 24).bfloat16(), torch.zeros(4, 4, 2, 24))}, "one dtype"),
+        (False, {"cache": (torch.zeros(4, 4, 2, 23).bfloat16(),) * 2}, "k of the cache must be"),
         (False, {"cache": (torch.zeros(4, 4, 24, 2).bfloat16().mT,) * 2}, "last stride"),
-        (False, {"cache": (torch.zeros(4, 4, 2, 24).half(),) * 2}, "caches must be"),
+        (False, {"cache": (torch.zeros(4, 4, 2, 24).half(),) * 2}, "a cache must be"),
+        (False, {"cache": (torch.zeros(2, 24).bfloat16(),) * 2}, "k of a cache must be"),
     ],
     ids=str,
 )
@@ -859,11 +947,13 @@ def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"heads": 5}, "columns"),
-        ({"head_dim": None}, "head_dim="),
+        ({"heads": 6}, "columns"),
+        ({"heads": 5}, "multiple of kv"),
+        ({"heads": None}, "heads=weft.Heads"),
+        ({"head_dim": -1}, "at least 1"),
         ({"packing": "pairs"}, "packing"),
-        ({"qk_norm": "batch"}, "qk_norm"),
-        ({"q_weight": torch.ones(24)}, "goes with qk_norm"),
+        ({"qk_norm": "batch"}, "kind of a HeadNorm"),
+        ({"qk_norm": "rms", "eps": -1.0}, "eps must be"),
         ({"qk_norm": "rms", "q_weight": torch.ones(23)}, "q_weight must have the shape"),
         ({"cos": None}, "together"),
         ({"base": 1e4}, "together"),
@@ -875,12 +965,13 @@ def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
         ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions must have the shape"),
         ({"mrope_sections": (4, 4, 4)}, "positions"),
         ({"mrope_sections": (4, 4, 5)}, "three parts"),
+        ({"mrope_sections": (4, 4)}, "three numbers"),
         ({"layout": "bhsd"}, "packed"),
         ({"layout": "bsd"}, "layout must be"),
         ({"out_layout": "bsd"}, "out_layout"),
         ({"v": torch.ones(2, 5, 2, 24)}, "without k"),
-        ({"k": torch.ones(2, 5, 2, 24).bfloat16()}, "tensors have|dimensions"),
-        ({"cos": None, "sin": None, "rope_dim": 4}, "need tables"),
+        ({"k": torch.ones(2, 5, 2, 24).bfloat16()}, "dimensions"),
+        ({"cos": None, "sin": None, "positions": torch.zeros(5, dtype=torch.int64)}, "go with a rotation"),
         ({"qkv": torch.ones(2, 5, 192, dtype=torch.int32)}, "must be bfloat16"),
     ],
     ids=str,
@@ -892,15 +983,18 @@ def test_wrong_calls(changed: dict[str, Any], message: str) -> None:
 
 def test_wrong_calls_of_rope() -> None:
     x = normal(2, 5, 3, 24)
-    with pytest.raises(ValueError, match="needs tables"):
-        weft.rope(x)
+    with pytest.raises(ValueError, match="a rotation is needed"):
+        spelled_rope(x)
     with pytest.raises(ValueError, match="does not go with"):
-        weft.rope(x, base=1e4, out_layout="thd")
+        spelled_rope(x, base=1e4, out_layout="thd")
     with pytest.raises(ValueError, match="dimensions"):
-        weft.rope(x[0, 0], base=1e4)
+        spelled_rope(x[0, 0], base=1e4)
     with pytest.raises(ValueError, match="positive"):
-        weft.rope(x, base=-1.0)
+        spelled_rope(x, base=-1.0)
     with pytest.raises(ValueError, match="does not go with q"):
         apart().with_(v=normal(2, 4, 2, 10))()
-    with pytest.raises(ValueError, match="heads=3"):
-        apart().with_(heads=3)()
+    with pytest.raises(ValueError, match="q=6, but the tensors have 4"):
+        apart().with_(heads=6)()
+    for wrong in ({"heads": 4}, {"norm": "rms"}, {"rotation": 1e4}, {"cache": (x, x)}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be a weft"):
+            weft.qkv_prepare(normal(2, 5, 192), **{"heads": HEADS, **wrong})

@@ -5,17 +5,106 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.norm.truth import ROUNDINGS, Near, arguments
 from tests.quant import oracle
+from tests.support.truth import ROUNDINGS, Near, arguments
 from weft.workloads import Call
-from weft.workloads.rope import PAGE
+from weft.workloads.heads import PAGE, prepare, prepare_cached, rotate
 
 FEW = ROUNDINGS * EPS32
 NAMES = ("y", "output1", "output2", "output3")
+
+
+# ---- the objects of a call, spelled out: a test changes one of many arguments --------------------------------
+
+
+def spelled_out(
+    qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, heads: int | None = None,
+    kv_heads: int | None = None, head_dim: int | None = None, v_dim: int | None = None, packing: Any = "flat",
+    gate: bool = False, qk_norm: Any = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None, k_bias: Tensor | None = None, eps: float | None = 1e-6, weight_offset: float = 0.0,
+    norm_after: bool = False, cos: Tensor | None = None, sin: Tensor | None = None, positions: Tensor | None = None,
+    base: float | None = None, scaling: str = "", rope_dim: int | None = None, style: Any = "neox",
+    rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None,
+    cache: Any = None, slots: Tensor | None = None, cache_scales: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`weft.qkv_prepare`, and its results that there are."""
+    cut = None
+    if heads is not None or gate:
+        at = {"bhsd": 1, "thd": 1}.get(layout, 2)
+        cut = weft.Heads(
+            q=qkv.shape[at] if heads is None else heads, kv=kv_heads or 0 if k is None else k.shape[at],
+            dim=head_dim or (24 if k is None else k.shape[-1]), v_dim=v_dim or (0 if v is None else v.shape[-1]),
+            packing=packing, gate=gate,
+        )  # fmt: skip
+    found = weft.qkv_prepare(
+        qkv, k, v, heads=cut,
+        norm=None if qk_norm is None else weft.HeadNorm(
+            qk_norm, q_weight, k_weight, q_bias, k_bias, eps, weight_offset, norm_after
+        ),
+        rotation=rotation_of(cos, sin, base, rope_dim, style, rope_first, mrope_sections, scaling), positions=positions,
+        cache=None if cache is None else weft.KVCache(*cache, *(cache_scales or ())), slots=slots, layout=layout,
+        out_layout=out_layout,
+    )  # fmt: skip
+    return tuple(t for t in found if t is not None)
+
+
+def spelled_rope(
+    x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, positions: Tensor | None = None,
+    base: float | None = None, scaling: str = "", rope_dim: int | None = None, style: Any = "neox",
+    rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None,
+    inverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """`weft.rope`."""
+    rotation = rotation_of(cos, sin, base, rope_dim, style, rope_first, mrope_sections, scaling)
+    return weft.rope(
+        x, rotation, positions=positions, layout=layout, out_layout=out_layout, inverse=inverse  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def rotation_of(
+    cos: Tensor | None, sin: Tensor | None, base: float | None, dim: int | None, style: Any, first: bool, sections: Any,
+    scaling: str,
+) -> weft.Rotation | None:  # fmt: skip
+    if cos is None and sin is None and base is None:
+        return None
+    return weft.Rotation(base, cos, sin, dim, style, first, sections, scaling)
+
+
+def spelled(call: Call) -> dict[str, Any]:
+    """The arguments of a call of `spelled_out` or of a workload, with the names of the former."""
+    if call.function not in (prepare, prepare_cached, rotate):
+        return arguments(call)
+    a = dict(call.kwargs)
+    heads, norm, rotation = a.pop("heads", None), a.pop("norm", {}), a.pop("rotation")
+    made = {
+        **a.pop("layouts"),
+        **(
+            {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim, "v_dim": heads.v_dim}
+            if heads
+            else {}
+        ),
+        **({"packing": heads.packing, "gate": heads.gate} if heads else {}),
+        **({"qk_norm": norm["kind"]} if norm else {}),
+        "weight_offset": norm.get("weight_offset", 0.0),
+        "norm_after": norm.get("after_rotation", False),
+        "base": rotation.get("base"),
+        "rope_dim": rotation["dim"],
+        "style": rotation.get("style", "neox"),
+        "rope_first": rotation.get("first", True),
+        "mrope_sections": rotation.get("sections"),
+    }
+    if call.function is rotate:
+        del made["weight_offset"], made["norm_after"]
+        return arguments(Call(spelled_rope, {**a, **made}))
+    a.pop("slots", None)
+    return arguments(Call(spelled_out, {**a, **made}))
+
+
+# ---- the truth -----------------------------------------------------------------------------------------------
 
 
 def places(a: dict[str, Any]) -> dict[str, Tensor]:
@@ -72,6 +161,7 @@ def angles(a: dict[str, Any], rope_dim: int, batch: int, tokens: int) -> tuple[T
             where = given.view(-1, tokens).expand(batch, tokens)[..., None].expand(batch, tokens, half)
     if a["base"] is not None:
         angle = where.double() * a["base"] ** (-2.0 * torch.arange(half).double() / rope_dim)
+        assert not a["scaling"], "see the tests of scaled rotations"
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
     found = []
     for table in (a["cos"], a["sin"]):
@@ -171,7 +261,7 @@ class Head:
 
 
 def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    a = arguments(call)
+    a = spelled(call)
     apart = a["k"] is not None
     leaves = {
         name: a[name].detach().double().requires_grad_()
@@ -237,50 +327,35 @@ def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
 def qkv_prepare_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """As the autograd engine calls it."""
     a = call.kwargs
-    dim, heads, kv_heads = a["head_dim"], a["heads"], a["kv_heads"]
-    width = heads * dim * (1 + a["gate"]) + kv_heads * (dim + a["v_dim"])
+    cut = a["cut"]
     upstream = {
         name: a[d] for name, d in zip(NAMES, ("dq", "dk", "dv", "dgate"), strict=True) if a[d] is not None
     }
-    tokens = as_canonical(a["dq"], a["out_layout"], a["batch"]).shape[1]
-    x = torch.zeros(a["batch"], tokens, width) if a["x"] is None else a["x"]
+    tokens = as_canonical(a["dq"], cut.out_layout, a["batch"]).shape[1]
+    x = torch.zeros(a["batch"], tokens, cut.width) if a["x"] is None else a["x"]
+    vectors = {name: a[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias") if name in a}
+    angles = {name: a[name] for name in ("cos", "sin", "positions") if name in a}
     forward = Call(
-        weft.qkv_prepare,
+        prepare,
         {
             "qkv": x,
-            **{
-                name: a[name]
-                for name in (
-                    *(
-                        "q_weight",
-                        "k_weight",
-                        "q_bias",
-                        "k_bias",
-                        "cos",
-                        "sin",
-                        "positions",
-                        "eps",
-                        "weight_offset",
-                    ),
-                    *("heads", "kv_heads", "head_dim", "v_dim", "packing", "gate", "layout", "out_layout"),
-                    *("norm_after", "rope_dim", "style", "rope_first"),
-                )
-            },
-            "qk_norm": None if a["norm"] == "none" else a["norm"],
-            "base": a["base"] or None,
+            "heads": weft.Heads(
+                q=cut.q, kv=cut.kv, dim=cut.dim, v_dim=cut.v_dim, packing=cut.packing, gate=cut.gate
+            ),
+            "norm": a["norm"],
+            "rotation": a["rotation"],
+            "layouts": {"layout": cut.layout, "out_layout": cut.out_layout},
+            **vectors,
+            **angles,
         },
     )
     found = qkv_prepare(forward, upstream)
-    wanted = ["qkv", "q_weight", "k_weight", "q_bias", "k_bias"]
-    needed = [name for name, need in zip(wanted, a["needs"], strict=True) if need]
-    return {
-        ("y", "output1", "output2", "output3", "output4")[i]: found[f"d{name}"]
-        for i, name in enumerate(needed)
-    }
+    names = ("y", "output1", "output2", "output3", "output4")
+    return {name: found[f"d{of}"] for name, of in zip(names, ("qkv", *vectors), strict=False)}
 
 
 def rope(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    a = {**arguments(call), "norm_after": False, "qk_norm": None}
+    a = {**spelled(call), "norm_after": False, "qk_norm": None}
     layout = "thd" if a["x"].dim() == 3 else a["layout"]
     out_layout = a["out_layout"] or layout
     leaf = a["x"].detach().double().requires_grad_()
@@ -309,7 +384,7 @@ def rope(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
 def qkv_prepare_cached(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """Of a workload: results as without a cache; codes and scales from its own fp32 numbers, each token in its slot."""
     slots = call["slots"].long()
-    plain = Call(weft.qkv_prepare, {name: value for name, value in call.kwargs.items() if name != "slots"})
+    plain = Call(prepare, {name: value for name, value in call.kwargs.items() if name != "slots"})
     found = qkv_prepare(plain, gradients)
     wide = plain.with_(qkv=plain["qkv"].float())()
     pages = -(-len(slots) // PAGE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 FILE, MAP = "ops/moe/permute_kernels.py", "ops/moe/row_map.py"
-P, C = "ops/moe/test_permute.py::", "catalogue/test_catalogue.py::"
+P, C = "ops/moe/test_permute.py::", "catalogue/test_workloads.py::"
 
 
 def accuracy(name: str) -> str:

@@ -15,7 +15,7 @@ BF16_WEIGHT = f"{R}test_dtypes_on[x_dtype1-weight_dtype1-cpu]"
 SHARED = f"{R}test_dtypes_on[x_dtype0-weight_dtype0-sm_90]"  # columns in splits, a bias
 ERROR = f"{R}test_error_is_no_larger_than_that_of_fp32[192-sm_90]"  # rows in splits as well
 FAR, PADDED = f"{R}test_offsets_have_64_bits", f"{R}test_layouts[padded]"
-GUARD = "catalogue/test_catalogue.py::test_workload[guard_bands-router_linear:odd/33:bias:8192]"
+GUARD = "catalogue/test_workloads.py::test_workload[guard_bands-router_linear:odd/33:bias:8192]"
 
 CUT = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # to bf16, not rounded
 

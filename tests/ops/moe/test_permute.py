@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
-from accuracy import EPS32, check
 from torch import Tensor
+from triton_loom.testing import EPS32, check
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, arguments_of, assert_same, far_apart, near
+from tests.catalogue.calls import arguments_of, assert_same, near, opcheck, results
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_permute
 from weft import Format, QTensor, RowMap
 from weft.ops.moe.permute import UnpermuteBackwardArgs, UnpermuteNeeds
@@ -718,9 +719,7 @@ def test_compiled_is_eager(function: Callable[..., tuple[Tensor, ...]]) -> None:
 
 def opchecked(name: str, call: Call, **options: Any) -> None:
     leaves = {n: t.detach().requires_grad_() for n, t in call.tensors().items() if t.is_floating_point()}
-    op = weft.catalogue[name]
-    (a,) = arguments_of(call.with_(**leaves), name)[0]
-    torch.library.opcheck(op.overload, op.arguments.flatten(a), **options)
+    opcheck(name, arguments_of(call.with_(**leaves), name, results)[0], **options)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accuracy import EPS32, assert_rounded_once
 from torch import Tensor
+from triton_loom.testing import EPS32, assert_rounded_once
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
+from tests.catalogue.calls import assert_same
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from tests.ops.moe.truth_router import Rule
 from weft.ops import CONVENTIONS, Routing

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once
 from torch import Tensor
+from triton_loom.testing import assert_rounded_once
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
+from tests.catalogue.calls import assert_same
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from weft.runtime import choosing_for, recording
 

@@ -97,12 +97,15 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
 
 def epsilon(eps: float | None, x: Tensor) -> float:
     """eps of an RMSNorm of x. None is what it is to `torch.nn.RMSNorm`: that of the dtype it is computed in."""
-    if eps is None:
-        return torch.finfo(compute_dtype(x)).eps
-    eps = real("eps", eps)
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps must be at least 0 and finite; got {eps}")
-    return eps
+    return torch.finfo(compute_dtype(x)).eps if eps is None else nonnegative("eps", eps)
+
+
+def nonnegative(name: str, value: float) -> float:
+    """A number that is finite and not below 0."""
+    value = real(name, value)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite; got {value}")
+    return value
 
 
 def real(name: str, value: float) -> float:

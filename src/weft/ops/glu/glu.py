@@ -448,8 +448,8 @@ def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
 def _allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
     x, up, prob, needs = a.x, a.up, a.prob, a.needs
     return GluBackwardOutputs(
-        allocate_result(a.gradient, x, None, a.groups) if needs.x else _NO_RESULT,
-        allocate_result(a.gradient, up, None, a.groups) if up is not None and needs.up else _NO_RESULT,
+        allocate_result(a.gradient, x, groups=a.groups) if needs.x else _NO_RESULT,
+        allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else _NO_RESULT,
         torch.empty(prob.shape, dtype=prob.dtype, device=prob.device)
         if prob is not None and needs.prob
         else None,

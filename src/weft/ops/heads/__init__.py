@@ -1,0 +1,1 @@
+"""Heads made ready for attention: split, normed, rotated, transposed and cached in one pass."""

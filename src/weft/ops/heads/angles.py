@@ -1,0 +1,375 @@
+"""Rotations: by which angles pairs of the numbers of a head are turned, and how kernels and references find them.
+
+Angles are given by tables of cosines and sines, or the angle of pair i of n / 2 at position p is p * f(i), where
+f(i) = base^(-2i/n) unless it is scaled. In a kernel 2^64 times the turns per position are an integer, rounded once,
+whose product with p loses nothing but whole turns; one more rounding makes the rest fp32. The angle is right to fp32 at
+any position.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import is_readable
+from ..common.checks import FLOATS, INTEGERS, check_tensor, real, whole
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """By which angles the heads of q and k are rotated. A module makes it once, and all layers share it.
+
+    **Angles**: `base`, for `position * base^(-2i / dim)`, right to fp32 at any position; or tables `cos` and `sin`
+    [rows, dim / 2] whose row is the position, or [batch, sequence, dim / 2]. No gradient goes to tables. With the
+    style "neox", tables that end in dim are HuggingFace's, in which the angles stand twice, `cat([angles, angles])`:
+    their first half is taken. On a CPU both halves are compared, and other tables refused; on a device nothing waits
+    to find out. With "interleaved" such tables are refused, for there are two kinds of them.
+
+    - `dim`: so many numbers of a head are rotated, all by default: the first, or the last with `first=False`. Give it
+      with tables of a part of a head: it tells which of both kinds they are.
+    - `style`: pairs (i, i + dim / 2) for "neox", (2i, 2i + 1) for "interleaved".
+    - `sections`: positions are [3, …], and the pairs take theirs from the first, second and third of them, so many
+      each (Qwen2-VL).
+
+    A base can be scaled to longer contexts, as HuggingFace's `rope_scaling` does: `.linear()`, `.ntk()`, `.yarn()` and
+    `.llama3()` return the rotation so scaled.
+
+    >>> import weft
+    >>> weft.Rotation(500000.0).llama3(factor=8.0, original=8192)
+    Rotation(base=500000.0, cos=None, sin=None, dim=None, style='neox', first=True, sections=None, \
+scaling='llama3 8.0 8192.0 1.0 4.0')
+    """
+
+    base: float | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    dim: int | None = None
+    style: Literal["neox", "interleaved"] = "neox"
+    first: bool = True
+    sections: tuple[int, int, int] | None = None
+    scaling: str = ""  # what a method below made of its arguments
+    argument: Turning = field(
+        init=False, repr=False
+    )  # of ops; without positions, and with dim 0 if it is None
+
+    def __post_init__(self) -> None:
+        if (self.cos is None) != (self.sin is None) or (self.cos is None) == (self.base is None):
+            raise ValueError("angles are given by cos and sin together, or by base")
+        if self.style not in ("neox", "interleaved"):
+            raise ValueError(f"style must be 'neox' or 'interleaved'; got {self.style!r}")
+        if self.base is not None and not 0.0 < real("base", self.base) < math.inf:
+            raise ValueError(f"base must be positive and finite; got {self.base}")
+        if self.dim is not None and (whole("dim", self.dim, 1) % 2):
+            raise ValueError(f"dim of a Rotation must be even; got {self.dim}")
+        sections = self.sections
+        if sections is not None and (
+            not isinstance(sections, (tuple, list))
+            or len(sections) != 3
+            or min(whole("sections", part) for part in sections) < 0
+        ):
+            raise ValueError(f"sections must be three numbers of pairs; got {sections!r}")
+        if self.cos is not None and self.sin is not None:
+            check_tensor("cos", self.cos, FLOATS, getattr(self.cos, "device", None))  # type: ignore[arg-type]
+            check_tensor("sin", self.sin, (self.cos.dtype,), self.cos.device)
+        turning = Turning(
+            cos=self.cos,
+            sin=self.sin,
+            positions=None,
+            base=float(self.base or 0.0),
+            scaling=self.scaling,
+            dim=self.dim or 0,
+            style=self.style,
+            first=self.first,
+            sections="" if sections is None else " ".join(map(str, sections)),
+        )
+        object.__setattr__(self, "argument", turning)
+
+    def linear(self, factor: float) -> Rotation:
+        """All positions divided by `factor` (position interpolation)."""
+        return self._scaled("linear", factor)
+
+    def ntk(self, factor: float) -> Rotation:
+        """A larger base, `base * factor^(dim / (dim - 2))`: the slowest pair is slowed down by `factor`, the fastest
+        not at all."""
+        return self._scaled("ntk", factor)
+
+    def yarn(
+        self,
+        factor: float,
+        original: int,
+        *,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        magnitude: float | None = None,
+    ) -> Rotation:
+        """YaRN: pairs that turn less than `beta_slow` times over the `original` context are slowed down by `factor`,
+        those that turn more than `beta_fast` times are not, and a ramp leads from one to the other. Rotated heads are
+        multiplied by `magnitude`, `0.1 * log(factor) + 1` by default."""
+        if magnitude is None:
+            magnitude = 0.1 * math.log(real("factor", factor)) + 1.0 if factor > 1.0 else 1.0
+        return self._scaled("yarn", factor, original, beta_fast, beta_slow, magnitude)
+
+    def llama3(self, factor: float, original: int, *, low: float = 1.0, high: float = 4.0) -> Rotation:
+        """Llama 3.1: pairs that turn less than `low` times over the `original` context are slowed down by `factor`,
+        those that turn more than `high` times are not, those between in part."""
+        return self._scaled("llama3", factor, original, low, high)
+
+    def _scaled(self, kind: str, *numbers: float) -> Rotation:
+        if self.base is None:
+            raise ValueError("a rotation by tables cannot be scaled: scale the angles that they are made of")
+        if self.scaling:
+            raise ValueError(f"the rotation is scaled already: {self.scaling}")
+        values = [real(f"a number of {kind}", number) for number in numbers]
+        if not all(0.0 < value < math.inf for value in values):
+            raise ValueError(f"the numbers of {kind} must be positive and finite; got {numbers}")
+        return replace(self, scaling=" ".join([kind, *map(str, values)]))
+
+
+class Turning(NamedTuple):
+    """A Rotation at some positions, as ops take it."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
+    base: float
+    scaling: str
+    dim: int  # 0: there is no rotation
+    style: str
+    first: bool
+    sections: str  # text, since PyTorch wants the gradient of a list to be a list
+
+
+NO_TURNING = Turning(None, None, None, 0.0, "", 0, "neox", True, "")
+
+
+# ---- checks ---------------------------------------------------------------------------------------------
+
+
+def check_rotation(
+    rotation: Rotation | None, positions: Tensor | None, x: Tensor, dim: int, batch: int, tokens: int
+) -> Turning:
+    """The rotation of heads of `dim` numbers of x."""
+    if rotation is None:
+        if positions is not None:
+            raise ValueError("positions go with a rotation=")
+        return NO_TURNING
+    if not isinstance(rotation, Rotation):
+        raise TypeError(
+            f"rotation must be a weft.Rotation, such as weft.Rotation(10000.0); got {type(rotation).__name__}"
+        )
+    turning = rotation.argument
+    turned = turning.dim or dim
+    if turned > dim or turned % 2:
+        raise ValueError(f"rotated numbers must be even, and at most the {dim} of a head; got {turned}")
+    cos, sin = turning.cos, turning.sin
+    if cos is not None:
+        cos, sin = _check_tables(rotation, positions is not None, x.device, (turned, dim), (batch, tokens))
+    sections = rotation.sections
+    if sections is not None and sum(sections) != turned // 2:
+        raise ValueError(f"sections must be three parts of {turned // 2} pairs; got {sections!r}")
+    if sections is not None and positions is None:
+        raise ValueError("a rotation with sections goes with positions [3, ...]")
+    if positions is not None:
+        lead = (3,) if sections is not None else ()
+        shapes = ((*lead, tokens), (*lead, batch, tokens), (*lead, 1, tokens))
+        check_tensor("positions", positions, INTEGERS, x.device, *shapes)
+    elif cos is turning.cos and turned == turning.dim:
+        return turning
+    return Turning(
+        cos, sin, positions, turning.base, turning.scaling, turned, turning.style, turning.first, turning.sections
+    )  # fmt: skip
+
+
+def _check_tables(
+    rotation: Rotation, by_position: bool, device: torch.device, dims: tuple[int, int], lead: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Tables of an angle for each pair, cut out of those in which each stands twice. `dims`: rotated, and of a head."""
+    cos, sin = rotation.cos, rotation.sin
+    assert cos is not None
+    assert sin is not None
+    if cos.device != device or sin.device != device:
+        raise ValueError(f"cos and sin must be on {device} like the other tensors; cos is on {cos.device}")
+    (turned, dim), (batch, tokens) = dims, lead
+    half, width = turned // 2, cos.shape[-1] if cos.dim() else 0
+    lies = (cos.dim() == 2 and (by_position or cos.shape[0] >= tokens)) or (
+        cos.dim() == 3 and not by_position and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
+    )
+    if lies and width in (half, turned) and sin.shape == cos.shape:
+        return (cos, sin) if width == half else _first_halves(cos, sin, rotation.style)
+    note = ""
+    if width == dim and cos.dim() > 2 and not lies:
+        note = ". If it is k: one tensor is rotated in a call; call rope for each, or give both to weft.qkv_prepare"
+    elif width not in (half, turned) and width < dim:
+        note = (
+            f". If a part of each head is rotated, say which: dim={2 * width}, or dim={width} for tables in which "
+            "each angle stands twice"
+        )
+    raise ValueError(
+        f"cos and sin must be tables [{tokens} or more, {half}], or without positions {(batch, tokens, half)}; got "
+        f"{tuple(cos.shape)} and {tuple(sin.shape)}{note}"
+    )
+
+
+def _first_halves(cos: Tensor, sin: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """Of HuggingFace's tables `cat([angles, angles])`."""
+    half = cos.shape[-1] // 2
+    if style == "interleaved":
+        raise ValueError(
+            f"cos and sin have {2 * half} columns for {half} angles. With style='interleaved' give each angle once: "
+            "cos[..., ::2] where equal ones are neighbours, cos[..., : cos.shape[-1] // 2] where both halves are equal"
+        )
+    halves = [(table[..., :half], table[..., half:]) for table in (cos, sin)]
+    if is_readable(cos) and is_readable(sin) and not all(torch.equal(*pair) for pair in halves):
+        raise ValueError(
+            f"cos and sin have {2 * half} columns for {half} angles, but their halves are not equal. If neighbours "
+            "are, the rotation is style='interleaved', with tables cos[..., ::2] and sin[..., ::2]"
+        )
+    return halves[0][0], halves[1][0]
+
+
+# ---- frequencies ----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def frequencies(base: float, dim: int, scaling: str) -> tuple[tuple[float, ...], float]:
+    """(angle per position of each pair, what rotated heads are multiplied by), in fp64."""
+    kind, *numbers = scaling.split() or ["none"]
+    values = list(map(float, numbers))
+    if kind == "ntk":
+        base = base * values[0] ** (dim / (dim - 2)) if dim > 2 else base
+    plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
+    if kind == "linear":
+        return tuple(f / values[0] for f in plain), 1.0
+    if kind == "llama3":
+        factor, original, low, high = values
+        kept = [(original * f / (2 * math.pi) - low) / (high - low) for f in plain]
+        return _mixed(plain, factor, kept), 1.0
+    if kind == "yarn":
+        factor, original, fast, slow, magnitude = values
+        first, last = (
+            dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (fast, slow)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        width = last - first or 0.001
+        return _mixed(plain, factor, [1.0 - (i - first) / width for i in range(dim // 2)]), magnitude
+    return tuple(plain), 1.0
+
+
+def _mixed(plain: list[float], factor: float, kept: list[float]) -> tuple[float, ...]:
+    """Of each frequency the share `kept`, cut off at 0 and 1, as it is, and the rest divided by `factor`."""
+    shares = [min(max(share, 0.0), 1.0) for share in kept]
+    return tuple(f * share + f / factor * (1.0 - share) for f, share in zip(plain, shares, strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def turns(base: float, dim: int, scaling: str, device: torch.device) -> Tensor:
+    """2^64 times the turns per position of each pair, int64: products with positions overflow by whole turns."""
+    whole_turn = 1 << 64
+    values = [int(f / (2 * math.pi) * whole_turn) % whole_turn for f in frequencies(base, dim, scaling)[0]]
+    signed = [v - whole_turn if v >= whole_turn // 2 else v for v in values]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+def section_sizes(sections: str) -> tuple[int, ...]:
+    return tuple(map(int, sections.split()))
+
+
+# ---- of kernels and references --------------------------------------------------------------------------
+
+
+class AngleStrides(NamedTuple):
+    """Where a kernel finds the angles of a token."""
+
+    rows: int
+    table_batch: int  # strides of the tables
+    table_row: int
+    axis: int  # strides of positions
+    batch: int
+    token: int
+    second: int  # the first pair of the second section, and that of the third
+    third: int
+
+    @staticmethod
+    def of(table: Form | None, positions: Form | None, sections: str) -> AngleStrides:
+        rows = table_batch = table_row = axis = batch = token = second = third = 0
+        if table is not None:
+            rows, table_row = table.shape[-2], table.strides[-2]
+            table_batch = table.strides[0] if len(table.shape) == 3 and table.shape[0] > 1 else 0
+        if positions is not None:
+            if sections:
+                first, between, _ = section_sizes(sections)
+                axis, second, third = positions.strides[0], first, first + between
+            if len(positions.shape) - bool(sections) == 2 and positions.shape[-2] > 1:
+                batch = positions.strides[-2]
+            token = positions.strides[-1]
+        return AngleStrides(rows, table_batch, table_row, axis, batch, token, second, third)
+
+
+class Form(NamedTuple):
+    """Shape and strides of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor | None) -> Form | None:
+        return None if x is None else Form(x.shape, x.stride())
+
+
+class Angles(NamedTuple):
+    """What a kernel finds its angles by: tables, or turns per position."""
+
+    cos: Tensor | None  # [rows, pairs], or [batch, rows, pairs]
+    sin: Tensor | None
+    turns: Tensor | None  # int64 [pairs]
+    positions: Tensor | None  # [batch, sequence], or [3, batch, sequence] with sections
+    at: AngleStrides
+    magnitude: float  # of the rotated numbers, where angles are computed
+
+
+def alike(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Tables with the same strides, whose rows are neighbours."""
+    if cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(-1) == 1):
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
+def reference_angles(
+    turning: Turning, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """cos and sin [batch or 1, sequence, 1, pairs]; None without a rotation."""
+    if not turning.dim:
+        return None
+    positions, half = turning.positions, turning.dim // 2
+    sections = section_sizes(turning.sections)
+    if positions is None:
+        where = torch.arange(tokens, device=device)[None, :, None]
+    elif sections:
+        axis = torch.repeat_interleave(
+            torch.arange(3, device=device), torch.tensor(sections, device=device), output_size=sum(sections)
+        )
+        shared = positions[:, None] if positions.dim() == 2 else positions
+        where = shared[axis].permute(1, 2, 0)  # [batch, sequence, pairs]
+    else:
+        where = (positions[None] if positions.dim() == 1 else positions)[..., None]
+    if turning.cos is None:
+        per_position, magnitude = frequencies(turning.base, turning.dim, turning.scaling)
+        angle = where * torch.tensor(per_position, dtype=torch.float64, device=device)
+        angle = angle[:, :, None, :]
+        return (magnitude * torch.cos(angle)).to(dtype), (magnitude * torch.sin(angle)).to(dtype)
+    found = []
+    for table in (turning.cos, turning.sin):
+        assert table is not None
+        if table.dim() == 3 or positions is None:
+            value = (table if table.dim() == 3 else table[None])[:, :tokens]
+        else:
+            inside = (where >= 0) & (where < table.shape[0])
+            rows = where.clamp(0, max(table.shape[0] - 1, 0)).expand(*where.shape[:2], half)
+            value = torch.where(inside, table[rows, torch.arange(half, device=device)], torch.nan)
+        found.append(value[:, :, None, :].to(dtype))
+    return found[0], found[1]

@@ -1,0 +1,110 @@
+"""What the ops of this family take and give."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...runtime import Written
+from .angles import Turning
+from .layout import Cut
+from .norm import Norm
+
+
+class QKV(NamedTuple):
+    """Heads for attention, in the layout that was asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None  # None where separate q and k came without one
+    gate: Tensor | None
+
+
+class Prepare(NamedTuple):
+    """The arguments of `qkv_prepare`."""
+
+    x: Tensor  # the packed projection, or q
+    k: Tensor | None
+    v: Tensor | None
+    norm: Norm
+    turning: Turning
+    cut: Cut
+
+
+class PrepareCached(NamedTuple):
+    """The same, with caches to write to. The results are arguments, as the caches are: PyTorch's compiler takes no op
+    that writes to some tensors and returns others."""
+
+    x: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    norm: Norm
+    turning: Turning
+    cut: Cut
+    slots: Tensor
+    k_scale: Tensor | None  # one number for all of k, and one for all of v
+    v_scale: Tensor | None
+    scaled: (
+        str  # "none"; "head": the caches hold a scale for each head; "tensor": k_scale and v_scale are given
+    )
+    outputs: Written  # those of QKV that there are
+    caches: Written  # k, v if it is cached, and then the scales of heads in the same order
+
+    @property
+    def prepare(self) -> Prepare:
+        return Prepare(self.x, self.k, self.v, self.norm, self.turning, self.cut)
+
+
+class PrepareNeeds(NamedTuple):
+    """Which of the gradients are there; k and v are, with x, where they are tensors of their own."""
+
+    x: bool
+    k: bool
+    v: bool
+    q_weight: bool
+    k_weight: bool
+    q_bias: bool
+    k_bias: bool
+
+
+class PrepareBackward(NamedTuple):
+    """The arguments of the backward: gradients of what was returned, and what the forward kept."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor | None
+    dgate: Tensor | None
+    x: Tensor | None  # the input of the norm, if there is one
+    k: Tensor | None
+    norm: Norm
+    turning: Turning
+    cut: Cut
+    batch: int
+    needs: PrepareNeeds
+
+
+class PrepareGradients(NamedTuple):
+    """Gradients of the input (of q, k and v if they were apart) and of the vectors of the norm."""
+
+    x: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+
+
+class Rope(NamedTuple):
+    """The arguments of `rope`."""
+
+    x: Tensor
+    turning: Turning
+    layout: str
+    out_layout: str
+    inverse: bool
+
+
+class Rotated(NamedTuple):
+    y: Tensor

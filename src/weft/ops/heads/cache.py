@@ -1,0 +1,264 @@
+"""Caches of k and v: tensors with a slot for each token, in the dtype of the input or in FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Format
+from ...quant.reference import encode_reference, quantize_copy
+from ..common.checks import INTEGERS, check_tensor, check_tensors
+from .arguments import PrepareCached
+from .layout import Cut, sizes, stride_of
+
+# How heads are cached in FP8: with one scale for each, made of its fp32 numbers.
+E4M3 = Format("row", "e4m3", "te")
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Where k and v of each token are kept. A model makes it once.
+
+    - `k`, `v`: [slots, heads, dim], or paged [pages, page_size, heads, dim], of any strides whose last is 1. v may be
+      None: then k alone is kept (the latent of MLA). In the dtype of the input, they get the bits that are returned; in
+      float8_e4m3fn, or in uint8 for its bytes, they go with scales.
+    - `k_scale`, `v_scale`: fp32. In the shape of the caches without the last dimension they are written too: each token
+      and head gets the scale and the codes of `weft.quantize(head, "e4m3:row:te")`, made of the fp32 numbers before
+      they are rounded to the dtype of the input. With one number they are read (vLLM's form): the codes are
+      `e4m3(x / scale)`, saturated.
+    """
+
+    k: Tensor
+    v: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    scaled: str = field(init=False, repr=False)  # "none", "head" or "tensor": how many scales there are
+    written: tuple[Tensor, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_tensors("k", self.k)
+        given = {name: getattr(self, name) for name in ("v", "k_scale", "v_scale")}
+        for name, value in given.items():
+            if value is not None:
+                check_tensors(name, value)
+        if (self.k_scale is not None and self.v is not None) != (self.v_scale is not None):
+            raise ValueError("the caches of k and of v have a scale each, or neither has one")
+        scaled = "none"
+        if self.k_scale is not None:
+            scaled = "head" if self.k_scale.dim() > 1 else "tensor"
+        scales = (self.k_scale, self.v_scale) if scaled == "head" else ()
+        object.__setattr__(self, "scaled", scaled)
+        object.__setattr__(self, "written", tuple(t for t in (self.k, self.v, *scales) if t is not None))
+        lead = self.k.shape[:-2]
+        if len(lead) not in (1, 2):
+            raise ValueError(
+                f"k of a cache must be [slots, heads, dim] or [pages, page_size, heads, dim]; got {tuple(self.k.shape)}"
+            )
+        for name, cache, scale in (("k", self.k, self.k_scale), ("v", self.v, self.v_scale)):
+            if cache is None:
+                continue
+            if cache.shape[:-1] != self.k.shape[:-1] or cache.device != self.k.device:
+                raise ValueError(
+                    f"k and v of a cache must have as many slots and heads, on one device; got {tuple(self.k.shape)} "
+                    f"on {self.k.device} and {tuple(cache.shape)} on {cache.device}"
+                )
+            if cache.dtype != self.k.dtype:
+                raise ValueError(
+                    f"k and v of a cache must have one dtype; got {self.k.dtype} and {cache.dtype}"
+                )
+            if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+                raise ValueError(f"the last stride of {name} must be 1; its strides are {cache.stride()}")
+            if (cache.dtype in (torch.float8_e4m3fn, torch.uint8)) != (scale is not None):
+                raise ValueError(
+                    f"a cache in float8_e4m3fn (or uint8) goes with scales, and another without them; {name} is "
+                    f"{cache.dtype} with{'out' if scale is None else ''} one"
+                )
+            if scale is None:
+                continue
+            shapes = (cache.shape[:-1], (), (1,))
+            if scale.shape not in shapes or scale.dtype != torch.float32 or scale.device != cache.device:
+                raise ValueError(
+                    f"{name}_scale must be float32 {tuple(cache.shape[:-1])}, or one number, on {cache.device}; got "
+                    f"{scale.dtype} {tuple(scale.shape)} on {scale.device}"
+                )
+            if (scale.dim() > 1) != (self.scaled == "head"):
+                raise ValueError(
+                    "k_scale and v_scale must both have one number, or both one for each token and head"
+                )
+
+
+def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a weft.KVCache; got {type(cache).__name__}")
+    if cache.v is not None and not has_v:
+        raise ValueError("the cache has a place for v, and v is missing")
+    for name, each, dim in (("k", cache.k, cut.dim), ("v", cache.v, cut.v_dim)):
+        if each is None:
+            continue
+        if each.shape[-2:] != (cut.kv, dim) or each.device != x.device:
+            raise ValueError(
+                f"{name} of the cache must be [slots, {cut.kv}, {dim}] or [pages, page_size, {cut.kv}, {dim}] on "
+                f"{x.device}; got {tuple(each.shape)} on {each.device}"
+            )
+    if cache.k_scale is None and cache.k.dtype != x.dtype:
+        raise ValueError(
+            f"a cache must be {x.dtype} as the input is, or float8_e4m3fn with scales; it is {cache.k.dtype}"
+        )
+
+
+def check_slots(slots: Tensor | None, x: Tensor, layout: str) -> Tensor:
+    if slots is None:
+        raise ValueError("a cache is written at slots=: one for each token")
+    batch, tokens = sizes(x, layout)
+    shapes = [(tokens, batch) if layout == "sbhd" else (batch, tokens)] if layout != "thd" else []
+    check_tensor("slots", slots, INTEGERS, x.device, *shapes, (batch * tokens,))
+    return slots
+
+
+# ---- of kernels -----------------------------------------------------------------------------------------
+
+
+class SlotStrides(NamedTuple):
+    """The slots of a cache, and the strides of those that tokens go to."""
+
+    total: int
+    page_size: int
+    batch: int
+    token: int
+
+
+class Slots(NamedTuple):
+    """Where each token goes in the caches."""
+
+    ptr: Tensor | None  # [batch, sequence]
+    at: SlotStrides
+
+
+class KeptStrides(NamedTuple):
+    """Of a cache, and of its scales."""
+
+    page: int
+    place: int
+    head: int
+    scale_page: int
+    scale_place: int
+    scale_head: int
+
+
+class Kept(NamedTuple):
+    """The cache of k, or that of v: [pages, page_size, heads, numbers] anywhere, in the dtype of k or bytes of e4m3."""
+
+    ptr: Tensor | None
+    scale: Tensor | None  # fp32 [pages, page_size, heads] anywhere, or one number
+    at: KeptStrides
+
+
+class CacheForms(NamedTuple):
+    """What decides the strides of a cache."""
+
+    shape: tuple[int, ...]  # of the cache of k
+    slots: tuple[int, ...]  # strides
+    k: tuple[int, ...]
+    v: tuple[int, ...] | None
+    k_scale: tuple[int, ...] | None
+    v_scale: tuple[int, ...] | None
+
+
+class CacheStrides(NamedTuple):
+    slots: SlotStrides
+    k: KeptStrides
+    v: KeptStrides
+
+    @staticmethod
+    def of(forms: CacheForms | None, layout: str, batch: int, tokens: int) -> CacheStrides:
+        """Slots are [batch, sequence], or [sequence, batch] for 'sbhd', or in one dimension in this order."""
+        if forms is None:
+            return CacheStrides(SlotStrides(0, 0, 0, 0), _NO_STRIDES, _NO_STRIDES)
+        size = 1 if len(forms.shape) == 3 else forms.shape[1]
+        steps = (
+            forms.slots
+            if len(forms.slots) == 2
+            else (forms.slots[0] * (batch if layout == "sbhd" else tokens),)
+        )
+        outer, inner = (*steps, forms.slots[-1])[:2]
+        by_token = (inner, outer) if layout == "sbhd" else (outer, inner)
+        slots = SlotStrides(forms.shape[0] * size, max(size, 1), *by_token)
+        return CacheStrides(slots, _kept(forms.k, forms.k_scale), _kept(forms.v, forms.v_scale))
+
+
+_NO_STRIDES = KeptStrides(0, 0, 0, 0, 0, 0)
+
+
+def _kept(cache: tuple[int, ...] | None, scale: tuple[int, ...] | None) -> KeptStrides:
+    if cache is None:
+        return _NO_STRIDES
+    own = _page_strides(scale) if scale is not None and len(scale) > 1 else (0, 0, 0)
+    return KeptStrides(*_page_strides(cache[:-1]), *own)
+
+
+def _page_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """(page, place, head) of (slot, head) or of (page, place, head)."""
+    return strides if len(strides) == 3 else (strides[0], 0, strides[1])
+
+
+class Cache(NamedTuple):
+    """The tensors that a kernel writes to, or those of no cache."""
+
+    slots: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @staticmethod
+    def of(a: PrepareCached) -> Cache:
+        k, *rest = a.caches
+        if a.scaled != "head":
+            return Cache(a.slots, k, rest[0] if rest else None, a.k_scale, a.v_scale)
+        if len(rest) == 1:
+            return Cache(a.slots, k, None, rest[0], None)
+        v, k_scale, v_scale = rest
+        return Cache(a.slots, k, v, k_scale, v_scale)
+
+    def forms(self) -> CacheForms | None:
+        slots, k, v, k_scale, v_scale = self
+        if slots is None or k is None:
+            return None
+        return CacheForms(
+            k.shape, slots.stride(), k.stride(), stride_of(v), stride_of(k_scale), stride_of(v_scale)
+        )
+
+
+NO_CACHE = Cache(None, None, None, None, None)
+
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
+    """k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
+    cache = Cache.of(a)
+    batch, tokens = sizes(a.x, a.cut.layout)
+    slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots
+    slot = slots.long().flatten()
+    shape = a.caches[0].shape
+    size = shape[1] if len(shape) == 4 else 1
+    inside = (slot >= 0) & (slot < shape[0] * size)
+    slot = slot[inside]
+    where = (slot // size, slot % size) if len(shape) == 4 else (slot,)
+    for value, into, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        if into is None or value is None:
+            continue
+        kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
+        if scale is None:
+            into[where] = kept.to(into.dtype)
+            continue
+        if a.scaled == "head":
+            codes, made, _ = quantize_copy(kept.float().flatten(0, 1), E4M3)
+            scale[where] = made.view(kept.shape[:2])
+        else:
+            codes = encode_reference(kept.float() / scale, E4M3.number)
+        into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)

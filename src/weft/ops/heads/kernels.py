@@ -1,0 +1,585 @@
+"""The kernels.
+
+A head is two tiles of half its numbers, a and b [tokens, heads, pairs]: the first and the second numbers of the `half`
+pairs that are rotated, and after them the halves of the `rest`. Numbers that do not exist are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles.numbers import encode
+from ...tiles.reduce import amax, larger
+from ...tiles.rotate import cos_sin, rotate
+from ...tiles.scales import fp32_scale, scaled
+from ..common.results import FP32_MAX
+from .angles import Angles
+from .cache import E4M3, Kept, Slots
+from .layout import Place, Strides
+
+CACHE_FORMAT = tl.constexpr(E4M3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with heads, and in what tiles: the constant of a kernel."""
+
+    tokens: int  # of a program
+    heads: int  # at a time
+    pairs: int  # of the tiles a and b
+    v_dim: int  # the tiles of values, and those of gates
+    dim: int
+    masked: bool  # a head, or one of v, is narrower than its tiles
+    partial: bool  # not all of a head is rotated
+    norm: str  # "none", "rms" or "layer"
+    after: bool  # the norm comes after the rotation
+    rotate: bool
+    inverse: bool  # by the negative angles
+    interleaved: bool  # pairs are neighbours
+    first: bool  # the rotated part comes first
+    sections: bool
+    scaled: str  # how caches are scaled: "none", "head" or "tensor"
+    cast: int  # how codes are made
+
+
+class Grouped(NamedTuple):
+    """How many heads there are. `group` of them lie at the stride of heads, and groups at the stride of groups; inside
+    of a kernel the group is None where there is one."""
+
+    heads: int
+    group: int | None
+    stride: int
+
+
+class Sizes(NamedTuple):
+    """Of an input and of its heads."""
+
+    batches: int
+    tokens: int  # of a sequence
+    q: Grouped
+    kv: int  # heads
+    half: int  # pairs of a head that are rotated
+    rest: int  # the other numbers of it
+    v_dim: int
+
+
+class HeadNumbers(NamedTuple):
+    """The numbers of a head as a kernel knows them: multiples of ALIGN."""
+
+    half: int
+    rest: int
+
+
+class Affine(NamedTuple):
+    """The rest of the norm of q, or of that of k."""
+
+    weight: Tensor | None  # [dim]
+    bias: Tensor | None
+    eps: float
+    weight_offset: float
+
+
+class Tokens(NamedTuple):
+    """The tokens of a program, inside of a kernel."""
+
+    batch: tl.tensor
+    token: tl.tensor  # [TOKENS], in a sequence
+    exists: tl.tensor
+    cos: tl.tensor  # [TOKENS, 1, pairs], or None
+    sin: tl.tensor
+    page: tl.tensor  # [TOKENS], where they are cached, or None
+    place: tl.tensor
+    cached: tl.tensor
+
+
+# ---- heads in memory ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def known_multiple(n, ALIGN: tl.constexpr):
+    """n, of which the compiler learns that it is a multiple of ALIGN."""
+    return (n // ALIGN) * ALIGN
+
+
+@triton.jit
+def _columns(size, PLAN: tl.constexpr):
+    """Where in a head the numbers of a and of b are, and which exist: four of [pairs]. Those that are neighbours in
+    memory are so here, in pieces that the compiler knows to be aligned if half and rest are."""
+    half, rest = size.half, size.rest
+    lane = tl.arange(0, PLAN.pairs)
+    a_rest = rest - rest // 2
+    if PLAN.partial:
+        if PLAN.first:
+            a = lane + tl.where(lane < half, 0, half)
+            b = lane + half + tl.where(lane < half, 0, a_rest)
+        else:
+            a = lane + tl.where(lane < half, rest, -half)
+            b = lane + tl.where(lane < half, rest + half, a_rest - half)
+    else:
+        a = lane
+        b = lane + half
+    if PLAN.masked and PLAN.partial:
+        return a, b, lane < half + a_rest, lane < half + rest // 2
+    elif PLAN.masked:
+        return a, b, lane < half, lane < half
+    else:
+        return a, b, lane >= 0, lane >= 0
+
+
+@triton.jit
+def _paired_columns(size, PLAN: tl.constexpr):
+    """The same for pairs of neighbours: one column after the other, two of [2 * pairs]."""
+    lane = tl.arange(0, 2 * PLAN.pairs)
+    column = lane
+    if PLAN.partial and not PLAN.first:
+        column = lane + tl.where(lane < 2 * size.half, size.rest, -2 * size.half)
+    if PLAN.masked:
+        return column, lane < 2 * size.half + size.rest
+    else:
+        return column, lane >= 0
+
+
+@triton.jit
+def _load_pairs(ptr, off, there, size, PLAN: tl.constexpr):
+    """(a, b) in fp32 of the heads at off [T, H]."""
+    if PLAN.interleaved:
+        T: tl.constexpr = off.shape[0]
+        H: tl.constexpr = off.shape[1]
+        column, exists = _paired_columns(size, PLAN)
+        mask = there[:, :, None] & exists[None, None, :]
+        both = tl.load(ptr + off[:, :, None] + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (T, H, PLAN.pairs, 2)))
+    else:
+        a_column, b_column, a_exists, b_exists = _columns(size, PLAN)
+        mask = there[:, :, None] & a_exists[None, None, :]
+        a = tl.load(ptr + off[:, :, None] + a_column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = there[:, :, None] & b_exists[None, None, :]
+        b = tl.load(ptr + off[:, :, None] + b_column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        return a, b
+
+
+@triton.jit
+def _store_pairs(ptr, off, there, a, b, size, PLAN: tl.constexpr):
+    """The one rounding of each head, to the dtype that ptr points to."""
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    if PLAN.interleaved:
+        column, exists = _paired_columns(size, PLAN)
+        mask = there[:, :, None] & exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + column[None, None, :], tl.interleave(a, b).to(DTYPE), mask=mask)
+    else:
+        a_column, b_column, a_exists, b_exists = _columns(size, PLAN)
+        mask = there[:, :, None] & a_exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + a_column[None, None, :], a.to(DTYPE), mask=mask)
+        mask = there[:, :, None] & b_exists[None, None, :]
+        tl.store(ptr + off[:, :, None] + b_column[None, None, :], b.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _load_vector(ptr, offset, size, PLAN: tl.constexpr):
+    """(a, b) of a weight or a bias: tiles [1, 1, pairs]."""
+    zero = tl.zeros((1, 1), tl.int32)
+    a, b = _load_pairs(ptr, zero, zero == 0, size, PLAN)
+    return a + offset, b + offset
+
+
+@triton.jit
+def _further(at, numbers):
+    """The strides of what lies so many numbers behind, as a gate behind its query head."""
+    return Strides(at.start + numbers, at.batch, at.token, at.head)
+
+
+@triton.jit
+def _token_offset(place, batch, token, ALIGN: tl.constexpr):
+    """Where tokens [T] of a sequence begin."""
+    start = known_multiple(place.at.start, ALIGN) + batch * known_multiple(place.at.batch, ALIGN)
+    return start + token * known_multiple(place.at.token, ALIGN)
+
+
+@triton.jit
+def _head_offset(place, head, heads, ALIGN: tl.constexpr):
+    """Where heads [H] of a token begin; without groups, `heads` has None for their size."""
+    stride = known_multiple(place.at.head, ALIGN)
+    if heads.group is None:
+        return head.to(tl.int64) * stride
+    else:
+        groups = (head // heads.group).to(tl.int64) * known_multiple(heads.stride, ALIGN)
+        return groups + (head % heads.group).to(tl.int64) * stride
+
+
+# ---- what is done with heads ----------------------------------------------------------------------------
+
+
+@triton.jit
+def _find_angles(angles, batch, token, tokens, half, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """cos and sin [TOKENS, 1, pairs] of tokens [TOKENS] of a sequence; of what is not rotated, something finite."""
+    pair = tl.arange(0, PLAN.pairs)
+    there = (token < tokens)[:, None] & (pair < half)[None, :]
+    if angles.positions is not None:
+        place_off = batch * angles.at.batch + token * angles.at.token
+        if PLAN.sections:
+            axis = tl.where(pair >= angles.at.third, 2, tl.where(pair >= angles.at.second, 1, 0)).to(tl.int64)
+            off = place_off[:, None] + (axis * angles.at.axis)[None, :]
+            position = tl.load(angles.positions + off, mask=there, other=0).to(tl.int64)  # [TOKENS, pairs]
+        else:
+            position = tl.load(angles.positions + place_off, mask=token < tokens, other=0)
+            position = position.to(tl.int64)[:, None]
+    else:
+        position = token[:, None]
+    if angles.cos is not None:
+        inside = there & (position >= 0) & (position < angles.at.rows)
+        off = batch * known_multiple(angles.at.table_batch, ALIGN) + position * known_multiple(
+            angles.at.table_row, ALIGN
+        )
+        off = off + pair[None, :]
+        cos = tl.load(angles.cos + off, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(angles.sin + off, mask=inside, other=0.0).to(tl.float32)
+        if angles.positions is not None:  # no row of the table: NaN, which every rotated number is made of
+            sin = tl.where(there & (inside == 0), float("nan"), sin)
+    else:
+        turns = tl.load(angles.turns + pair, mask=pair < half, other=0)[None, :]
+        cos, sin = cos_sin(position * turns)
+        cos, sin = cos * angles.magnitude, sin * angles.magnitude
+    if PLAN.inverse:
+        sin = -sin
+    return cos[:, None, :], sin[:, None, :]
+
+
+@triton.jit
+def _turn(a, b, cos, sin, half, PLAN: tl.constexpr):
+    """The pairs rotated; what comes after them as it is."""
+    turned_a, turned_b = rotate(a, b, cos, sin)
+    if PLAN.partial:
+        turned = (tl.arange(0, PLAN.pairs) < half)[None, None, :]
+        turned_a, turned_b = tl.where(turned, turned_a, a), tl.where(turned, turned_b, b)
+    return turned_a, turned_b
+
+
+@triton.jit
+def _total(x):
+    """Sums over heads, [T, H, 1]."""
+    return tl.sum(x, axis=2)[:, :, None]
+
+
+@triton.jit
+def _normalize(a, b, size, eps, PLAN: tl.constexpr):
+    """(a, b) normalised, and r [T, H, 1]."""
+    half, rest = size.half, size.rest
+    dim = (2 * half + rest).to(tl.float32)
+    if PLAN.norm == "layer":
+        mean = _total(a + b) / dim
+        a, b = a - mean, b - mean
+        if PLAN.masked:  # a lane without a number would add mean^2
+            lane = tl.arange(0, PLAN.pairs)[None, None, :]
+            a = tl.where(lane < half + rest - rest // 2, a, 0.0)
+            b = tl.where(lane < half + rest // 2, b, 0.0)
+    squares = _total(a * a + b * b)
+    variance = tl.div_rn(squares, squares * 0.0 + dim)
+    r = tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    return a * r, b * r, r
+
+
+# ---- caches ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _find_slots(slots, batch, token, tokens):
+    """The page and the place in it of tokens [T], and which of them are cached: nothing is written for the others."""
+    off = batch * slots.at.batch + token * slots.at.token
+    slot = tl.load(slots.ptr + off, mask=token < tokens, other=-1).to(tl.int64)
+    cached = (slot >= 0) & (slot < slots.at.total)
+    slot = tl.where(cached, slot, 0)
+    return slot // slots.at.page_size, slot % slots.at.page_size, cached
+
+
+@triton.jit
+def _cache_factor(cache, largest, at, head, kept, PLAN: tl.constexpr):
+    """What heads [T, H] are scaled by to be codes, [T, H, 1]: by a scale of each, made of its largest number and
+    stored, or by the one that is given for all."""
+    if PLAN.scaled == "tensor":
+        return (tl.load(cache.scale) + tl.zeros_like(largest))[:, :, None]
+    else:
+        scale, factor = fp32_scale(largest, FP32_MAX, CACHE_FORMAT)
+        off = at.page * cache.at.scale_page + at.place * cache.at.scale_place
+        off = off[:, None] + (head.to(tl.int64) * cache.at.scale_head)[None, :]
+        tl.store(cache.scale + off, scale, mask=kept)
+        return factor[:, :, None]
+
+
+@triton.jit
+def _cache_codes(x, factor, PLAN: tl.constexpr):
+    """The codes of heads [T, H, ...]: a scale made here is a factor, and one that is given divides."""
+    if PLAN.scaled == "tensor":
+        x, factor = tl.broadcast(x, factor)
+        return encode(tl.div_rn(x, factor), CACHE_FORMAT, PLAN.cast)
+    else:
+        return encode(scaled(x, factor, CACHE_FORMAT), CACHE_FORMAT, PLAN.cast)
+
+
+@triton.jit
+def _cache_offset(cache, at, head, ALIGN: tl.constexpr):
+    """Where heads [T, H] are kept."""
+    off = at.page * known_multiple(cache.at.page, ALIGN) + at.place * known_multiple(cache.at.place, ALIGN)
+    return off[:, None] + (head.to(tl.int64) * known_multiple(cache.at.head, ALIGN))[None, :]
+
+
+@triton.jit
+def _keep_pairs(cache, at, head, there, a, b, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """Heads of k to their slots, if there is a cache."""
+    if cache.ptr is not None:
+        kept = there & at.cached[:, None]
+        if cache.scale is not None:
+            largest = larger(amax(a, axis=2), amax(b, axis=2))
+            factor = _cache_factor(cache, largest, at, head, kept, PLAN)
+            a, b = _cache_codes(a, factor, PLAN), _cache_codes(b, factor, PLAN)
+        _store_pairs(cache.ptr, _cache_offset(cache, at, head, ALIGN), kept, a, b, size, PLAN)
+
+
+@triton.jit
+def _keep_values(cache, at, head, there, value, lane, mask, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """Heads of v to their slots, if there is a cache of v."""
+    if cache.ptr is not None:
+        if cache.scale is not None:
+            wide = value.to(tl.float32)
+            kept = there & at.cached[:, None]
+            factor = _cache_factor(cache, amax(wide, axis=2), at, head, kept, PLAN)
+            value = _cache_codes(wide, factor, PLAN)
+        off = _cache_offset(cache, at, head, ALIGN)
+        tl.store(cache.ptr + off[:, :, None] + lane, value, mask=mask & at.cached[:, None, None])
+
+
+# ---- forward --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """All heads of some tokens of x: normed, rotated and stored in y. If there is a cache, those of tokens that are
+    cached are stored there too."""
+    x_off = _token_offset(x, at.batch, at.token, ALIGN)
+    y_off = _token_offset(y, at.batch, at.token, ALIGN)
+    if norm.weight is not None:
+        wa, wb = _load_vector(norm.weight, norm.weight_offset, size, PLAN)
+    if norm.bias is not None:
+        ba, bb = _load_vector(norm.bias, 0.0, size, PLAN)
+    for first in range(0, heads.heads, PLAN.heads):
+        head = first + tl.arange(0, PLAN.heads)
+        there = at.exists[:, None] & (head < heads.heads)[None, :]  # [T, H]
+        off = x_off[:, None] + _head_offset(x, head, heads, ALIGN)[None, :]
+        a, b = _load_pairs(x.ptr, off, there, size, PLAN)
+        if PLAN.rotate and PLAN.after:
+            a, b = _turn(a, b, at.cos, at.sin, size.half, PLAN)
+        if PLAN.norm != "none":
+            a, b, _ = _normalize(a, b, size, norm.eps, PLAN)
+            if norm.weight is not None:
+                a, b = a * wa, b * wb
+            if norm.bias is not None:
+                a, b = a + ba, b + bb
+        if PLAN.rotate and not PLAN.after:
+            a, b = _turn(a, b, at.cos, at.sin, size.half, PLAN)
+        off = y_off[:, None] + _head_offset(y, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
+        _store_pairs(y.ptr, off, there, a, b, size, PLAN)
+        if cache is not None:
+            _keep_pairs(cache, at, head, there, a, b, size, PLAN, ALIGN)
+
+
+@triton.jit
+def _copy_heads(
+    x, y, cache, at, x_heads, y_heads, dim, DIM: tl.constexpr, PLAN: tl.constexpr, ALIGN: tl.constexpr
+):
+    """All heads of some tokens as they are; to a cache too if there is one, as `_prepare_heads` does."""
+    x_off = _token_offset(x, at.batch, at.token, ALIGN)
+    y_off = _token_offset(y, at.batch, at.token, ALIGN)
+    lane = tl.arange(0, DIM)[None, None, :]
+    for first in range(0, x_heads.heads, PLAN.heads):
+        head = first + tl.arange(0, PLAN.heads)
+        there = at.exists[:, None] & (head < x_heads.heads)[None, :]
+        mask = there[:, :, None] & (lane < (dim if PLAN.masked else DIM))
+        off = x_off[:, None] + _head_offset(x, head, x_heads, ALIGN)[None, :]
+        value = tl.load(x.ptr + off[:, :, None] + lane, mask=mask, other=0.0)
+        off = y_off[:, None] + _head_offset(y, head, y_heads, ALIGN)[None, :]
+        tl.store(y.ptr + off[:, :, None] + lane, value, mask=mask)
+        if cache is not None:
+            _keep_values(cache, at, head, there, value, lane, mask, PLAN, ALIGN)
+
+
+@kernel
+def qkv_kernel(
+    q: Place,
+    k: Place,  # k, v and gate are absent where there are none
+    v: Place,
+    q_out: Place,
+    k_out: Place,
+    v_out: Place,
+    gate_out: Place,  # the gates of the input follow their query heads
+    q_norm: Affine,
+    k_norm: Affine,
+    angles: Angles,
+    slots: Slots,
+    k_cache: Kept,
+    v_cache: Kept,
+    sizes: Sizes,
+    PLAN: tl.constexpr,
+    ALIGN: tl.constexpr,  # sizes, starts and strides are multiples of it, but not those of slots and scales
+):
+    """A few tokens of a sequence, all of their heads: angles are found once."""
+    size = HeadNumbers(known_multiple(sizes.half, ALIGN), known_multiple(sizes.rest, ALIGN))
+    program = tl.program_id(0)
+    batch = (program % sizes.batches).to(tl.int64)
+    token = (program // sizes.batches).to(tl.int64) * PLAN.tokens + tl.arange(0, PLAN.tokens)  # [TOKENS]
+    exists = token < sizes.tokens
+    cos, sin, page, place, cached = None, None, None, None, None
+    if PLAN.rotate:
+        cos, sin = _find_angles(angles, batch, token, sizes.tokens, size.half, PLAN, ALIGN)
+    if slots.ptr is not None:
+        page, place, cached = _find_slots(slots, batch, token, sizes.tokens)
+    at = Tokens(batch, token, exists, cos, sin, page, place, cached)
+    kv_heads = Grouped(sizes.kv, None, 0)
+    _prepare_heads(q, q_out, q_norm, None, at, sizes.q, size, PLAN, ALIGN)
+    if k.ptr is not None:
+        _prepare_heads(k, k_out, k_norm, k_cache, at, kv_heads, size, PLAN, ALIGN)
+    if v.ptr is not None:
+        v_dim = known_multiple(sizes.v_dim, ALIGN)
+        _copy_heads(v, v_out, v_cache, at, kv_heads, kv_heads, v_dim, PLAN.v_dim, PLAN, ALIGN)
+    if gate_out.ptr is not None:
+        dim = 2 * size.half + size.rest
+        gate = Place(q.ptr, _further(q.at, dim))
+        _copy_heads(
+            gate, gate_out, None, at, sizes.q, Grouped(sizes.q.heads, None, 0), dim, PLAN.dim, PLAN, ALIGN
+        )
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """fp32 partial sums [programs, dim] of the gradients of a weight and of a bias, each None if nobody wants it."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@triton.jit
+def _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """The gradients of all heads of some tokens; the totals for weight and bias, with these heads added."""
+    a_weight, b_weight, a_bias, b_bias = totals
+    dim = (2 * size.half + size.rest).to(tl.float32)
+    dy_off = _token_offset(dy, at.batch, at.token, ALIGN)
+    x_off = _token_offset(x, at.batch, at.token, ALIGN)
+    dx_off = _token_offset(dx, at.batch, at.token, ALIGN)
+    if norm.weight is not None:
+        wa, wb = _load_vector(norm.weight, norm.weight_offset, size, PLAN)
+    for first in range(0, heads.heads, PLAN.heads):
+        head = first + tl.arange(0, PLAN.heads)
+        there = at.exists[:, None] & (head < heads.heads)[None, :]  # [T, H]
+        off = dy_off[:, None] + _head_offset(dy, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
+        a, b = _load_pairs(dy.ptr, off, there, size, PLAN)
+        if PLAN.rotate and not PLAN.after:
+            a, b = _turn(a, b, at.cos, -at.sin, size.half, PLAN)
+        if PLAN.norm != "none":
+            off = x_off[:, None] + _head_offset(x, head, heads, ALIGN)[None, :]
+            za, zb = _load_pairs(x.ptr, off, there, size, PLAN)
+            if PLAN.rotate and PLAN.after:
+                za, zb = _turn(za, zb, at.cos, at.sin, size.half, PLAN)
+            za, zb, r = _normalize(za, zb, size, norm.eps, PLAN)
+            if sums.weight is not None:
+                a_weight += a * za
+                b_weight += b * zb
+            if sums.bias is not None:
+                a_bias += a
+                b_bias += b
+            if norm.weight is not None:
+                a, b = a * wa, b * wb
+            tz = _total(a * za + b * zb) / dim
+            if PLAN.norm == "layer":
+                t = _total(a + b) / dim
+                a, b = a - t, b - t
+            a, b = r * (a - za * tz), r * (b - zb * tz)
+        if PLAN.rotate and PLAN.after:
+            a, b = _turn(a, b, at.cos, -at.sin, size.half, PLAN)
+        if dx.ptr is not None:
+            off = dx_off[:, None] + _head_offset(dx, head, heads, ALIGN)[None, :]
+            _store_pairs(dx.ptr, off, there, a, b, size, PLAN)
+    return a_weight, b_weight, a_bias, b_bias
+
+
+@triton.jit
+def _store_sums(ptr, program, a, b, size, PLAN: tl.constexpr):
+    """Tiles added up over tokens and heads, to the program's row of partial sums [programs, dim]."""
+    a = tl.sum(tl.sum(a, axis=0), axis=0)[None, None, :]
+    b = tl.sum(tl.sum(b, axis=0), axis=0)[None, None, :]
+    off = tl.zeros((1, 1), tl.int64) + program * (2 * size.half + size.rest)
+    _store_pairs(ptr, off, off >= 0, a, b, size, PLAN)
+
+
+@triton.jit
+def _backward_of(
+    dy, x, dx, norm, sums, heads, other, other_grad, other_dim, first, last, angles, sizes, size,
+    OTHER: tl.constexpr, PLAN: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The backward of the heads of q, or of those of k, of a run of tiles: a few tokens at a time. The heads beside
+    them that pass as they are come along: the gates with q, and v with k."""
+    TOKENS: tl.constexpr = PLAN.tokens
+    HEADS: tl.constexpr = PLAN.heads
+    PAIRS: tl.constexpr = PLAN.pairs
+    zeros = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    totals = (zeros, zeros, zeros, zeros)
+    for tile in range(first, last):
+        batch = tile % sizes.batches
+        token = (tile // sizes.batches) * PLAN.tokens + tl.arange(0, PLAN.tokens)  # [TOKENS]
+        cos, sin = None, None
+        if PLAN.rotate:
+            cos, sin = _find_angles(angles, batch, token, sizes.tokens, size.half, PLAN, ALIGN)
+        at = Tokens(batch, token, token < sizes.tokens, cos, sin, None, None, None)
+        totals = _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN, ALIGN)
+        if other.ptr is not None and other_grad.ptr is not None:
+            alone = Grouped(heads.heads, None, 0)
+            _copy_heads(other, other_grad, None, at, alone, heads, other_dim, OTHER, PLAN, ALIGN)
+    program = tl.program_id(0).to(tl.int64)
+    if sums.weight is not None:
+        _store_sums(sums.weight, program, totals[0], totals[1], size, PLAN)
+    if sums.bias is not None:
+        _store_sums(sums.bias, program, totals[2], totals[3], size, PLAN)
+
+
+@kernel
+def qkv_backward_kernel(
+    dq: Place,
+    dk: Place,
+    dv: Place,
+    dgate: Place,
+    q: Place,  # the input of the norm, absent without one
+    k: Place,
+    q_grad: Place,  # what is asked for: gradients of the input, absent if nobody wants them
+    k_grad: Place,
+    v_grad: Place,
+    q_norm: Affine,
+    k_norm: Affine,
+    q_sums: Sums,
+    k_sums: Sums,
+    angles: Angles,
+    sizes: Sizes,
+    tiles,  # of a few tokens
+    program_tiles,  # of a program
+    PLAN: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """A run of tiles of a few tokens: their query heads, then what else they have. Sums stay in registers until the
+    last tile of the one, and the other needs none of these registers."""
+    size = HeadNumbers(known_multiple(sizes.half, ALIGN), known_multiple(sizes.rest, ALIGN))
+    first = tl.program_id(0).to(tl.int64) * program_tiles
+    last = tl.minimum(first + program_tiles, tiles)
+    dim = 2 * size.half + size.rest
+    gate_grad = Place(q_grad.ptr, _further(q_grad.at, dim))
+    kv_heads = Grouped(sizes.kv, None, 0)
+    _backward_of(
+        dq, q, q_grad, q_norm, q_sums, sizes.q, dgate, gate_grad, dim, first, last, angles, sizes, size, PLAN.dim,
+        PLAN, ALIGN,
+    )  # fmt: skip
+    _backward_of(
+        dk, k, k_grad, k_norm, k_sums, kv_heads, dv, v_grad, known_multiple(sizes.v_dim, ALIGN), first, last, angles,
+        sizes, size, PLAN.v_dim, PLAN, ALIGN,
+    )  # fmt: skip

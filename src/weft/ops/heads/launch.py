@@ -1,0 +1,292 @@
+"""How calls are cut into programs, and launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import Capabilities, Launch, capabilities_of
+from ..common.copies import cast_mode
+from ..common.rows import align_of, contiguous
+from ..common.sums import sum_partials
+from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
+from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients
+from .cache import NO_CACHE, Cache, CacheForms, CacheStrides
+from .kernels import Affine, Grouped, Plan, Sizes, Sums, qkv_backward_kernel, qkv_kernel
+from .layout import Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_of, with_neighbours
+from .norm import Norm
+
+
+class Choice(NamedTuple):
+    """What a kernel does, whatever the strides are."""
+
+    cut: Cut
+    v_dim: int  # 0: no value heads are handled
+    norm: str
+    after: bool
+    turned: int  # numbers of a head; 0: no rotation
+    style: str
+    first: bool
+    sections: str
+    inverse: bool
+    scaled: str
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """(half, rest): without a rotation, the halves of the head and what is odd of it."""
+        if self.turned:
+            return self.turned // 2, self.cut.dim - self.turned
+        return self.cut.dim // 2, self.cut.dim % 2
+
+    def sizes(self, batch: int, tokens: int) -> Sizes:
+        cut, (half, rest) = self.cut, self.halves
+        grouped = Grouped(cut.q, cut.group, cut.group_stride)
+        return Sizes(batch, tokens, grouped, max(cut.kv, 1), half, rest, self.v_dim)
+
+
+def _choice(
+    cut: Cut, v_dim: int, norm: Norm, turning: Turning, inverse: bool = False, scaled: str = "none"
+) -> Choice:
+    return Choice(
+        cut, v_dim, norm.kind, norm.after, turning.dim, turning.style, turning.first, turning.sections, inverse, scaled
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> Launch:
+    cut, (_, rest) = choice.cut, choice.halves
+    heads, interleaved = cut.kv or cut.q, choice.style == "interleaved"
+    pairs, v_tile, gates = (
+        _tile(cut.dim - cut.dim // 2),
+        _tile(choice.v_dim),
+        _tile(cut.dim) if cut.gate else 0,
+    )
+    tokens, at_once, num_warps = 1, 1, 4
+    if not target.is_cpu:
+        # 128 threads with 16 bytes of bf16 each in the narrowest tile: every access can have 128 bits.
+        narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
+        rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
+        at_once = min(4, _tile(heads), rows)
+        tokens = max(1, rows // at_once)
+        num_warps = 128 // target.warp_size
+    plan = Plan(
+        tokens=tokens,
+        heads=at_once,
+        pairs=pairs,
+        v_dim=v_tile,
+        dim=gates,
+        masked=2 * pairs != cut.dim or v_tile != choice.v_dim,
+        partial=rest > 0,
+        norm=choice.norm,
+        after=choice.after,
+        rotate=choice.turned > 0,
+        inverse=choice.inverse,
+        interleaved=interleaved,
+        first=choice.first,
+        sections=choice.sections != "",
+        scaled=choice.scaled,
+        cast=0 if choice.scaled == "none" else cast_mode(target),
+    )
+    return Launch(kernel, num_warps=num_warps, PLAN=plan, ALIGN=align)
+
+
+def _tile(size: int) -> int:
+    """The power of two that holds so many; 0 holds none."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _align(choice: Choice, angles: AngleStrides, *places: Strides, more: tuple[int, ...] = ()) -> int:
+    """What all sizes, starts and strides are multiples of."""
+    half, rest = choice.halves
+    numbers = (number for place in places for number in place)
+    return align_of(
+        half, rest, rest // 2, choice.v_dim, angles.table_batch, angles.table_row, *numbers, *more
+    )
+
+
+def _norms(norm: Norm, x: Tensor) -> tuple[Affine, Affine]:
+    """Those of q and of k."""
+    if norm.kind == "none":
+        return NO_AFFINE, NO_AFFINE
+    eps, offset = norm.eps_for(x), norm.weight_offset
+    return (
+        Affine(contiguous(norm.q_weight), contiguous(norm.q_bias), eps, offset),
+        Affine(contiguous(norm.k_weight), contiguous(norm.k_bias), eps, offset),
+    )
+
+
+NO_AFFINE = Affine(None, None, 0.0, 0.0)
+
+
+def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float]:
+    """(turns per position, magnitude) where angles are computed."""
+    if not turning.dim or turning.cos is not None:
+        return None, 1.0
+    magnitude = frequencies(turning.base, turning.dim, turning.scaling)[1]
+    return turns(turning.base, turning.dim, turning.scaling, device), magnitude
+
+
+# ---- forward --------------------------------------------------------------------------------------------
+
+
+class Forms(NamedTuple):
+    """What decides the integers of a launch."""
+
+    choice: Choice
+    batch: int
+    tokens: int
+    inputs: tuple[tuple[int, ...] | None, ...]  # strides of x, k and v
+    outputs: tuple[tuple[int, ...] | None, ...]
+    table: Form | None
+    positions: Form | None
+    cache: CacheForms | None
+    target: str
+
+
+class Forward(NamedTuple):
+    """A launch, and where everything is."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    source: PartStrides
+    to: tuple[Strides, ...]
+    angles: AngleStrides
+    cache: CacheStrides
+    sizes: Sizes
+
+
+_known: dict[Forms, Forward] = {}
+
+
+def _forward(forms: Forms, target: Capabilities) -> Forward:
+    """Found once for all calls with tensors of these forms."""
+    choice, cut = forms.choice, forms.choice.cut
+    source = PartStrides.of(forms.inputs, cut)
+    to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
+    angles = AngleStrides.of(forms.table, forms.positions, choice.sections)
+    cache = CacheStrides.of(forms.cache, cut.layout, forms.batch, forms.tokens)
+    align = _align(choice, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
+    launch = _chosen(qkv_kernel, choice, align, target)
+    programs = -(-forms.tokens // launch.constants["PLAN"].tokens) * forms.batch
+    sizes = choice.sizes(forms.batch, forms.tokens)
+    if len(_known) >= 4096:
+        _known.clear()
+    _known[forms] = found = Forward(launch, (programs, 1, 1), source, to, angles, cache, sizes)
+    return found
+
+
+def launch_forward(
+    outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", inverse: bool = False
+) -> None:
+    """q, k, v and gate of `a`, those that are in `outputs`."""
+    cut, turning, device = a.cut, a.turning, a.x.device
+    x, k, v = with_neighbours(a.x), a.k, a.v
+    inputs: tuple[tuple[int, ...] | None, ...] = (x.stride(), None, None)
+    if cut.packing != "apart":
+        k = v = x
+    elif k is not None:
+        k, v = with_neighbours(k), v if v is None else with_neighbours(v)
+        inputs = (x.stride(), k.stride(), stride_of(v))
+    to_q, to_k, to_v, to_gate = outputs
+    cos, sin = alike(turning.cos, turning.sin)
+    batch, tokens = sizes(x, cut.layout)
+    target = capabilities_of(device)
+    forms = Forms(
+        _choice(cut, 0 if to_v is None else cut.v_dim, a.norm, turning, inverse, scaled),
+        batch,
+        tokens,
+        inputs,
+        (to_q.stride(), stride_of(to_k), stride_of(to_v), stride_of(to_gate)),
+        Form.of(cos),
+        Form.of(turning.positions),
+        cache.forms(),
+        target.target,
+    )
+    found = _known.get(forms) or _forward(forms, target)
+    q_norm, k_norm = _norms(a.norm, x)
+    per_position, magnitude = _turns(turning, device)
+    source, to, kept = found.source, found.to, found.cache
+    # A plain tuple does for a struct, and takes a tenth of the time of a NamedTuple.
+    found.launch(
+        found.grid,
+        *qkv_kernel.arguments(
+            q=(x, source.q),
+            k=(k, source.k),
+            v=(v, source.v),
+            q_out=(to_q, to[0]),
+            k_out=(to_k, to[1]),
+            v_out=(to_v, to[2]),
+            gate_out=(to_gate, to[3]),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            angles=(cos, sin, per_position, turning.positions, found.angles, magnitude),
+            slots=(cache.slots, kept.slots),
+            k_cache=(cache.k, cache.k_scale, kept.k),
+            v_cache=(cache.v, cache.v_scale, kept.v),
+            sizes=found.sizes,
+        ),
+    )
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
+    cut, norm, turning = a.cut, a.norm, a.turning
+    device, target = a.dq.device, capabilities_of(a.dq.device)
+    tokens = tokens_of(a.dq, cut.out_layout, a.batch)
+    upstream = [None if d is None else with_neighbours(d) for d in (a.dq, a.dk, a.dv, a.dgate)]
+    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
+    inputs = (x, k, None) if cut.packing == "apart" else (x, x, None)
+    grads = outputs[:3] if cut.packing == "apart" else (outputs.x, outputs.x, outputs.x)
+    given = [Strides.of(stride_of(d), cut.out_layout, tokens) for d in upstream]
+    source = PartStrides.of((stride_of(x), stride_of(k), None), cut)
+    into = PartStrides.of((stride_of(outputs.x), stride_of(outputs.k), stride_of(outputs.v)), cut)
+    cos, sin = alike(turning.cos, turning.sin)
+    angles = AngleStrides.of(Form.of(cos), Form.of(turning.positions), turning.sections)
+    choice = _choice(cut, cut.v_dim if grads[2] is not None else 0, norm, turning)
+    group_stride = cut.group_stride if x is not None or outputs.x is not None else 0
+    align = _align(choice, angles, *given, source.q, source.k, *into, more=(group_stride,))
+    launch = _chosen(qkv_backward_kernel, choice, align, target)
+    tiles = -(-tokens // launch.constants["PLAN"].tokens) * a.batch
+    program_tiles = 1
+    vectors = (outputs.q_weight, outputs.k_weight, outputs.q_bias, outputs.k_bias)
+    if any(vector is not None for vector in vectors):
+        # Sums over rows: as many programs as run at the same time, each with a row of partial sums.
+        program_tiles = -(-tiles // min(tiles, target.multiprocessors * 4))
+    programs = -(-tiles // program_tiles)
+    partial = [
+        None if vector is None else torch.empty((programs, cut.dim), dtype=torch.float32, device=device)
+        for vector in vectors
+    ]
+    q_weight, k_weight, q_bias, k_bias = partial
+    q_norm, k_norm = _norms(norm._replace(q_bias=None, k_bias=None), a.dq)
+    per_position, magnitude = _turns(turning, device)
+    launch(
+        (programs, 1, 1),
+        *qkv_backward_kernel.arguments(
+            dq=Place(upstream[0], given[0]),
+            dk=Place(upstream[1], given[1]),
+            dv=Place(upstream[2], given[2]),
+            dgate=Place(upstream[3], given[3]),
+            q=Place(inputs[0], source.q),
+            k=Place(inputs[1], source.k),
+            q_grad=Place(grads[0], into.q),
+            k_grad=Place(grads[1], into.k),
+            v_grad=Place(grads[2], into.v),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            q_sums=Sums(q_weight, q_bias),
+            k_sums=Sums(k_weight, k_bias),
+            angles=Angles(cos, sin, per_position, turning.positions, angles, magnitude),
+            sizes=choice.sizes(a.batch, tokens),
+            tiles=tiles,
+            program_tiles=program_tiles,
+        ),
+    )
+    for vector, sums in zip(vectors, partial, strict=True):
+        if vector is not None and sums is not None:
+            sum_partials(sums, vector)

@@ -1,0 +1,363 @@
+"""Heads made ready for attention: split, norm, rotation and transposition of queries and keys in one pass.
+
+    q, k, v[, gate] = split(qkv)               "flat" [q.. | k.. | v..], or "groups" of [q q q q k v]
+    q = norm(q) * (q_weight + weight_offset) + q_bias              rms or layer, over a head; k in the same way
+    (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
+    out = round(·)                             to the dtype of the input, in the layout of the output
+
+Pairs are (i, i + n/2) of the n rotated numbers ("neox") or (2i, 2i + 1) ("interleaved"). The norm comes before the
+rotation, or after it.
+
+All of it in fp32 with one rounding to each stored tensor. Backward turns the gradients back (by -sin) and goes
+through the norm, whose statistics are computed again from the input, into one packed gradient:
+
+    z = the normalised head, r = 1 / its deviation, g = gradient of norm's result, t = g * (weight + weight_offset)
+    dx = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
+    dweight = sum g * z      dbias = sum g     fp32 partial sums of each program, added up in order
+
+For decoding, k and v are also written to a cache in the same pass, each token to its slot: as they are returned, or as
+e4m3 codes made of the fp32 numbers before their rounding, with one scale for each token and head or with a given one:
+
+    scale = 1 / (448 / amax)      code = e4m3(x * (448 / amax))         `weft.quantize(x, "e4m3:row:te")` of fp32 heads
+    scale given                   code = e4m3(x / scale)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import Backward, Gradients, Nothing, define_op
+from ..common.checks import check_input, check_tensor
+from .angles import Rotation, check_rotation
+from .arguments import QKV, Prepare, PrepareBackward, PrepareCached, PrepareGradients, PrepareNeeds
+from .cache import Cache, KVCache, check_cache, check_slots
+from .launch import launch_backward, launch_forward
+from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
+from .norm import HeadNorm, check_norm
+from .reference import qkv_prepare_backward_reference, qkv_prepare_cached_reference, qkv_prepare_reference
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+
+def _present(a: Prepare) -> QKV:
+    return QKV(True, True, a.cut.packing != "apart" or a.v is not None, a.cut.gate)  # type: ignore[arg-type]
+
+
+def _allocate(a: Prepare) -> QKV:
+    cut, dtype, device = a.cut, a.x.dtype, a.x.device
+    batch, tokens = sizes(a.x, cut.layout)
+    q_shape = shape_of(cut.out_layout, batch, tokens, cut.q, cut.dim)
+    k_shape = shape_of(cut.out_layout, batch, tokens, cut.kv, cut.dim)
+    v = None
+    if cut.packing != "apart" or a.v is not None:
+        v_shape = shape_of(cut.out_layout, batch, tokens, cut.kv, cut.v_dim)
+        v = torch.empty(v_shape, dtype=dtype, device=device)
+    return QKV(
+        torch.empty(q_shape, dtype=dtype, device=device),
+        torch.empty(k_shape, dtype=dtype, device=device),
+        v,
+        torch.empty(q_shape, dtype=dtype, device=device) if cut.gate else None,
+    )
+
+
+def _launch_cached(_: Nothing, a: PrepareCached) -> None:
+    prepare = a.prepare
+    q, k, *more = a.outputs
+    gate = more.pop() if a.cut.gate else None
+    launch_forward(QKV(q, k, more[0] if more else None, gate), prepare, cache=Cache.of(a), scaled=a.scaled)
+
+
+def _reference_cached(a: PrepareCached) -> Nothing:
+    qkv_prepare_cached_reference(a)
+    return Nothing()
+
+
+class _Kept(NamedTuple):
+    args: PrepareBackward  # gradients and needs are not known yet
+    tokens: int
+    has_v: bool
+
+
+def _keep(a: Prepare, outputs: QKV) -> _Kept:
+    normed = a.norm.kind != "none"
+    batch, tokens = sizes(a.x, a.cut.layout)
+    unknown: Any = None
+    # A rotation alone needs nothing of its input.
+    x, k = (a.x, a.k) if normed else (None, None)
+    args = PrepareBackward(
+        unknown, unknown, None, None, x, k, a.norm, a.turning, a.cut, batch, _NO_NEEDS
+    )  # fmt: skip
+    return _Kept(args, tokens, outputs.v is not None)
+
+
+_NO_NEEDS = PrepareNeeds(False, False, False, False, False, False, False)
+
+
+def _gradients(b: Backward) -> Gradients:
+    kept: _Kept = b.kept
+    args, needs, grads = kept.args, b.needs, b.grads
+    cut = args.cut
+    some: Tensor = next(g for g in grads if g is not None)
+
+    def given(grad: Tensor | None, heads: int, dim: int) -> Tensor:
+        if grad is not None:
+            return grad
+        return some.new_zeros(dim).expand(shape_of(cut.out_layout, args.batch, kept.tokens, heads, dim))
+
+    needs_x = needs.x or needs.k or needs.v
+    apart = needs_x and cut.packing == "apart"
+    found = qkv_prepare_backward_op(
+        args._replace(
+            dq=given(grads.q, cut.q, cut.dim),
+            dk=given(grads.k, cut.kv, cut.dim),
+            dv=given(grads.v, cut.kv, cut.v_dim) if kept.has_v else None,
+            dgate=given(grads.gate, cut.q, cut.dim) if cut.gate else None,
+            needs=PrepareNeeds(
+                x=needs_x,
+                k=apart,
+                v=apart and kept.has_v,
+                q_weight=needs.norm_q_weight,
+                k_weight=needs.norm_k_weight,
+                q_bias=needs.norm_q_bias,
+                k_bias=needs.norm_k_bias,
+            ),
+        )
+    )
+    return {
+        "x": found.x if needs.x else None,
+        "k": found.k if needs.k else None,
+        "v": found.v if needs.v else None,
+        "norm_q_weight": found.q_weight,
+        "norm_k_weight": found.k_weight,
+        "norm_q_bias": found.q_bias,
+        "norm_k_bias": found.k_bias,
+    }
+
+
+def _allocate_backward(a: PrepareBackward) -> PrepareGradients:
+    cut, norm, needs, dq = a.cut, a.norm, a.needs, a.dq
+    tokens = tokens_of(dq, cut.out_layout, a.batch)
+
+    def heads(count: int, dim: int) -> Tensor:
+        return torch.empty(
+            shape_of(cut.layout, a.batch, tokens, count, dim), dtype=dq.dtype, device=dq.device
+        )
+
+    def like(vector: Tensor | None, needed: bool) -> Tensor | None:
+        return (
+            torch.empty(cut.dim, dtype=vector.dtype, device=dq.device)
+            if needed and vector is not None
+            else None
+        )
+
+    x = None
+    if needs.x and cut.packing == "apart":
+        x = heads(cut.q, cut.q_dim)
+    elif needs.x:
+        x = heads(1, cut.width).squeeze(-2)
+    return PrepareGradients(
+        x=x,
+        k=heads(cut.kv, cut.dim) if needs.k else None,
+        v=heads(cut.kv, cut.v_dim) if needs.v else None,
+        q_weight=like(norm.q_weight, needs.q_weight),
+        k_weight=like(norm.k_weight, needs.k_weight),
+        q_bias=like(norm.q_bias, needs.q_bias),
+        k_bias=like(norm.k_bias, needs.k_bias),
+    )
+
+
+qkv_prepare_backward_op = define_op(
+    "qkv_prepare_backward",
+    PrepareBackward,
+    PrepareGradients,
+    allocate=_allocate_backward,
+    launch=launch_backward,
+    reference=qkv_prepare_backward_reference,
+    present=lambda a: a.needs,
+    variants=64,
+)
+
+qkv_prepare_op = define_op(
+    "qkv_prepare",
+    Prepare,
+    QKV,
+    allocate=_allocate,
+    launch=launch_forward,
+    reference=qkv_prepare_reference,
+    present=_present,
+    keep=_keep,
+    backward=_gradients,
+    differentiable=("q", "k", "v", "gate"),
+    variants=64,
+)
+
+qkv_prepare_cached_op = define_op(
+    "qkv_prepare_cached",
+    PrepareCached,
+    Nothing,
+    allocate=lambda a: Nothing(),
+    launch=_launch_cached,
+    reference=_reference_cached,
+    variants=64,
+)
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    heads: Heads | None = None,
+    norm: HeadNorm | None = None,
+    rotation: Rotation | None = None,
+    positions: Tensor | None = None,
+    cache: KVCache | None = None,
+    slots: Tensor | None = None,
+    layout: Layout = "bshd",
+    out_layout: Layout | None = None,
+) -> QKV:
+    """q, k and v for attention, and the gate if there is one: split, normed, rotated and transposed in one pass.
+
+    **Input.** One packed projection `qkv`, [batch, sequence, width] with `layout="bshd"`, [sequence, batch, width] with
+    "sbhd", or [tokens, width], which `heads`, a `weft.Heads`, says how to cut. Or `qkv` is q, and k and v are given:
+    [batch, sequence, heads, dim] or as `layout` says, three-dimensional with "thd"; v may be missing, and `heads` is
+    needed only if the query heads have gates. bf16, fp16 or fp32, of any strides.
+
+    - `norm`: a `weft.HeadNorm` of each head of q and k.
+    - `rotation`: a `weft.Rotation` of each head of q and k.
+    - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed sequences and for sequences in parts; 0,
+      1, 2… by default. A position that a table has no row for gives NaN. [3, …] for a rotation with sections.
+
+    **Output** in the dtype of the input, a `QKV` of q, k, v and gate: [batch, sequence, heads, dim], or as `out_layout`
+    says ("thd" joins batch and sequence); that of the input by default. v is None if it was not given, and gate if
+    there is none. Everything is fp32 until the one rounding of each result.
+
+    **Cache**, for inference: k and v are also written to `cache`, a `weft.KVCache`, in the same launch, and returned
+    all the same.
+
+    - `slots`: int32 or int64, one for each token: [batch, sequence], [sequence, batch] with `layout="sbhd"`, or all of
+      them in this order in one dimension. In a paged cache it is page * page_size + place. -1 writes nothing, and
+      neither does any other number that is no slot of the cache. Two tokens with one slot are a mistake: the slot then
+      holds some of each.
+    - Caches have no gradients, and a call that writes to them gives none: where gradients are on and an input requires
+      one, it is refused.
+
+    >>> import torch, weft
+    >>> heads, rotation = weft.Heads(q=4, kv=2, dim=64), weft.Rotation(10000.0)
+    >>> norm = weft.HeadNorm("rms", torch.ones(64), torch.ones(64))
+    >>> qkv = torch.randn(2, 16, heads.width).bfloat16()
+    >>> q, k, v, _ = weft.qkv_prepare(qkv, heads=heads, norm=norm, rotation=rotation)
+    >>> q.shape, k.shape
+    (torch.Size([2, 16, 4, 64]), torch.Size([2, 16, 2, 64]))
+    >>> weft.qkv_prepare(qkv, heads=heads, out_layout="bhsd").q.shape
+    torch.Size([2, 4, 16, 64])
+    >>> cache = weft.KVCache(*torch.zeros(2, 8, 16, 2, 64).bfloat16().unbind())  # 8 pages of 16 slots, for k and for v
+    >>> token = torch.randn(3, heads.width).bfloat16()  # one of each of three sequences
+    >>> slots = torch.tensor([5 * 16 + 3, 16, -1])
+    >>> q, k, v, _ = weft.qkv_prepare(token, heads=heads, cache=cache, slots=slots)
+    >>> torch.equal(cache.k[5, 3], k[0]), torch.equal(cache.v[1, 0], v[1])
+    (True, True)
+    """
+    check_input("qkv", qkv)
+    if heads is not None and not isinstance(heads, Heads):
+        raise TypeError(f"heads must be a weft.Heads, such as weft.Heads(q=32, kv=8, dim=128); got {heads!r}")
+    cut = (
+        _cut_packed(qkv, heads, layout, out_layout)
+        if k is None
+        else _cut_apart(qkv, k, v, heads, layout, out_layout)
+    )
+    if k is None and v is not None:
+        raise ValueError("v is given without k: give both, or one packed tensor")
+    if cut.out_layout not in LAYOUTS:
+        raise ValueError(f"out_layout must be one of {', '.join(LAYOUTS)}; got {out_layout!r}")
+    a = Prepare(
+        qkv,
+        k,
+        v,
+        check_norm(norm, qkv, cut.dim),
+        check_rotation(rotation, positions, qkv, cut.dim, *sizes(qkv, cut.layout)),
+        cut,
+    )
+    if cache is not None:
+        return _prepare_cached(a, cache, slots)
+    if slots is not None:
+        raise ValueError("slots go with a cache=")
+    return qkv_prepare_op(a)
+
+
+def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
+    check_cache(cache, a.x, a.cut, a.cut.packing != "apart" or a.v is not None)
+    slots = check_slots(slots, a.x, a.cut.layout)
+    written = cache.written
+    if torch.is_grad_enabled():
+        for t in (a.x, a.k, a.v, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias, *written):
+            if t is not None and t.requires_grad:
+                raise ValueError(
+                    "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it "
+                    "under torch.no_grad(), or without the cache"
+                )
+    outputs = _allocate(a)
+    scales = (cache.k_scale, cache.v_scale) if cache.scaled == "tensor" else (None, None)
+    qkv_prepare_cached_op(
+        PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], list(written))
+    )
+    return outputs
+
+
+def _cut_packed(qkv: Tensor, heads: Heads | None, layout: str, out_layout: str | None) -> Cut:
+    if heads is None:
+        raise ValueError("a packed qkv is cut by heads=weft.Heads(q=..., kv=..., dim=...)")
+    given = layout_of(qkv, layout, 3)
+    if given == "bhsd":
+        raise ValueError(
+            "a packed qkv is [batch, sequence, width] ('bshd') or [sequence, batch, width] ('sbhd')"
+        )
+    cut = Cut(
+        heads.q, heads.kv, heads.dim, heads.v_dim, heads.packing, heads.gate, given, out_layout or given
+    )  # fmt: skip
+    if qkv.shape[-1] != cut.width:
+        raise ValueError(
+            f"{cut.q} heads and {cut.kv} of k and v take {cut.width} columns; qkv has {qkv.shape[-1]}"
+        )
+    return cut
+
+
+def _cut_apart(
+    q: Tensor, k: Tensor, v: Tensor | None, heads: Heads | None, layout: str, out_layout: str | None
+) -> Cut:
+    """Of separate q, k and v."""
+    given = layout_of(q, layout, 4)
+    at = LAYOUTS[given][2]
+    for name, part in (("k", k), ("v", v)):
+        if part is not None:
+            check_tensor(name, part, (q.dtype,), q.device)
+            if part.dim() != q.dim():
+                raise ValueError(
+                    f"{name} must have the dimensions of q, {tuple(q.shape)}; got {tuple(part.shape)}"
+                )
+            if sizes(part, given) != sizes(q, given) or part.shape[at] != k.shape[at]:
+                raise ValueError(
+                    f"{name} {tuple(part.shape)} does not go with q {tuple(q.shape)} and k {tuple(k.shape)}"
+                )
+    gate = heads is not None and heads.gate
+    v_dim = k.shape[-1] if v is None else v.shape[-1]
+    cut = Cut(q.shape[at], k.shape[at], k.shape[-1], v_dim, "apart", gate, given, out_layout or given)
+    if heads is not None:
+        for name in ("q", "kv", "dim", "v_dim"):
+            if getattr(heads, name) != getattr(cut, name) and not (name == "v_dim" and v is None):
+                raise ValueError(
+                    f"heads has {name}={getattr(heads, name)}, but the tensors have {getattr(cut, name)}"
+                )
+    if q.shape[-1] != cut.q_dim:
+        raise ValueError(f"heads of q have {q.shape[-1]} numbers, and those of k {cut.dim}")
+    if cut.kv and cut.q % cut.kv:
+        raise ValueError(
+            f"heads of q must be a multiple of those of k, as many share one of k and v; got {cut.q} and {cut.kv}"
+        )
+    return cut

@@ -1,0 +1,84 @@
+"""The rotation of one tensor of heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...runtime import Backward, define_op
+from ..common.checks import check_input
+from .angles import Rotation, check_rotation
+from .arguments import QKV, Prepare, Rope, Rotated
+from .launch import launch_forward
+from .layout import LAYOUTS, Cut, Layout, layout_of, shape_of, sizes
+from .norm import NO_NORM
+from .reference import rope_reference
+
+
+def _allocate(a: Rope) -> Rotated:
+    batch, tokens = sizes(a.x, a.layout)
+    shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
+    return Rotated(torch.empty(shape, dtype=a.x.dtype, device=a.x.device))
+
+
+def _launch(outputs: Rotated, a: Rope) -> None:
+    """As the queries of a call without keys."""
+    heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
+    cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
+    prepare = Prepare(a.x, None, None, NO_NORM, a.turning, cut)
+    launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
+
+
+def _keep(a: Rope, outputs: Rotated) -> Rope:
+    return a._replace(x=None)  # type: ignore[arg-type]
+
+
+def _gradients(b: Backward) -> dict[str, Tensor | None]:
+    a: Rope = b.kept
+    back = Rope(b.grads.y, a.turning, a.out_layout, a.layout, not a.inverse)
+    return {"x": rope_op(back).y}
+
+
+rope_op = define_op(
+    "rope",
+    Rope,
+    Rotated,
+    allocate=_allocate,
+    launch=_launch,
+    reference=rope_reference,
+    keep=_keep,
+    backward=_gradients,
+    variants=64,
+)
+
+
+def rope(
+    x: Tensor,
+    rotation: Rotation,
+    *,
+    positions: Tensor | None = None,
+    layout: Layout = "bshd",
+    out_layout: Layout | None = None,
+    inverse: bool = False,
+) -> Tensor:
+    """The rotation of `qkv_prepare` for one tensor of heads: [batch, sequence, heads, dim], or as `layout` says.
+
+    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does. `out_layout`
+    may be another one.
+
+    >>> import torch, weft
+    >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head
+    >>> weft.rope(x, weft.Rotation(10000.0))
+    tensor([[[1.0000, 0.0000]],
+    <BLANKLINE>
+            [[0.5403, 0.8415]]])
+    """
+    check_input("x", x)
+    given = layout_of(x, layout, 4)
+    wanted = given if out_layout is None else out_layout
+    if wanted not in LAYOUTS or (given == "thd") != (wanted == "thd"):
+        raise ValueError(f"out_layout {wanted!r} does not go with an x in {given!r}")
+    if rotation is None:
+        raise ValueError("a rotation is needed: weft.Rotation(base), or weft.Rotation(cos=..., sin=...)")
+    turning = check_rotation(rotation, positions, x, x.shape[-1], *sizes(x, given))
+    return rope_op(Rope(x, turning, given, wanted, inverse)).y
