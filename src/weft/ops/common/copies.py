@@ -28,39 +28,9 @@ from ...tiles import (
     round_to,
     scaled,
 )
-from .checks import FLOATS, check_out_dtype, check_tensor
 from .rows import tile_mask
 
 STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
-
-
-def check_quantize(
-    quantize: Format | str | None, rowwise: bool, columnwise: bool, quant_scale: Tensor | None, return_amax: bool,
-    out_dtype: torch.dtype | None, device: torch.device,
-) -> Format | None:  # fmt: skip
-    """The format of a result that may be quantised; None for a plain one."""
-    if quantize is None:
-        if quant_scale is not None or return_amax or columnwise:
-            raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
-        check_out_dtype(out_dtype)
-        return None
-    format = Format.of(quantize)
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
-    if columnwise and format.block == "row":
-        raise ValueError(
-            "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
-            "quantise the result with weft.quantize, or take 1x128"
-        )
-    if quant_scale is not None:
-        check_tensor("quant_scale", quant_scale, FLOATS, device)
-        if format.block != "tensor" or quant_scale.numel() != 1:
-            raise ValueError(
-                f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {format.block!r}"
-            )
-    if out_dtype is not None:
-        raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
-    return format
 
 
 def count_stripes(rows: int, cols: int) -> int:
