@@ -70,7 +70,7 @@ def align_of(*sizes: int, least: int = 8) -> int:
 
 def flat_rows(x: Tensor) -> Tensor:
     """[M, K] with neighbours along K next to each other."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
 

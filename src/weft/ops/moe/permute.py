@@ -233,57 +233,36 @@ class MoveConfig(NamedTuple):
         return MoveConfig(numbers // tile, tile, 128 // warp_size_of(target))
 
 
-class _Constants(NamedTuple):
-    """What decides the code of the kernels over rows."""
-
-    format: str | None  # to quantise to; that of the rows, where they are added up
-    config: MoveConfig
-    align: int
-    cols_masked: bool
-    at_once: int = 1  # slots whose rows are on their way at the same time
-    input_max: float = 1.0
-    cast: int = 0
-
-
 @functools.cache
-def _permute_launch(c: _Constants) -> Launch:
+def _permute_launch(
+    made: str | None, dtype: torch.dtype, cast: int, config: MoveConfig, align: int, masked: bool
+) -> Launch:
     return Launch.of(
         permute_kernel,
-        num_warps=c.config.num_warps,
-        INPUT_MAX=c.input_max,
-        FORMAT=c.format and Format.of(c.format),
-        CAST=c.cast,
-        ROWS=c.config.rows,
-        TILE=c.config.tile,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
+        num_warps=config.num_warps,
+        INPUT_MAX=1.0 if made is None else torch.finfo(dtype).max,
+        FORMAT=None if made is None else Format.of(made),
+        CAST=cast,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ALIGN=align,
+        COLS_MASKED=masked,
     )
 
 
 @functools.cache
-def _unpermute_launch(c: _Constants) -> Launch:
+def _unpermute_launch(
+    format: str | None, at_once: int, config: MoveConfig, align: int, masked: bool
+) -> Launch:
     return Launch.of(
         unpermute_kernel,
-        num_warps=c.config.num_warps,
-        FORMAT=c.format and Format.of(c.format),
-        AT_ONCE=c.at_once,
-        ROWS=c.config.rows,
-        TILE=c.config.tile,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
-    )
-
-
-@functools.cache
-def _unpermute_backward_launch(c: _Constants) -> Launch:
-    return Launch.of(
-        unpermute_backward_kernel,
-        num_warps=c.config.num_warps,
-        FORMAT=c.format and Format.of(c.format),
-        AT_ONCE=c.at_once,
-        TILE=c.config.tile,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
+        num_warps=config.num_warps,
+        FORMAT=None if format is None else Format.of(format),
+        AT_ONCE=at_once,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ALIGN=align,
+        COLS_MASKED=masked,
     )
 
 
@@ -298,12 +277,20 @@ def _sizes(map: RowMap) -> tuple[int, int, int]:
     return map.row_of_slot.numel() // slots, map.slot_of_row.shape[0], slots
 
 
-def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, tuple[int, int, int]]:
-    """Numbers or codes as kernels read them: [M, K], scales, and the strides of both."""
+Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
+
+
+def _strides(data: Tensor, scale: Tensor | None) -> Strides:
+    if scale is None:
+        return data.stride(0), 0, 0
+    scale_row, scale_col = scale.stride()
+    return data.stride(0), scale_row, scale_col
+
+
+def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, Strides]:
+    """Numbers or codes as kernels read them: [M, K], and scales."""
     data = flat_rows(rows if codes.data is None else codes.data)  # type: ignore[arg-type]
-    if codes.scale is None:
-        return data, None, (data.stride(0), 0, 0)
-    return data, codes.scale, (data.stride(0), codes.scale.stride(0), codes.scale.stride(1))
+    return data, codes.scale, _strides(data, codes.scale)
 
 
 def _last(x: Tensor | None) -> int:
@@ -333,18 +320,16 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     x, x_scale, x_strides = _source(a.x, a.codes)
     cols, probs = x.shape[1], contiguous(a.probs)
     made = a.result.format if a.codes.data is None else None
-    if a.result.format is None:
-        y, y_scale, y_strides = o.result.y, None, [cols, 0, 0]
-    else:
-        y, y_scale, *y_strides = copy_arguments(o.result.rowwise)  # type: ignore[assignment]
+    y, y_scale = o.result.data, o.result.scale
+    if y is None:
+        y = o.result.y
+    y_strides = _strides(y, y_scale)
     config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target.target)
-    constants = _Constants(made, config, align_of(cols, x_strides[0], y_strides[0]), cols % config.tile != 0)
-    tiles = -(-cols // config.tile)
-    if made is not None:
-        tiles = 1 if Format.of(made).block == "row" else tiles
-        constants = constants._replace(input_max=torch.finfo(x.dtype).max, cast=cast_mode(target))
-    token_programs = -(-tokens // config.rows) * tiles
-    _permute_launch(constants)(
+    whole = made is not None and Format.of(made).block == "row"  # rows are not cut
+    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    cast = 0 if made is None else cast_mode(target)
+    align, masked = align_of(cols, x_strides[0], y_strides[0]), cols % config.tile != 0
+    _permute_launch(made, x.dtype, cast, config, align, masked)(
         (token_programs - (-rows // PADS.value), 1, 1),
         (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs),
         (tokens, rows, cols, slots, token_programs, _last(x_scale), *x_strides, _last(probs), *y_strides),
@@ -405,7 +390,7 @@ def _launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
     config = MoveConfig.choose(cols, 1 if plain else 128, 1024 if plain else 2048, target)
     align, masked = align_of(cols, strides[0]), cols % config.tile != 0
     format = None if plain else a.codes.format
-    _unpermute_launch(_Constants(format, config, align, masked, _at_once(slots)))(
+    _unpermute_launch(format, _at_once(slots), config, align, masked)(
         (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
         (rows, scale, probs, a.map.experts, contiguous(a.carried), a.map.row_of_slot, o.y, o.carried),
         (tokens, cols, slots, *strides, _last(probs), _last(o.carried)),
@@ -431,18 +416,19 @@ def _launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) 
     if o.probs is not None:
         rows, scale, strides = _source(a.rows, a.codes)
     if target == "cpu":
-        config = MoveConfig(1, cpu_tile(cols, 128), 4)
+        tile, num_warps = cpu_tile(cols, 128), 4
     else:  # 64 numbers of the slots' rows to a thread, and 16 bytes of dy
-        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-        config = MoveConfig(1, tile, 128 // warp_size_of(target))
-    constants = _Constants(
-        None if scale is None else a.codes.format,
-        config,
-        align_of(cols, dy.stride(0), strides[0]),
-        cols % config.tile != 0,
-        _at_once(slots),
+        tile, num_warps = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // warp_size_of(target)
+    launch = Launch.of(
+        unpermute_backward_kernel,
+        num_warps=num_warps,
+        FORMAT=None if scale is None or a.codes.format is None else Format.of(a.codes.format),
+        AT_ONCE=_at_once(slots),
+        TILE=tile,
+        ALIGN=align_of(cols, dy.stride(0), strides[0]),
+        COLS_MASKED=cols % tile != 0,
     )
-    _unpermute_backward_launch(constants)(
+    launch(
         (tokens - (0 if o.rows is None else -row_count // PADS.value), 1, 1),
         (dy, rows, scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, o.rows, o.probs),
         (tokens, row_count, cols, slots, dy.stride(0), *strides, _last(probs), _last(probs)),
@@ -537,9 +523,9 @@ BLOCKS = ("1x128", "mx", "row")  # blocks whose scales belong to one row
 Rows = TypeVar("Rows", Tensor, QTensor)
 
 
-def _check(x: Tensor, rows: RowMap, what: str, leading: tuple[int, ...]) -> None:
+def _check(x: Tensor, rows: RowMap, what: str, leading: torch.Size) -> None:
     check_input(what, x)
-    if tuple(x.shape[:-1]) != leading:
+    if x.shape[:-1] != leading:
         raise ValueError(
             f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
         )
@@ -626,7 +612,7 @@ def permute(
     """
     _check_rows(rows)
     plain, codes = _take_apart(x)
-    _check(plain, rows, "x", tuple(rows.row_of_slot.shape[:-1]))
+    _check(plain, rows, "x", rows.row_of_slot.shape[:-1])
     _check_probs(probs, rows)
     if codes.format is None:
         options = result_options(plain, quantize, rowwise=rowwise, columnwise=columnwise)
@@ -682,7 +668,7 @@ def unpermute(
     plain, codes = _take_apart(y)
     if codes.format is not None and Format.of(codes.format).packed == 2:
         raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {codes.format} first")
-    _check(plain, rows, "y", (rows.slot_of_row.shape[0],))
+    _check(plain, rows, "y", rows.slot_of_row.shape)
     _check_probs(probs, rows)
     if carried is not None:
         check_tensor("carried", carried, FLOATS, rows.slot_of_row.device, rows.slot_of_row.shape)

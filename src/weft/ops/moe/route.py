@@ -297,32 +297,20 @@ class RouteConfig(NamedTuple):
 CPU_NUMBERS = 1024
 
 
-class _Constants(NamedTuple):
-    """What decides the code of the kernel."""
-
-    score: str
-    post_softmax: bool
-    renormalize: bool
-    masked_is_zero: bool
-    config: RouteConfig
-    k: int
-    align: int
-
-
-@functools.cache
-def _route_launch(c: _Constants) -> Launch:
+@functools.lru_cache(maxsize=1024)
+def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: int, align: int) -> Launch:
     return Launch.of(
         route_kernel,
-        num_warps=c.config.num_warps,
-        SCORE=SCORES.index(c.score),
-        POST=c.post_softmax,
-        RENORMALIZE=c.renormalize,
-        MASKED_IS_ZERO=c.masked_is_zero,
-        ROWS=c.config.rows,
-        GROUPS=c.config.groups,
-        TILE=c.config.tile,
-        K=1 << (c.k - 1).bit_length(),
-        ALIGN=c.align,
+        num_warps=config.num_warps,
+        SCORE=SCORES.index(how.score),
+        POST=how.post_softmax,
+        RENORMALIZE=how.renormalize,
+        MASKED_IS_ZERO=masked_is_zero,
+        ROWS=config.rows,
+        GROUPS=config.groups,
+        TILE=config.tile,
+        K=1 << (k - 1).bit_length(),
+        ALIGN=align,
     )
 
 
@@ -360,10 +348,7 @@ def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
             for t in totals
         )
     align = align_of(group_size, stride, least=4)
-    launch = _route_launch(
-        _Constants(how.score, how.post_softmax, how.renormalize, groups.masked_is_zero, config, a.k, align)
-    )
-    launch(
+    _route_launch(how, groups.masked_is_zero, config, a.k, align)(
         (programs, 1, 1),
         (logits, contiguous(a.bias), o.weights, o.indices, *partials),
         (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
@@ -520,10 +505,11 @@ def route(
                 "the bias of a router's linear layer goes to weft.router_linear"
             )
         bias = bias.detach()
-    if groups == 1 and group_topk not in (None, 1):
-        raise ValueError(f"group_topk={group_topk} needs groups")
-    group_best = 1
-    if groups != 1:
+    grouped = _ONE_GROUP
+    if groups == 1:
+        if group_topk not in (None, 1):
+            raise ValueError(f"group_topk={group_topk} needs groups")
+    else:
         worth = group_score or rule.group_score
         if worth is None:
             raise ValueError(
@@ -531,7 +517,9 @@ def route(
             )
         if worth == "top2 or max":
             worth = "max" if bias is None else "top2"
-        group_best = _group_best(experts, k, groups, group_topk, worth)
+        grouped = _checked_groups(experts, k, groups, group_topk, worth)
+        if rule.masked_is_zero and bias is None:
+            grouped = grouped._replace(masked_is_zero=True)
     if index_dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index_dtype must be torch.int32 or torch.int64; got {index_dtype}")
     if renormalize is None:
@@ -547,7 +535,7 @@ def route(
             bias,
             k,
             Weighing(score, post, renormalize and not post, rule.eps, real("scale", scale)),
-            Groups(groups, group_topk or 1, group_best, rule.masked_is_zero and bias is None),
+            grouped,
             out_dtype,
             index_dtype,
             balance_coefficient is not None,
@@ -564,8 +552,10 @@ def route(
     return Routing(o.weights, o.indices, o.counts, balance_loss, z_loss, o.score_sums, o.score_counts)
 
 
-def _group_best(experts: int, k: int, groups: int, group_topk: int | None, worth: str) -> int:
-    """How many experts make the score of a group, with everything about groups checked."""
+_ONE_GROUP = Groups(1, 1, 1, False)
+
+
+def _checked_groups(experts: int, k: int, groups: int, group_topk: int | None, worth: str) -> Groups:
     if whole("groups", groups) < 1 or experts % groups:
         raise ValueError(f"groups must divide the number of experts, {experts}; got {groups}")
     if group_topk is None or not 1 <= whole("group_topk", group_topk) <= groups:
@@ -581,4 +571,4 @@ def _group_best(experts: int, k: int, groups: int, group_topk: int | None, worth
         )
     if k > group_topk * size:
         raise ValueError(f"{group_topk} groups of {size} experts have no {k} to choose")
-    return best
+    return Groups(groups, group_topk, best, False)

@@ -311,21 +311,14 @@ def _four(*sizes: int) -> int:
     return min(4, align_of(*sizes, least=4))
 
 
-def _add_up(partials: Tensor, out: Tensor) -> None:
-    """Partial sums [splits, ...] to out, in order. There are few splits and many numbers."""
-    sum_partials(partials.view(len(partials), -1), out, tile=(8, 256))
-
-
-class _Constants(NamedTuple):
-    """What decides the code of a kernel, beside how the product is cut."""
-
-    align: int
-    expert_align: int
-    cols_masked: bool
+FEW_SPLITS = (
+    8,
+    256,
+)  # rows and columns at a time that partial sums are added up in: there are few of them, and long
 
 
 @functools.cache
-def _forward_launch(config: ProductConfig, c: _Constants) -> Launch:
+def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_masked: bool) -> Launch:
     return Launch.of(
         _router_linear_kernel,
         num_warps=config.num_warps,
@@ -334,9 +327,9 @@ def _forward_launch(config: ProductConfig, c: _Constants) -> Launch:
         ROWS=config.m,
         EXPERTS=config.n,
         TILE=config.k,
-        ALIGN=c.align,
-        EXPERT_ALIGN=c.expert_align,
-        COLS_MASKED=c.cols_masked,
+        ALIGN=align,
+        EXPERT_ALIGN=expert_align,
+        COLS_MASKED=cols_masked,
     )
 
 
@@ -357,11 +350,11 @@ def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
     if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
         splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
-        y = torch.empty((splits, rows, experts), dtype=torch.float32, device=x.device)
-    launch = _forward_launch(config, _Constants(align_of(cols, stride), _four(experts), cols % config.k != 0))
+        y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
+    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
     launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
     if splits > 1:
-        _add_up(y, o.y)
+        sum_partials(y, o.y, tile=FEW_SPLITS)
 
 
 def _allocate_router_linear_backward(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
@@ -417,7 +410,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     def room(grad: Tensor | None) -> Tensor | None:
         if grad is None or splits == 1:
             return grad
-        return torch.empty((splits, *grad.shape), dtype=torch.float32, device=x.device)
+        return torch.empty((splits, grad.numel()), dtype=torch.float32, device=x.device)
 
     dweight, dbias = room(o.weight), room(o.bias)
     launch = Launch.of(
@@ -436,7 +429,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     launch((tiles, splits, 1), (x, dy, dweight, dbias), integers)
     for grad, partials in ((o.weight, dweight), (o.bias, dbias)):
         if grad is not None and partials is not None and partials is not grad:
-            _add_up(partials, grad)
+            sum_partials(partials, grad, tile=FEW_SPLITS)
 
 
 # ---- registration ---------------------------------------------------------------------------------------

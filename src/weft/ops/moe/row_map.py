@@ -250,12 +250,14 @@ def _place_kernel(
 
 
 def _allocate_row_map(a: RowMapArgs) -> RowMapOutputs:
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=a.routing.device)
-
-    of_slots = (*a.routing.shape[:-1], a.slots)
-    experts = room(*of_slots) if a.masked else None
-    return RowMapOutputs(room(*of_slots), room(a.rows), room(a.experts), room(a.experts), experts)
+    device, shape = a.routing.device, (*a.routing.shape[:-1], a.slots)
+    return RowMapOutputs(
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(a.rows, dtype=torch.int32, device=device),
+        torch.empty(a.experts, dtype=torch.int32, device=device),
+        torch.empty(a.experts, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device) if a.masked else None,
+    )
 
 
 def _launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
