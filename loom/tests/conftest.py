@@ -1,3 +1,8 @@
-from suite import fixed_seeds, poisoned_allocations, pytest_report_header, restored_threads
+from triton_loom.testing.fixtures import (
+    fixed_seeds,
+    poisoned_allocations,
+    pytest_report_header,
+    restored_threads,
+)
 
 __all__ = ["fixed_seeds", "poisoned_allocations", "pytest_report_header", "restored_threads"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import FLOATS, Guarded, assert_same, random_values, short, words
+from support import FLOATS, random_values, short
+from triton_loom.testing import Guarded, assert_same, words
 
 WIDE_INTEGERS = [torch.int32, torch.int64, torch.uint32, torch.uint64]
 THREADS = [1, 2, 4]

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from formats import BF16, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, F16, FORMATS, exact, rounded
-from support import FLOAT8, FLOATS, INTEGERS, SIGNED, assert_same, compat, numpy_dtype, short
+from support import FLOAT8, FLOATS, INTEGERS, SIGNED, compat, numpy_dtype, short
+from triton_loom.testing import assert_same
 
 EVERY_FLOAT = [*FLOATS, *FLOAT8]
 

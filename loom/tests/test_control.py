@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import Guarded, assert_same
 from triton_loom import DeviceAssertion
+from triton_loom.testing import Guarded, assert_same
 
 # ---- loops -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from accuracy import EPS32, check
+from triton_loom.testing import EPS32, check
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 

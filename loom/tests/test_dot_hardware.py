@@ -14,14 +14,13 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
-from accuracy import EPS32, check
-from support import assert_same
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton_loom import toolchain
 from triton_loom.compiler import LoomBackend
 from triton_loom.driver import LoomDriver
 from triton_loom.options import LoomOptions
+from triton_loom.testing import EPS32, assert_same, check
 
 
 def has_tiles() -> bool:

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from formats import FORMATS, exact, rounded
-from support import FLOATS, INTEGERS, TRITON, assert_same, compat, numpy_dtype, random_values, short
+from support import FLOATS, INTEGERS, TRITON, compat, numpy_dtype, random_values, short
+from triton_loom.testing import assert_same
 
 # NumPy's overflows and NaN are what is being compared.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import GRID, LAUNCHES, Access, Machine, Memory, Mismatch, Program, Step, Var, programs
 from reference import BF16, F16, F32, F64, OPERATIONS, Array, DType, Evaluation, Within, cast, sample
-from suite import SEED
+from triton_loom.testing.fixtures import SEED
 
 CASES = max(8000, int(os.environ.get("LOOM_FUZZ_CASES", "0")))
 SHARDS = 8

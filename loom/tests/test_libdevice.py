@@ -21,8 +21,9 @@ import torch
 import triton
 from formats import exact
 from mpmath import mpf
-from support import assert_same, compat
+from support import compat
 from triton_loom import libdevice as cpu
+from triton_loom.testing import assert_same
 
 F32, F64, I32, I64 = torch.float32, torch.float64, torch.int32, torch.int64
 U32, U64 = torch.uint32, torch.uint64

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import assert_not_worse
+from triton_loom.testing import assert_not_worse
 
 # Read by Liger at import: its MoE kernels otherwise try dozens of tile sizes before their first result.
 os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")

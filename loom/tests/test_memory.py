@@ -7,20 +7,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import (
-    FLOAT8,
-    FLOATS,
-    INTEGERS,
-    Fenced,
-    Guarded,
-    assert_same,
-    compat,
-    needs_block_pointers,
-    random_values,
-    short,
-    words,
-)
+from support import FLOAT8, FLOATS, INTEGERS, compat, needs_block_pointers, random_values, short
 from triton.tools.tensor_descriptor import TensorDescriptor
+from triton_loom.testing import Fenced, Guarded, assert_same, words
 
 EVERY_DTYPE = [*INTEGERS, torch.bool, *FLOATS, *FLOAT8]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import assert_same
+from triton_loom.testing import assert_same
 
 SEEDS = [0, 1, 42, 0x9E3779B9, 2**31 - 1, 2**40 + 12345, 2**63 - 1]
 

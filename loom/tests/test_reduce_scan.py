@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import FLOATS, INTEGERS, TRITON, assert_same, compat, load_tile, put, random_values, short
+from support import FLOATS, INTEGERS, TRITON, compat, load_tile, put, random_values, short
+from triton_loom.testing import assert_same
 
 SHAPES = [(1,), (2,), (16,), (256,), (4096,), (1, 32), (32, 1), (8, 64), (64, 8), (2, 2)]
 SHAPES += [(4, 8, 16), (16, 4, 2), (2, 4, 8, 16), (4, 2, 2, 4), (1, 16, 1, 2)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import FLOATS, Guarded, assert_same, load_tile, put, random_values, short
+from support import FLOATS, load_tile, put, random_values, short
+from triton_loom.testing import Guarded, assert_same
 
 # Newer releases of Triton advise against reordering.
 pytestmark = [

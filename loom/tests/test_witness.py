@@ -24,12 +24,12 @@ import triton_loom
 import triton_loom.driver
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from suite import SEED
 from support import FLOAT8, FLOATS, INTEGERS, short
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_loom.counters import Traffic
 from triton_loom.sanitizer import Finding
+from triton_loom.testing.fixtures import SEED
 
 drawn = settings(
     max_examples=60, deadline=None, database=None, derandomize=False, suppress_health_check=list(HealthCheck)

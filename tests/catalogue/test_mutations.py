@@ -17,17 +17,16 @@ from pathlib import Path
 import pytest
 
 import weft
-from tests.ops.norm.mutants import FILES, MUTANTS
+from tests.ops.norm.mutants import MUTANTS
 from tests.support.mutation import PACKAGE, Mutant, Server, Verdict
 from weft.runtime import Kernel
 
 TESTS = Path(__file__).parents[1]
 AT_LEAST = 10  # mutants of a kernel
-# A mutant that the tests named with it let pass meets these.
+# A mutant that the tests named with it let pass meets all tests of numbers.
 WHOLE = (
-    *("ops/norm/test.py", "ops/glu/test.py"),
-    *(str(path.relative_to(TESTS)).replace("mutants", "test") for path in FILES),
-    *("catalogue/test_combinations.py", "quant/test_bytes.py", "catalogue/test_catalogue.py"),
+    *sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("ops/*/test*.py")),
+    *("quant", "catalogue/test_layouts.py", "catalogue/test_workloads.py"),
 )
 
 
@@ -60,6 +59,12 @@ def test_mutants_fit_the_sources(kernel: str) -> None:
             assert before != after, f"{mutant} changes nothing"
             ast.parse(after)
             assert before.count("\n") == after.count("\n"), f"{mutant} moves the kernels below it"
+
+
+def test_named_tests_are_there() -> None:
+    for test in {test for mutant in MUTANTS for test in mutant.tests}:
+        file, _, name = test.partition("::")
+        assert f"\ndef {name.partition('[')[0]}(" in (TESTS / file).read_text(), f"there is no {test}"
 
 
 @pytest.fixture(scope="module")

@@ -338,7 +338,7 @@ def test_added_op_is_in_style(extended: Path) -> None:
 # What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
 PROOF = """
 import torch
-from accuracy import EPS32, assert_rounded_once
+from triton_loom.testing import EPS32, assert_rounded_once
 from torch.library import opcheck
 
 import weft

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from triton_loom import testing
 
 from weft.quant.formats import ELEMENTS, Format
 from weft.quant.layouts import (
@@ -98,12 +99,8 @@ def nvfp4_global(amax: torch.Tensor, format: Format) -> torch.Tensor:
     return 1.0 / torch.where((amax == 0) | (encode == 0), 1.0, encode)
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({1: torch.uint8, 4: torch.int32}[x.element_size()])
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(testing.words(a), testing.words(b))
 
 
 def assert_same_copy(got: Copy, want: Copy) -> None:
@@ -223,21 +220,21 @@ def test_values_and_pads_of_each_fp32_layout() -> None:
     copy = make("e4m3:1x128:deepgemm", rows, cols)
     te = to_layout(copy, "e4m3:1x128:deepgemm", "te").scale
     assert same(te[:, :rows].t(), copy.scale)
-    assert not bits(te[:, rows:]).any()
+    assert not testing.words(te[:, rows:]).any()
     assert same(to_layout(copy, "e4m3:1x128:deepgemm", "torch_v1", operand="b").scale, copy.scale.t())
     assert same(to_layout(copy, "e4m3:1x128:deepgemm", "torch_v2", operand="b").scale, copy.scale)
     sm90 = to_layout(copy, "e4m3:1x128:deepgemm", "deepgemm_sm90").scale
-    assert not bits(sm90.as_strided((5, 8), (8, 1))[:, rows:]).any()
+    assert not testing.words(sm90.as_strided((5, 8), (8, 1))[:, rows:]).any()
     foreign = to_layout(copy._replace(scale=copy.scale.contiguous()), "e4m3:1x128:deepgemm", "te").scale
     assert same(foreign, te)
 
     copy = make("e4m3:128x128:deepgemm", 300, cols)
     te = to_layout(copy, "e4m3:128x128:deepgemm", "te").scale
     assert same(te[:, :5], copy.scale)
-    assert not bits(te[:, 5:]).any()
+    assert not testing.words(te[:, 5:]).any()
     v2 = to_layout(copy, "e4m3:128x128:deepgemm", "torch_v2", operand="b").scale
     assert same(v2[:5], copy.scale.t())
-    assert not bits(v2[5:]).any()
+    assert not testing.words(v2[5:]).any()
     assert same(to_layout(copy, "e4m3:128x128:deepgemm", "torch_v1", operand="b").scale, copy.scale.t())
 
 
@@ -452,15 +449,15 @@ def test_deepgemm_packing_of_each_granularity() -> None:
     copy = make("e4m3:1x128:te:pow2", 9, 640)
     normal = copy.scale.clamp(min=2.0**-126)
     got = to_layout(copy._replace(scale=normal), "e4m3:1x128:te:pow2", "deepgemm_sm100").scale
-    assert torch.equal(got, reference(bits(normal)))
+    assert torch.equal(got, reference(testing.words(normal)))
     copy = make("e4m3:128x128:te:pow2", 200, 640)
     normal = copy.scale.clamp(min=2.0**-126)
     got = to_layout(copy._replace(scale=normal), "e4m3:128x128:te:pow2", "deepgemm_sm100", operand="b").scale
     assert got.shape == (200, 2)
-    assert torch.equal(got, reference(bits(normal)[torch.arange(200) // 128]))
+    assert torch.equal(got, reference(testing.words(normal)[torch.arange(200) // 128]))
     copy = make("e4m3:mx:te", 9, 160)
     got = to_layout(copy, "e4m3:mx:te", "deepgemm_sm100").scale
-    assert torch.equal(got, reference(bits(copy.scale).to(torch.int64) << 23))
+    assert torch.equal(got, reference(testing.words(copy.scale).to(torch.int64) << 23))
 
 
 # NVFP4's scale of the tensor

@@ -900,16 +900,6 @@ def test_capabilities() -> None:
         assert not Capabilities.of(target).fp8_cast, "no conversion there, or one that rounds twice"
 
 
-def test_an_op_is_defined_once() -> None:
-    from weft.runtime import define_op
-
-    nothing: Any = lambda *args: []  # noqa: E731
-    with pytest.raises(ValueError, match="'norm' is already defined"):
-        define_op(
-            "norm(Tensor x) -> Tensor[]", allocate=nothing, launch=nothing, reference=nothing, variants=1
-        )
-
-
 # ---- time on the host ----------------------------------------------------------------------------------
 
 

@@ -26,7 +26,9 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "loom" / "tests")]
 
-from tests.catalogue.test_catalogue import backward, bits, differentiable, parts, results, small  # noqa: E402
+from triton_loom.testing import words  # noqa: E402
+
+from tests.catalogue.calls import backward, differentiable, handed_through, parts, results, small  # noqa: E402
 from weft.runtime import Launch, recording  # noqa: E402
 from weft.workloads import Call, Workload, distinct  # noqa: E402
 
@@ -61,7 +63,7 @@ def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     """An upstream gradient for each differentiable output."""
     found = {}
     for seed, (name, value) in enumerate(outputs.items()):
-        if name != "gate" and value.requires_grad:
+        if value.requires_grad and not handed_through(value):
             drawn = (
                 torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
                 if device == "cpu"
@@ -73,9 +75,9 @@ def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     return found
 
 
-def run(workload: Workload, call: Call, device: str) -> dict[str, Tensor]:
+def run(call: Call, device: str, *, tracked: bool) -> dict[str, Tensor]:
     """Results, and gradients where there are any."""
-    if not differentiable(workload):
+    if not tracked:
         return results(call)
     call = call.requiring_grad()
     outputs = results(call)
@@ -84,15 +86,16 @@ def run(workload: Workload, call: Call, device: str) -> dict[str, Tensor]:
 
 def snapshot(workload: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    tracked = differentiable(workload)
     for target in TARGETS:
         with recording(target), noting() as launches:
-            run(workload, workload.make("meta"), "meta")
+            run(workload.make("meta"), "meta", tracked=tracked)
         found[target] = launches
     with noting() as launches:
-        computed = run(workload, small(workload), "cpu")
+        computed = run(small(workload), "cpu", tracked=tracked)
     found["cpu"] = launches
     found["bytes"] = {
-        name: hashlib.sha256(bits(value).numpy().tobytes()).hexdigest()[:16]
+        name: hashlib.sha256(words(value).numpy().tobytes()).hexdigest()[:16]
         for name, value in parts(computed).items()
     }
     return found

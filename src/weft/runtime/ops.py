@@ -411,7 +411,11 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
     # autograd names the node when the class is made
     function = type(f"weft_{op.name}", (Function,), methods)
-    plain = {"forward": forward_plain, "setup_context": setup_plain, "backward": backward_plain}
+    plain: dict[str, Any] = {
+        "forward": forward_plain,
+        "setup_context": setup_plain,
+        "backward": backward_plain,
+    }
     methods |= {name: staticmethod(method) for name, method in plain.items()}
     return function, type(f"weft_{op.name}", (Function,), methods)
 

@@ -1,7 +1,7 @@
 """What the gated linear units must compute, in float64 and by autograd, written from PyTorch's own activations.
 
 `glu` gives for y and every gradient the truth and the arithmetic error that fp32 may add to it before the last
-rounding; `assert_copies` says that the bytes of a quantised result are the oracle's, expert by expert.
+rounding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
-from tests.ops.norm.truth import ROUNDINGS, Near, arguments
-from tests.quant import oracle
-from weft import QTensor
+import weft
+from tests.ops.quantize.truth import y_and_amax
+from tests.quant.copies import regions
+from tests.support.truth import ROUNDINGS, Near, arguments
 from weft.workloads import Call
 
 FEW = ROUNDINGS * EPS32
@@ -63,18 +64,6 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
     return FEW * F.relu(a).maximum(F.relu(a).square()), FEW * F.relu(a)
 
 
-def regions(rows: int, offsets: Tensor | None, align: int) -> list[tuple[int, int, int]]:
-    """(first row, end of the rows, end of the padding) of every expert, and of what follows the last."""
-    if offsets is None:
-        return [(0, rows, rows)]
-    found, start = [], 0
-    for end in offsets.tolist():
-        following = min(-(-end // align) * align, rows)
-        found.append((start, max(end, start), max(following, start)))
-        start = max(following, start)
-    return [*found, (start, start, rows)]
-
-
 def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     """y, and with an upstream gradient those of x, up and prob."""
     a: dict[str, Any] = arguments(call)
@@ -95,7 +84,7 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     lead, hidden = gate.shape[:-1], gate.shape[-1]
     rows = gate.numel() // max(hidden, 1)
     real = torch.zeros(rows, dtype=torch.bool)
-    for start, end, _ in regions(rows, a["offsets"], a["align"]):
+    for start, end, _ in regions(rows, a["ends"], a["align"]):
         real[start:end] = True
     real = real.view(*lead, 1)
     gate = torch.where(real, gate, 0.0)  # nobody reads the padding
@@ -143,57 +132,18 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     return found
 
 
-def assert_copies(
-    q: QTensor, value: Tensor, offsets: Tensor | None = None, align: int = 1, scale: Tensor | None = None
-) -> None:
-    """The copies of q are the oracle's of the fp32 numbers `value`, and no column-wise block has two experts."""
-    f = q.format
-    value = value.reshape(-1, value.shape[-1])
-    options: dict[str, Any] = {
-        "block": f.block,
-        "element": f.element,
-        "convention": f.convention,
-        "power_of_two": bool(f.power_of_two),
-        "scale": scale,
-    }
-    if q.rowwise is not None:
-        wanted = oracle.quantize(value, **options)
-        _same(q.rowwise.data, wanted.data, "row-wise codes")
-        _same(q.rowwise.scale, wanted.scale.reshape(q.rowwise.scale.shape), "row-wise scales")
-        if wanted.global_scale is not None:
-            assert q.rowwise.global_scale is not None
-            assert torch.equal(q.rowwise.global_scale, wanted.global_scale), "global scale"
-    if q.columnwise is None:
-        return
-    if offsets is None or align % 128 == 0 or not f.group:
-        wanted = oracle.quantize(value, transpose=True, **options)
-        _same(q.columnwise.data, wanted.data, "column-wise codes")
-        _same(q.columnwise.scale, wanted.scale.reshape(q.columnwise.scale.shape), "column-wise scales")
-        return
-    if f.block == "nvfp4":
-        options["amax"] = value.abs().max()
-    used = torch.zeros(q.columnwise.scale.shape[1], dtype=torch.bool)
-    for expert, (start, _, end) in enumerate(regions(len(value), offsets, align)):
-        if start == end:
-            continue
-        wanted = oracle.quantize(value[start:end], transpose=True, **options)
-        codes = slice(start // f.packed, -(-end // f.packed))
-        _same(q.columnwise.data[:, codes], wanted.data, f"column-wise codes of expert {expert}")
-        first = (start // 128 + expert) * (128 // f.group)
-        blocks = slice(first, first + wanted.scale.shape[1])
-        assert not used[blocks].any(), "two experts share a block"
-        used[blocks] = True
-        _same(q.columnwise.scale[:, blocks], wanted.scale, f"column-wise scales of expert {expert}")
-    assert (~used).any() or len(value) % 128, "nothing was left unused"
-    rest = (
-        q.columnwise.scale.float()
-        if q.columnwise.scale.element_size() > 1
-        else q.columnwise.scale.view(torch.uint8)
-    )
-    assert not rest[:, ~used].count_nonzero(), "scales of blocks without rows"
+def _forward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    found: dict[str, Near | Tensor] = {**glu(call, gradients.get("y"))}
+    y = found["y"]
+    assert isinstance(y, Near)
+    return {**found, "amax": Near(y.truth.abs().amax(), y.noise.amax())}
 
 
-def _same(got: Tensor, wanted: Tensor, what: str) -> None:
-    kind = torch.uint8 if got.element_size() == 1 else torch.int32
-    different = got.contiguous().view(kind) != wanted.contiguous().view(kind)
-    assert not different.any(), f"{int(different.sum())} of {different.numel()} {what} differ"
+def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """As the autograd engine calls it, against the gradients of the formula."""
+    forward = {k: v for k, v in call.kwargs.items() if k not in ("dy", "quantize", "columnwise")}
+    return {**glu(Call(weft.glu, forward), call["dy"])}
+
+
+TRUTHS = {"glu": _forward, "glu_backward": _backward}
+RESULTS = {weft.glu: y_and_amax}

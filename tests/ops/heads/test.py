@@ -11,22 +11,20 @@ import pytest
 import torch
 import triton_loom
 from torch import Tensor
+from triton_loom.testing import words
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
+from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
-    bits,
-    constant,
-    expanded,
-    far_apart,
     near,
+    opcheck,
     results,
     run,
     upstreams,
 )
+from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.ops.heads.truth import TRUTHS, spelled_out, spelled_rope
 from tests.quant import oracle
 from weft.ops.heads.layout import with_neighbours
@@ -629,21 +627,15 @@ def test_compiled_is_eager(how: str) -> None:
 
 def test_opcheck() -> None:
     for make in (everything, apart):
-        call = make().requiring_grad()
-        torch.library.opcheck(weft.catalogue["qkv_prepare"].overload, arguments_of(call, "qkv_prepare")[0])
+        opcheck("qkv_prepare", arguments_of(make().requiring_grad(), "qkv_prepare", results)[0])
     call = Call(spelled_rope, {"x": normal(5, 3, 24).requires_grad_(), "base": 1e4})
-    torch.library.opcheck(weft.catalogue["rope"].overload, arguments_of(call, "rope")[0])
+    opcheck("rope", arguments_of(call, "rope", results)[0])
 
 
 def test_opcheck_of_backward() -> None:
-    op = weft.catalogue["qkv_prepare_backward"]
     for call in (everything(), apart("thd")):
-        (args,) = arguments_of_backward(call)
-        torch.library.opcheck(op.overload, tuple(a.detach() if isinstance(a, Tensor) else a for a in args))
-
-
-def arguments_of_backward(call: Call) -> list[tuple[Any, ...]]:
-    return arguments_of(Call(run, {"call": call}), "qkv_prepare_backward")
+        (args,) = arguments_of(call, "qkv_prepare_backward")
+        opcheck("qkv_prepare_backward", args)
 
 
 def test_gradcheck_of_the_reference() -> None:
@@ -694,10 +686,10 @@ def check_held(call: Call, tokens: list[Tensor]) -> None:
     """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
     slots = call["slots"].flatten().tolist()
     for got, wanted in zip(flat(call), tokens, strict=True):
-        raw = bits(got).view(len(got), -1)
-        whole = bits(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        raw = words(got).view(len(got), -1)
+        whole = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
         expected = whole.view(raw.dtype).view(raw.shape).clone()
-        for slot, token in zip(slots, bits(wanted).view(len(slots), -1), strict=True):
+        for slot, token in zip(slots, words(wanted).view(len(slots), -1), strict=True):
             if 0 <= slot < len(raw):
                 expected[slot] = token
         assert torch.equal(raw, expected)
@@ -779,7 +771,7 @@ def test_cache_without_v(fp8: str | None) -> None:
         both = call.with_(cache=cache, cache_scales=(torch.tensor(0.02),) * 2, slots=SLOTS)
     both()
     alone = [
-        torch.full_like(bits(t), ODD * (1 if t.element_size() == 1 else 0x101)) for t in both["cache"][:1]
+        torch.full_like(words(t), ODD * (1 if t.element_size() == 1 else 0x101)) for t in both["cache"][:1]
     ]
     cache = alone[0].view(both["cache"][0].dtype)
     scales = [t.clone() for t in (both["cache_scales"] or ())[:1]]
@@ -791,9 +783,9 @@ def test_cache_without_v(fp8: str | None) -> None:
             norm = weft.HeadNorm("rms", call["q_weight"], call["k_weight"])
             weft.qkv_prepare(call["qkv"], heads=HEADS, norm=norm, rotation=TURNED, cache=kept, slots=SLOTS)
         written = [slot for slot in SLOTS.flatten().tolist() if 0 <= slot < 16]
-        near_codes = (bits(cache)[written].int() - bits(both["cache"][0])[written].int()).abs()
+        near_codes = (words(cache)[written].int() - words(both["cache"][0])[written].int()).abs()
         assert (near_codes <= (backend == "reference")).all()
-        assert torch.equal(bits(cache)[2], bits(both["cache"][0])[2]), "nobody wrote to it"
+        assert torch.equal(words(cache)[2], words(both["cache"][0])[2]), "nobody wrote to it"
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
@@ -874,10 +866,10 @@ def test_offsets_in_a_cache_have_64_bits() -> None:
 def test_nothing_is_cached(size: dict[str, int]) -> None:
     call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
     assert call()[1].numel() == 0
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(call))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(call))
     empty = held(packed(), False)
     empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
-    assert all((bits(t) == bits(t).flatten()[0]).all() for t in flat(empty))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(empty))
 
 
 def test_caches_are_written_in_the_open() -> None:
@@ -913,7 +905,7 @@ def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
         scales = torch.zeros(4, 2, 4, 2) if fp8 else None
         outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
         found.append({str(i): t for i, t in enumerate(outputs)})
-    assert bits(found[0]["4"]).count_nonzero()
+    assert words(found[0]["4"]).count_nonzero()
     assert_same(found[1], found[0], "compiled")
 
 
@@ -922,8 +914,7 @@ def test_opcheck_of_a_cache() -> None:
         call = held(packed(qk_norm="rms"), fp8, "slots")
         for t in (*call["cache"], *(call["cache_scales"] or ())):
             t.zero_()
-        args = arguments_of(call, "qkv_prepare_cached")[0]
-        torch.library.opcheck(weft.catalogue["qkv_prepare_cached"].overload, args)
+        opcheck("qkv_prepare_cached", arguments_of(call, "qkv_prepare_cached", results)[0])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.norm.truth import ROUNDINGS, Near, arguments
 from tests.quant import oracle
+from tests.support.truth import ROUNDINGS, Near, arguments
 from weft.workloads import Call
 from weft.workloads.heads import PAGE, prepare, prepare_cached, rotate
 

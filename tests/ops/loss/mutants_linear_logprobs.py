@@ -32,7 +32,7 @@ SUBSET, CONSTANT = (
     f"{T}test_gradients_of_a_subset[wanted3]",
     f"{T}test_more_dimensions_and_constant_gradients",
 )
-GUARD = "catalogue/test_catalogue.py::test_workload[guard_bands-linear_logprobs:odd/33:everything:300]"
+GUARD = "catalogue/test_workloads.py::test_workload[guard_bands-linear_logprobs:odd/33:everything:300]"
 MANY = f"{T}test_more_tokens_than_are_numbered_at_a_time"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {

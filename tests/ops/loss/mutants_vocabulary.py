@@ -19,7 +19,7 @@ EACH, EMPTY, PADDED, SHIFTED = (
 )
 ACROSS = f"{T}test_equals_across_ranks_and_in_one"
 STATISTICS = (
-    "catalogue/test_catalogue.py::test_workload[accuracy-linear_statistics:odd/33-shard:everything:300]"
+    "catalogue/test_workloads.py::test_workload[accuracy-linear_statistics:odd/33-shard:everything:300]"
 )
 
 K = "_join_statistics_kernel"

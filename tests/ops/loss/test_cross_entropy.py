@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton_loom
-from accuracy import EPS32, check, ulp
 from torch import Tensor
+from triton_loom.testing import EPS32, NAN, Guarded, check, ulp
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, Band, assert_same, far_apart, near, transposed
+from tests.catalogue.calls import assert_same, near
+from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss import truth_cross_entropy
-from tests.ops.norm.truth import Near, arguments
+from tests.support.truth import Near, arguments
 from weft.ops import CrossEntropy
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
@@ -356,7 +357,7 @@ def test_a_target_outside_of_the_vocabulary(wrong: int) -> None:
     wanted = run(logits, target, **options)
     target[2] = wrong
     kind = torch.int32 if -(2**31) <= wrong < 2**31 else torch.int64
-    guarded = Band.of(logits)
+    guarded = Guarded.of(logits, NAN)
     with triton_loom.sanitize():
         got = run(guarded.tensor, target.to(kind), **options)
     for name, value in got.items():

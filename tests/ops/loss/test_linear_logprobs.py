@@ -12,9 +12,9 @@ import triton_loom
 from torch import Tensor
 
 import weft
-from tests.catalogue.test_catalogue import assert_same, near
+from tests.catalogue.calls import assert_same, near
 from tests.ops.loss import truth_linear_logprobs
-from tests.ops.norm.truth import arguments
+from tests.support.truth import arguments
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from triton_loom.testing import Results, results_of
 
 import weft
-from tests.catalogue.test_catalogue import assert_same, near
+from tests.catalogue.calls import assert_same, near
 from tests.ops.loss import ranks_vocabulary as ranks
 from tests.ops.loss import truth_cross_entropy, truth_linear_logprobs
 from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of
-from tests.ops.norm.truth import Near, arguments
-from tests.support.spawn import Results, results_of
+from tests.support.truth import Near, arguments
 from weft import VocabShard
 from weft.workloads import Call
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.norm.truth import Near, arguments
+from tests.support.truth import Near, arguments
 from weft.workloads import Call
 
 # Of a token's own sums: exponentials, logarithms, sums over tiles and splits.

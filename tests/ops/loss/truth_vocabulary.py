@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 from tests.ops.loss.truth_linear_logprobs import FEW, _product
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 from weft.workloads import Call
 
 LOWEST = float(torch.finfo(torch.float32).min)

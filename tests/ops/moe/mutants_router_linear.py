@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/router_linear.py"
+FILE = "ops/moe/router_linear.py"
 SPLIT = "tiles/split.py"
 R = "ops/moe/test_router_linear.py::"
 
@@ -15,7 +15,7 @@ BF16_WEIGHT = f"{R}test_dtypes_on[x_dtype1-weight_dtype1-cpu]"
 SHARED = f"{R}test_dtypes_on[x_dtype0-weight_dtype0-sm_90]"  # columns in splits, a bias
 ERROR = f"{R}test_error_is_no_larger_than_that_of_fp32[192-sm_90]"  # rows in splits as well
 FAR, PADDED = f"{R}test_offsets_have_64_bits", f"{R}test_layouts[padded]"
-GUARD = "catalogue/test_catalogue.py::test_workload[guard_bands-router_linear:odd/33:bias:8192]"
+GUARD = "catalogue/test_workloads.py::test_workload[guard_bands-router_linear:odd/33:bias:8192]"
 
 CUT = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # to bf16, not rounded
 
@@ -49,7 +49,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
     "_router_linear_dweight_kernel": [
         ("splits without an end", "_router_linear_dweight_kernel", "tl.minimum(first + split_rows, rows)", "tl.minimum(rows + split * 0, rows)", (ERROR,)),
         ("partial sums in one place", "_router_linear_dweight_kernel", "(split * experts + expert)", "(split * 0 + expert)", (ERROR,)),
-        ("the last split not launched", f"{FILE}:_launch_router_linear_backward", "launch((tiles, splits, 1)", "launch((tiles, max(splits - 1, 1), 1)", (ERROR,)),
+        ("the last split not launched", f"{FILE}:_launch_dweight", "launch((tiles, splits, 1)", "launch((tiles, max(splits - 1, 1), 1)", (ERROR,)),
         ("the last rows alone", "_router_linear_dweight_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
         ("dbias of the last rows alone", "_router_linear_dweight_kernel", "total_bias += tl.sum", "total_bias = tl.sum", (MANY,)),
         ("without the last row of dy", "_router_linear_dweight_kernel", "dy_mask = (row < last)", "dy_mask = (row < last - 1)", (SMALL,)),

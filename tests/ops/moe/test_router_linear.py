@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once
 from torch import Tensor
+from triton_loom.testing import assert_rounded_once
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
+from tests.catalogue.calls import assert_same
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from weft.runtime import choosing_for, recording
 
@@ -282,7 +283,7 @@ def test_opcheck() -> None:
     x, weight, bias, dy = inputs(9, 48, 12)
     tracked = tuple(t.requires_grad_() for t in (x, weight, bias))
     torch.library.opcheck(weft.catalogue["router_linear"].overload, tracked)
-    args = (*(t.detach() for t in tracked), dy, [True, True, True])
+    args = (*(t.detach() for t in tracked), dy, True, True, True)
     torch.library.opcheck(weft.catalogue["router_linear_backward"].overload, args)
 
 

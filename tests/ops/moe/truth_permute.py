@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
-from tests.ops.norm.truth import Near
+from tests.catalogue.calls import results
 from tests.quant import oracle
+from tests.support.truth import Near
 from weft import Format, QTensor, RowMap
 from weft.quant import Copy
 from weft.workloads import Call
@@ -156,17 +157,23 @@ def unpermute(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
 
 
 def unpermute_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    rows = RowMap(
-        call["row_of_slot"], call["slot_of_row"], call["probs"][0], call["probs"][0], 1, call["experts"]
-    )
-    y = call["rows"]
+    y, codes = call["rows"], call["codes"]
     if y is None:
-        shape = (len(call["codes"]), call["dy"].shape[-1])
-        copy = Copy(call["codes"], call["codes_scale"])
-        y = QTensor(shape, call["dy"].dtype, Format.of(call["format"]), copy)
-    forward = Call(unpermute, {"y": y, "rows": rows, "probs": call["probs"]})
+        shape = (len(codes.data), call["dy"].shape[-1])
+        y = QTensor(shape, call["dy"].dtype, Format.of(codes.format), Copy(codes.data, codes.scale))
+    forward = Call(unpermute, {"y": y, "rows": call["map"], "probs": call["probs"]})
     found = unpermute(forward, {"y": call["dy"]})
     return {"y": found["dy"], "output1": found["dprobs"]}
 
 
 TRUTHS = {f.__name__: f for f in (row_map, permute, unpermute, unpermute_backward)}
+
+
+def _encoded(call: Call) -> dict[str, Tensor]:
+    """Quantised rows that are only moved are not encoded again."""
+    if isinstance(call["x"], QTensor):
+        return {}
+    return results(Call(call.function, {name: call[name] for name in ("x", "rows")}))
+
+
+ENCODED = {"permute": _encoded}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 
 # A sum of n terms in chains of at most 64, then of the chains: the roundings of a random walk over both, with room.
 CHAIN = 64

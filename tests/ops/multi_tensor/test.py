@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
-from tests.catalogue.test_catalogue import LAYOUTS, near
+from tests.catalogue.calls import near
+from tests.catalogue.layouts import LAYOUTS
 from tests.ops.multi_tensor.truth import clipped, statistic
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 from weft.runtime import Binary, choosing_for, compile_all, recording
 from weft.workloads.multi_tensor import STATISTICS
 

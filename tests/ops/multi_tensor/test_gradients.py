@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32, Results, results_of
 
 import weft
-from tests.catalogue.test_catalogue import near
+from tests.catalogue.calls import near
 from tests.ops.multi_tensor import ranks_gradients
 from tests.ops.multi_tensor.test import WHAT, draw
 from tests.ops.multi_tensor.truth import clipped, statistic
-from tests.ops.norm.truth import Near
-from tests.support.spawn import Results, results_of
+from tests.support.truth import Near
 from weft.quant import Copy
 from weft.workloads.multi_tensor import STATISTICS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
-from tests.ops.norm.truth import Near
+from tests.support.truth import Near
 from weft.workloads import Call
 
 # Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import assert_not_worse
 from torch import Tensor
+from triton_loom.testing import assert_not_worse
 
 import weft
 from weft import Format, QTensor

@@ -1,5 +1,5 @@
 """What the options of the gated norm mean, any shape and layout it may meet, its quantised results, and bugs that
-others shipped. The workloads go through `test_catalogue` as well."""
+others shipped. The workloads go through the catalogue as well."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import assert_not_worse
 from torch import Tensor
+from triton_loom.testing import assert_not_worse, words
 
 import weft
-from tests.catalogue.test_catalogue import (
-    LAYOUTS,
+from tests.catalogue.calls import (
     arguments_of,
     assert_same,
     backward,
-    bits,
     compiled_variants,
-    far_apart,
     near,
+    opcheck,
     own_numbers,
     results,
     run,
     upstreams,
 )
+from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.norm import truth_gated as truth_gated_norm
 from tests.quant import oracle
 from weft import Format, QTensor
+from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 
@@ -284,8 +284,9 @@ def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
         x = torch.empty(rows, 1, device="meta", dtype=BF16)
         with recording("sm_90") as variants:
             weft.gated_norm(x, x, quantize="tensor", columnwise=True)
-            weft.catalogue["gated_norm_backward"](
-                x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, False, [True] * 2 + [False]
+            needs = GatedNormNeeds(x=True, gate=True)
+            gated_norm_backward_op(
+                GatedNormBackwardArgs(x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, False, needs)
             )
         found = {v.kernel: dict(v.signature)["bound"] for v in variants if "gated" in v.kernel}
         assert found == dict.fromkeys(found, kind)
@@ -347,7 +348,7 @@ def assert_oracle(call: Call, q: QTensor) -> None:
             power_of_two=bool(f.power_of_two), scale=call["quant_scale"],
         )  # fmt: skip
         assert torch.equal(copy.data.view(torch.uint8), wanted.data)
-        assert torch.equal(bits(copy.scale), bits(wanted.scale.reshape(copy.scale.shape)))
+        assert torch.equal(words(copy.scale), words(wanted.scale.reshape(copy.scale.shape)))
         if wanted.global_scale is not None:
             assert torch.equal(copy.global_scale, wanted.global_scale)
 
@@ -397,7 +398,7 @@ def test_quantised(format: str, cols: int, groups: int, options: dict[str, Any])
         for side in ("rowwise", "columnwise"):
             assert (getattr(q, side) is None) == (getattr(wanted, side) is None)
             if getattr(q, side) is not None:
-                same = bits(getattr(q, side).data) == bits(getattr(wanted, side).data)
+                same = words(getattr(q, side).data) == words(getattr(wanted, side).data)
                 assert same.float().mean() > 0.99
     got = run(call, gradients)
     assert_same(
@@ -428,7 +429,9 @@ def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: i
     for side in ("rowwise", "columnwise"):
         if getattr(wanted, side) is not None:
             for field in ("data", "scale"):
-                same = bits(getattr(getattr(got, side), field)) == bits(getattr(getattr(wanted, side), field))
+                same = words(getattr(getattr(got, side), field)) == words(
+                    getattr(getattr(wanted, side), field)
+                )
                 assert same.float().mean() > 0.995
 
 
@@ -448,7 +451,7 @@ def test_launches() -> None:
     x, gate, weight = (
         torch.empty(s, dtype=BF16, device="meta") for s in ((2, 4096, 2048), (4096, 2, 2048), (2048,))
     )
-    norm, stripe = "_gated_norm_kernel", "_gated_norm_stripe_kernel"
+    norm, stripe = "gated_norm_kernel", "gated_norm_stripe_kernel"
     expected: list[tuple[dict[str, Any], list[str]]] = [
         ({}, [norm]),
         ({"quantize": "1x128"}, [norm]),
@@ -464,12 +467,13 @@ def test_launches() -> None:
         assert [v.kernel for v in variants] == kernels, options
     rstd = torch.empty(4096 * 2 * 4, device="meta")
     for need_weight, kernels in (
-        (True, ["_gated_norm_backward_kernel", "_sum_kernel"]),
-        (False, ["_gated_norm_backward_kernel"]),
+        (True, ["gated_norm_backward_kernel", "_sum_kernel"]),
+        (False, ["gated_norm_backward_kernel"]),
     ):
         with recording("sm_90") as variants:
-            weft.catalogue["gated_norm_backward"](
-                x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, True, [True, True, need_weight]
+            needs = GatedNormNeeds(True, True, need_weight)
+            gated_norm_backward_op(
+                GatedNormBackwardArgs(x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, True, needs)
             )
         assert [v.kernel for v in variants] == kernels
 
@@ -566,21 +570,8 @@ def test_compiled_is_eager(function: Callable[..., Tensor]) -> None:
         ("gated_norm_backward", {}),
     ],
 )
-def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments_of(call_of(2, 5, 96, groups=2, **options), op)[0]
-    poisoned = torch.empty_strided
-
-    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
-        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
-        made = poisoned(*args, **kwargs)
-        if type(made) is Tensor and made.device.type == "cpu":
-            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
-        return made
-
-    monkeypatch.setattr(torch, "empty_strided", zeroed)
-    if op.endswith("backward"):
-        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    torch.library.opcheck(weft.catalogue[op].overload, args)
+def test_opcheck(op: str, options: dict[str, Any]) -> None:
+    opcheck(op, arguments_of(call_of(2, 5, 96, groups=2, **options), op)[0])
 
 
 # ---- what is refused -----------------------------------------------------------------------------------

@@ -1,43 +1,19 @@
-"""What the ops must compute, in float64 and by autograd, written from their documented formulas alone.
-
-`expected(call, upstream)` gives for every float result and every gradient the truth and the arithmetic error that
-fp32 may add to it before the last rounding: a few roundings of the largest term that is added or subtracted.
-"""
+"""What the norms must compute, in float64 and by autograd, written from their documented formulas alone."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import Any
+import importlib
 
+import pytest
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
+from tests.catalogue.calls import near, results
+from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments, straight
+from weft import Format
 from weft.workloads import Call
-
-# The longest chain of fp32 roundings on the way to a result: a mean of up to 2^17 squares (in tiles, pairwise),
-# rsqrt, three products and two sums. Random walks of that many halves stay well below it.
-ROUNDINGS = 16
-DENORMAL = 2.0**-149  # numbers below fp32's normal range have this absolute precision
-
-
-@dataclass(frozen=True)
-class Near:
-    truth: Tensor
-    noise: Tensor
-
-
-def straight(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to dtype; the gradient passes through."""
-    return value + (value.detach().to(dtype).double() - value.detach())
-
-
-def arguments(call: Call) -> dict[str, Any]:
-    bound = inspect.signature(call.function).bind(**call.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) -> dict[str, Near]:
@@ -127,3 +103,71 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
         assert leaf.grad is not None
         found[f"d{name}"] = Near(leaf.grad, noise[name])
     return found
+
+
+def _forward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    found: dict[str, Near | Tensor] = {**norm(call, gradients.get("y"), gradients.get("residual"))}
+    a = arguments(call)
+    cols = a["x"].shape[-1]
+    if a["modulation"] is not None and a["modulation"].shape[-1] == 3 * cols:
+        found["gate"] = a["modulation"].split(cols, -1)[2]
+    if a["return_amax"]:
+        y = found["y"]
+        assert isinstance(y, Near)
+        found["amax"] = Near(y.truth.abs().amax(), y.noise.amax())
+    return found
+
+
+def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """As the autograd engine calls it, against the gradients of the formula."""
+    forward = Call(
+        weft.rms_norm if call["mean"] is None else weft.layer_norm,
+        {
+            "x": call["h"],
+            "weight": call["weight"],
+            "bias": call["bias"],
+            "eps": 1e-5,
+            "weight_offset": call["weight_offset"],
+            "casting": call["casting"],
+            **({"residual": torch.zeros_like(call["h"])} if call["dresidual"] is not None else {}),
+        },
+    )
+    h, scale = call["h"], call["scale"]
+    if scale is not None:
+        lead = h.shape[:-1] if len(scale) == h.numel() // h.shape[-1] else h.shape[:1]
+        forward = forward.with_(modulation=torch.cat([scale, torch.zeros_like(scale)], -1).view(*lead, -1))
+    expected = norm(forward, call["dy"], call["dresidual"])
+    found = [
+        expected[name] for name, need in zip(("dx", "dweight", "dbias"), call["needs"], strict=False) if need
+    ]
+    for index, need in enumerate(call["needs"][3:]):  # of scale and of shift, halves of the modulation's
+        if need:
+            packed = expected["dmodulation"]
+            halves = (t.view(scale.shape[0], 2, -1)[:, index] for t in (packed.truth, packed.noise))
+            found.append(Near(*halves))
+    return dict(zip(("y", *(f"output{i}" for i in range(1, len(found)))), found, strict=True))
+
+
+def _names(call: Call) -> list[str]:
+    a = arguments(call)
+    gated = a["modulation"] is not None and a["modulation"].shape[-1] == 3 * a["x"].shape[-1]
+    there = {"y": True, "residual": a["residual"] is not None, "gate": gated, "amax": a["return_amax"]}
+    return [name for name, is_there in there.items() if is_there]
+
+
+def own_value(call: Call) -> Tensor:
+    """The fp32 y that a quantising norm encodes: that of a plain norm whose rows are added up in the same pieces."""
+    dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax")
+    plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
+    config, group = importlib.import_module("weft.ops.norm.norm").RowConfig, Format.of(call["quantize"]).group
+    choose = config.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "choose", staticmethod(lambda cols, _, target: choose(cols, group, target)))
+        value = results(plain.with_(out_dtype=torch.float32))["y"]
+    near(value, norm(plain)["y"])
+    return value
+
+
+TRUTHS = {"norm": _forward, "norm_backward": _backward}
+ENCODED = {"norm": lambda call: {"y": own_value(call)}}
+RESULTS = {weft.rms_norm: _names, weft.layer_norm: _names}

@@ -6,11 +6,11 @@ For y and every gradient the truth, and the arithmetic error that fp32 may add t
 from __future__ import annotations
 
 import torch
-from accuracy import EPS32
 from torch import Tensor
+from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.norm.truth import DENORMAL, ROUNDINGS, Near, arguments
+from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments
 from weft.workloads import Call
 
 FEW = ROUNDINGS * EPS32

@@ -7,44 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_rounded_once
-from support import Guarded
 from torch import Tensor
+from triton_loom.testing import Guarded, assert_rounded_once
 
 import weft
 from tests.ops.norm import truth
-from tests.quant import oracle
-from weft import Format, QTensor
+from tests.quant.copies import assert_copies
+from weft import Format
+from weft.ops.common.results import ResultOptions
+from weft.ops.norm.norm import NormArgs, NormBackwardArgs, NormNeeds
+from weft.ops.quantize import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for
 from weft.workloads import Call
-
-
-def assert_codes(q: QTensor, y: Tensor, what: str) -> None:
-    """q's copies are the oracle's of y."""
-    f, flat = q.format, y.reshape(-1, y.shape[-1])
-    for copy, transpose in ((q.rowwise, False), (q.columnwise, True)):
-        if copy is None:
-            continue
-        wanted = oracle.quantize(
-            flat, block=f.block, element=f.element or "", convention=f.convention,
-            power_of_two=bool(f.power_of_two), transpose=transpose,
-        )  # fmt: skip
-        side = f"{what}, {'column-wise' if transpose else 'row-wise'}"
-        assert torch.equal(copy.data.view(torch.uint8), wanted.data), f"codes of {side}"
-        scale = copy.scale if f.scale_dtype == torch.float32 else copy.scale.view(torch.uint8)
-        assert torch.equal(scale, wanted.scale.reshape(scale.shape)), f"scales of {side}"
-        if wanted.global_scale is not None:
-            assert copy.global_scale is not None
-            assert torch.equal(copy.global_scale, wanted.global_scale), f"global scale of {side}"
-
-
-def assert_same(got: QTensor, wanted: QTensor, what: str) -> None:
-    for side in ("rowwise", "columnwise"):
-        for a, b in zip(getattr(got, side) or (), getattr(wanted, side) or (), strict=True):
-            if a is not None:
-                kind = torch.int32 if a.dtype == torch.float32 else torch.uint8
-                assert torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)), f"{what}: {side}"
-
 
 # ---- every option with both copies --------------------------------------------------------------------------
 
@@ -84,7 +58,7 @@ def test_both_copies_with(norm: Any, options: str) -> None:
     kwargs |= leaves
     y, _ = norm(**kwargs, out_dtype=torch.float32)
     q, _, amax = norm(**kwargs, quantize="1x128", columnwise=True, return_amax=True)
-    assert_codes(q, y.detach(), options)
+    assert_copies(q, y.detach())
     assert torch.equal(amax, y.detach().abs().max())
     upstream = torch.randn(2, 70, 300).bfloat16()
     plain = norm(**kwargs)[0]
@@ -113,7 +87,7 @@ def test_amax_of_tiles(target: str, cols: int) -> None:
                     x, weight, quantize=spec, rowwise=rowwise, columnwise=True, return_amax=True
                 )
             assert torch.equal(amax, y.abs().max())
-            assert_codes(q, y, spec)
+            assert_copies(q, y)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
@@ -134,7 +108,7 @@ def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> N
         q, amax = weft.quantize(x, spec, columnwise=columnwise, return_amax=True)
         values = weft.dequantize(q)
     assert torch.equal(amax, x.abs().max())
-    assert_codes(q, x, target)
+    assert_copies(q, x)
     assert torch.equal(values, weft.dequantize(q))
 
 
@@ -145,28 +119,34 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
     scale, rstd, mean = torch.randn(21, 200), torch.rand(21), torch.randn(21)
     copy = weft.quantize(x, "1x128").rowwise
     assert copy is not None
-    options = (1e-5, 0.0, "layer", "fp32", True, torch.bfloat16)
-    calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("norm", (x, weight, bias, x, scale, scale, *options, None, True, False, None, False)),
-        ("norm", (x, weight, bias, x, scale, scale, *options, "1x128", True, False, None, True)),
-        ("norm", (x, weight, bias, x, scale, scale, *options, "row", True, False, None, True)),
-        ("norm", (x, weight, bias, x, scale, scale, *options, "nvfp4", True, False, None, True)),
-        ("norm_backward", (x, x, x, weight, bias, scale, rstd, mean, 0.0, "fp32", [True] * 5)),
-        ("quantize", (x, "1x128", True, False, None, True, None)),
-        ("quantize", (x, "row", True, False, None, True, None)),
-        ("dequantize", (*copy, "e4m3:1x128:te:pow2", 200, torch.bfloat16)),
-    ]
-    for name, args in calls:
+    calls: list[tuple[str, Any]] = []
+    for format in (None, "1x128", "row", "nvfp4"):
+        to = ResultOptions(torch.bfloat16, format, True, False, None, format is not None)
+        calls.append(
+            ("norm", NormArgs(x, weight, bias, x, scale, scale, 1e-5, 0.0, "layer", "fp32", True, to))
+        )
+    needs = NormNeeds(True, True, True, True, True)
+    gradients = NormBackwardArgs(x, x, x, weight, bias, scale, rstd, mean, 0.0, "fp32", needs)
+    calls.append(("norm_backward", gradients))
+    for format in ("1x128", "row"):
+        to = ResultOptions(torch.bfloat16, format, True, False, None, True)
+        calls.append(("quantize", QuantizeArgs(x, to, None)))
+    calls.append(("dequantize", DequantizeArgs(*copy, "e4m3:1x128:te:pow2", 200, torch.bfloat16)))
+    for name, a in calls:
         op = weft.catalogue[name]
-        outputs = op.allocate(*args)
-        # neither scalars nor what stands in for a quantised result
-        guards = [Guarded.of(t) if t.dim() and 0 not in t.stride() else None for t in outputs]
+        guards = []
+        guarded: list[Tensor | None] = []
+        for t in op.outputs.flatten(op.allocate(a)):
+            # neither scalars nor what stands in for a quantised result
+            if t is not None and t.dim() and 0 not in t.stride():
+                guards.append(Guarded.of(t))
+                t = guards[-1].tensor
+            guarded.append(t)
         with choosing_for(target):
-            op.launch([t if g is None else g.tensor for t, g in zip(outputs, guards, strict=True)], *args)
-        assert any(guards)
+            op.launch(op.outputs.build(*guarded), a)
+        assert guards
         for guard in guards:
-            if guard is not None:
-                guard.check()
+            guard.check()
 
 
 # ---- the largest number in any place ----------------------------------------------------------------------------
@@ -181,10 +161,10 @@ def test_largest_number_in_any_tile_of_a_row(spec: str) -> None:
     for row, col in zip(rows, PLACES, strict=True):
         row[col] = 9.0
     for x in [rows] if f.block == "row" else rows.split(1):
-        assert_codes(weft.quantize(x, f), x, "quantize")
+        assert_copies(weft.quantize(x, f), x)
         y = weft.rms_norm(x, out_dtype=torch.float32)
         q, amax = weft.rms_norm(x, quantize=f, return_amax=True)
-        assert_codes(q, y, "rms_norm")
+        assert_copies(q, y)
         assert torch.equal(amax, y.abs().max())
 
 
@@ -196,7 +176,7 @@ def test_largest_number_in_any_of_many_rows(spec: str) -> None:
         x[place, 5] = -9.0
         q, amax = weft.quantize(x, spec, return_amax=True)
         assert amax == 9.0, place
-        assert_codes(q, x, f"row {place}")
+        assert_copies(q, x)
 
 
 # ---- sums -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""Memory that shows what a kernel left unwritten, and what it touched outside of its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comparison import WORDS
+
+NAN = 0xFF  # this byte repeated is NaN in every float type but the fnuz ones, and -1 in signed integers
+
+# ---- memory that nobody wrote -----------------------------------------------------------------------------
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill the memory of a CPU tensor with `NAN`."""
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided:
+        if tensor.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).fill_(NAN)
+    return tensor
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """`torch.empty` and its relatives return `poison`, so that an output that a kernel leaves unwritten shows."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            return poison(allocate(*args, **kwargs))
+
+        return allocate_poisoned
+
+    names = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
+    with _replaced(
+        {(owner, name): poisoned(getattr(owner, name)) for owner in names for name in names[owner]}
+    ):
+        yield
+
+
+# ---- memory around tensors --------------------------------------------------------------------------------
+
+
+class Guarded:
+    """A tensor in the middle of memory filled with a byte. `check` finds any byte written outside of its elements.
+
+    With `NAN` for the byte, a number read outside of them shows in the results as well.
+    """
+
+    MARGIN = 1024
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None, fill: int = 0xA5
+    ) -> None:
+        shape = tuple(shape)
+        if strides is None:
+            strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        size = extent * dtype.itemsize + 2 * self.MARGIN
+        self.fill = fill
+        self.memory = torch.full((-(-size // 64) * 64,), fill, dtype=torch.uint8)
+        self.words = self.memory.view(WORDS[dtype.itemsize])
+        self.words = self.words.as_strided(shape, strides, self.MARGIN // dtype.itemsize)
+        self.tensor = self.words.view(dtype)
+
+    @classmethod
+    def of(cls, tensor: Tensor, fill: int = 0xA5) -> Guarded:
+        """A guarded copy with the same strides."""
+        guarded = cls(tensor.shape, tensor.dtype, tensor.stride(), fill)
+        guarded.tensor.copy_(tensor)
+        return guarded
+
+    def check(self) -> Tensor:
+        """A contiguous copy of the tensor, once all memory around it is found to be as it was."""
+        kept = self.words.clone(memory_format=torch.contiguous_format)
+        self.words.copy_(torch.full((kept.element_size(),), self.fill, dtype=torch.uint8).view(kept.dtype)[0])
+        stray = (self.memory != self.fill).nonzero().flatten() - self.MARGIN
+        assert not len(stray), f"bytes written outside of the tensor, at {stray[:8].tolist()}"
+        self.words.copy_(kept)
+        return kept.view(self.tensor.dtype)
+
+
+@contextmanager
+def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
+    """What `torch.empty` and `torch.zeros` make on the CPU lies between guards, which are collected in the list."""
+    guards: list[Guarded] = []
+    zeros = torch.zeros
+
+    def guarded(value: float | None) -> Callable[..., Tensor]:
+        def allocate(*shape: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+            size = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+            if torch.device(device or "cpu").type != "cpu" or 0 in size:
+                return zeros(size, dtype=dtype, device=device)
+            guards.append(Guarded(size or (1,), dtype or torch.float32, fill=fill))
+            made = guards[-1].tensor.view(size)
+            return made if value is None else made.fill_(value)
+
+        return allocate
+
+    with _replaced({(torch, "empty"): guarded(None), (torch, "zeros"): guarded(0.0)}):
+        yield guards
+
+
+class Fenced:
+    """A page of memory between two that can't be touched: a stray read or write ends the process."""
+
+    PAGE = mmap.PAGESIZE
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 3 * self.PAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for fence in (address, address + 2 * self.PAGE):
+            assert protect(fence, self.PAGE, 0) == 0, "mprotect failed"
+
+    def last(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The `count` elements before the upper fence."""
+        size = count * dtype.itemsize
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=2 * self.PAGE - size)
+
+    def first(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The `count` elements after the lower fence."""
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.PAGE)
+
+
+@contextmanager
+def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+    """Attributes of modules and classes are others for a while."""
+    before = {(owner, name): getattr(owner, name) for owner, name in functions}
+    try:
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)

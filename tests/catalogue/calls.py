@@ -1,0 +1,199 @@
+"""Calls of ops: their results by name, their gradients, and how results are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_loom.testing import assert_rounded_once, ulp, words
+
+import weft
+from tests.catalogue.families import declared
+from tests.support.truth import Near
+from weft import QTensor
+from weft.quant import Copy
+from weft.runtime import Kernel, recording
+from weft.runtime.ops import Op
+from weft.workloads import Call, Workload
+
+
+def few_rows(workload: Workload) -> int:
+    """Tails of everything: more than a stripe of 128 rows where programs own stripes."""
+    tall = dict(workload.settings).get("columnwise") and workload.cols <= 2048
+    return 131 if tall else 3 if len(workload.shape) > 2 else 5
+
+
+def small(workload: Workload, **changed: Any) -> Call:
+    return workload.make(rows=few_rows(workload), **changed)
+
+
+# ---- results as flat lists of named tensors ------------------------------------------------------------
+
+
+def results(call: Call) -> dict[str, Tensor]:
+    """What a call returns, by name. Gradients are named d…"""
+    got = call()
+    if hasattr(got, "_fields"):
+        named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
+        gradients = call.function.__name__.endswith("_backward")
+        return {f"d{name}" if gradients else name: value for name, value in named.items()}
+    values = (got,) if isinstance(got, Tensor) else tuple(got)
+    names = ["y", *(f"output{i}" for i in range(1, len(values)))]
+    if call.function in declared("RESULTS"):
+        names = declared("RESULTS")[call.function](call)
+    return dict(zip(names, values, strict=True))
+
+
+def parts(named: dict[str, Any]) -> dict[str, Tensor]:
+    """The same with each quantised tensor taken apart."""
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, QTensor):
+            for side in ("rowwise", "columnwise"):
+                for field, part in zip(Copy._fields, getattr(value, side) or (), strict=False):
+                    if part is not None:
+                        found[f"{name}.{side}.{field}"] = part.detach()
+        elif value is not None:
+            found[name] = value.detach()
+    return found
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    """Bit for bit."""
+    got, wanted = parts(got), parts(wanted)
+    assert got.keys() == wanted.keys()
+    for name in got:
+        assert got[name].shape == wanted[name].shape, f"{what}: shape of {name}"
+        different = (words(got[name]) != words(wanted[name])).sum()
+        assert not different, f"{what}: {different} of {got[name].numel()} elements of {name} differ"
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def handed_through(value: Tensor) -> bool:
+    """Whether a result is part of an input, as the gate of a modulation is."""
+    return value._base is not None and value._base.is_leaf
+
+
+def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """A random gradient for each differentiable output."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(value.shape, generator=generator).to(value.dtype)
+        for name, value in outputs.items()
+        if value.requires_grad and not handed_through(value)
+    }
+
+
+def run(call: Call, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Forward and backward: outputs, and gradients named d…"""
+    call = call.requiring_grad()
+    outputs = results(call)
+    return {**outputs, **backward(call, outputs, gradients or upstreams(outputs))}
+
+
+def backward(
+    call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], **kwargs: Any
+) -> dict[str, Tensor]:
+    leaves = {name: t for name, t in call.tensors().items() if t.requires_grad}
+    dense = [o.dequantize() if isinstance(o, QTensor) else o for o in (outputs[name] for name in gradients)]
+    found = torch.autograd.grad(
+        dense, list(leaves.values()), list(gradients.values()), allow_unused=True, **kwargs
+    )
+    return {f"d{name}": grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+
+
+def tracked(op: str, call: Call) -> bool:
+    """Whether a call's tensors are leaves of a graph; quantised ones are none."""
+    quantised = any(isinstance(value, QTensor) for value in call.kwargs.values())
+    return weft.catalogue[op].differentiable and not quantised
+
+
+@cache
+def differentiable(workload: Workload) -> bool:
+    with recording("sm_90"):
+        return tracked(workload.op, workload.make("meta", rows=few_rows(workload)))
+
+
+# ---- numbers ----------------------------------------------------------------------------------------
+
+
+def near(got: Tensor, expected: Near) -> None:
+    """Rounded once; and where a result is more than a speck, damage of it is noticed."""
+    budget = expected.noise + ulp(expected.truth, got.dtype) / 2
+    if (
+        got.numel() > 1
+        and got.shape[-1] > 1
+        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
+    ):
+        assert_rounded_once(got, expected.truth, expected.noise)
+    else:  # one column: everything is ±1, and its gradient the difference of equals
+        assert got.shape == expected.truth.shape
+        assert ((got.double() - expected.truth).abs() <= budget).all()
+
+
+def own_numbers(call: Call) -> dict[str, Tensor]:
+    """The fp32 numbers that quantised results are made of, from a call whose inputs are fp32."""
+    kept = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
+    floats = {name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in kept}
+    return results(Call(call.function, {**kept, **floats}))
+
+
+# ---- launches ---------------------------------------------------------------------------------------
+
+
+def arguments_of(call: Call, op: str, evaluate: Callable[[Call], Any] = run) -> list[Any]:
+    """With what arguments a call, or its backward, reaches an op."""
+    seen: list[Any] = []
+    original = Op.__call__
+
+    def spy(self: Any, a: Any) -> Any:
+        if self.name == op:
+            seen.append(a)
+        return original(self, a)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "__call__", spy)
+        evaluate(call)
+    return seen
+
+
+def opcheck(op: str, a: Any, **options: Any) -> None:
+    """PyTorch's own check of a registered op, with these arguments."""
+    found = weft.catalogue[op]
+    leaves = found.arguments.flatten(a)
+    if not found.differentiable:
+        leaves = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    poisoned = torch.empty_strided
+
+    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
+        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
+        made = poisoned(*args, **kwargs)
+        if type(made) is Tensor and made.device.type == "cpu":
+            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_strided", zeroed)
+        torch.library.opcheck(found.overload, leaves, **options)
+
+
+def launched(make: Callable[[], Call]) -> set[Any]:
+    """The variants of a call, without those that make its inputs."""
+    with recording("sm_90"):
+        call = make()
+    with recording("sm_90") as seen:
+        call()
+    return set(seen)
+
+
+def compiled_variants() -> int:
+    modules = [m for name, m in sys.modules.items() if name.startswith("weft.ops.")]
+    found = [v for m in modules for v in vars(m).values() if isinstance(v, Kernel)]
+    return sum(len(kernel.variants) for kernel in {id(k): k for k in found}.values())

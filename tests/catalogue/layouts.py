@@ -1,0 +1,69 @@
+"""Tensors that lie in memory in every way that strides allow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def stepped(t: Tensor) -> Tensor:
+    return torch.stack([t, torch.full_like(t, torch.nan)], -1).flatten(-2)[..., ::2]
+
+
+def padded(t: Tensor) -> Tensor:
+    return torch.cat([t, t.new_full((*t.shape[:-1], 16), torch.nan)], -1)[..., : t.shape[-1]]
+
+
+def padded_oddly(t: Tensor) -> Tensor:
+    return torch.cat([t, t.new_full((*t.shape[:-1], 3), torch.nan)], -1)[..., : t.shape[-1]]
+
+
+def off_by_one(t: Tensor) -> Tensor:
+    """Not at a multiple of 16 bytes."""
+    return torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape)
+
+
+def expanded(t: Tensor) -> Tensor:
+    """Its first row for every row."""
+    return t[:1].expand(t.shape)
+
+
+def constant(t: Tensor) -> Tensor:
+    """One element for all: what sum().backward() sends back."""
+    return t.flatten()[:1].view([1] * t.dim()).expand(t.shape)
+
+
+def permuted(t: Tensor) -> Tensor:
+    """The middle dimensions lie in another order."""
+    return t if t.dim() < 3 else t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def odd_strides_of_one(t: Tensor) -> Tensor:
+    """A dimension of size 1 whose stride means nothing."""
+    strides = [977 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+    return t.as_strided(t.shape, strides)
+
+
+LAYOUTS = (
+    transposed,
+    stepped,
+    padded,
+    padded_oddly,
+    off_by_one,
+    expanded,
+    constant,
+    permuted,
+    odd_strides_of_one,
+)
+
+
+def far_apart(rows: int, cols: int, stride: int = 2**30 - 64) -> Tensor:
+    """Rows so far from each other that offsets need more than 32 bits, though the stride is an integer of 32 to a
+    kernel; the memory between is never touched."""
+    storage = torch.UntypedStorage(2 * (stride * (rows - 1) + cols))
+    x = torch.tensor([], dtype=torch.bfloat16).set_(storage, 0, (rows, cols), (stride, 1))
+    return x.copy_(torch.randn(rows, cols))

@@ -1,0 +1,55 @@
+"""The quantisers, for what is particular to them: long rows, seeds, PyTorch's checks of the ops. Their bytes are
+tested in `tests/quant`, and the workloads go through the catalogue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_loom
+from torch import Tensor
+
+import weft
+from tests.catalogue.calls import opcheck
+from weft.ops.common.results import ResultOptions
+from weft.ops.quantize import DequantizeArgs, QuantizeArgs
+from weft.runtime import choosing_for, recording
+
+
+def meta(*shape: int) -> Tensor:
+    """A tensor that is only declared."""
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+# Just below the size from which integers have 64 bits, and so far above that twice the size has more than 31; of each
+# one that is a multiple of all tiles, so that no column is masked.
+LONG_ROWS = (2**30 - 1, 2**30 - 1024, 1_200_000_001, 1_200_000_000, 2**31 - 1, 2**31 - 1024)
+
+
+@pytest.mark.parametrize("cols", LONG_ROWS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
+    """Every address of an H100's launches is in bounds and no loop wraps around: of tensors that are only declared."""
+    op = weft.catalogue["quantize"]
+    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+        for format, amax in (("e4m3:1x128:te:pow2", True), ("e4m3:mx:te", False), ("e4m3:tensor:te", False)):
+            options = ResultOptions(torch.bfloat16, format, True, False, None, amax)
+            a = QuantizeArgs(meta(rows, cols), options, None)
+            op.launch(op.allocate(a), a)
+    assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
+
+
+@pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
+def test_no_seed_is_a_long_row(seed: int) -> None:
+    """A seed has up to 62 bits; it makes no new variant of a kernel."""
+    with recording("sm_90") as variants:
+        weft.quantize(meta(4, 256), "1x128", seed=seed)
+        weft.quantize(meta(4, 256), "1x128", columnwise=True, seed=seed)
+    assert {dict(variant.signature)["seed_high"] for variant in variants} == {"i32"}
+
+
+@pytest.mark.parametrize("format", ["int8:1x128:te:pow2", "nvfp4"])
+def test_opcheck_of_dequantize(format: str) -> None:
+    q = weft.quantize(torch.randn(4, 160).bfloat16(), format)
+    a = DequantizeArgs(*q.rowwise, q.format.spec, 160, torch.bfloat16)
+    checks = ("test_faketensor", "test_schema", "test_aot_dispatch_dynamic")
+    opcheck("dequantize", a, test_utils=checks[: 1 if format == "nvfp4" else 3])

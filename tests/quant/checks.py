@@ -1,0 +1,201 @@
+"""Quantised results against the oracle, byte for byte, and the inputs that are hardest to quantise."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+
+import weft
+from tests.quant import oracle
+from weft import Format
+
+INF, NAN = float("inf"), float("nan")
+
+
+FORMATS = Format.all()
+
+
+BACKENDS = ("auto", "reference")
+
+
+# The modules, whose names in `weft.ops` are those of functions.
+QUANTIZE, NORM = importlib.import_module("weft.ops.quantize"), importlib.import_module("weft.ops.norm.norm")
+
+
+def rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def how(f: Format) -> dict[str, Any]:
+    return {
+        "block": f.block,
+        "element": f.element,
+        "convention": f.convention,
+        "power_of_two": f.power_of_two,
+    }
+
+
+def expected(x: torch.Tensor, f: Format, **more: Any) -> oracle.Quantized:
+    return oracle.quantize(x, **how(f), **more)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """Integers that are equal when the numbers are the same: all NaN of fp32 are one."""
+    if t.dtype == torch.float32:
+        return torch.where(t.isnan(), 0x7FC00000, t.contiguous().view(torch.int32))
+    return t.contiguous().view(torch.uint8)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    a, b = bits(got), bits(want)
+    if not torch.equal(a, b):
+        wrong = (a != b).nonzero()
+        at = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {a.numel()} differ, first at {at}: {got[at].item()} ({a[at].item():#x}), "
+            f"not {want[at].item()} ({b[at].item():#x})"
+        )
+
+
+def assert_copy(copy: Any, f: Format, want: oracle.Quantized, shape: tuple[int, int], what: str) -> None:
+    """`copy` of a [rows, cols] tensor: dtypes, layout, pads, and every byte."""
+    rows, cols = shape
+    assert copy is not None, what
+    assert copy.data.dtype == f.number.dtype
+    assert tuple(copy.data.shape) == f.data_shape(rows, cols)
+    assert copy.scale.dtype == f.scale_dtype
+    assert tuple(copy.scale.shape) == f.scale_shape(rows, cols)
+    assert_same(copy.data.view(torch.uint8), want.data, f"{what}: codes")
+    scale = copy.scale if f.scale_dtype == torch.float32 else copy.scale.view(torch.uint8)
+    assert_same(scale, want.scale, f"{what}: scales")
+    if f.block == "1x128":  # rows contiguous and padded to 4 with zeros
+        padded = rounded_up(rows, 4)
+        assert rows == 1 or copy.scale.stride(0) == 1
+        assert copy.scale.shape[1] == 1 or copy.scale.stride(1) == padded
+        buffer = torch.tensor([], dtype=torch.float32).set_(copy.scale.untyped_storage())
+        assert buffer.numel() == padded * copy.scale.shape[1]
+        assert (buffer.view(-1, padded)[:, rows:].contiguous().view(torch.int32) == 0).all(), f"{what}: pads"
+    else:
+        assert copy.scale.is_contiguous()
+    if f.block == "nvfp4":
+        assert want.global_scale is not None
+        assert copy.global_scale.dim() == 0
+        assert_same(copy.global_scale.reshape(1), want.global_scale.reshape(1), f"{what}: global scale")
+    else:
+        assert copy.global_scale is None
+
+
+def assert_quantized(
+    q: Any,
+    x: torch.Tensor,
+    f: Format,
+    what: str = "",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    **more: Any,
+) -> None:
+    """Both copies of q, and no others, are the oracle's of x [M, K]."""
+    rows, cols = x.shape
+    assert q.format == f
+    assert (q.rowwise is not None) == rowwise
+    assert (q.columnwise is not None) == columnwise
+    if rowwise:
+        assert_copy(q.rowwise, f, expected(x, f, **more), (rows, cols), f"{f} {what} row-wise")
+    if columnwise:
+        want = expected(x, f, transpose=True, **more)
+        assert_copy(q.columnwise, f, want, (cols, rows), f"{f} {what} column-wise")
+
+
+def check(x: torch.Tensor, f: Format, what: str = "", *, columnwise: bool, backend: str = "auto") -> None:
+    before = x.clone()
+    with weft.backend("triton" if backend == "auto" else "reference"):  # "triton": no silent detour
+        q = weft.quantize(x, f, columnwise=columnwise)
+    assert torch.equal(bits(x), bits(before)) if x.dtype == torch.float32 else True
+    assert q.shape == x.shape
+    assert q.dtype == x.dtype
+    assert_quantized(q, x, f, f"{what} ({backend})", columnwise=columnwise)
+
+
+@functools.cache
+def adversarial(rows: int, cols: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return oracle.adversarial(rows, cols, dtype, 1) | near_ties(rows, cols, dtype)
+
+
+def near_ties(rows: int, cols: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """One amax for all, and x within an ulp of midpoint * amax / MAX: here x * (1 / d), x / d and x * (MAX / amax)
+    round to different codes, which ordinary data show in a few elements of ten thousand."""
+    generator = torch.Generator().manual_seed(6)
+    results = {}
+    for element in ("e4m3", "e5m2", "int8"):
+        values = torch.from_numpy(oracle.VALUES[element])
+        midpoints = ((values[:-1] + values[1:]) / 2)[-64:]
+        candidates = 1 + torch.rand(100, generator=generator)
+        limit = torch.tensor(oracle.MAX[element])
+        scale = candidates / limit
+        x = (midpoints[None, :] * scale.double()[:, None]).float()
+        differ = (x * (1 / scale)[:, None] != x / scale[:, None]).any(1) & (1 / scale != limit / candidates)
+        candidates = candidates[differ]
+        for number, amax in enumerate(candidates[:3]):
+            x = midpoints[torch.randint(len(midpoints), (rows, cols), generator=generator)]
+            x = (x * (amax.double() / oracle.MAX[element])).float()
+            x = (x.view(torch.int32) + torch.randint(-1, 2, x.shape, generator=generator).int()).view(
+                torch.float32
+            )
+            x[:, ::16] = amax
+            results[f"near_ties_{element}_{number}"] = x.to(dtype)
+    return results
+
+
+@functools.cache
+def stacked(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """All adversarial inputs, one below the other."""
+    return torch.cat(list(adversarial(rows, cols, dtype).values()))
+
+
+@functools.cache
+def stripes(cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """One adversarial input to each stripe of 128 rows: every one alone in its groups along either dimension."""
+    parts = [part.t() for part in adversarial(cols, 128, dtype).values()]
+    return torch.cat([*parts, parts[0][:5]]).contiguous()
+
+
+def inputs(f: Format, columnwise: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The adversarial inputs, in as few tensors as a format allows. All shapes make the same variant."""
+    if f.block in ("tensor", "nvfp4"):
+        return adversarial(10, 90, dtype)
+    if f.block == "row" and columnwise:
+        return adversarial(100, 19, dtype)
+    if columnwise or f.block == "128x128":
+        return {"all": stripes(19, dtype)}
+    return {"all": stacked(4, 300, dtype)}
+
+
+def ordinary(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def decoded(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Tensor:
+    """q * d, rounded once to fp32; nvfp4's scales are multiplied first, which is one more rounding."""
+    if f.block != "nvfp4":
+        return oracle.dequantize(q, block=f.block, element=f.element or "", shape=shape).float()
+    assert q.global_scale is not None
+    scale = (spread_scale(q, f, shape).float() * q.global_scale).double()
+    codes = oracle.decode(oracle.unpack(q.data.numpy(), shape[1]), "e2m1")
+    return (torch.from_numpy(codes) * scale).float()
+
+
+def spread_scale(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Tensor:
+    """The scale of each element in float64, without nvfp4's of the tensor."""
+    if f.block == "mx":
+        stored = oracle.e8m0_value(q.scale.numpy()).astype(np.float64)
+    elif f.block == "nvfp4":
+        stored = oracle.decode(q.scale.numpy(), "e4m3")
+    else:
+        stored = q.scale.double().numpy()
+    return torch.from_numpy(oracle.spread(stored, shape, f.block))
