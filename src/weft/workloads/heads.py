@@ -220,7 +220,7 @@ def _objects(inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, 
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    settings = dict(workload.settings)
+    settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
     heads = Heads(**settings["heads"], dim=dim)
     return Call(
@@ -243,7 +243,7 @@ def _build_cached(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) ->
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads."""
-    settings = dict(workload.settings)
+    settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
     heads = Heads(**settings["heads"], dim=dim)
     layouts = {"layout": "bshd", "out_layout": "bshd", **settings.get("layouts", {})}
@@ -276,7 +276,7 @@ class Backward(Workload):
 
 
 def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    settings = dict(workload.settings)
+    settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
     x = inputs.normal(*shape[:-1], settings["heads"], dim)
     objects = _objects(inputs, settings, batch, tokens, dim)
@@ -294,7 +294,7 @@ def _named(
 ) -> list[Workload]:
     return [
         kind(
-            op, name, options, SHAPES[name], rows, build, frozenset(tags), settings=tuple(OPTIONS[options].items()),
+            op, name, options, SHAPES[name], rows, build, frozenset(tags),
             **({"rereads": _SECTORS, "moves": 1.12 if build is _build_backward else 1.07} if name == "odd/qkv" else {}),
         )
         for name, options, rows in names

@@ -437,7 +437,7 @@ def qkv_kernel(
     if slots.ptr is not None:
         page, place, cached = _find_slots(slots, batch, token, sizes.tokens)
     at = Tokens(batch, token, exists, cos, sin, page, place, cached)
-    kv_heads = Grouped(sizes.kv, None, 0)
+    kv_heads = Grouped(sizes.kv, sizes.kv, 0)
     _prepare_heads(q, q_out, q_norm, None, at, sizes.q, size, PLAN, ALIGN)
     if k.ptr is not None:
         _prepare_heads(k, k_out, k_norm, k_cache, at, kv_heads, size, PLAN, ALIGN)
@@ -448,7 +448,16 @@ def qkv_kernel(
         dim = 2 * size.half + size.rest
         gate = Place(q.ptr, _further(q.at, dim))
         _copy_heads(
-            gate, gate_out, None, at, sizes.q, Grouped(sizes.q.heads, None, 0), dim, PLAN.dim, PLAN, ALIGN
+            gate,
+            gate_out,
+            None,
+            at,
+            sizes.q,
+            Grouped(sizes.q.heads, sizes.q.heads, 0),
+            dim,
+            PLAN.dim,
+            PLAN,
+            ALIGN,
         )
 
 
@@ -536,7 +545,7 @@ def _backward_of(
         at = Tokens(batch, token, token < sizes.tokens, cos, sin, None, None, None)
         totals = _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN, ALIGN)
         if other.ptr is not None and other_grad.ptr is not None:
-            alone = Grouped(heads.heads, None, 0)
+            alone = Grouped(heads.heads, heads.heads, 0)
             _copy_heads(other, other_grad, None, at, alone, heads, other_dim, OTHER, PLAN, ALIGN)
     program = tl.program_id(0).to(tl.int64)
     if sums.weight is not None:
@@ -574,7 +583,7 @@ def qkv_backward_kernel(
     last = tl.minimum(first + program_tiles, tiles)
     dim = 2 * size.half + size.rest
     gate_grad = Place(q_grad.ptr, _further(q_grad.at, dim))
-    kv_heads = Grouped(sizes.kv, None, 0)
+    kv_heads = Grouped(sizes.kv, sizes.kv, 0)
     _backward_of(
         dq, q, q_grad, q_norm, q_sums, sizes.q, dgate, gate_grad, dim, first, last, angles, sizes, size, PLAN.dim,
         PLAN, ALIGN,
