@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 
 from ..language import tl, triton
-from ..runtime import Launch, capabilities_of, define_flat_op, kernel
+from ..runtime import Launch, capabilities_of, define_flat_op, is_distributed, kernel
 from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
-from .loss.mesh import is_distributed
 
 CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors
 TABLES = 64  # that are kept: the lists of tensors that a training loop comes back to

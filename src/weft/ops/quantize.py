@@ -26,12 +26,14 @@ from ..quant.copies import allocate_copies, count_copies, split_copies
 from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copies
 from ..quant.straight import wrap
-from ..runtime import Launch, capabilities_of, define_flat_op, kernel
+from ..runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel, place_like
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
+    blocks_over_rows,
     cast_mode,
+    copies_and_amax,
     copy_arguments,
     count_stripes,
     reduce_amax,
@@ -520,6 +522,23 @@ def _quantize_gradients(ctx: Any, grads: Any) -> Any:
     return grads[0], *[None] * (ctx.inputs - 1)
 
 
+def _shard_quantize(a: Any) -> Sharding:
+    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.scale is not None)
+    if a.seed is not None:
+        joint["..."] = (
+            "seed= draws by the number of a row; quantise each rank's shard with its own seed: x.to_local()"
+        )
+    if a.scale is not None and a.scale.dim() and a.scale.numel() > 1 and a.x.dim() > 2:
+        joint["..."] = "a given scale of each row goes with an x [rows, K]"
+    of_scale = "" if a.scale is None or a.scale.numel() == 1 else "... _"
+    return Sharding(
+        {"x": "... k", "scale": of_scale},
+        {"q": "... k", **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)},
+        {"k": "blocks reach along it", **joint},
+        block,
+    )
+
+
 quantize_op = define_flat_op(
     "quantize(Tensor x, str format, bool rowwise, bool columnwise, Tensor? scale, bool return_amax, int? seed) "
     "-> Tensor[]",
@@ -528,6 +547,7 @@ quantize_op = define_flat_op(
     reference=quantize_reference,
     setup_context=_setup_quantize,
     backward=_quantize_gradients,
+    sharding=_shard_quantize,
     variants=32,
 )
 
@@ -606,6 +626,8 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()
     tensor(256.)
     """
+    if is_distributed(q) and isinstance(q.to_local(), QTensor):  # type: ignore[operator]
+        return place_like(dequantize(q.to_local(grad_placements=q.placements), dtype), q)  # type: ignore[operator, attr-defined]
     if not isinstance(q, QTensor):
         raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
     return q.dequantize(dtype)

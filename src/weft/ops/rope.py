@@ -37,7 +37,7 @@ from torch import Tensor
 from ..language import tl, triton
 from ..quant import Format
 from ..quant.reference import quantize_copy
-from ..runtime import Launch, capabilities_of, define_flat_op, is_readable, kernel
+from ..runtime import Launch, Sharding, capabilities_of, define_flat_op, is_readable, kernel
 from ..tiles.numbers import encode
 from ..tiles.reduce import amax, larger
 from ..tiles.rotate import cos_sin, rotate
@@ -1566,6 +1566,65 @@ _OPTIONS = (
 _VECTORS = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, "
 _VECTORS += "Tensor? positions"
 
+
+def _shard_rotation(a: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """The dimensions of tables and positions; and what counts from 0 along the sequence, if positions are absent."""
+    inputs = {}
+    if a.positions is not None:
+        lead = ["three"] if a.sections else []
+        named = ["b", "s"] if a.positions.dim() - len(lead) == 2 else ["s"]
+        if len(named) == 2 and a.positions.shape[-2] == 1:
+            named[0] = "_"
+        inputs["positions"] = " ".join([*lead, *named])
+    if a.cos is not None:
+        by_token = a.cos.dim() == 3
+        inputs["cos"] = inputs["sin"] = f"{'_' if a.cos.shape[0] == 1 else 'b'} s f" if by_token else "p f"
+        if by_token:
+            return inputs, {}
+    return inputs, {"positions": "s"} if a.rope_dim else {}
+
+
+def _dims(layout: str) -> str:
+    return " ".join(layout.replace("t", "s"))
+
+
+_WHOLE = {
+    "d": "a head is normed and rotated as a whole",
+    "f": "the angles of a head go with all of it",
+    "p": "positions are looked up in the whole table",
+    "three": "a token has three positions",
+}
+
+
+def _shard_rope(a: Any) -> Sharding:
+    inputs, counted = _shard_rotation(a)
+    return Sharding({"x": _dims(a.layout), **inputs}, {"y": _dims(a.out_layout)}, _WHOLE, counted=counted)
+
+
+def _shard_qkv(a: Any) -> Sharding:
+    inputs, counted = _shard_rotation(a)
+    of_x, whole = _dims(a.layout), dict(_WHOLE)
+    if a.packing != "apart":
+        of_x = of_x.replace("h d", "h" if a.packing == "groups" else "w")
+        whole["w"] = "q, k and v follow each other in it; give them apart, or with packing='groups'"
+    if a.layout != "thd" and a.out_layout == "thd":
+        whole |= dict.fromkeys("bs", "out_layout='thd' joins batch and sequence")
+    outputs = ["q", "k"] + ["v"] * (a.packing != "apart" or a.v is not None) + ["gate"] * a.gate
+    return Sharding(
+        {
+            "x": of_x,
+            "k": of_x,
+            "v": of_x,
+            **dict.fromkeys(("q_weight", "k_weight", "q_bias", "k_bias"), "d"),
+            **inputs,
+        },
+        dict.fromkeys(outputs, _dims(a.out_layout)),
+        whole,
+        counted=counted,
+        sizes={"heads": "h", "kv_heads": "h"},
+    )
+
+
 qkv_prepare_backward_op = define_flat_op(
     f"qkv_prepare_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? dgate, Tensor? x, Tensor? k, {_VECTORS}, "
     f"{_OPTIONS}, SymInt batch, bool[] needs) -> Tensor[]",
@@ -1582,6 +1641,7 @@ qkv_prepare_op = define_flat_op(
     reference=qkv_prepare_reference,
     setup_context=_setup_qkv,
     backward=_qkv_gradients,
+    sharding=_shard_qkv,
     variants=64,
 )
 
@@ -1616,6 +1676,7 @@ rope_op = define_flat_op(
     reference=rope_reference,
     setup_context=_setup_rope,
     backward=_rope_gradient,
+    sharding=_shard_rope,
     variants=64,
 )
 

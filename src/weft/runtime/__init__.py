@@ -7,6 +7,7 @@ from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
+from .sharding import Sharding, is_distributed, local_rows, place_like
 
 __all__ = [
     "TARGETS",
@@ -20,6 +21,7 @@ __all__ = [
     "Launch",
     "Nothing",
     "Op",
+    "Sharding",
     "Variant",
     "Written",
     "apply",
@@ -30,9 +32,12 @@ __all__ = [
     "compile_all",
     "define_flat_op",
     "define_op",
+    "is_distributed",
     "is_readable",
     "kernel",
     "launch_device",
+    "local_rows",
+    "place_like",
     "recording",
     "serves",
     "set_backend",

@@ -9,6 +9,7 @@ A traced graph outlives the `with weft.backend(...)` around the call that was tr
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 
 from .backend import backend, chosen, serves
 from .ops import _PLAIN, _are_plain, _core_apply, _is_transformed, _is_watched, _library, apply, catalogue
+from .sharding import Sharding, cut, is_distributed, refuse
 
 Outputs = list[Tensor]
 
@@ -47,6 +49,8 @@ class FlatOp:
     backward: Callable[..., Any] | None = None
     tensors: tuple[int, ...] = ()  # positions of the tensors, and lists of them, among the arguments
     mutates: tuple[int, ...] = ()
+    sharding: Callable[[Any], Sharding] | None = None
+    arguments: Any = None  # a NamedTuple class of the arguments
     overload: Any = field(default=None, compare=False)
     reference_overload: Any = field(default=None, compare=False)
     function: type[Function] = field(default=Function, compare=False)
@@ -89,8 +93,20 @@ class FlatOp:
 
     def dispatch(self, *args: Any) -> Outputs:
         """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
+        if is_distributed(*(args[i] for i in self.tensors)):
+            return self.over_mesh(*args)
         overload = self.reference_overload if chosen() == "reference" else self.overload
         return overload(*args)  # type: ignore[no-any-return]
+
+    def over_mesh(self, *args: Any) -> Outputs:
+        """Call with DTensors: each rank computes its shard."""
+        if self.sharding is None:
+            raise refuse(f"weft::{self.name}")
+        a = self.arguments(*args)
+        rule = self.sharding(a)
+        shards = cut(self.name, rule, a._asdict())
+        outputs = self(*(shards.local.get(name, value) for name, value in zip(a._fields, args, strict=True)))
+        return [shards.place(t, dims) for t, dims in zip(outputs, rule.outputs.values(), strict=True)]
 
     def serves(self, x: Tensor | list[Tensor]) -> bool:
         """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
@@ -126,6 +142,7 @@ def define_flat_op(
     variants: int,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    sharding: Callable[[Any], Sharding] | None = None,
 ) -> FlatOp:
     """Register an op under `torch.ops.weft` and in the catalogue. The schema ends in `-> Tensor[]`, or in `-> ()` for
     an op that writes to lists of tensors that it is given, `Tensor(a!)[]`. The first argument is a tensor or a list of
@@ -149,8 +166,9 @@ def define_flat_op(
     if bool(mutates) != schema.endswith("-> ()"):
         raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
     op = FlatOp(
-        name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates
-    )
+        name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates, sharding,
+        namedtuple(name, [p.name for p in parameters]),  # type: ignore[misc]
+    )  # fmt: skip
     function = _function_of(op)
     object.__setattr__(op, "overload", packet.default)
     object.__setattr__(op, "reference_overload", packet.reference)

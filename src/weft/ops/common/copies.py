@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
+from ...quant.copies import count_copies
 from ...runtime import Capabilities, Launch, kernel
 from ...tiles import (
     CONVERT,
@@ -60,6 +61,36 @@ def check_quantize(
     if out_dtype is not None:
         raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
     return format
+
+
+def blocks_over_rows(
+    spec: str | None, rowwise: bool, columnwise: bool, scale_given: bool
+) -> tuple[dict[str, str], int]:
+    """For `Sharding`: why the rows of a result in this format cannot be sharded, if so, and the rows of a block."""
+    if spec is None:
+        return {}, 1
+    f = Format.of(spec)
+    by_itself = "quantise each rank's shard by itself: x.to_local()"
+    if f.needs_tensor_amax and not scale_given:
+        scale = "give the scale (delayed or static), or " if f.block == "tensor" else ""
+        return {
+            "...": f"{spec} has a scale that depends on the largest number of all ranks; {scale}{by_itself}"
+        }, 1
+    if columnwise and not f.group and f.block != "tensor":
+        return {"...": f"a column-wise copy of {spec} has one scale to a column of all ranks; {by_itself}"}, 1
+    return {}, max(f.block_rows if rowwise else 1, f.group if columnwise else 1, 1)
+
+
+def copies_and_amax(
+    spec: str | None, rowwise: bool, columnwise: bool, return_amax: bool
+) -> dict[str, str | None]:
+    """For `Sharding`: the outputs after a quantised result. Copies stay with their rank, in the QTensor that is its
+    shard."""
+    if spec is None:
+        return {}
+    count = count_copies(Format.of(spec), rowwise=rowwise, columnwise=columnwise)
+    copies: dict[str, str | None] = {f"copy{i}": None for i in range(count)}
+    return copies | {"amax": "max:"} if return_amax else copies
 
 
 def count_stripes(rows: int, cols: int) -> int:

@@ -36,13 +36,15 @@ from ...quant.copies import allocate_copies, count_copies, empty_scale, split_co
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ...quant.straight import wrap
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel
 from ...tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.copies import (
     STRIPE,
+    blocks_over_rows,
     cast_mode,
     check_quantize,
+    copies_and_amax,
     copy_arguments,
     count_stripes,
     reduce_amax,
@@ -1042,6 +1044,30 @@ def _gradients(
     return gradients
 
 
+def _shard_glu(a: Any) -> Sharding:
+    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.quant_scale is not None)
+    if a.grad_format is not None:
+        of_gradient, rows = blocks_over_rows(a.grad_format, a.grad_rowwise, a.grad_columnwise, False)
+        joint, block = joint | of_gradient, max(block, rows)
+    if a.ends is not None:
+        joint["..."] = (
+            "offsets= counts the rows of all experts; call it with x.to_local() and each rank's own offsets"
+        )
+        joint["e"] = "offsets= says where every expert ends"
+    if a.layout in ("concat", "interleaved"):
+        of_x, joint["c"] = "... c", "gate and up lie in it; give them apart, glu(gate, up)"
+    else:
+        of_x = "... h"
+        if a.format is not None or a.grad_format is not None:
+            joint["h"] = "a block of the quantised result may reach over it"
+    return Sharding(
+        {"x": of_x, "up": "... h", "prob": "(...)", "ends": "e", "quant_scale": ""},
+        {"y": "... h", **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)},
+        joint,
+        block,
+    )
+
+
 glu_backward_op = define_flat_op(
     "glu_backward(Tensor x, Tensor? up, Tensor? prob, Tensor? ends, Tensor dy, str act, str layout, float? limit, "
     "float alpha, float up_offset, int align, bool[] needs, str? format, bool rowwise, bool columnwise) -> Tensor[]",
@@ -1060,6 +1086,7 @@ glu_op = define_flat_op(
     reference=glu_reference,
     setup_context=_setup_glu,
     backward=_glu_gradients,
+    sharding=_shard_glu,
     variants=48,
 )
 
@@ -1145,7 +1172,7 @@ def glu(
         _, one_pass = _in_one_pass(grad_format, kind, hidden)
         _check_format(grad_format, grad_rowwise, grad_columnwise, offsets, align, one_pass)
     outputs = glu_op(
-        x, up, None if prob is None else prob.reshape(-1), offsets, act, kind,
+        x, up, _flat_prob(prob, x), offsets, act, kind,
         None if limit is None else float(limit), float(alpha), float(up_offset), align, out_dtype or x.dtype,
         None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
         None if grad_format is None else grad_format.spec, grad_rowwise, grad_columnwise,
@@ -1154,6 +1181,13 @@ def glu(
         return outputs[0]
     q = wrap(outputs[0], format, *split_copies(format, outputs[1:], rowwise=rowwise, columnwise=columnwise))
     return (q, outputs[-1]) if return_amax else q
+
+
+def _flat_prob(prob: Tensor | None, x: Tensor) -> Tensor | None:
+    """[rows]. Of DTensors the shards are joined into rows, each rank its own."""
+    if prob is None or not is_distributed(x, prob):
+        return None if prob is None else prob.reshape(-1)
+    return prob if prob.dim() < x.dim() else prob.squeeze(-1)
 
 
 def glu_backward(

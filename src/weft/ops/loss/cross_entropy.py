@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, capabilities_of, define_flat_op, is_distributed, kernel
 from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
 from ..common.checks import check_input
 from ..common.rows import align_of, compute_dtype, count_rows, load_tile, row_offset, row_strides
@@ -53,7 +53,7 @@ from .losses import (
     scale_of,
     told,
 )
-from .mesh import is_distributed, localize, loss_over_mesh
+from .mesh import localize, loss_over_mesh
 from .vocabulary import (
     CAPPED,
     FEW,

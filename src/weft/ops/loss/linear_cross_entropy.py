@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ...runtime import is_distributed
 from .linear_logprobs import check_operands, localize_head, token_results
 from .losses import check_loss, reduced_loss, told
-from .mesh import is_distributed, loss_over_mesh
+from .mesh import loss_over_mesh
 from .vocabulary import VocabShard
 
 

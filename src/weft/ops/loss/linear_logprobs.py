@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Capabilities, Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, define_flat_op, is_distributed, kernel
 from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, real
 from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
 from .losses import check_ignore_index, check_shard, check_softcap, check_target, scale_of
-from .mesh import Local, is_distributed, localize, logprobs_over_mesh
+from .mesh import Local, localize, logprobs_over_mesh
 from .vocabulary import (
     CAPPED,
     FEW,

@@ -8,7 +8,6 @@ sums them up when they are wanted. No logits are ever moved: what is placed othe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,14 +20,6 @@ from .vocabulary import VocabShard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
-
-
-def is_distributed(*tensors: Tensor | None) -> bool:
-    """Whether any of them is a DTensor."""
-    if all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors):
-        return False
-    tensor_module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
-    return tensor_module is not None and any(isinstance(t, tensor_module.DTensor) for t in tensors)
 
 
 class _PartialGradients(VocabShard):

@@ -32,12 +32,13 @@ from ...quant import Copy, Format, QTensor
 from ...quant.copies import allocate_copies, empty_scale, split_copies
 from ...quant.reference import dequantize_copy, quantize_copies
 from ...quant.straight import standing_in, wrap
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel, local_rows
 from ...tiles import decode, quantize_rows
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.copies import (
     STRIPE,
     cast_mode,
+    copies_and_amax,
     copy_arguments,
     count_stripes,
     store_codes,
@@ -1101,6 +1102,16 @@ def _unpermute_gradients(ctx: Any, grads: Any) -> Any:
     return drows, None, None, dprobs, dcarried, *[None] * 5
 
 
+def _shard_permute(a: Any) -> Sharding:
+    """A row map is of one rank's tokens, and so is what it makes of them."""
+    outputs = [str(i) for i in range(1 + (a.probs is not None))]
+    if a.format is not None:
+        outputs += copies_and_amax(a.format, a.rowwise, a.columnwise, False)
+    return Sharding({"x": "... k", "probs": "... j"}, dict.fromkeys(outputs), {"k": _WHOLE, "j": _WHOLE})
+
+
+_WHOLE = "a token's row is moved as a whole"
+
 row_map_op = define_flat_op(
     "row_map(Tensor routing, SymInt experts, SymInt slots, SymInt align, SymInt rows, bool dense) -> Tensor[]",
     allocate=_allocate_row_map,
@@ -1126,6 +1137,7 @@ permute_op = define_flat_op(
     reference=permute_reference,
     setup_context=_setup_permute,
     backward=_permute_gradients,
+    sharding=_shard_permute,
     variants=24,
 )
 
@@ -1203,6 +1215,7 @@ def row_map(
     [[4, 0], [5, 2], [1, 6]]
     """
     check_input("routing", routing, (*INTEGERS, torch.bool))
+    routing = local_rows("row_map", "routing", routing, "it has all experts of a token")
     dense = routing.dtype == torch.bool
     last = routing.shape[-1]
     if dense:

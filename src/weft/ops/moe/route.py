@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel
 from ...tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
 from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
@@ -659,6 +659,15 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     return (route_backward_op(logits, indices, dweights, dscore_sums, dz, *ctx.options)[0], *nothing)
 
 
+def _shard_route(a: Any) -> Sharding:
+    outputs: dict[str, str | None] = {"weights": "... j", "indices": "... j", "counts": "sum: e"}
+    if a.balance:
+        outputs |= {"score_sums": "sum: e", "score_counts": "sum: e"}
+    if a.z:
+        outputs["z"] = "sum:"
+    return Sharding({"logits": "... e", "bias": "e"}, outputs, {"e": "a token chooses among all experts"})
+
+
 route_backward_op = define_flat_op(
     "route_backward(Tensor logits, Tensor indices, Tensor? dweights, Tensor? dscore_sums, Tensor? dz, str score, "
     "bool post, bool renormalize, float eps, float scale) -> Tensor[]",
@@ -677,6 +686,7 @@ route_op = define_flat_op(
     reference=route_reference,
     setup_context=_setup,
     backward=_gradients,
+    sharding=_shard_route,
     variants=72,
 )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Capabilities, Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Capabilities, Launch, Sharding, capabilities_of, define_flat_op, kernel
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
@@ -395,6 +395,12 @@ def _gradients(ctx: Any, grads: Any) -> Any:
     return tuple(next(rest) if need else None for need in needs)
 
 
+_SHARDING = Sharding(
+    {"x": "... h", "weight": "e h", "bias": "e"},
+    {"y": "... e"},
+    {"h": "products are summed along it"},
+)
+
 router_linear_backward_op = define_flat_op(
     "router_linear_backward(Tensor x, Tensor weight, Tensor? bias, Tensor dy, bool[] needs) -> Tensor[]",
     allocate=_allocate_router_linear_backward,
@@ -410,6 +416,7 @@ router_linear_op = define_flat_op(
     reference=router_linear_reference,
     setup_context=_setup,
     backward=_gradients,
+    sharding=lambda a: _SHARDING,
     variants=32,
 )
 

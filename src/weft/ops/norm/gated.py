@@ -32,13 +32,15 @@ from ...quant.copies import allocate_copies, count_copies, split_copies
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ...quant.straight import wrap
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ..common.copies import (
     STRIPE,
+    blocks_over_rows,
     cast_mode,
     check_quantize,
+    copies_and_amax,
     copy_arguments,
     count_stripes,
     reduce_amax,
@@ -785,6 +787,21 @@ def _gated_norm_gradients(ctx: Any, grads: Any) -> Any:
     return *(next(results) if need else None for need in needs), *[None] * (ctx.inputs - 3)
 
 
+def _shard_gated_norm(a: Any) -> Sharding:
+    rows = "... k"
+    outputs = {"y": rows, **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)}
+    if a.stats:
+        outputs["rstd"] = None
+    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.quant_scale is not None)
+    of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else rows
+    return Sharding(
+        {"gate": rows, "x": of_x, "weight": "k", "quant_scale": ""},
+        outputs,
+        {"k": "the norm is taken over it", **joint},
+        block,
+    )
+
+
 gated_norm_backward_op = define_flat_op(
     "gated_norm_backward(Tensor x, Tensor gate, Tensor dy, Tensor? weight, Tensor rstd, SymInt groups, "
     "str activation, float weight_offset, bool transpose, bool[] needs) -> Tensor[]",
@@ -803,6 +820,7 @@ gated_norm_op = define_flat_op(
     reference=gated_norm_reference,
     setup_context=_setup_gated_norm,
     backward=_gated_norm_gradients,
+    sharding=_shard_gated_norm,
     variants=72,
 )
 

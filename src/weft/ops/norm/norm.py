@@ -34,13 +34,15 @@ from ...quant.copies import allocate_copies, count_copies, split_copies
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
 from ...quant.straight import wrap
-from ...runtime import Launch, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel
 from ...tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
 from ..common.copies import (
     STRIPE,
+    blocks_over_rows,
     cast_mode,
     check_quantize,
+    copies_and_amax,
     copy_arguments,
     count_stripes,
     reduce_amax,
@@ -1021,6 +1023,35 @@ def _norm_gradients(ctx: Any, grads: Any) -> Any:
     )
 
 
+def _shard_norm(a: Any) -> Sharding:
+    rows = "... k"
+    per_sample = [None if t is None else " ".join(map(str, range(t.dim() - 1))) for t in (a.scale, a.shift)]
+    modulations = [
+        "k" if t is None else f"({'_' if len(t) == 1 else lead}) k"
+        for t, lead in zip((a.scale, a.shift), per_sample, strict=True)
+    ]
+    outputs = {"y": rows, **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)}
+    if a.residual is not None:
+        outputs["residual"] = rows
+    if a.stats:
+        outputs |= {"rstd": None} if a.kind == "rms" else {"rstd": None, "mean": None}
+    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.quant_scale is not None)
+    return Sharding(
+        {
+            "x": rows,
+            "residual": rows,
+            "weight": "k",
+            "bias": "k",
+            "scale": modulations[0],
+            "shift": modulations[1],
+            "quant_scale": "",
+        },
+        outputs,
+        {"k": "the norm is taken over it", **joint},
+        block,
+    )
+
+
 norm_backward_op = define_flat_op(
     "norm_backward(Tensor h, Tensor dy, Tensor? dresidual, Tensor? weight, Tensor? bias, Tensor? scale, Tensor rstd, "
     "Tensor? mean, float weight_offset, str casting, bool[] needs) -> Tensor[]",
@@ -1039,6 +1070,7 @@ norm_op = define_flat_op(
     reference=norm_reference,
     setup_context=_setup_norm,
     backward=_norm_gradients,
+    sharding=_shard_norm,
     variants=72,
 )
 
@@ -1237,7 +1269,8 @@ def _split_modulation(
                 f"modulation's {name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the "
                 f"first of them (per sample); got {tuple(part.shape)}"
             )
-        flat.append(part.reshape(-1, cols))
+        # Of DTensors the shards are joined into rows, each rank its own.
+        flat.append(part.reshape(*(lead if is_distributed(x, part) else [-1]), cols))
     if flat[0] is not None and flat[1] is not None and flat[0].shape != flat[1].shape:
         raise ValueError(
             f"scale and shift must have one shape; got {tuple(flat[0].shape)}, {tuple(flat[1].shape)}"
