@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import weft
+from weft.runtime import Fields, Op
 from weft.runtime.sharding import dimensions
 from weft.workloads import Workload, distinct
 
@@ -35,7 +36,11 @@ def workloads() -> Iterator[Workload]:
     found: dict[tuple[str, str], Workload] = {}
     for w in distinct():
         key = (w.op, w.options)
-        if weft.catalogue[w.op].sharding is not None and w.cols > 1 and (key not in found or w.cols < found[key].cols):
+        if (
+            weft.catalogue[w.op].sharding is not None
+            and w.cols > 1
+            and (key not in found or w.cols < found[key].cols)
+        ):
             found[key] = w
     return iter(found.values())
 
@@ -59,7 +64,8 @@ def arguments_of(workload: Workload, rows: int) -> Any:
     try:
         workload.make(rows=rows).requiring_grad()()
     except Called as called:
-        return op.arguments(*called.args[0])
+        (a,) = called.args[0] if isinstance(op, Op) else (op.arguments(*called.args[0]),)
+        return a
     finally:
         kind.__call__ = call  # type: ignore[method-assign]
     raise AssertionError(f"{workload} does not call {workload.op}")
@@ -73,12 +79,17 @@ class Problem:
         a = arguments_of(workload, rows)
         assert self.op.sharding is not None
         self.sharding = self.op.sharding(a)
-        self.arguments = a._asdict()
+        self.fields = Fields(type(a)) if isinstance(self.op, Op) else None
+        self.arguments = (
+            dict(zip(self.fields.names, self.fields.flatten(a), strict=True)) if self.fields else a._asdict()
+        )
         first, described = next(iter(self.sharding.inputs.items()))
         leading = [str(i) for i in range(self.arguments[first].dim() - len(described.split()) + 1)]
         self.tensors: dict[str, Tensor] = {}
         self.dims: dict[str, list[str]] = {}
-        self.joined: dict[str, int] = {}  # of tensors that an op takes with fewer dimensions than a caller has
+        self.joined: dict[
+            str, int
+        ] = {}  # of tensors that an op takes with fewer dimensions than a caller has
         for name, described in self.sharding.inputs.items():
             t = self.arguments[name]
             if t is None:
@@ -86,7 +97,9 @@ class Problem:
             before, bracket, _ = described.partition(")")
             if bracket:
                 lead = dimensions(before, leading, 0)
-                t = t.unflatten(0, [1 if dim == "_" else self.arguments[first].shape[int(dim)] for dim in lead])
+                t = t.unflatten(
+                    0, [1 if dim == "_" else self.arguments[first].shape[int(dim)] for dim in lead]
+                )
                 self.joined[name] = len(lead)
             self.tensors[name] = t.detach()
             self.dims[name] = dimensions(described, leading, t.dim())
@@ -111,15 +124,20 @@ class Problem:
         given, taken = {}, {}
         for name, t in self.tensors.items():
             t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
-            leaf = given[name] = place(t.clone(), self.dims[name]).requires_grad_(self.arguments[name].requires_grad)
+            leaf = given[name] = place(t.clone(), self.dims[name]).requires_grad_(
+                self.arguments[name].requires_grad
+            )
             apart = name not in self.joined or isinstance(leaf, DTensor)
             taken[name] = leaf if apart else leaf.flatten(0, self.joined[name] - 1)
         arguments = {
             name: dtype if dtype is not None and value is torch.bfloat16 else value
             for name, value in {**self.arguments, **taken}.items()
         }
-        found = self.op(*arguments.values())
-        outputs = dict(zip(self.sharding.outputs, found, strict=True))
+        if self.fields is None:
+            outputs = dict(zip(self.sharding.outputs, self.op(*arguments.values()), strict=True))
+        else:
+            found = self.op.outputs.flatten(self.op(self.fields.build(*arguments.values())))
+            outputs = {name: t for name, t in zip(self.op.outputs.names, found, strict=True) if t is not None}
         generator = torch.Generator().manual_seed(3)
         made = [t for t in outputs.values() if t.requires_grad]
         upstream = [place_like(torch.randn(t.shape, generator=generator).to(t.dtype), t) for t in made]
@@ -156,8 +174,8 @@ def compare(problem: Problem, cuts: list[str | None], mesh: DeviceMesh, exactly:
     truth: dict[str, Tensor] = {}
     for name, t in found.items():
         if not isinstance(t, DTensor):
-            assert name in problem.sharding.outputs and problem.sharding.outputs[name] is None, name
-            if cuts == ["0"] and name.startswith("copy"):
+            assert problem.sharding.outputs.get(name) is None, name
+            if cuts == ["0"] and name.startswith(("copy", "result_")):
                 compare_copies(t, whole[name])
             continue
         full = t.full_tensor()
@@ -173,11 +191,15 @@ def compare(problem: Problem, cuts: list[str | None], mesh: DeviceMesh, exactly:
 
 def compare_copies(shard: Tensor, whole: Tensor) -> None:
     """Codes and scales of the ranks' rows, next to each other."""
-    mine, all_of_them = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (shard, whole))
+    mine, all_of_them = (
+        t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (shard, whole)
+    )
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
     dims = [i for i, size in enumerate(shard.shape) if size != whole.shape[i]]
-    assert torch.equal(torch.cat(parts, dims[0]) if dims else mine, all_of_them)  # one scale of all is on every rank
+    assert torch.equal(
+        torch.cat(parts, dims[0]) if dims else mine, all_of_them
+    )  # one scale of all is on every rank
 
 
 def compare_ops(mesh: DeviceMesh, square: DeviceMesh | None) -> dict[str, str]:
@@ -185,8 +207,9 @@ def compare_ops(mesh: DeviceMesh, square: DeviceMesh | None) -> dict[str, str]:
     world = mesh.size()
     found: dict[str, str] = {}
     import time
+
     for workload in workloads():
-        t0=time.time()
+        t0 = time.time()
         problem = Problem(workload, ROWS)
         if problem.sharding.block > 1:
             problem = Problem(workload, problem.sharding.block * world)
@@ -196,13 +219,16 @@ def compare_ops(mesh: DeviceMesh, square: DeviceMesh | None) -> dict[str, str]:
         for cut in (None, *free):
             with weft.backend("reference"):
                 found[f"{workload} {cut}"] = attempt(lambda: compare(problem, [cut], mesh, False))  # noqa: B023
-        t1=time.time()
+        t1 = time.time()
         for cut in free[:1]:
             found[f"{workload} {cut}, kernels"] = attempt(lambda: compare(problem, [cut], mesh, True))  # noqa: B023
-        t2=time.time(); print(workload, round(t1-t0,2), round(t2-t1,2), flush=True)
+        t2 = time.time()
+        print(workload, round(t1 - t0, 2), round(t2 - t1, 2), flush=True)
         if square is not None and len(free) > 1:
             with weft.backend("reference"):
-                found[f"{workload} {free[:2]}"] = attempt(lambda: compare(problem, [*free[:2]], square, False))  # noqa: B023
+                found[f"{workload} {free[:2]}"] = attempt(
+                    lambda: compare(problem, [*free[:2]], square, False)
+                )  # noqa: B023
     return found
 
 
@@ -216,6 +242,7 @@ def attempt(what: Callable[[], Any]) -> str:
 
 def main(rank: int, world: int, directory: Path) -> None:
     import time
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
@@ -224,7 +251,8 @@ def main(rank: int, world: int, directory: Path) -> None:
     found: dict[str, Any] = {"ops": compare_ops(mesh, square)}
     print("ops", time.time() - t0, len(found["ops"]))
     for k, v in found["ops"].items():
-        if v: print(k, v[-400:])
+        if v:
+            print(k, v[-400:])
     torch.save(found, directory / f"{rank}.pt")
     dist.destroy_process_group()
 

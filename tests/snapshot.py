@@ -97,12 +97,18 @@ def snapshot(workload: Workload) -> dict[str, Any]:
     return found
 
 
+def public(lines: list[str]) -> list[str]:
+    """Launches, with kernels by the same name whether it begins with an underscore or not."""
+    return [line.lstrip("_") for line in lines]
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for part in (*TARGETS, "cpu"):
-        if before[part] != after[part]:
+        old, new = public(before[part]), public(after[part])
+        if old != new:
             yield f"launches on {part}"
-            for sign, only, other in (("-", before, after), ("+", after, before)):
-                yield from (f"  {sign} {line}" for line in only[part] if line not in other[part])
+            for sign, only, other in (("-", old, new), ("+", new, old)):
+                yield from (f"  {sign} {line}" for line in only if line not in other)
     for name in sorted({*before["bytes"], *after["bytes"]}):
         if before["bytes"].get(name) != after["bytes"].get(name):
             yield f"bytes of {name}"

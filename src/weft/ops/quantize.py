@@ -15,28 +15,35 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.copies import allocate_copies, count_copies, split_copies
-from ..quant.qtensor import stand_in
-from ..quant.reference import amax_reference, dequantize_copy, nvfp4_global_reference, quantize_copies
-from ..quant.straight import wrap
-from ..runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel, place_like
+from ..quant.qtensor import register_decoder
+from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
+from ..runtime import (
+    Backward,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    define_op,
+    is_distributed,
+    kernel,
+    local_of,
+    place_like,
+)
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
     blocks_over_rows,
     cast_mode,
-    copies_and_amax,
     copy_arguments,
     count_stripes,
-    reduce_amax,
     store_codes,
     store_rows,
     store_stripe,
@@ -44,31 +51,64 @@ from .common.copies import (
     stripe_tile,
     tensor_factor,
 )
+from .common.results import (
+    Result,
+    ResultOptions,
+    allocate_result,
+    check_copies,
+    make_copies,
+    stand_in,
+)
 from .common.rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class QuantizeArgs(NamedTuple):
+    x: Tensor  # [..., K]
+    result: ResultOptions
+    seed: int | None  # of stochastic rounding
+
+
+class QuantizeOutputs(NamedTuple):
+    result: Result
+
+
+class DequantizeArgs(NamedTuple):
+    data: Tensor  # codes of a copy
+    scale: Tensor
+    global_scale: Tensor | None
+    format: str
+    cols: int  # numbers of a row
+    dtype: torch.dtype
+
+
+class DequantizeOutputs(NamedTuple):
+    values: Tensor  # [rows, cols]
+
 
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def quantize_reference(
-    x: Tensor, format: str, rowwise: bool, columnwise: bool, scale: Tensor | None, return_amax: bool,
-    seed: int | None,
-) -> list[Tensor]:  # fmt: skip
-    """x [..., K] -> [stand-in for autograd, copies, amax]."""
-    f = Format.of(format)
+def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
+    """The definition."""
+    x, to = a.x, a.result
+    assert to.format is not None
+    f = Format.of(to.format)
     flat = x.reshape(count_rows(x), x.shape[-1])
-    largest = amax_reference(flat)
-    outputs = [stand_in(x)]
-    options = {"tensor_amax": largest, "scale": scale, "input_dtype": x.dtype}
-    if seed is None:
-        outputs += quantize_copies(flat, f, rowwise=rowwise, columnwise=columnwise, **options)
+    amax = amax_reference(flat)
+    options: dict[str, Any] = {"tensor_amax": amax, "scale": to.scale, "input_dtype": x.dtype}
+    if a.seed is None:
+        copies = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=to.columnwise, **options)
     else:
-        for transposed in [False] * rowwise + [True] * columnwise:
-            which = int(transposed and not _shares_codes(f))
-            options["random"] = philox_reference(seed, flat.shape[0], flat.shape[1], which, x.device)
-            outputs += quantize_copies(flat, f, rowwise=not transposed, columnwise=transposed, **options)
-    if f.block == "nvfp4":
-        outputs.append(nvfp4_global_reference(largest, f))
-    return [*outputs, largest] if return_amax else outputs
+        draws = [
+            philox_reference(a.seed, flat.shape[0], flat.shape[1], which, x.device)
+            for which in (0, 0 if _shares_codes(f) else 1)
+        ]
+        row, _ = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=False, random=draws[0], **options)
+        _, col = quantize_copies(flat, f, rowwise=False, columnwise=to.columnwise, random=draws[1], **options)
+        copies = row, col
+    return QuantizeOutputs(Result.of(stand_in(x.shape, x), copies, amax if to.return_amax else None))
 
 
 def _shares_codes(format: Format) -> bool:
@@ -98,11 +138,9 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def dequantize_reference(
-    data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, cols: int, dtype: torch.dtype
-) -> list[Tensor]:
-    shape = (data.shape[0], cols)
-    return [dequantize_copy(Copy(data, scale, global_scale), Format.of(format), shape, dtype)]
+def dequantize_reference(a: DequantizeArgs) -> DequantizeOutputs:
+    copy = Copy(a.data, a.scale, a.global_scale)
+    return DequantizeOutputs(dequantize_copy(copy, Format.of(a.format), (a.data.shape[0], a.cols), a.dtype))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -388,177 +426,178 @@ def _rows_tile(cols: int, target: str) -> tuple[int, int, int]:
     return 4096 // tile, tile, 4
 
 
-def _allocate_quantize(
-    x: Tensor, format: str, rowwise: bool, columnwise: bool, scale: Tensor | None, return_amax: bool,
-    seed: int | None,
-) -> list[Tensor]:  # fmt: skip
-    rows, cols = count_rows(x), x.shape[-1]
-    outputs = [stand_in(x)]
-    outputs += allocate_copies(
-        Format.of(format), rows, cols, x.device, rowwise=rowwise, columnwise=columnwise
-    )
-    if return_amax:
-        outputs.append(torch.empty((), dtype=torch.float32, device=x.device))
-    return outputs
+def _allocate_quantize(a: QuantizeArgs) -> QuantizeOutputs:
+    return QuantizeOutputs(allocate_result(a.result, a.x.shape, a.x))
 
 
-def _launch_quantize(
-    outputs: list[Tensor], x: Tensor, format: str, rowwise: bool, columnwise: bool, scale: Tensor | None,
-    return_amax: bool, seed: int | None,
-) -> None:  # fmt: skip
-    f = Format.of(format)
-    row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
-    amax_out = outputs[-1] if return_amax else None
-    copies = [copy for copy in (row_copy, col_copy) if copy is not None]
-    x = flat_rows(x)
-    rows, cols = x.shape
-    target = capabilities_of(x.device)
-    align = align_of(cols, x.stride(0))
-    input_max = torch.finfo(x.dtype).max
-    # Complements, which are negative: no seed is taken for a size that needs 64 bits.
-    seeds = (0, 0) if seed is None else (~(seed & 0x7FFFFFFF), ~(seed >> 31 & 0x7FFFFFFF))
-    tile_rows, tile, warps = _rows_tile(cols, target.target)
-    row_programs = 1 if f.block == "row" or target.target == "cpu" else -(-cols // tile)
-    programs = -(-rows // tile_rows) * row_programs
+class _Quantize:
+    """One call: where its tensors lie, and its passes."""
 
-    def rows_pass(given: Tensor | None, partials: Tensor | None, copy: Copy | None) -> None:
+    def __init__(self, a: QuantizeArgs) -> None:
+        assert a.result.format is not None
+        self.x = x = flat_rows(a.x)
+        self.rows, self.cols = x.shape
+        self.format = Format.of(a.result.format)
+        self.target = target = capabilities_of(x.device)
+        self.align = align_of(self.cols, x.stride(0))
+        # Complements, which are negative: no seed is taken for a size that needs 64 bits.
+        self.seeds = (0, 0) if a.seed is None else (~(a.seed & 0x7FFFFFFF), ~(a.seed >> 31 & 0x7FFFFFFF))
+        self.constants = {
+            "INPUT_MAX": torch.finfo(x.dtype).max,
+            "FORMAT": self.format,
+            "CAST": cast_mode(target),
+            "STATIC": a.result.scale is not None,
+            "STOCHASTIC": a.seed is not None,
+        }
+
+    def rows_pass(
+        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+    ) -> Tensor | None:
+        x, cols = self.x, self.cols
+        tile_rows, tile, warps = _rows_tile(cols, self.target.target)
+        row_programs = 1 if self.format.block == "row" or self.target.is_cpu else -(-cols // tile)
+        programs = -(-self.rows // tile_rows) * row_programs
+        partials = torch.empty(programs, dtype=torch.float32, device=x.device) if wants_amax else None
         data, data_scale, *strides = copy_arguments(copy)
         launch = Launch.of(
-            _quantize_rows_kernel, num_warps=warps, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
-            STATIC=scale is not None, STOCHASTIC=seed is not None, ROWS=tile_rows, TILE=tile, ALIGN=align,
+            _quantize_rows_kernel, num_warps=warps, **self.constants, ROWS=tile_rows, TILE=tile, ALIGN=self.align,
             COLS_MASKED=cols % tile != 0,
         )  # fmt: skip
         launch(
             (programs, 1, 1),
             (x, given, partials, data, data_scale),
-            (rows, cols, row_programs, x.stride(0), *strides, *seeds),
+            (self.rows, cols, row_programs, x.stride(0), *strides, *self.seeds),
         )
+        return partials
 
-    given = scale
-    if scale is not None:
-        given = scale.reshape(-1).contiguous()
-        for copied in copies:
-            copied.scale.copy_(scale.reshape(copied.scale.shape))
-    elif f.needs_tensor_amax:
-        pieces_amax = torch.empty(programs, dtype=torch.float32, device=x.device)
-        rows_pass(None, pieces_amax, None)
-        largest = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
-        tensor_scales = (
-            [copies[0].global_scale] if f.block == "nvfp4" else [copied.scale for copied in copies]
-        )
-        reduce_amax(pieces_amax, f, x.dtype, amax=largest, scales=[s for s in tensor_scales if s is not None])
-        given, amax_out = largest, None
-
-    partials = None
-    if not columnwise and f.block != "128x128":
-        if amax_out is not None:
-            partials = torch.empty(programs, dtype=torch.float32, device=x.device)
-        rows_pass(given, partials, row_copy)
-    else:
-        stripe_cols, stripe_warps = stripe_tile(f.block, target.target)
-        stripes, tiles = count_stripes(rows, cols), -(-cols // stripe_cols)
-        constants = {
-            "ROWS": STRIPE, "TILE": stripe_cols, "ALIGN": align, "COLS_MASKED": cols % stripe_cols != 0,
-        }  # fmt: skip
-        largest_of: list[Tensor | None] = [None, None]
-        if f.block == "row":
-            pieces = [torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if rowwise else None]
-            pieces.append(torch.empty((stripes, cols), dtype=torch.float32, device=x.device))
-            find = Launch.of(_amax_kernel, num_warps=stripe_warps, **constants)
-            find((stripes * tiles, 1, 1), (x, *pieces), (rows, cols, x.stride(0)))
-            largest_of = [piece if piece is None else piece.amax(0) for piece in pieces]
-        if amax_out is not None:
-            partials = torch.empty(stripes * tiles, dtype=torch.float32, device=x.device)
-        data, data_scale, *strides = copy_arguments(row_copy)
-        data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
-        launch = Launch.of(
-            _quantize_stripe_kernel, num_warps=stripe_warps, INPUT_MAX=input_max, FORMAT=f, CAST=cast_mode(target),
-            STATIC=scale is not None, STOCHASTIC=seed is not None, **constants,
-        )  # fmt: skip
+    def stripes_pass(
+        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        x, rows, cols = self.x, self.rows, self.cols
+        tile, warps = stripe_tile(self.format.block, self.target.target)
+        stripes, tiles = count_stripes(rows, cols), -(-cols // tile)
+        shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
+        largest_of_row = largest_of_col = None
+        if self.format.block == "row":  # scales of whole rows and columns are known before their first codes
+            of_rows = torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if row else None
+            of_cols = torch.empty((stripes, cols), dtype=torch.float32, device=x.device)
+            find = Launch.of(_amax_kernel, num_warps=warps, **shape)
+            find((stripes * tiles, 1, 1), (x, of_rows, of_cols), (rows, cols, x.stride(0)))
+            largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
+        partials = torch.empty(stripes * tiles, dtype=torch.float32, device=x.device) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(row)
+        data_t, data_t_scale, *strides_t = copy_arguments(col)
+        launch = Launch.of(_quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
         launch(
             (stripes * tiles, 1, 1),
-            (x, given, *largest_of, partials, data, data_scale, data_t, data_t_scale),
-            (rows, cols, x.stride(0), *strides, *strides_t, *seeds),
+            (x, given, largest_of_row, largest_of_col, partials, data, data_scale, data_t, data_t_scale),
+            (rows, cols, x.stride(0), *strides, *strides_t, *self.seeds),
         )
-    if partials is not None:
-        reduce_amax(partials, None, x.dtype, amax=amax_out)
+        return partials
 
 
-def _allocate_dequantize(
-    data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, cols: int, dtype: torch.dtype
-) -> list[Tensor]:
-    return [torch.empty((data.shape[0], cols), dtype=dtype, device=data.device)]
+def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
+    call = _Quantize(a)
+    make_copies(
+        o.result,
+        a.result,
+        call.rows_pass,
+        call.stripes_pass,
+        direct=call.format.block != "128x128",
+        statistics=False,
+        input_dtype=a.x.dtype,
+    )
 
 
-def _launch_dequantize(
-    outputs: list[Tensor], data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, cols: int,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    f = Format.of(format)
-    rows = data.shape[0]
-    data = flat_rows(data)
-    align = align_of(cols, data.stride(0) * f.packed)
+def quantize_into(result: Result, options: ResultOptions, x: Tensor) -> None:
+    """Fill a result with the codes of x by launching kernels: for ops that make a tensor before they quantise it."""
+    _launch_quantize(QuantizeOutputs(result), QuantizeArgs(x, options, None))
+
+
+def _allocate_dequantize(a: DequantizeArgs) -> DequantizeOutputs:
+    return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
+
+
+def _launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
+    f, rows, cols = Format.of(a.format), a.data.shape[0], a.cols
+    data = flat_rows(a.data)
     tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
     launch = Launch.of(
-        _dequantize_kernel, num_warps=warps, FORMAT=f, ROWS=tile_rows, TILE=tile, ALIGN=align,
+        _dequantize_kernel,
+        num_warps=warps,
+        FORMAT=f,
+        ROWS=tile_rows,
+        TILE=tile,
+        ALIGN=align_of(cols, data.stride(0) * f.packed),
         COLS_MASKED=cols % tile != 0,
-    )  # fmt: skip
+    )
     launch(
         (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
-        (data, scale, global_scale, outputs[0]),
-        (rows, cols, data.stride(0), scale.stride(0), scale.stride(1)),
+        (data, a.scale, a.global_scale, o.values),
+        (rows, cols, data.stride(0), a.scale.stride(0), a.scale.stride(1)),
     )
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _setup_quantize(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.inputs = len(inputs)
+class _NothingKept(NamedTuple):
+    pass
 
 
-def _quantize_gradients(ctx: Any, grads: Any) -> Any:
-    return grads[0], *[None] * (ctx.inputs - 1)
+def _gradients(b: Backward) -> Gradients:
+    return {"x": b.grads.result.y}
 
 
-def _shard_quantize(a: Any) -> Sharding:
-    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.scale is not None)
+def _shard(a: QuantizeArgs) -> Sharding:
+    of_scale, scale = "", a.result.scale
+    joint, block = blocks_over_rows(a.result.format, a.result.rowwise, a.result.columnwise, scale is not None)
     if a.seed is not None:
         joint["..."] = (
             "seed= draws by the number of a row; quantise each rank's shard with its own seed: x.to_local()"
         )
-    if a.scale is not None and a.scale.dim() and a.scale.numel() > 1 and a.x.dim() > 2:
-        joint["..."] = "a given scale of each row goes with an x [rows, K]"
-    of_scale = "" if a.scale is None or a.scale.numel() == 1 else "... _"
+    if scale is not None and scale.numel() > 1:
+        of_scale = "... _" if scale.dim() == 2 else "..."
+        if a.x.dim() > 2:
+            joint["..."] = "a given scale of each row goes with an x [rows, K]"
     return Sharding(
-        {"x": "... k", "scale": of_scale},
-        {"q": "... k", **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)},
+        {"x": "... k", "result_scale": of_scale},
+        {"result_y": "... k", "result_amax": "max:"},
         {"k": "blocks reach along it", **joint},
         block,
     )
 
 
-quantize_op = define_flat_op(
-    "quantize(Tensor x, str format, bool rowwise, bool columnwise, Tensor? scale, bool return_amax, int? seed) "
-    "-> Tensor[]",
+quantize_op = define_op(
+    "quantize",
+    QuantizeArgs,
+    QuantizeOutputs,
     allocate=_allocate_quantize,
     launch=_launch_quantize,
     reference=quantize_reference,
-    setup_context=_setup_quantize,
-    backward=_quantize_gradients,
-    sharding=_shard_quantize,
+    present=lambda a: QuantizeOutputs(a.result.present()),
+    keep=lambda a, o: _NothingKept(),
+    backward=_gradients,
+    sharding=_shard,
     variants=32,
 )
 
-dequantize_op = define_flat_op(
-    "dequantize(Tensor data, Tensor scale, Tensor? global_scale, str format, SymInt cols, ScalarType dtype) "
-    "-> Tensor[]",
+dequantize_op = define_op(
+    "dequantize",
+    DequantizeArgs,
+    DequantizeOutputs,
     allocate=_allocate_dequantize,
     launch=_launch_dequantize,
     reference=dequantize_reference,
     variants=16,
 )
+
+
+def _decode(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
+    return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
+
+
+register_decoder(_decode)
 
 
 # ---- public functions -----------------------------------------------------------------------------------
@@ -598,8 +637,7 @@ def quantize(
     """
     f = Format.of(format)
     check_input("x", x, FLOATS[:3])
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+    check_copies(rowwise, columnwise)
     if scale is not None:
         check_tensor("scale", scale, FLOATS, x.device)
         rows = x.numel() // max(x.shape[-1], 1)
@@ -612,10 +650,10 @@ def quantize(
         scale = scale.float()
     if seed is not None and (f.element == "int8" or not 0 <= whole("seed", seed) < 2**62):
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
-    outputs = quantize_op(x, f.spec, rowwise, columnwise, scale, return_amax, seed)
-    copies = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
-    q = wrap(outputs[0], f, *copies)
-    return (q, outputs[1 + count_copies(f, rowwise=rowwise, columnwise=columnwise)]) if return_amax else q
+    options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
+    result = quantize_op(QuantizeArgs(x, options, seed)).result
+    q = result.value(options)
+    return q if result.amax is None else (q, result.amax)
 
 
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -626,8 +664,9 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()
     tensor(256.)
     """
-    if is_distributed(q) and isinstance(q.to_local(), QTensor):  # type: ignore[operator]
-        return place_like(dequantize(q.to_local(grad_placements=q.placements), dtype), q)  # type: ignore[operator, attr-defined]
+    if is_distributed(q):
+        shard = local_of(q)
+        return place_like(dequantize(shard, dtype), q)  # type: ignore[arg-type]
     if not isinstance(q, QTensor):
         raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
     return q.dequantize(dtype)

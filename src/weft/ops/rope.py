@@ -44,8 +44,9 @@ from ..tiles.rotate import cos_sin, rotate
 from ..tiles.scales import fp32_scale, scaled
 from .common.checks import FLOATS, INTEGERS, check_input, check_tensor, check_tensors, epsilon, real, whole
 from .common.copies import cast_mode
+from .common.results import FP32_MAX
 from .common.rows import align_of, compute_dtype, contiguous
-from .norm.norm import FP32_MAX, _sum_kernel
+from .common.sums import _sum_kernel
 
 # ---- where heads lie ------------------------------------------------------------------------------------
 

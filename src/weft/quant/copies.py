@@ -8,7 +8,7 @@ the column-wise copy: K) contiguous and padded to 4, the others row by row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,19 +30,18 @@ Copies = tuple[Copy | None, Copy | None]  # row-wise, column-wise
 
 def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
-) -> list[Tensor]:
-    """[data, scale] of each copy asked for, then nvfp4's global scale."""
-    outputs = []
+) -> Copies:
+    """Room for the copies of a [rows, cols] tensor that are asked for."""
+    dtype, row, col = format.number.dtype, None, None
+    last = torch.empty((), dtype=torch.float32, device=device) if format.block == "nvfp4" else None
     if rowwise:
-        data = torch.empty(format.data_shape(rows, cols), dtype=format.number.dtype, device=device)
-        outputs += [data, empty_scale(format, rows, cols, device)]
+        data = torch.empty(format.data_shape(rows, cols), dtype=dtype, device=device)
+        row = Copy(data, empty_scale(format, rows, cols, device), last)
     if columnwise:
         _, width = format.data_shape(cols, rows)
-        data = torch.empty((cols, -(-width // 16) * 16), dtype=format.number.dtype, device=device)
-        outputs += [data[:, :width], empty_scale(format, cols, rows, device)]
-    if format.block == "nvfp4":
-        outputs.append(torch.empty((), dtype=torch.float32, device=device))
-    return outputs
+        data = torch.empty((cols, -(-width // 16) * 16), dtype=dtype, device=device)
+        col = Copy(data[:, :width], empty_scale(format, cols, rows, device), last)
+    return row, col
 
 
 def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
@@ -53,19 +52,6 @@ def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> T
     padded = -(-scale_rows // 4) * 4
     make = torch.empty if padded == scale_rows else torch.zeros
     return make((scale_cols, padded), dtype=format.scale_dtype, device=device).t()[:scale_rows]
-
-
-def split_copies(format: Format, tensors: Sequence[Tensor], *, rowwise: bool, columnwise: bool) -> Copies:
-    """The copies among the outputs that begin with those of `allocate_copies`."""
-    end = 2 * (rowwise + columnwise)
-    global_scale = tensors[end] if format.block == "nvfp4" else None
-    pairs = [Copy(tensors[i], tensors[i + 1], global_scale) for i in range(0, end, 2)]
-    return pairs[0] if rowwise else None, pairs[-1] if columnwise else None
-
-
-def count_copies(format: Format, *, rowwise: bool, columnwise: bool) -> int:
-    """How many tensors `allocate_copies` makes."""
-    return 2 * (rowwise + columnwise) + (format.block == "nvfp4")
 
 
 # ---- rows -----------------------------------------------------------------------------------------------
@@ -93,10 +79,12 @@ def _parts(format: Format, copies: Copies) -> list[_Part]:
     return found
 
 
-def _assembled(format: Format, copies: Copies, tensors: Sequence[Tensor]) -> Copies:
+def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
     """Copies like these, of tensors in the order of `_parts`."""
-    rowwise, columnwise = copies
-    return split_copies(format, tensors, rowwise=rowwise is not None, columnwise=columnwise is not None)
+    rest = list(tensors)
+    last = rest.pop() if len(rest) % 2 else None
+    pairs = [Copy(data, scale, last) for data, scale in zip(rest[::2], rest[1::2], strict=True)]
+    return pairs[0] if copies[0] is not None else None, pairs[-1] if copies[1] is not None else None
 
 
 def row_unit(format: Format, copies: Copies, rows: int) -> int:
@@ -114,7 +102,7 @@ def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
         tensor.narrow(dim, start // each, -(-stop // each) - start // each) if each else tensor
         for tensor, dim, each in _parts(format, copies)
     ]
-    return _assembled(format, copies, cut)
+    return _assembled(copies, cut)
 
 
 # ---- shards of ranks, as FSDP2 gathers them -------------------------------------------------------------
@@ -145,7 +133,10 @@ def join_shards(
     and the allocated ones may have been given back in between.
     """
     wanted = {"rowwise": shard[0] is not None, "columnwise": shard[1] is not None}
-    meta = allocate_copies(format, rows, cols, torch.device("meta"), **wanted)
+    meta = [
+        part.tensor
+        for part in _parts(format, allocate_copies(format, rows, cols, torch.device("meta"), **wanted))
+    ]
     rest = iter(gathered)
     filled: list[Tensor | None] = [None] * len(meta)
     if into is not None:
@@ -169,4 +160,4 @@ def join_shards(
             if target.numel() * target.itemsize != storage.nbytes():  # pads are zero
                 torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage).zero_()
             filled[i] = target.copy_(found)
-    return _assembled(format, shard, filled), allocated  # type: ignore[arg-type]
+    return _assembled(shard, filled), allocated  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..runtime import apply, catalogue
+from ..runtime import apply
 from .copies import (
     Copies,
     Copy,
@@ -19,7 +19,6 @@ from .copies import (
     join_shards,
     row_unit,
     shard_bytes,
-    split_copies,
 )
 from .formats import Format
 
@@ -124,9 +123,8 @@ class QTensor(Tensor):
         assert held is not None
         rows, cols = self._matrix()
         length = cols if self.rowwise is not None else rows
-        # By its name: the op is defined above this package.
-        (values,) = catalogue["dequantize"](*held, self.spec, length, dtype)
-        return (values if self.rowwise is not None else values.t()).reshape(self.shape)  # type: ignore[no-any-return]
+        values = _decoder(held, self.spec, length, dtype)
+        return (values if self.rowwise is not None else values.t()).reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = [name for name in ("rowwise", "columnwise") if getattr(self, name) is not None]
@@ -251,8 +249,7 @@ class QTensor(Tensor):
         f, cols = self.format, self._matrix()[1]
         rows = math.prod(shape) // cols if cols else 0
         wanted = {"rowwise": self.rowwise is not None, "columnwise": self.columnwise is not None}
-        parts = allocate_copies(f, rows, cols, device, **wanted)
-        return QTensor(shape, dtype, f, *split_copies(f, parts, **wanted))
+        return QTensor(shape, dtype, f, *allocate_copies(f, rows, cols, device, **wanted))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -272,6 +269,17 @@ class QTensor(Tensor):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
         plain = _undecoded if func in _OF_METADATA else _decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+# The op that decodes: (copy, spec of its format, numbers of a row, dtype) -> numbers. Ops are defined above this
+# package, and this one registers itself.
+Decoder = Callable[[Copy, str, int, torch.dtype], Tensor]
+_decoder: Decoder
+
+
+def register_decoder(decode: Decoder) -> None:
+    global _decoder
+    _decoder = decode
 
 
 def stand_in(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .copies import Copy
+from .copies import Copies, Copy
 from .formats import ElementType, Format
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -88,22 +88,18 @@ def scale_from_amax(
     return _fp32_scale(amax.float(), torch.finfo(dtype).max, format)[0]
 
 
-def quantize_copies(
-    x: Tensor, format: Format, *, rowwise: bool, columnwise: bool, **options: Any
-) -> list[Tensor]:
-    """[data, scale] of the copies of x [M, K] that are asked for, laid out as kernels do; `options` are those of
-    `quantize_copy`, a given scale or random draws as they go with x."""
-    parts: list[Tensor] = []
-    if rowwise:
-        parts += quantize_copy(x, format, **options)[:2]
-    if columnwise:
-        if options.get("random") is not None:
-            options["random"] = options["random"].t()
-        data, scale, _ = quantize_copy(x.t(), format, **options)
-        codes = data.view(torch.uint8)
-        codes = F.pad(codes, (0, -codes.shape[1] % 16)).contiguous()[:, : codes.shape[1]]
-        parts += [codes.view(data.dtype), scale]
-    return parts
+def quantize_copies(x: Tensor, format: Format, *, rowwise: bool, columnwise: bool, **options: Any) -> Copies:
+    """The copies of x [M, K] that are asked for, laid out as kernels do; `options` are those of `quantize_copy`, a
+    given scale or random draws as they go with x."""
+    row = quantize_copy(x, format, **options) if rowwise else None
+    if not columnwise:
+        return row, None
+    if options.get("random") is not None:
+        options["random"] = options["random"].t()
+    data, scale, last = quantize_copy(x.t(), format, **options)
+    codes = data.view(torch.uint8)
+    codes = F.pad(codes, (0, -codes.shape[1] % 16)).contiguous()[:, : codes.shape[1]]
+    return row, Copy(codes.view(data.dtype), scale, last)
 
 
 def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,13 @@
 """What every op stands on; the only code that knows `torch.library` and Triton's driver."""
 
 from .backend import backend, launch_device, serves, set_backend
-from .capabilities import Capabilities
+from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
 from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
-from .sharding import Sharding, is_distributed, local_rows, place_like
+from .sharding import Sharding, is_distributed, local_of, local_rows, place_like
 
 __all__ = [
     "TARGETS",
@@ -36,9 +36,11 @@ __all__ = [
     "is_readable",
     "kernel",
     "launch_device",
+    "local_of",
     "local_rows",
     "place_like",
     "recording",
     "serves",
     "set_backend",
+    "warp_size_of",
 ]

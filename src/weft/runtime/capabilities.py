@@ -33,6 +33,10 @@ class Capabilities:
     warp_size: int = 32
     shared_bytes: int = 101_376
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.backend == "cpu"
+
     @staticmethod
     def of(target: str) -> Capabilities:
         """Those of a named target.
@@ -44,6 +48,11 @@ class Capabilities:
             return _TARGETS[target]
         except KeyError:
             raise ValueError(f"unknown target {target!r}; known: {', '.join(_TARGETS)}") from None
+
+
+def warp_size_of(target: str) -> int:
+    """Threads of a warp, or of AMD's wave."""
+    return 64 if target.startswith("gfx") else 1 if target == "cpu" else 32
 
 
 def _row(
@@ -59,7 +68,6 @@ def _row(
     shared_bytes: int,
 ) -> Capabilities:
     backend = "hip" if target.startswith("gfx") else "cpu" if target == "cpu" else "cuda"
-    warp_size = {"hip": 64, "cuda": 32, "cpu": 1}[backend]
     return Capabilities(
         target,
         backend,
@@ -70,7 +78,7 @@ def _row(
         nvfp4,
         descriptors,
         multiprocessors,
-        warp_size,
+        warp_size_of(target),
         shared_bytes,
     )
 

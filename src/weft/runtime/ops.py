@@ -77,7 +77,7 @@ class Op(Generic[A, O]):
     present: Callable[[A], O] | None = None
     keep: Callable[[A, O], tuple[Any, ...]] | None = None
     backward: Callable[[Backward], Gradients] | None = None
-    differentiable_outputs: tuple[str, ...] = ()
+    differentiable_outputs: frozenset[int] = frozenset()  # as leaves of the outputs are counted
     written: tuple[str, ...] = ()  # arguments that the op writes to
     sharding: Callable[[A], Sharding] | None = None
     overload: Any = field(default=None, compare=False)
@@ -251,7 +251,8 @@ def define_op(
     _library.define(f"{name}.reference{signature}")
     packet = getattr(torch.ops.weft, name)
     op = Op(
-        name, taken, made, allocate, launch, reference, variants, present, keep, backward, differentiable,
+        name, taken, made, allocate, launch, reference, variants, present, keep, backward,
+        frozenset(made.names.index(output) for output in differentiable),
         written, sharding, packet.default, packet.reference,
     )  # fmt: skip
     function = _function_of(op)
@@ -304,9 +305,9 @@ def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O) -> None:
     ctx.kept = fields.with_tensors(kept, (None,) * len(tensors))
     ctx.backend, ctx.transformed = chosen(), _is_transformed()
     ctx.set_materialize_grads(False)
-    named = zip(op.outputs.names, op.outputs.flatten(outputs), strict=True)
+    counted = enumerate(op.outputs.flatten(outputs))
     ctx.mark_non_differentiable(
-        *(t for name, t in named if t is not None and name not in op.differentiable_outputs)
+        *(t for i, t in counted if t is not None and i not in op.differentiable_outputs)
     )
 
 
@@ -318,7 +319,8 @@ def _gradients(
         raise RuntimeError(
             f"weft::{op.name} has no derivative: a gradient that Weft computed cannot be differentiated twice"
         )
-    if all(getattr(grads, name) is None for name in op.differentiable_outputs):
+    flat = op.outputs.flatten(grads)
+    if all(flat[i] is None for i in op.differentiable_outputs):
         return (None for _ in op.arguments.tensor_names)
     saved = ctx.saved_tensors
     if ctx.transformed:

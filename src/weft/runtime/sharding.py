@@ -112,6 +112,12 @@ def place_like(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def local_of(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, with a gradient that is placed as x is."""
+    local: Tensor = x.to_local(grad_placements=x.placements)  # type: ignore[attr-defined]
+    return local
+
+
 def local_rows(op: str, name: str, x: Tensor, whole: str) -> Tensor:
     """This rank's rows of a DTensor, and any other tensor as it is. `whole` says why a row is not cut."""
     if not is_distributed(x):

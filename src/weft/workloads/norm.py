@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..ops import layer_norm, rms_norm
-from ..runtime import catalogue
-from .problem import Call, Inputs, Size, Workload
+from ..ops.norm.norm import NormNeeds
+from .problem import Call, Inputs, Size, Workload, run_op
 
 # Where a shape comes from -> the shape. "rows" are tokens.
 HIDDEN: dict[str, tuple[Size, ...]] = {
@@ -144,11 +145,6 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     return Call(settings.get("function", rms_norm), kwargs)
 
 
-def _backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["norm_backward"](*kwargs.values())
-
-
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: h, the gradients, the statistics."""
     settings = dict(workload.settings)
@@ -179,9 +175,11 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "mean": mean,
         "weight_offset": settings.get("weight_offset", 0.0),
         "casting": settings.get("casting", "fp32"),
-        "needs": [True, "weight" in weights, "bias" in weights, scale is not None, scale is not None],
+        "needs": NormNeeds(
+            True, "weight" in weights, "bias" in weights, scale is not None, scale is not None
+        ),
     }
-    return Call(_backward, kwargs)
+    return Call(functools.partial(run_op, "norm_backward"), kwargs)
 
 
 def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) -> dict[str, Any]:

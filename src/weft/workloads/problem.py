@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..quant import QTensor
-from ..runtime import recording
+from ..runtime import catalogue, recording
 
 Size = int | Literal["rows"]
 
@@ -48,6 +48,13 @@ class Call:
             if tensor.is_floating_point() and name not in ("quant_scale", "out", "residual_out")
         }
         return self.with_(**leaves)
+
+
+def run_op(name: str, **arguments: Any) -> list[Tensor]:
+    """Call an op of the catalogue with its arguments by name; the outputs that there are."""
+    op = catalogue[name]
+    outputs = op(op.arguments.cls(**arguments))
+    return [output for output in op.outputs.flatten(outputs) if output is not None]
 
 
 class Inputs:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
-from ...quant.copies import count_copies
+from ...quant.flat import count_copies
 from ...runtime import Capabilities, Launch, kernel
 from ...tiles import (
     CONVERT,

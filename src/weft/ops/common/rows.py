@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
+from ...runtime import warp_size_of
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -85,6 +86,13 @@ def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
             return tile
         tile //= 2
     return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
+
+
+def tile_warps(numbers: int, target: str) -> int:
+    """Warps for a tile of so many numbers: 16 to a thread, which are 16 bytes of codes and two loads of bf16, but no
+    fewer than 128 threads."""
+    lanes = warp_size_of(target)
+    return min(16, max(128 // lanes, numbers // (16 * lanes)))
 
 
 @triton.jit

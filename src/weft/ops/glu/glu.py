@@ -32,9 +32,10 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import allocate_copies, count_copies, empty_scale, split_copies
+from ...quant.copies import empty_scale
+from ...quant.flat import allocate_flat, count_copies, quantize_flat, split_copies
 from ...quant.qtensor import stand_in
-from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
+from ...quant.reference import amax_reference, nvfp4_global_reference
 from ...quant.straight import wrap
 from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel
 from ...tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
@@ -54,6 +55,7 @@ from ..common.copies import (
     tensor_factor,
 )
 from ..common.groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
+from ..common.results import Result, ResultOptions
 from ..common.rows import (
     align_of,
     compute_dtype,
@@ -64,7 +66,7 @@ from ..common.rows import (
     row_offset,
     row_strides,
 )
-from ..quantize import quantize_op
+from ..quantize import quantize_into
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -161,15 +163,15 @@ def _copies_reference(
     """The copies of y [M, K]; blocks along M never mix groups."""
     options["input_dtype"] = torch.float32
     if not (columnwise and _begins_anew(ends, align)):
-        return quantize_copies(y, format, rowwise=rowwise, columnwise=columnwise, **options)
+        return quantize_flat(y, format, rowwise=rowwise, columnwise=columnwise, **options)
     assert ends is not None
     rows, cols = y.shape
     slot = slot_rows_reference(ends, rows, align, STRIPE)
     spread = y.new_zeros(count_slots(rows, ends.numel(), STRIPE) * STRIPE, cols)
     used = torch.zeros(len(spread), dtype=torch.bool, device=y.device)
     spread[slot], used[slot] = y, True
-    parts = quantize_copies(y, format, rowwise=rowwise, columnwise=True, **options)
-    data, scale = quantize_copies(spread, format, rowwise=False, columnwise=True, **options)
+    parts = quantize_flat(y, format, rowwise=rowwise, columnwise=True, **options)
+    data, scale = quantize_flat(spread, format, rowwise=False, columnwise=True, **options)
     codes = data.view(torch.uint8)
     if format.packed == 2:
         codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
@@ -717,7 +719,7 @@ def _allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, rowwise: bool, columnwise: bool, ends: Tensor | None,
     align: int,
 ) -> list[Tensor]:  # fmt: skip
-    outputs = allocate_copies(format, rows, cols, device, rowwise=rowwise, columnwise=columnwise)
+    outputs = allocate_flat(format, rows, cols, device, rowwise=rowwise, columnwise=columnwise)
     if columnwise and format.group and _begins_anew(ends, align):
         assert ends is not None
         slots = count_slots(rows, ends.numel(), STRIPE)
@@ -986,7 +988,12 @@ def _launch_glu_backward(
     for parts, gradient in later:
         assert format is not None
         with_columns = columnwise and not direct[1]
-        quantize_op.launch([gradient, *parts], gradient, format, rowwise, with_columns, None, False, None)
+        copies_later = split_copies(Format.of(format), parts, rowwise=rowwise, columnwise=with_columns)
+        quantize_into(
+            Result.of(gradient, copies_later, None),
+            ResultOptions(gradient.dtype, format, rowwise, with_columns, None, False),
+            gradient,
+        )
 
 
 def _row_programs(cols: int, config: GluConfig, stripes: bool, sums: bool, target: str) -> tuple[int, bool]:

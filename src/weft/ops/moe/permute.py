@@ -29,8 +29,9 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import allocate_copies, empty_scale, split_copies
-from ...quant.reference import dequantize_copy, quantize_copies
+from ...quant.copies import empty_scale
+from ...quant.flat import allocate_flat, quantize_flat, split_copies
+from ...quant.reference import dequantize_copy
 from ...quant.straight import standing_in, wrap
 from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel, local_rows
 from ...tiles import decode, quantize_rows
@@ -133,7 +134,7 @@ def permute_reference(
             outputs.append(y)
         else:
             outputs.append(_stand_in(x, rows))
-            outputs += quantize_copies(y, Format.of(format), rowwise=rowwise, columnwise=columnwise)
+            outputs += quantize_flat(y, Format.of(format), rowwise=rowwise, columnwise=columnwise)
     if probs is not None:
         outputs.append(_pick(_flat_probs(probs, row_of_slot, experts), slot))
     return outputs
@@ -855,7 +856,7 @@ def _allocate_permute(
     else:
         f = Format.of(format)
         outputs.append(_stand_in(x, rows))
-        outputs += allocate_copies(f, rows, cols, x.device, rowwise=rowwise, columnwise=columnwise)
+        outputs += allocate_flat(f, rows, cols, x.device, rowwise=rowwise, columnwise=columnwise)
     if probs is not None:
         outputs.append(torch.empty(rows, dtype=probs.dtype, device=x.device))
     return outputs

@@ -25,7 +25,7 @@ from ...runtime import Capabilities, Launch, Sharding, capabilities_of, define_f
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
-from ..norm.norm import _sum_kernel
+from ..common.sums import _sum_kernel
 
 # ---- reference ------------------------------------------------------------------------------------------
 

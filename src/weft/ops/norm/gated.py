@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Format
-from ...quant.copies import allocate_copies, count_copies, split_copies
+from ...quant.flat import allocate_flat, count_copies, quantize_flat, split_copies
 from ...quant.qtensor import stand_in
-from ...quant.reference import amax_reference, nvfp4_global_reference, quantize_copies
+from ...quant.reference import amax_reference, nvfp4_global_reference
 from ...quant.straight import wrap
 from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
@@ -49,6 +49,7 @@ from ..common.copies import (
     stripe_tile,
     tensor_factor,
 )
+from ..common.results import Result, ResultOptions
 from ..common.rows import (
     align_of,
     compute_dtype,
@@ -59,9 +60,11 @@ from ..common.rows import (
     load_vector,
     tile_mask,
 )
+from ..common.rows import tile_warps as _warps
+from ..common.sums import _sum_kernel
+from ..common.sums import add_to as _add_to
 from ..glu.glu import _activated
-from ..quantize import quantize_op
-from .norm import _add_to, _sum_kernel, _warps
+from ..quantize import quantize_into
 
 Activation = Literal["sigmoid", "silu"]
 
@@ -97,7 +100,7 @@ def gated_norm_reference(
         f = Format.of(format)
         largest = amax_reference(y) if f.needs_tensor_amax or return_amax else None
         outputs = [stand_in(_in_order(x, transpose))]
-        outputs += quantize_copies(
+        outputs += quantize_flat(
             y.float(), f, rowwise=rowwise, columnwise=columnwise, tensor_amax=largest, scale=quant_scale,
             input_dtype=torch.float32,
         )  # fmt: skip
@@ -578,7 +581,7 @@ def _allocate_gated_norm(
         outputs = [torch.empty(gate.shape, dtype=out_dtype, device=x.device)]
     else:
         outputs = [stand_in(_in_order(x, transpose))]
-        outputs += allocate_copies(
+        outputs += allocate_flat(
             Format.of(format), count_rows(gate), gate.shape[-1], x.device, rowwise=rowwise, columnwise=columnwise
         )  # fmt: skip
         if return_amax:
@@ -655,8 +658,11 @@ def _launch_gated_norm(
     if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
         y = torch.empty(gate.shape, dtype=torch.float32, device=x.device)
         rows_pass(None, None, y)
-        quantize_op.launch(
-            [y, *outputs[1 : 1 + count + return_amax]], y, format, True, False, None, return_amax, None
+        parts = [*outputs[1 : 1 + count + return_amax], None]
+        quantize_into(
+            Result(y, parts[0], parts[1], amax=parts[2]),
+            ResultOptions(y.dtype, format, True, False, None, return_amax),
+            y,
         )
         return
 

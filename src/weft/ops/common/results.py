@@ -1,0 +1,289 @@
+"""A result that may be quantised: the arguments it takes, room for it, its definition, the passes that make it, and
+what the caller gets.
+
+An op whose result may be quantised has a `ResultOptions` among its arguments and a `Result` among its outputs. Its
+launch describes two passes, over rows and over stripes of 128 rows, and `make_copies` runs them in the order that the
+format takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...language import tl
+from ...quant import Copy, Format, QTensor
+from ...quant.copies import allocate_copies
+from ...quant.reference import amax_reference, quantize_copies
+from ...quant.straight import wrap
+from ...runtime import Op
+from .checks import FLOATS, check_out_dtype, check_tensor
+from .copies import reduce_amax
+
+FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class ResultOptions(NamedTuple):
+    """How a result is stored."""
+
+    dtype: torch.dtype  # of a plain result
+    format: str | None  # of a quantised one
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None  # given, for a format with one scale
+    return_amax: bool
+
+    def present(self) -> Result:
+        """Which parts there are."""
+        if self.format is None:
+            return _ONLY_Y
+        by_tensor = Format.of(self.format).block == "nvfp4"
+        row, col = self.rowwise, self.columnwise
+        return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
+
+
+class Result(NamedTuple):
+    """A result: y, or its copies with a stand-in for y that autograd holds on to."""
+
+    y: Tensor
+    data: Tensor | None = None  # codes and scales of the row-wise copy
+    scale: Tensor | None = None
+    data_t: Tensor | None = None  # and of the column-wise one
+    scale_t: Tensor | None = None
+    global_scale: Tensor | None = None  # nvfp4's, of the whole tensor
+    amax: Tensor | None = None
+
+    @staticmethod
+    def of(y: Tensor, copies: tuple[Copy | None, Copy | None], amax: Tensor | None) -> Result:
+        row, col = copies
+        held = row or col
+        assert held is not None
+        data, scale = (None, None) if row is None else (row.data, row.scale)
+        data_t, scale_t = (None, None) if col is None else (col.data, col.scale)
+        return Result(y, data, scale, data_t, scale_t, held.global_scale, amax)
+
+    @property
+    def rowwise(self) -> Copy | None:
+        return None if self.data is None else Copy(self.data, self.scale, self.global_scale)  # type: ignore[arg-type]
+
+    @property
+    def columnwise(self) -> Copy | None:
+        return None if self.data_t is None else Copy(self.data_t, self.scale_t, self.global_scale)  # type: ignore[arg-type]
+
+    def value(self, options: ResultOptions) -> Tensor:
+        """What the caller gets: a tensor, or a `QTensor`."""
+        if options.format is None:
+            return self.y
+        return wrap(self.y, Format.of(options.format), self.rowwise, self.columnwise)
+
+
+_ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
+
+
+def result_options(
+    x: Tensor,
+    quantize: Format | str | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    quant_scale: Tensor | None = None,
+    return_amax: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> ResultOptions:
+    """The options of a result of x, checked. What is known without the tensors is checked once."""
+    known = _unchecked if torch.compiler.is_compiling() else _checked
+    options = known(quantize, rowwise, columnwise, return_amax, out_dtype, x.dtype)
+    if quant_scale is None:
+        return options
+    if options.format is None:
+        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+    check_tensor("quant_scale", quant_scale, FLOATS, x.device)
+    block = Format.of(options.format).block
+    if block != "tensor" or quant_scale.numel() != 1:
+        raise ValueError(
+            f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {block!r}"
+        )
+    return options._replace(scale=quant_scale)
+
+
+def _unchecked(
+    quantize: Format | str | None, rowwise: bool, columnwise: bool, return_amax: bool, out_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+) -> ResultOptions:  # fmt: skip
+    if quantize is None:
+        if return_amax or columnwise:
+            raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+        check_out_dtype(out_dtype)
+        return ResultOptions(out_dtype or dtype, None, True, False, None, False)
+    format = Format.of(quantize)
+    check_copies(rowwise, columnwise)
+    if columnwise and format.block == "row":
+        raise ValueError(
+            "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
+            "quantise the result with weft.quantize, or take 1x128"
+        )
+    if out_dtype is not None:
+        raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
+    return ResultOptions(dtype, format.spec, bool(rowwise), bool(columnwise), None, bool(return_amax))
+
+
+_checked = functools.lru_cache(maxsize=1024)(_unchecked)
+
+
+def check_copies(rowwise: bool, columnwise: bool) -> None:
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+
+
+# ---- room and definition --------------------------------------------------------------------------------
+
+
+def stand_in(shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """What autograd holds on to in place of a quantised tensor of this shape and of x's dtype: one element."""
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
+
+
+def allocate_result(options: ResultOptions, shape: tuple[int, ...], x: Tensor) -> Result:
+    """Room for a result of this shape, on x's device."""
+    if options.format is None:
+        return Result(torch.empty(shape, dtype=options.dtype, device=x.device))
+    copies = allocate_copies(
+        Format.of(options.format), count(shape), shape[-1], x.device, rowwise=options.rowwise,
+        columnwise=options.columnwise,
+    )  # fmt: skip
+    amax = torch.empty((), dtype=torch.float32, device=x.device) if options.return_amax else None
+    return Result.of(stand_in(shape, x), copies, amax)
+
+
+def count(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor of this shape."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def result_reference(options: ResultOptions, y: Tensor, shape: tuple[int, ...], x: Tensor) -> Result:
+    """The definition: y [M, K], not rounded yet, as the result of this shape. x is what it was computed from."""
+    if options.format is None:
+        return Result(y.to(options.dtype).view(shape))
+    f = Format.of(options.format)
+    amax = amax_reference(y) if f.needs_tensor_amax or options.return_amax else None
+    row, col = quantize_copies(
+        y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, tensor_amax=amax, scale=options.scale,
+        input_dtype=torch.float32,
+    )  # fmt: skip
+    return Result.of(stand_in(shape, x), (row, col), amax if options.return_amax else None)
+
+
+# ---- making the copies ----------------------------------------------------------------------------------
+
+# A pass launches kernels and returns the amax of each of its programs, if it was asked for.
+# Over whole rows: rows(copy, given, wants_amax, known), where `copy` is the row-wise copy or None, `given` the amax of
+# the tensor or its scale, and `known` says that a pass over the rows came before: statistics of the rows are there.
+RowsPass = Callable[[Copy | None, Tensor | None, bool, bool], Tensor | None]
+# Over tiles as tall as the longest group: stripes(rowwise, columnwise, given, wants_amax).
+StripesPass = Callable[[Copy | None, Copy | None, Tensor | None, bool], Tensor | None]
+
+
+def make_copies(
+    result: Result,
+    options: ResultOptions,
+    rows: RowsPass,
+    stripes: StripesPass,
+    *,
+    direct: bool,
+    statistics: bool,
+    input_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Fill the copies of a result and its amax, in as few passes as its format takes.
+
+    - `direct`: a pass over the rows can make the row-wise copy.
+    - `statistics`: the stripes read statistics that a pass over the rows leaves.
+    - `input_dtype`: of the numbers that are quantised; a convention may look at its largest number.
+    """
+    assert options.format is not None
+    f = Format.of(options.format)
+    row, col, amax, given, known = result.rowwise, result.columnwise, result.amax, options.scale, False
+    scales = [copy.scale for copy in (row, col) if copy is not None]
+    if given is not None:
+        for scale in scales:
+            scale.copy_(given.reshape(scale.shape))
+        given = given.reshape(-1).contiguous()
+    elif f.needs_tensor_amax:  # the amax of the whole tensor comes before its first code
+        found = rows(None, None, True, False)
+        assert found is not None
+        given = amax if amax is not None else torch.empty((), dtype=torch.float32, device=result.y.device)
+        if result.global_scale is not None:
+            scales = [result.global_scale]
+        reduce_amax(found, f, input_dtype, amax=given, scales=scales)
+        amax, known = None, True
+    by_stripes = col is not None or not direct
+    if by_stripes and statistics and not known:
+        # With a column-wise copy, the row-wise one is made by the same pass as without it, since what a pass stores
+        # decides the order of a GPU's sums.
+        first = row if direct else None
+        found = rows(first, given, amax is not None and first is not None, False)
+        if found is not None:
+            reduce_amax(found, None, input_dtype, amax=amax)
+            amax = None
+        row = None if direct else row
+    wants_amax = amax is not None
+    found = stripes(row, col, given, wants_amax) if by_stripes else rows(row, given, wants_amax, known)
+    if found is not None:
+        reduce_amax(found, None, input_dtype, amax=amax)
+
+
+# ---- results in the caller's memory ---------------------------------------------------------------------
+
+
+def result_into(op: Op[Any, Any], a: Any, out: Tensor | None, **others: Tensor | None) -> Any:
+    """The outputs of an op, its result in `out` (a tensor, or a `QTensor`) and other outputs, by name, in theirs."""
+    options, room = a.result, op.allocate(a)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
+        raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
+    result = Result(None)  # type: ignore[arg-type]
+    if out is not None and options.format is None:
+        if isinstance(out, QTensor):
+            raise ValueError(
+                f"out is a {out!r}; the result is plain: pass quantize={out.format.spec!r}, or a tensor"
+            )
+        _check_room("out", out, room.result.y)
+        result = Result(out)
+    elif out is not None:
+        result = _parts_of(out, options, room.result)
+    for name, tensor in others.items():
+        if tensor is not None:
+            _check_room(f"{name}_out", tensor, getattr(room, name))
+    nothing = op.outputs.build(*[None] * len(op.outputs.names))
+    return op.into(nothing._replace(result=result, **others), a)
+
+
+def _check_room(name: str, out: Tensor, room: Tensor) -> None:
+    check_tensor(name, out, (room.dtype,), room.device, room.shape)
+    if not out.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; its strides are {out.stride()}")
+
+
+def _parts_of(out: Tensor, options: ResultOptions, room: Result) -> Result:
+    """The copies of the caller's QTensor, which has to be what the op would make."""
+    if not isinstance(out, QTensor):
+        raise ValueError(
+            f"out of a quantised result must be a QTensor, {options.format}; got {type(out).__name__}"
+        )
+    copies = (out.rowwise if options.rowwise else None, out.columnwise if options.columnwise else None)
+    there = (copies[0] is not None) == options.rowwise and (copies[1] is not None) == options.columnwise
+    same = out.format.spec == options.format and out.shape == room.y.shape and out.device == room.y.device
+    if not (there and same):
+        raise ValueError(
+            f"out is a {out!r}; the result is {options.format} of shape {tuple(room.y.shape)} on {room.y.device}, with "
+            f"{' and '.join(['rowwise'] * options.rowwise + ['columnwise'] * options.columnwise)}"
+        )
+    return Result.of(room.y, copies, None)
