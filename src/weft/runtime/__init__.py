@@ -7,7 +7,7 @@ from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
-from .sharding import Sharding, is_distributed, local_of, local_rows, place_like
+from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
 
 __all__ = [
     "TARGETS",
@@ -42,5 +42,6 @@ __all__ = [
     "recording",
     "serves",
     "set_backend",
+    "summed",
     "warp_size_of",
 ]

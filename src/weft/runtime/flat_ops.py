@@ -167,7 +167,7 @@ def define_flat_op(
         raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
     op = FlatOp(
         name, schema, allocate, launch, reference, variants, setup_context, backward, tensors, mutates, sharding,
-        namedtuple(name, [p.name for p in parameters]),  # type: ignore[misc]
+        namedtuple(name, [p.name for p in parameters]),
     )  # fmt: skip
     function = _function_of(op)
     object.__setattr__(op, "overload", packet.default)

@@ -21,7 +21,7 @@ the redistribution that would help: nothing is moved without a word. A gradient 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class Sharding(NamedTuple):
     """The dimensions of an op's tensors, by their names.
 
-    - `inputs`: of each tensor among the arguments; the first one is there in every call. "_" is a dimension of size 1
-      that is broadcast, and "" is one number. Dimensions in parentheses, "(0 1) k", are joined into one when the shard is taken.
+    - `inputs`: of each tensor among the arguments; the first one that is there has all leading dimensions. "_" is a
+      dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0 1) k", are joined into
+      one when the shard is taken.
     - `outputs`: of each output; None for what stays with the rank and is no DTensor.
     - `whole`: dimensions that can't be sharded, with the reason; "..." for all the leading ones.
     - `block`: so many consecutive rows, counted over all leading dimensions, lie on one rank.
@@ -118,46 +119,68 @@ def local_of(x: Tensor) -> Tensor:
     return local
 
 
-def local_rows(op: str, name: str, x: Tensor, whole: str) -> Tensor:
-    """This rank's rows of a DTensor, and any other tensor as it is. `whole` says why a row is not cut."""
+def local_rows(op: str, **tensors: Tensor | None) -> list[Any]:
+    """This rank's rows of tensors that have the same leading dimensions. What are no DTensors stay as they are."""
+    if not is_distributed(*tensors.values()):
+        return [*tensors.values()]
+    described = {name: f"... {name}" for name in tensors}
+    shards = cut(op, Sharding(described, {}, dict.fromkeys(tensors, "a row is taken as a whole")), tensors)
+    return [shards.local.get(name) for name in tensors]
+
+
+def summed(x: Tensor) -> Tensor:
+    """The numbers that a DTensor stands for, on every rank: those of a partial sum are added up, with a collective."""
     if not is_distributed(x):
         return x
-    local: Tensor = cut(op, Sharding({name: "... k"}, {}, {"k": whole}), {name: x}).local[name]
-    return local
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)  # type: ignore[attr-defined]
+    return whole
 
 
 def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
-    """This rank's part of a call; of `arguments`, tensors are those that `sharding` names."""
+    """This rank's part of a call. `arguments` are all of the op, by name; those that are tensors have a name in
+    `sharding.inputs`, or belong to the rank."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    for name, value in arguments.items():
+        if name not in sharding.inputs and is_distributed(value):
+            raise ValueError(f"{op}: {name} belongs to a rank: give {name}.to_local()")
     tensors = {name: arguments[name] for name in sharding.inputs if arguments[name] is not None}
     mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
-    first, described = next(iter(sharding.inputs.items()))
-    leading = [str(i) for i in range(tensors[first].ndim - len(described.split()) + 1)]
+    first = next(iter(tensors))
+    leading = [str(i) for i in range(tensors[first].ndim - len(sharding.inputs[first].split()) + 1)]
     dims = {name: dimensions(sharding.inputs[name], leading, t.ndim) for name, t in tensors.items()}
-    cuts = [_cut_of(op, sharding, tensors, dims, mesh, along) for along in range(mesh.ndim)]
-    wanted = {
-        name: [Replicate() if c is None or c not in dims[name] else Shard(dims[name].index(c)) for c in cuts]
-        for name in tensors
-    }
-    _check_sizes(op, sharding, arguments, first, dims[first], wanted[first], mesh)
+    call = _Call(op, sharding, tensors, dims, mesh)
+    cuts = [call.cut_along(i) for i in range(mesh.ndim)]
+    call.check_blocks(first, cuts)
     local: dict[str, Any] = {}
     extents: dict[str, tuple[int, int]] = {}
     for name, t in tensors.items():
-        part = _part(op, name, t, wanted[name], cuts, mesh)
+        part = call.part(name, cuts)
         for dim, whole, size in zip(dims[name], t.shape, part.shape, strict=True):
             extents.setdefault(dim, (whole, size))
-        joined = sharding.inputs[name].partition(")")
-        local[name] = part.flatten(0, part.ndim - 1 - len(joined[2].split())) if joined[1] else part
+        _, bracket, after = sharding.inputs[name].partition(")")
+        local[name] = part.flatten(0, part.ndim - 1 - len(after.split())) if bracket else part
     for name, dim in sharding.counted.items():
         if arguments[name] is None and dim in cuts:
             numbers = torch.arange(extents[dim][0], device=tensors[first].device)
             local[name] = _cut_plain(numbers, [Shard(0) if c == dim else Replicate() for c in cuts], mesh)
     for name, dim in sharding.sizes.items():
         if dim in cuts:
-            whole, size = extents[dim]
-            local[name] = arguments[name] * size // whole
+            parts = call.parts(dim, cuts)
+            if arguments[name] % parts:
+                raise ValueError(
+                    f"{op}: {name}={arguments[name]} must be a multiple of the {parts} ranks it is sharded over"
+                )
+            local[name] = arguments[name] // parts
     return Shards(mesh, cuts, extents, leading, local)
+
+
+def dimensions(described: str, leading: list[str], count: int) -> list[str]:
+    """The names of a tensor's dimensions; of one number, however many it has."""
+    words = described.replace("(", "").replace(")", "").split() or ["_"] * count
+    return [name for word in words for name in (leading if word == "..." else [word])]
 
 
 def refuse(op: str) -> ValueError:
@@ -168,111 +191,116 @@ def refuse(op: str) -> ValueError:
     )
 
 
-def dimensions(described: str, leading: list[str], count: int) -> list[str]:
-    """The names of a tensor's dimensions; of one number, however many it has."""
-    words = described.replace("(", "").replace(")", "").split() or ["_"] * count
-    return [name for word in words for name in (leading if word == "..." else [word])]
+class _Call(NamedTuple):
+    """A call with DTensors that is being cut: its tensors, the names of their dimensions, and the mesh."""
 
+    op: str
+    sharding: Sharding
+    tensors: dict[str, Any]
+    dims: dict[str, list[str]]
+    mesh: DeviceMesh
 
-def _cut_of(
-    op: str,
-    sharding: Sharding,
-    tensors: Mapping[str, Tensor],
-    dims: Mapping[str, list[str]],
-    mesh: DeviceMesh,
-    along: int,
-) -> str | None:
-    """The dimension that a dimension of the mesh cuts."""
-    from torch.distributed.tensor import DTensor, Shard
+    def cut_along(self, mesh_dim: int) -> str | None:
+        """The dimension that a dimension of the mesh cuts."""
+        from torch.distributed.tensor import DTensor, Shard
 
-    found: str | None = None
-    by = ""
-    for name, t in tensors.items():
-        if not isinstance(t, DTensor):
-            continue
-        if t.device_mesh != mesh:
-            raise ValueError(f"{op}: all DTensors must be on one mesh; got {mesh} and {t.device_mesh}")
-        placement = t.placements[along]
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard:
-            what = "terms of a sum" if placement.is_partial() else "rows in another order"
-            raise _refusal(op, name, t, f"each rank has {what}", "Replicate() or a Shard")
-        dim = dims[name][placement.dim]
-        reason = sharding.whole.get("..." if dim.isdigit() and "..." in sharding.whole else dim)
-        if dim == "_":
-            reason = "a dimension of size 1 is broadcast"
-        if reason is not None:
-            free = [i for i, other in enumerate(dims[name]) if _is_free(other, sharding)]
-            to = " or ".join(["Replicate()", *(f"Shard({i})" for i in free)])
-            raise _refusal(op, name, t, f"dimension {placement.dim} is not sharded: {reason}", to)
-        if found is None:
-            found, by = dim, name
-        elif found != dim:
-            to = f"Shard({dims[name].index(found)})" if found in dims[name] else "Replicate()"
-            raise _refusal(op, name, t, f"it does not go with {by}, {_placed(tensors[by])}", to)
-    return found
-
-
-def _is_free(dim: str, sharding: Sharding) -> bool:
-    return dim not in sharding.whole and dim != "_" and not (dim.isdigit() and "..." in sharding.whole)
-
-
-def _check_sizes(
-    op: str, sharding: Sharding, arguments: Mapping[str, Any], name: str, dims: list[str], placements: list[Placement],
-    mesh: DeviceMesh,
-) -> None:  # fmt: skip
-    """Complain about shards of the first tensor whose sizes do not do: every rank comes to the same answer."""
-    t = arguments[name]
-    parts = dict.fromkeys(dims, 1)
-    for along, placement in enumerate(placements):
-        if placement.is_shard():
-            parts[dims[placement.dim]] *= mesh.size(along)  # type: ignore[attr-defined]
-    for size, dim in sharding.sizes.items():
-        if arguments[size] % parts.get(dim, 1):
-            raise ValueError(
-                f"{op}: {name} is sharded over {parts[dim]} ranks, and {size}={arguments[size]} is no multiple of them"
-            )
-    for i, dim in enumerate(dims):
-        if sharding.block > 1 and parts[dim] > 1 and dim.isdigit():
-            rows = t.shape[i + 1 : -1].numel()  # to a step along this dimension
-            shard, stretch = -(-t.shape[i] // parts[dim]) * rows, t.shape[i] * rows
-            if shard % sharding.block or (t.shape[:i].numel() > 1 and stretch % sharding.block):
+        found: str | None = None
+        by = ""
+        for name, t in self.tensors.items():
+            if not isinstance(t, DTensor):
+                continue
+            if t.device_mesh != self.mesh:
                 raise ValueError(
-                    f"{op}: {name} is placed as {_words(t.placements)}, in shards that begin every {shard} rows, and a "
-                    f"block of the result has {sharding.block}. Pad it to a multiple of {sharding.block} rows for each "
-                    "shard, choose a format and copies whose blocks lie in one row (1x128, mx or row, without "
-                    "columnwise=True), or quantise each rank's shard by itself: x.to_local()"
+                    f"{self.op}: all DTensors must be on one mesh; got {self.mesh} and {t.device_mesh}"
+                )
+            placement = t.placements[mesh_dim]
+            if placement.is_replicate():
+                continue
+            if type(placement) is not Shard:
+                has = "terms of a sum" if placement.is_partial() else "pieces of several shards"
+                raise self.refusal(name, f"each rank has {has}", self.possible(name))
+            dim = self.dims[name][placement.dim]
+            if not self.is_free(dim):
+                why = self.sharding.whole.get(dim) or self.sharding.whole.get(
+                    "...", "its dimension 1 is broadcast"
+                )
+                raise self.refusal(name, why, self.possible(name))
+            if found is None:
+                found, by = dim, name
+            elif found != dim:
+                to = f"Shard({self.dims[name].index(found)})" if found in self.dims[name] else "Replicate()"
+                placements = _words(self.tensors[by].placements)
+                raise self.refusal(name, f"that does not go with {by}, which is placed as {placements}", to)
+        return found
+
+    def is_free(self, dim: str) -> bool:
+        """Whether the dimension may be cut."""
+        whole = self.sharding.whole
+        return dim not in whole and dim != "_" and not (dim.isdigit() and "..." in whole)
+
+    def possible(self, name: str) -> str:
+        shards = [f"Shard({i})" for i, dim in enumerate(self.dims[name]) if self.is_free(dim)]
+        return " or ".join(["Replicate()", *shards])
+
+    def parts(self, dim: str, cuts: list[str | None]) -> int:
+        """How many shards a dimension is cut into."""
+        count = 1
+        for mesh_dim, cut in enumerate(cuts):
+            if cut == dim:
+                count *= self.mesh.size(mesh_dim)
+        return count
+
+    def check_blocks(self, name: str, cuts: list[str | None]) -> None:
+        """Complain about shards that begin within a block of rows. Every rank comes to the same answer."""
+        block, shape = self.sharding.block, self.tensors[name].shape
+        for i, dim in enumerate(self.dims[name]):
+            if block == 1 or dim not in cuts or not dim.isdigit():
+                continue
+            rows = shape[i + 1 : -1].numel()  # to a step along this dimension
+            shard, all_shards = -(-shape[i] // self.parts(dim, cuts)) * rows, shape[i] * rows
+            if shard % block or (shape[:i].numel() > 1 and all_shards % block):
+                raise self.refusal(
+                    name,
+                    f"a block of the quantised result has {block} rows, and shards have {shard} at a time",
+                    f"Replicate(), or pad it so that each shard has a multiple of {block} rows; or take blocks that "
+                    "lie in one row (1x128, mx or row, and no column-wise copy), or quantise each rank's shard by itself, "
+                    "x.to_local()",
                 )
 
+    def part(self, name: str, cuts: list[str | None]) -> Tensor:
+        """This rank's part of a tensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-def _part(
-    op: str, name: str, t: Tensor, wanted: list[Placement], cuts: list[str | None], mesh: DeviceMesh
-) -> Tensor:
-    """This rank's part of a tensor."""
-    from torch.distributed.tensor import DTensor, Partial
+        t, dims = self.tensors[name], self.dims[name]
+        wanted = [Shard(dims.index(cut)) if cut in dims else Replicate() for cut in cuts]
+        wants_gradient = torch.is_grad_enabled() and t.requires_grad
+        if not isinstance(t, DTensor):
+            # It is the same on all ranks, as what a module keeps in a buffer is.
+            if wants_gradient:
+                raise ValueError(
+                    f"{self.op}: {name} is a plain tensor that requires a gradient, among DTensors: each rank would "
+                    f"have a part of that. Give a DTensor, distribute_tensor({name}, mesh, {_words(wanted)})"
+                )
+            return _cut_plain(t, wanted, self.mesh)
+        if any(old != new for old, new in zip(t.placements, wanted, strict=True)):
+            if wants_gradient:
+                raise self.refusal(
+                    name, "if it were cut here, its gradient would have to be gathered", _words(wanted)
+                )
+            return t.redistribute(self.mesh, wanted).to_local()
+        gradients = [
+            Partial() if cut is not None and cut not in dims else new
+            for cut, new in zip(cuts, wanted, strict=True)
+        ]
+        return t.to_local(grad_placements=gradients)
 
-    wants_gradient = torch.is_grad_enabled() and t.requires_grad
-    if not isinstance(t, DTensor):
-        # The same on all ranks, as what a module keeps in a buffer is.
-        if wants_gradient:
-            raise ValueError(
-                f"{op}: {name} is a plain tensor that requires a gradient, among DTensors: each rank would have a part "
-                f"of it. Give a DTensor: distribute_tensor({name}, mesh, {_words(wanted)})"
-            )
-        return _cut_plain(t, wanted, mesh)
-    if any(old != new for old, new in zip(t.placements, wanted, strict=True)):
-        if wants_gradient:
-            raise _refusal(op, name, t, "to cut it here would gather its gradient", _words(wanted))
-        return t.redistribute(mesh, wanted).to_local()
-    gradients = [
-        Partial() if cut is not None and new.is_replicate() else new
-        for cut, new in zip(cuts, wanted, strict=True)
-    ]
-    return t.to_local(grad_placements=gradients)
+    def refusal(self, name: str, why: str, to: str) -> ValueError:
+        placements = _words(self.tensors[name].placements)
+        return ValueError(f"{self.op}: {name} is placed as {placements}: {why}. Redistribute it to {to}")
 
 
-def _cut_plain(t: Tensor, wanted: list[Placement], mesh: DeviceMesh) -> Tensor:
+def _cut_plain(t: Tensor, wanted: Sequence[Placement], mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a tensor that all ranks have."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if all(placement.is_replicate() for placement in wanted):
@@ -281,25 +309,22 @@ def _cut_plain(t: Tensor, wanted: list[Placement], mesh: DeviceMesh) -> Tensor:
     return whole.redistribute(mesh, wanted).to_local()
 
 
-def _stride_like(value: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
+def _stride_like(value: Tensor, shape: list[int]) -> tuple[int, ...]:
     """Strides of a larger tensor whose dimensions lie in memory in the order of those of `value`."""
-    sizes = list(shape)
     if value.is_contiguous():
-        return tuple(torch.empty(sizes, device="meta").stride())
+        return tuple(torch.empty(shape, device="meta").stride())
     stride, step = list(value.stride()), 1
-    for dim in sorted(range(len(sizes)), key=lambda i: value.stride(i)):
+    for dim in sorted(range(len(shape)), key=lambda i: value.stride(i)):
         if stride[dim]:
-            stride[dim], step = step, step * max(sizes[dim], 1)
+            stride[dim], step = step, step * max(shape[dim], 1)
     return tuple(stride)
 
 
-def _refusal(op: str, name: str, t: Tensor, why: str, to: str) -> ValueError:
-    return ValueError(f"{op}: {name} is placed as {_placed(t)}: {why}. Redistribute it to {to}")
+def _words(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(_word(p) for p in placements)}]"
 
 
-def _placed(t: Any) -> str:
-    return _words(t.placements)
-
-
-def _words(placements: Iterable[Placement]) -> str:
-    return f"({', '.join(str(p) for p in placements)},)" if placements else "()"
+def _word(placement: Any) -> str:
+    if placement.is_replicate():
+        return "Replicate()"
+    return f"Shard({placement.dim})" if placement.is_shard() else repr(placement)

@@ -33,13 +33,12 @@ from ...quant.copies import empty_scale
 from ...quant.flat import allocate_flat, quantize_flat, split_copies
 from ...quant.reference import dequantize_copy
 from ...quant.straight import standing_in, wrap
-from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel, local_rows
+from ...runtime import Launch, capabilities_of, define_flat_op, kernel, local_rows
 from ...tiles import decode, quantize_rows
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.copies import (
     STRIPE,
     cast_mode,
-    copies_and_amax,
     copy_arguments,
     count_stripes,
     store_codes,
@@ -1103,16 +1102,6 @@ def _unpermute_gradients(ctx: Any, grads: Any) -> Any:
     return drows, None, None, dprobs, dcarried, *[None] * 5
 
 
-def _shard_permute(a: Any) -> Sharding:
-    """A row map is of one rank's tokens, and so is what it makes of them."""
-    outputs = [str(i) for i in range(1 + (a.probs is not None))]
-    if a.format is not None:
-        outputs += copies_and_amax(a.format, a.rowwise, a.columnwise, False)
-    return Sharding({"x": "... k", "probs": "... j"}, dict.fromkeys(outputs), {"k": _WHOLE, "j": _WHOLE})
-
-
-_WHOLE = "a token's row is moved as a whole"
-
 row_map_op = define_flat_op(
     "row_map(Tensor routing, SymInt experts, SymInt slots, SymInt align, SymInt rows, bool dense) -> Tensor[]",
     allocate=_allocate_row_map,
@@ -1138,7 +1127,6 @@ permute_op = define_flat_op(
     reference=permute_reference,
     setup_context=_setup_permute,
     backward=_permute_gradients,
-    sharding=_shard_permute,
     variants=24,
 )
 
@@ -1206,6 +1194,8 @@ def row_map(
 
     An expert without tokens has no rows. The result is the same in every run.
 
+    A row map of a DTensor is that of this rank's tokens: plain tensors, with rows that are counted on this rank alone.
+
     >>> import torch, weft
     >>> rows = weft.row_map(torch.tensor([[2, 0], [2, 1], [0, 2]]), 4, align=2, rows=8)
     >>> rows.counts.tolist(), rows.offsets.tolist()
@@ -1216,7 +1206,7 @@ def row_map(
     [[4, 0], [5, 2], [1, 6]]
     """
     check_input("routing", routing, (*INTEGERS, torch.bool))
-    routing = local_rows("row_map", "routing", routing, "it has all experts of a token")
+    (routing,) = local_rows("row_map", routing=routing)
     dense = routing.dtype == torch.bool
     last = routing.shape[-1]
     if dense:
@@ -1305,7 +1295,7 @@ def permute(
 
     x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved as
     they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also that of each row,
-    0 in pads.
+    0 in pads. Of DTensors, sharded along tokens, it takes this rank's tokens; y is a plain tensor of this rank.
 
     - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which the result has.
     - `quantize`: a format with blocks 1x128 or mx; y is then a `QTensor` with the bytes of `quantize(y)`. `rowwise`
@@ -1320,6 +1310,7 @@ def permute(
     (torch.Size([96, 256]), torch.Size([96]), [32, 64, 96])
     """
     _check_rows(rows)
+    x, probs = local_rows("permute", x=x, probs=probs)
     plain, codes, scale, f = _taken_apart(x)
     _check(plain, rows, "x", tuple(rows.row_of_slot.shape[:-1]))
     _check_probs(probs, rows)
@@ -1365,6 +1356,7 @@ def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: 
     True
     """
     _check_rows(rows)
+    (probs,) = local_rows("unpermute", probs=probs)
     plain, codes, scale, f = _taken_apart(y)
     if f is not None and f.packed == 2:
         raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {f.spec} first")

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel, summed
 from ...tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
 from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
@@ -727,7 +727,8 @@ def route(
       groups are chosen from. `group_score`: what a group is worth, "share", "top2" or "max".
     - `renormalize`: divide a token's weights by their sum. `scale`: multiplies them at last.
     - `balance_coefficient`, `z_coefficient`: compute the load-balance loss and the z loss of these tokens, times the
-      coefficient. Add them to the model's loss.
+      coefficient. Add them to the model's loss. Of a DTensor they are those of all ranks' tokens; for the load-balance
+      loss the counts of the experts are added up over the ranks, an all-reduce of E numbers.
     - `out_dtype`: of the weights; `index_dtype`: int32 or int64.
 
     Equal scores: the lowest index wins. Every row has k different indices, also if its logits are all equal, minus
@@ -812,7 +813,7 @@ def route(
     if balance_coefficient is not None:
         score_sums, score_counts = outputs[3:5]
         factor = balance_coefficient * experts / (k * tokens * tokens)
-        balance_loss = (score_sums * score_counts).sum() * factor
+        balance_loss = (score_sums * summed(score_counts)).sum() * factor
     if z_coefficient is not None:
         z_loss = outputs[-1] * (z_coefficient / tokens)
     return Routing(outputs[0], outputs[1], outputs[2], balance_loss, z_loss, score_sums, score_counts)
