@@ -311,8 +311,10 @@ def fields(signature: dict[str, Any]) -> Iterator[Field]:
 
 def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field]:
     if isinstance(kind, tuple):
+        labels = getattr(kind, "_fields", None)  # of a NamedTuple
         for position, inner in enumerate(kind):
-            yield from _fields(inner, (*path, position), f"{name}[{position}]")
+            label = f".{labels[position]}" if labels else f"[{position}]"
+            yield from _fields(inner, (*path, position), name + label)
     elif kind.startswith("*"):
         yield Field(name, "P", path)
     elif kind.startswith("tensordesc"):

@@ -40,7 +40,6 @@ from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, 
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
-    blocks_over_rows,
     cast_mode,
     copy_arguments,
     count_stripes,
@@ -551,7 +550,7 @@ def _gradients(b: Backward) -> Gradients:
 
 def _shard(a: QuantizeArgs) -> Sharding:
     of_scale, scale = "", a.result.scale
-    joint, block = blocks_over_rows(a.result.format, a.result.rowwise, a.result.columnwise, scale is not None)
+    joint, block = a.result.blocks()
     if a.seed is not None:
         joint["..."] = (
             "seed= draws by the number of a row; quantise each rank's shard with its own seed: x.to_local()"

@@ -6,10 +6,11 @@ from .fields import Fields, Written
 from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
-from .ops import Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
+from .ops import LATER, Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
 
 __all__ = [
+    "LATER",
     "TARGETS",
     "Backward",
     "Binary",

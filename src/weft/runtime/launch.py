@@ -11,15 +11,16 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from ..language import TRITON
 from . import capabilities
+from .arguments import Flat, Parameters
 from .capabilities import Capabilities
 from .notice import NOTICE
 from .offline import Variant, build
@@ -61,6 +62,18 @@ class Kernel:
         self.variants: dict[tuple[Variant, str], Any] = {}  # (variant, target) -> compiled, in this process
         self._lock = threading.Lock()
 
+    @functools.cached_property
+    def arguments(self) -> Callable[..., Flat]:
+        """A function from the arguments by name, structs among them, to the pointers, integers and floats of a launch:
+        `launch(grid, *kernel.arguments(x=..., count=...))`."""
+        return self.layout.maker()
+
+    @functools.cached_property
+    def layout(self) -> Parameters:
+        """The parameters that are no constants, their annotations looked up where the kernel was written."""
+        hints = get_type_hints(self.fn.fn)
+        return Parameters(self.name, {p: hints.get(p) for p in self.parameters if p not in self.constants})
+
     def compiled(self, variant: Variant, driver: Any, index: int | None) -> Any:
         """The binary for a driver's device, loaded there."""
         with _on_device(index):
@@ -101,7 +114,8 @@ class Launch:
     """A kernel with its constants and its launch configuration chosen. Calling it launches.
 
     `Launch.of` finds the one with these constants again, so that a call does not have to look at them all.
-    A kernel's parameters come in the order pointers, integers, floats, constants.
+    A kernel's constants are its last parameters. What comes before them is launched in the order pointers, integers,
+    floats; where structs make it hard to say which these are, `kernel.arguments(...)` does.
     """
 
     __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps")
@@ -195,17 +209,19 @@ class Launch:
         """What is compiled for these arguments. Integers have 64 bits if one of them is `WIDE`."""
         kinds = ["constexpr" if tensor is None else _POINTERS[tensor.dtype] for tensor in pointers]
         kinds += ["i64" if wide else "i32"] * integers
-        names = self.kernel.parameters
-        floats = len(names) - len(self.constants) - len(kinds)
+        layout = self.kernel.layout
+        floats = len(layout.leaves) - len(kinds)
         if floats < 0:
             raise TypeError(f"{self.kernel.name} takes {-floats} arguments less than it was launched with")
-        kinds += ["fp32"] * floats + ["constexpr"] * len(self.constants)
-        absent = {name: None for name, kind in zip(names, kinds, strict=True) if kind == "constexpr"}
+        kinds += ["fp32"] * floats
+        leaves = {leaf.name: kind for leaf, kind in zip(layout.leaves, kinds, strict=True)}
+        absent = {name: None for name, kind in leaves.items() if kind == "constexpr"}
+        signature = layout.nested(leaves) | dict.fromkeys(self.constants, "constexpr")
         low_bits = functools.reduce(int.__or__, (t.data_ptr() for t in pointers if t is not None), 0)
         return Variant(
             module=self.kernel.module,
             kernel=self.kernel.name,
-            signature=tuple(zip(names, kinds, strict=True)),
+            signature=tuple((name, signature[name]) for name in self.kernel.parameters),
             constants=tuple((absent | self.constants).items()),
             aligned=low_bits % 16 == 0,
             num_warps=self.num_warps,
@@ -228,6 +244,8 @@ class Launch:
             run = _with_scratch(run, index)
         # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
         whole = getattr(run, "takes_tensors", False)
+        if not self.kernel.layout.is_flat:
+            run = self.kernel.layout.nesting(run)
         found = (run, compiled.function, compiled.packed_metadata, constants, whole)
         self._known[identity] = found
         return found

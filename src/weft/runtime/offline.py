@@ -26,11 +26,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
@@ -43,8 +43,9 @@ _TAIL = 4000
 class Variant:
     """Everything that decides a kernel's code, apart from the target.
 
-    `signature` names every parameter in order with its type ("*bf16", "i32", "fp32", "constexpr");
-    `constants` holds the value of each "constexpr" one, None for an absent pointer. The rest is what Triton
+    `signature` names every parameter in order with its type ("*bf16", "i32", "fp32", "constexpr"); that of a
+    struct is an instance of its NamedTuple which holds the types of its members. `constants` holds the value of
+    each "constexpr" one, None for an absent pointer; a member of a struct is named as "x.ptr". The rest is what Triton
     would know at launch: with `aligned`, that every pointer is divisible by 16; that the integers named in
     `divisible` are; and with `small`, that every tensor has less than 2 GiB, which lets the AMD compiler use
     buffer instructions where it could not prove that offsets fit (it means nothing to the other). `options`
@@ -53,7 +54,7 @@ class Variant:
 
     module: str
     kernel: str
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, object], ...]
     aligned: bool
     num_warps: int
@@ -61,6 +62,36 @@ class Variant:
     divisible: tuple[str, ...] = ()
     small: bool = False
     options: tuple[tuple[str, object], ...] = ()
+
+    def leaves(self) -> Iterator[Leaf]:
+        """The pointers, numbers and constants of the signature, members of structs one by one."""
+        for index, (name, kind) in enumerate(self.signature):
+            yield from _leaves(name, kind, (index,))
+
+    def types(self) -> dict[str, str]:
+        """The type of each leaf by its name."""
+        return {leaf.name: leaf.kind for leaf in self.leaves()}
+
+    def constants_by_path(self) -> dict[tuple[int, ...], object]:
+        """The constants as Triton's compiler takes them."""
+        paths = {leaf.name: leaf.path for leaf in self.leaves()}
+        return {paths[name]: value for name, value in self.constants}
+
+
+class Leaf(NamedTuple):
+    """What is no struct in the signature of a variant."""
+
+    name: str
+    kind: str
+    path: tuple[int, ...]  # the position of its parameter, and then those in the structs around it
+
+
+def _leaves(name: str, kind: Any, path: tuple[int, ...]) -> Iterator[Leaf]:
+    if isinstance(kind, str):
+        yield Leaf(name, kind, path)
+        return
+    for index, (member, inner) in enumerate(zip(kind._fields, kind, strict=True)):
+        yield from _leaves(f"{name}.{member}", inner, (*path, index))
 
 
 @dataclass(frozen=True)
@@ -289,8 +320,8 @@ def build(kernel: Any, variant: Variant, target: Any) -> Any:
     import triton
     from triton.compiler import ASTSource
 
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, kind) in enumerate(variant.signature):
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for name, kind, path in variant.leaves():
         pointer = kind.startswith("*")
         known = (
             [["tt.divisibility", 16]] if (pointer and variant.aligned) or name in variant.divisible else []
@@ -298,9 +329,9 @@ def build(kernel: Any, variant: Variant, target: Any) -> Any:
         if pointer and variant.small and target.backend == "hip":
             known.append(["tt.pointer_range", 32])
         if known:
-            attributes[index,] = known
+            attributes[path] = known
     source = ASTSource(
-        fn=kernel, signature=dict(variant.signature), constexprs=dict(variant.constants), attrs=attributes
+        fn=kernel, signature=dict(variant.signature), constexprs=variant.constants_by_path(), attrs=attributes
     )
     return triton.compile(source, target=target, options=_options(variant))
 
@@ -317,13 +348,14 @@ def _compile(variant: Variant, target: str) -> Binary:
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     while not isinstance(kernel, JITFunction):  # autotuners and heuristics wrap theirs
         kernel = kernel.fn
-    signature, constants = dict(variant.signature), dict(variant.constants)
-    if list(signature) != list(kernel.arg_names):
-        raise ValueError(f"the signature names {list(signature)}, the kernel {list(kernel.arg_names)}")
-    expected = {name for name, kind in signature.items() if kind == "constexpr"}
+    names = [name for name, _ in variant.signature]
+    if names != list(kernel.arg_names):
+        raise ValueError(f"the signature names {names}, the kernel {list(kernel.arg_names)}")
+    types, constants = variant.types(), dict(variant.constants)
+    expected = {name for name, kind in types.items() if kind == "constexpr"}
     if expected != set(constants):
         raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
-    if wrong := set(variant.divisible) - set(signature):
+    if wrong := set(variant.divisible) - set(types):
         raise ValueError(f"no parameters {sorted(wrong)} that could be divisible")
     nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)

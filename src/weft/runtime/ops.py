@@ -31,6 +31,9 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 
 Gradients = dict[str, Tensor | None]
 
+# In the arguments of a backward op that are kept until it runs: what is known only then, the gradient.
+LATER: Any = None
+
 _PLAIN = frozenset({Tensor, Parameter})
 
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.

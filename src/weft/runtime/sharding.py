@@ -263,8 +263,8 @@ class _Call(NamedTuple):
                     name,
                     f"a block of the quantised result has {block} rows, and shards have {shard} at a time",
                     f"Replicate(), or pad it so that each shard has a multiple of {block} rows; or take blocks that "
-                    "lie in one row (1x128, mx or row, and no column-wise copy), or quantise each rank's shard by itself, "
-                    "x.to_local()",
+                    "lie in one row (1x128, mx or row, and no column-wise copy), or quantise each rank's shard by "
+                    "itself, x.to_local()",
                 )
 
     def part(self, name: str, cuts: list[str | None]) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from ..ops import gated_norm
-from ..runtime import catalogue
-from .problem import Call, Inputs, Size, Workload
+from ..ops.norm.gated import GatedNormNeeds
+from .problem import Call, Inputs, Size, Workload, run_op
 
 # Where a shape comes from -> the shape of x. "rows" are tokens, of one sequence where there are several.
 SHAPES: dict[str, tuple[Size, ...]] = {
@@ -56,11 +57,6 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     return Call(gated_norm, _arguments(workload, inputs, shape))
 
 
-def _backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["gated_norm_backward"](*kwargs.values())
-
-
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: the inputs, the gradient, the statistics."""
     made = _arguments(workload, inputs, shape)
@@ -82,9 +78,9 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "act": made.get("act", "sigmoid"),
         "weight_offset": made.get("weight_offset", 0.0),
         "transpose": transpose,
-        "needs": [True, True, True],
+        "needs": GatedNormNeeds(True, True, True),
     }
-    return Call(_backward, kwargs)
+    return Call(functools.partial(run_op, "gated_norm_backward"), kwargs)
 
 
 def _rereads(settings: dict[str, Any]) -> dict[str, Any]:

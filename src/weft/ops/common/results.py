@@ -22,7 +22,7 @@ from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
 from ...runtime import Op
 from .checks import FLOATS, check_out_dtype, check_tensor
-from .copies import reduce_amax
+from .copies import blocks_over_rows, reduce_amax
 
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -47,6 +47,10 @@ class ResultOptions(NamedTuple):
         by_tensor = Format.of(self.format).block == "nvfp4"
         row, col = self.rowwise, self.columnwise
         return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
+
+    def blocks(self) -> tuple[dict[str, str], int]:
+        """For `Sharding`: why the rows of the result cannot be sharded, if so, and how many rows a block has."""
+        return blocks_over_rows(self.format, self.rowwise, self.columnwise, self.scale is not None)
 
 
 class Result(NamedTuple):

@@ -7,6 +7,7 @@ packed QKV) there are two: row r lies at (r // inner) * outer_stride + (r % inne
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -75,6 +76,13 @@ def flat_rows(x: Tensor) -> Tensor:
 
 def contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def empty_where(needs: Iterable[bool], like: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+    """Room for gradients of the tensors in `like`, where they are needed."""
+    for needed, tensor in zip(needs, like, strict=True):
+        there = needed and tensor is not None
+        yield torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if there else None  # type: ignore[union-attr]
 
 
 def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:

@@ -20,53 +20,78 @@ steps are passed straight through.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...language import tl, triton
-from ...quant import Format
-from ...quant.flat import allocate_flat, count_copies, quantize_flat, split_copies
-from ...quant.qtensor import stand_in
-from ...quant.reference import amax_reference, nvfp4_global_reference
-from ...quant.straight import wrap
-from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, kernel
-from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
+from ...quant import Copy, Format
+from ...runtime import LATER, Backward, Gradients, Launch, Sharding, capabilities_of, define_op
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
-from ..common.copies import (
-    STRIPE,
-    blocks_over_rows,
-    cast_mode,
-    check_quantize,
-    copies_and_amax,
-    copy_arguments,
-    count_stripes,
-    reduce_amax,
-    store_codes,
-    store_stripe,
-    stripe_tile,
-    tensor_factor,
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ..common.results import (
+    Result,
+    ResultOptions,
+    allocate_result,
+    make_copies,
+    result_options,
+    result_reference,
 )
-from ..common.results import Result, ResultOptions
-from ..common.rows import (
-    align_of,
-    compute_dtype,
-    contiguous,
-    count_rows,
-    cpu_tile,
-    load_tile,
-    load_vector,
-    tile_mask,
-)
-from ..common.rows import tile_warps as _warps
-from ..common.sums import _sum_kernel
-from ..common.sums import add_to as _add_to
+from ..common.rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, empty_where, tile_warps
+from ..common.sums import sum_partials
 from ..glu.glu import _activated
 from ..quantize import quantize_into
+from .gated_kernels import gated_norm_backward_kernel, gated_norm_kernel, gated_norm_stripe_kernel
 
 Activation = Literal["sigmoid", "silu"]
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class GatedNormArgs(NamedTuple):
+    x: Tensor  # [..., K]
+    gate: Tensor  # like x, or [L, B, ..., K] of an x [B, L, ..., K]
+    weight: Tensor | None  # [K]
+    groups: int
+    act: str
+    eps: float
+    weight_offset: float
+    transpose: bool
+    stats: bool  # rstd is wanted, for the backward
+    result: ResultOptions
+
+
+class GatedNormOutputs(NamedTuple):
+    result: Result
+    rstd: Tensor | None  # fp32 [rows of y * groups]
+
+
+class GatedNormNeeds(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool = False
+    gate: bool = False
+    weight: bool = False
+
+
+class GatedNormGradients(NamedTuple):
+    x: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None
+
+
+class GatedNormBackwardArgs(NamedTuple):
+    x: Tensor
+    gate: Tensor
+    dy: Tensor
+    weight: Tensor | None
+    rstd: Tensor
+    groups: int
+    act: str
+    weight_offset: float
+    transpose: bool
+    needs: GatedNormNeeds
+
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -76,422 +101,48 @@ def _in_order(x: Tensor, transpose: bool) -> Tensor:
     return x.transpose(0, 1) if transpose else x
 
 
-def _split(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def _by_group(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[rows, groups, columns of a group]."""
     return x.reshape(count_rows(x), groups, x.shape[-1] // groups).to(dtype)
 
 
-def gated_norm_reference(
-    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, activation: str, eps: float, weight_offset: float,
-    transpose: bool, stats: bool, out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool,
-    quant_scale: Tensor | None, return_amax: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The definition. x [..., K], gate like it, or [L, B, ..., K] of an x [B, L, ..., K]; weight [K]."""
-    dtype = compute_dtype(x)
-    h = _split(_in_order(x, transpose), groups, dtype)
-    rstd = 1.0 / torch.sqrt(h.square().mean(2) + eps)
-    y = (h * rstd[:, :, None]).reshape(len(h), gate.shape[-1])
-    if weight is not None:
-        y = y * (weight.to(dtype) + weight_offset)
-    y = y * _activated(gate.reshape(y.shape).to(dtype), activation, 1.0)[0]
-    if format is None:
-        outputs = [y.to(out_dtype).view(gate.shape)]
-    else:
-        f = Format.of(format)
-        largest = amax_reference(y) if f.needs_tensor_amax or return_amax else None
-        outputs = [stand_in(_in_order(x, transpose))]
-        outputs += quantize_flat(
-            y.float(), f, rowwise=rowwise, columnwise=columnwise, tensor_amax=largest, scale=quant_scale,
-            input_dtype=torch.float32,
-        )  # fmt: skip
-        if f.block == "nvfp4":
-            assert largest is not None
-            outputs.append(nvfp4_global_reference(largest, f))
-        if return_amax:
-            assert largest is not None
-            outputs.append(largest)
-    return [*outputs, rstd.flatten()] if stats else outputs
+def gated_norm_reference(a: GatedNormArgs) -> GatedNormOutputs:
+    """The definition."""
+    dtype = compute_dtype(a.x)
+    h = _by_group(_in_order(a.x, a.transpose), a.groups, dtype)
+    rstd = 1.0 / torch.sqrt(h.square().mean(2) + a.eps)
+    y = (h * rstd[:, :, None]).reshape(len(h), a.gate.shape[-1])
+    if a.weight is not None:
+        y = y * (a.weight.to(dtype) + a.weight_offset)
+    y = y * _activated(a.gate.reshape(y.shape).to(dtype), a.act, 1.0)[0]
+    return GatedNormOutputs(
+        result_reference(a.result, y, a.gate.shape, a.x), rstd.flatten() if a.stats else None
+    )
 
 
-def gated_norm_backward_reference(
-    x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, groups: int, activation: str,
-    weight_offset: float, transpose: bool, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Of dx, dgate and dweight those that are needed."""
-    dtype = compute_dtype(x)
-    h, g, d = (_split(t, groups, dtype) for t in (_in_order(x, transpose), gate, dy))
-    r = rstd.to(dtype).view(len(h), groups, 1)
+def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradients:
+    dtype, groups = compute_dtype(a.x), a.groups
+    h, g, d = (_by_group(t, groups, dtype) for t in (_in_order(a.x, a.transpose), a.gate, a.dy))
+    r = a.rstd.to(dtype).view(len(h), groups, 1)
     z = h * r
-    w = 1.0 if weight is None else (weight.to(dtype) + weight_offset).view(groups, -1)
-    f, slope = _activated(g, activation, 1.0)
-    outputs = []
-    if needs[0]:
+    w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
+    f, slope = _activated(g, a.act, 1.0)
+    dx = dgate = dweight = None
+    if a.needs.x:
         t = d * f * w
-        dx = (r * (t - z * (t * z).mean(2, keepdim=True))).to(x.dtype)
-        outputs.append(_in_order(dx.view(gate.shape), transpose).contiguous())
-    if needs[1]:
-        outputs.append((d * z * w * slope).to(gate.dtype).view(gate.shape))
-    if needs[2]:
-        assert weight is not None
-        outputs.append((d * f * z).sum(0).flatten().to(weight.dtype))
-    return outputs
-
-
-# ---- kernels --------------------------------------------------------------------------------------------
-# A row of the kernels is one group of a row of y; those of one row of y follow each other.
-
-FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-@triton.jit
-def _place(row, second, third, first_stride, second_stride, third_stride, ALIGN: tl.constexpr):
-    """Where rows lie that are counted in three dimensions [any, second, third]. Offsets have 64 bits; rows have no
-    more than it takes to count them, since long divisions take time and registers."""
-    rest = row // third
-    off = (rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride
-    return tl.multiple_of(off + (row % third).to(tl.int64) * third_stride, ALIGN)
-
-
-@triton.jit
-def _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT: tl.constexpr):
-    """y [R, C] from x, zero where there is no element."""
-    y = x * rstd[:, None]
-    if weight_ptr is not None:
-        y = y * (load_tile(weight_ptr + weight_off[:, None] + col[None, :], mask) + weight_offset)
-    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
-    if mask is not None:
-        y = tl.where(mask, y, 0.0)
-    return y
-
-
-@kernel
-def _gated_norm_kernel(
-    x_ptr,  # [rows, cols]
-    gate_ptr,  # [rows, cols], or None if there is nothing to do but the statistics
-    weight_ptr,  # [groups, cols], or None
-    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    y_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows], or None; written, or read if KNOWN
-    amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
-    bound,  # rows of all programs, of which the last may not exist
-    rows,
-    cols,  # of a group
-    groups,
-    second,  # rows are counted in three dimensions, and each of x and gate has three strides
-    third,
-    x_first_stride,
-    x_second_stride,
-    x_third_stride,
-    gate_first_stride,
-    gate_second_stride,
-    gate_third_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    eps,
-    weight_offset,
-    ACT: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the quantised copy, or None
-    CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    KNOWN: tl.constexpr,  # the statistics are given
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
-    LOOP: tl.constexpr,
-    ALIGN: tl.constexpr,  # cols and all strides are multiples of it
-    COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
-):
-    """ROWS groups in full to a program: y, or its row-wise copy; or no more than the statistics."""
-    cols = (cols // ALIGN) * ALIGN
-    row = tl.program_id(0).to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    ROWS_MASKED: tl.constexpr = ROWS > 1
-    x_off = _place(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
-    gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
-    weight_off = tl.multiple_of((row % groups) * cols, ALIGN)
-    y_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
-    piece = tl.arange(0, TILE)
-
-    if not LOOP:
-        mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
-        x = load_tile(x_ptr + x_off[:, None] + piece[None, :], mask)  # [ROWS, TILE]
-    if KNOWN:
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-    else:
-        if LOOP:
-            squares = tl.zeros((ROWS,), tl.float32)
-            for start in range(0, cols, TILE):
-                col = start + piece
-                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-                squares += tl.sum(x * x, axis=1)
-        else:
-            squares = tl.sum(x * x, axis=1)
-        count = tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)
-        rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(squares, count) + eps))
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd, mask=row < rows)
-
-    if gate_ptr is not None:
-        if given_ptr is not None:
-            given = tl.load(given_ptr)
-        else:
-            given = 0.0
-        BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
-        BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-        if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
-            largest = tl.zeros((ROWS,), tl.float32)
-            for start in range(0, cols, TILE):
-                col = start + piece
-                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-                y = _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT)
-                largest = larger(largest, amax(y, axis=1))
-
-        program_amax = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
-            exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            if LOOP:
-                value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
-            else:
-                value = x
-            y = _gated(
-                value, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, exists, ACT
-            )
-            if amax_ptr is not None:
-                program_amax = larger(program_amax, amax(y, axis=1))
-            if y_ptr is not None:
-                tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
-            if FORMAT is not None:
-                if BY_TENSOR:
-                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
-                    codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
-                elif BY_ROW:
-                    if not LOOP:
-                        largest = amax(y, axis=1)
-                    row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
-                    codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-                    tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
-                else:  # blocks of a row of y lie in one group, or there is but one
-                    codes, scale = quantize_rows(y, None, given, FP32_MAX, FORMAT, CAST)
-                    G: tl.constexpr = FORMAT.group
-                    blocks = (cols + G - 1) // G
-                    block = start // G + tl.arange(0, TILE // G)
-                    block_off = (((row % groups) * blocks)[:, None] + block[None, :]).to(tl.int64)
-                    scale_off = (row // groups).to(tl.int64)[:, None] * data_scale_row_stride
-                    scale_off += block_off * data_scale_col_stride
-                    scale_mask = tile_mask(row, block, rows, blocks, ROWS_MASKED, COLS_MASKED)
-                    tl.store(data_scale_ptr + scale_off, scale, mask=scale_mask)
-                # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
-                data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
-                store_codes(
-                    codes, data_ptr, row.to(tl.int64), start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED,
-                    COLS_MASKED,
-                )  # fmt: skip
-        if amax_ptr is not None:
-            tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
-
-
-@kernel
-def _gated_norm_stripe_kernel(
-    x_ptr,  # [tokens, cols]
-    gate_ptr,  # [tokens, cols]
-    weight_ptr,  # [cols], or None
-    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    rstd_ptr,  # [tokens, groups]
-    amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
-    data_t_ptr,  # column-wise codes, or None
-    data_t_scale_ptr,
-    bound,  # rows of all programs, of which the last may not exist
-    tokens,
-    cols,  # of all groups
-    groups,
-    second,  # as above; a token is `groups` rows
-    third,
-    x_first_stride,
-    x_second_stride,
-    x_third_stride,
-    gate_first_stride,
-    gate_second_stride,
-    gate_third_stride,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    weight_offset,
-    ACT: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    ROWS: tl.constexpr,  # tokens of a stripe: the longest block along them
-    TILE: tl.constexpr,
-    WITHIN: tl.constexpr,  # every tile lies in one group
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """A tile as tall as the longest block: its copies, made from the same registers. The statistics are known."""
-    cols = (cols // ALIGN) * ALIGN
-    tiles = tl.cdiv(cols, TILE)
-    stripe = (tl.program_id(0) // tiles).to(tl.int64)
-    token = stripe.to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = (tl.program_id(0) % tiles) * TILE
-    col = start + tl.arange(0, TILE)  # [TILE]
-    mask = tile_mask(token, col, tokens, cols, True, COLS_MASKED)
-    row = token * groups  # the first group of each
-    x_off = _place(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
-    gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
-    y = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-    if WITHIN:
-        rstd = tl.load(rstd_ptr + (row + start // (cols // groups)), mask=token < tokens, other=0.0)
-        y = y * rstd[:, None]
-    else:
-        y = y * load_tile(rstd_ptr + (row[:, None] + (col // (cols // groups))[None, :]), mask)
-    if weight_ptr is not None:
-        y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
-    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
-    y = tl.where(mask, y, 0.0)
-    if given_ptr is not None:
-        given = tl.load(given_ptr)
-    else:
-        given = 0.0
-    store_stripe(
-        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, tokens,
-        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
-        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-    )  # fmt: skip
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
-
-
-@triton.jit
-def _gradient_of_y(
-    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-    ACT: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """(z, d, t, the slope's share of dgate) [R, C] as the module's formulas name them, zero where there is none."""
-    z = load_tile(x_ptr + x_off[:, None] + col[None, :], mask) * rstd
-    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
-    f, slope = activate_with_slope(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
-    d = dy * f
-    t = d
-    through = dy * slope
-    if weight_ptr is not None:
-        weight = load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset  # [1, C]
-        t = t * weight
-        through = through * weight
-    return z, d, t, through
-
-
-@kernel
-def _gated_norm_backward_kernel(
-    x_ptr,  # [rows, cols]
-    gate_ptr,  # [rows, cols]
-    dy_ptr,  # [rows, cols]
-    weight_ptr,  # [groups, cols], or None
-    rstd_ptr,  # [rows]
-    dx_ptr,  # [rows, cols], or None
-    dgate_ptr,  # [rows, cols], or None
-    dweight_ptr,  # partial sums [parts, groups, cols] in fp32, or None
-    bound,  # rows of all programs, of which the last may not exist
-    tokens,  # rows of a group
-    program_tokens,
-    cols,  # of a group
-    groups,
-    second,  # rows are counted in three dimensions, and each of x, gate, dy and dx has three strides
-    third,
-    x_first_stride,
-    x_second_stride,
-    x_third_stride,
-    gate_first_stride,
-    gate_second_stride,
-    gate_third_stride,
-    dy_first_stride,
-    dy_second_stride,
-    dy_third_stride,
-    dx_first_stride,
-    dx_second_stride,
-    dx_third_stride,
-    weight_offset,
-    ACT: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    LOOP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """A run of tokens of one group: dx and dgate of each, and the sum over them.
-
-    Without LOOP the sum stays in registers until the last token. With it, it lies in the program's own row of the
-    partial sums, which it reads and writes for each of its tokens.
-    """
-    cols = (cols // ALIGN) * ALIGN
-    program = tl.program_id(0)
-    group = program % groups
-    if weight_ptr is not None:
-        weight_ptr += tl.multiple_of(group.to(tl.int64) * cols, ALIGN)
-    sums_off = tl.multiple_of(program.to(tl.int64) * cols, ALIGN)  # [parts, groups, cols]
-    first = (program // groups).to(bound.dtype) * program_tokens
-    last = tl.minimum(first + program_tokens, tokens)
-    piece = tl.arange(0, TILE)
-    ROWS_MASKED: tl.constexpr = ROWS > 1
-    count = cols.to(tl.float32)
-
-    sums = tl.zeros((ROWS, TILE), tl.float32)
-    for begin in range(first, last, ROWS):
-        token = begin + tl.arange(0, ROWS)  # [ROWS]
-        row = token * groups + group
-        x_off = _place(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
-        gate_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN)
-        dy_off = _place(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride, ALIGN)
-        dx_off = _place(row, second, third, dx_first_stride, dx_second_stride, dx_third_stride, ALIGN)
-        dgate_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
-        rstd = tl.load(rstd_ptr + row, mask=token < last, other=0.0)[:, None]
-
-        tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
-        if LOOP and dx_ptr is not None:
-            for start in range(0, cols, TILE):
-                col = start + piece
-                mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                z, _, t, _ = _gradient_of_y(
-                    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                    ACT, COLS_MASKED,
-                )  # fmt: skip
-                tz += tl.sum(t * z, axis=1)
-
-        for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
-            mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, d, t, through = _gradient_of_y(
-                x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                ACT, COLS_MASKED,
-            )  # fmt: skip
-            if dx_ptr is not None:
-                if not LOOP:
-                    tz = tl.sum(t * z, axis=1)
-                dx = (t - z * (tz / count)[:, None]) * rstd
-                tl.store(dx_ptr + dx_off[:, None] + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            if dgate_ptr is not None:
-                dgate = (through * z).to(dgate_ptr.dtype.element_ty)
-                tl.store(dgate_ptr + dgate_off[:, None] + col[None, :], dgate, mask=mask)
-            if dweight_ptr is not None:
-                if LOOP:
-                    _add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), begin > first, col, cols)
-                else:
-                    sums += d * z  # zero where there is no element
-    if dweight_ptr is not None and not LOOP:
-        tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)
+        dx = (r * (t - z * (t * z).mean(2, keepdim=True))).to(a.x.dtype)
+        dx = _in_order(dx.view(a.gate.shape), a.transpose).contiguous()
+    if a.needs.gate:
+        dgate = (d * z * w * slope).to(a.gate.dtype).view(a.gate.shape)
+    if a.needs.weight and a.weight is not None:
+        dweight = (d * f * z).sum(0).flatten().to(a.weight.dtype)
+    return GatedNormGradients(dx, dgate, dweight)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GroupConfig:
+class GroupConfig(NamedTuple):
     """How groups are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
 
     rows: int
@@ -512,7 +163,9 @@ class GroupConfig:
         tile = min(tile, most // 2 if loop else most)
         # Where an access has one element, its address is longer than it.
         rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
-        return GroupConfig(rows, tile, loop, _warps(rows * tile * (2 if loop and backward else 1), target))
+        return GroupConfig(
+            rows, tile, loop, tile_warps(rows * tile * (2 if loop and backward else 1), target)
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -561,34 +214,11 @@ def _has_no_gaps(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() > 2 and x.transpose(0, 1).is_contiguous())
 
 
-@functools.cache
-def _rows_launch(
-    act: str, spec: str | None, cast: int, static: bool, known: bool, config: GroupConfig, align: int, masked: bool
-) -> Launch:  # fmt: skip
-    return Launch.of(
-        _gated_norm_kernel, num_warps=config.num_warps, ACT=act, FORMAT=spec and Format.of(spec), CAST=cast,
-        STATIC=static, KNOWN=known, ROWS=config.rows, TILE=config.tile, LOOP=config.loop, ALIGN=align,
-        COLS_MASKED=masked,
-    )  # fmt: skip
-
-
-def _allocate_gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, activation: str, eps: float, weight_offset: float,
-    transpose: bool, stats: bool, out_dtype: torch.dtype, format: str | None, rowwise: bool, columnwise: bool,
-    quant_scale: Tensor | None, return_amax: bool,
-) -> list[Tensor]:  # fmt: skip
-    if format is None:
-        outputs = [torch.empty(gate.shape, dtype=out_dtype, device=x.device)]
-    else:
-        outputs = [stand_in(_in_order(x, transpose))]
-        outputs += allocate_flat(
-            Format.of(format), count_rows(gate), gate.shape[-1], x.device, rowwise=rowwise, columnwise=columnwise
-        )  # fmt: skip
-        if return_amax:
-            outputs.append(torch.empty((), dtype=torch.float32, device=x.device))
-    if stats:
-        outputs.append(torch.empty(count_rows(gate) * groups, dtype=torch.float32, device=x.device))
-    return outputs
+def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
+    rstd = None
+    if a.stats:
+        rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
+    return GatedNormOutputs(allocate_result(a.result, a.gate.shape, a.x), rstd)
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
@@ -600,153 +230,178 @@ def _within_groups(format: Format, groups: int, cols: int) -> bool:
     return format.block != "row" and cols % max(format.group, format.packed) == 0
 
 
-def _launch_gated_norm(
-    outputs: list[Tensor], x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, activation: str, eps: float,
-    weight_offset: float, transpose: bool, stats: bool, out_dtype: torch.dtype, format: str | None, rowwise: bool,
-    columnwise: bool, quant_scale: Tensor | None, return_amax: bool,
-) -> None:  # fmt: skip
-    width = gate.shape[-1]
-    cols, rows = width // groups, gate.numel() // width * groups
-    target = capabilities_of(x.device)
-    weight = contiguous(weight)
-    (x, gate), levels = _laid_out(groups, (_in_order(x, transpose), gate))
-    rstd = outputs[-1] if stats else None
-    align = align_of(cols, *levels[2:])
+class _Constants(NamedTuple):
+    """What decides the code of the kernel over rows."""
 
-    if format is None:
-        config = GroupConfig.choose(cols, 1, False, align, target.target)
-        programs = -(-rows // config.rows)
-        _rows_launch(activation, None, 0, False, False, config, align, cols % config.tile != 0)(
-            (programs, 1, 1),
-            (x, gate, weight, None, outputs[0], rstd, None, None, None),
-            (programs * config.rows, rows, cols, groups, *levels, 0, 0),
-            (eps, weight_offset),
-        )
-        return
+    act: str
+    format: str | None
+    cast: int
+    static: bool
+    known: bool
+    config: GroupConfig
+    align: int
+    cols_masked: bool
 
-    f = Format.of(format)
-    cast = cast_mode(target)
-    row_copy, col_copy = split_copies(f, outputs[1:], rowwise=rowwise, columnwise=columnwise)
-    count = count_copies(f, rowwise=rowwise, columnwise=columnwise)
-    amax_out = outputs[1 + count] if return_amax else None
-    config = GroupConfig.choose(cols, f.group, False, align, target.target)
-    programs = -(-rows // config.rows)
-    by_tensor = f.needs_tensor_amax and quant_scale is None
-    direct = row_copy is not None and _within_groups(f, groups, cols)
-    further = col_copy is not None or not direct  # something is made from the statistics, after them
-    if (by_tensor or further) and rstd is None:
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+
+@functools.cache
+def _rows_launch(c: _Constants) -> Launch:
+    return Launch.of(
+        gated_norm_kernel,
+        num_warps=c.config.num_warps,
+        ACT=c.act,
+        FORMAT=c.format and Format.of(c.format),
+        CAST=c.cast,
+        STATIC=c.static,
+        KNOWN=c.known,
+        ROWS=c.config.rows,
+        TILE=c.config.tile,
+        LOOP=c.config.loop,
+        ALIGN=c.align,
+        COLS_MASKED=c.cols_masked,
+    )
+
+
+class _GatedNorm:
+    """One call: where its tensors lie, and its passes."""
+
+    def __init__(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
+        self.o, self.a = o, a
+        self.width = width = a.gate.shape[-1]
+        self.cols = width // a.groups
+        self.rows = a.gate.numel() // width * a.groups
+        self.target = capabilities_of(a.x.device)
+        self.weight = contiguous(a.weight)
+        (self.x, self.gate), self.levels = _laid_out(a.groups, (_in_order(a.x, a.transpose), a.gate))
+        self.align = align_of(self.cols, *self.levels[2:])
+        self.rstd = o.rstd
+        self.cast = 0
+
+    def plain(self) -> None:
+        self._over_groups(self._config(1), None, None, self.o.result.y, None, False)
+
+    def quantized(self) -> None:
+        o, a = self.o, self.a
+        assert a.result.format is not None
+        self.format = f = Format.of(a.result.format)
+        self.cast = cast_mode(self.target)
+        direct = _within_groups(f, a.groups, self.cols)
+        if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
+            y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
+            self._over_groups(self._config(f.group), None, None, y, None, False)
+            quantize_into(o.result, a.result, y)
+            return
+        by_tensor = f.needs_tensor_amax and a.result.scale is None
+        if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
+            # There is more than one pass: the later ones read the statistics.
+            self.rstd = torch.empty(self.rows, dtype=torch.float32, device=self.x.device)
+        make_copies(o.result, a.result, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+
+    def _config(self, smallest_tile: int) -> GroupConfig:
+        return GroupConfig.choose(self.cols, smallest_tile, False, self.align, self.target.target)
 
     def rows_pass(
-        spec: str | None, partials: Tensor | None, y: Tensor | None = None, known: bool = False
-    ) -> None:
-        data, data_scale, _, *strides = copy_arguments(None if spec is None else row_copy)
-        idle = spec is None and partials is None and y is None  # no more than the statistics
-        _rows_launch(
-            activation, spec, cast, quant_scale is not None, known, config, align, cols % config.tile != 0
-        )(
+        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+    ) -> Tensor | None:
+        config = self._config(self.format.group)
+        partials = None
+        if wants_amax:
+            partials = torch.empty(-(-self.rows // config.rows), dtype=torch.float32, device=self.x.device)
+        self._over_groups(config, copy, given, None, partials, known)
+        return partials
+
+    def _over_groups(
+        self, config: GroupConfig, copy: Copy | None, given: Tensor | None, y: Tensor | None,
+        partials: Tensor | None, known: bool,
+    ) -> None:  # fmt: skip
+        a = self.a
+        idle = copy is None and partials is None and y is None  # no more than the statistics
+        programs = -(-self.rows // config.rows)
+        data, data_scale, _, *strides = copy_arguments(copy)
+        constants = _Constants(
+            a.act,
+            None if copy is None else a.result.format,
+            self.cast,
+            a.result.scale is not None,
+            known,
+            config,
+            self.align,
+            self.cols % config.tile != 0,
+        )
+        _rows_launch(constants)(
             (programs, 1, 1),
             (
-                x, None if idle else gate, None if idle else weight, given if spec else None, y, rstd, partials,
-                data, data_scale,
+                self.x, None if idle else self.gate, None if idle else self.weight, given if copy else None, y,
+                self.rstd, partials, data, data_scale,
             ),
-            (programs * config.rows, rows, cols, groups, *levels, *strides),
-            (eps, weight_offset),
+            (programs * config.rows, self.rows, self.cols, a.groups, *self.levels, *strides),
+            (a.eps, a.weight_offset),
         )  # fmt: skip
 
-    given = quant_scale
-    if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
-        y = torch.empty(gate.shape, dtype=torch.float32, device=x.device)
-        rows_pass(None, None, y)
-        parts = [*outputs[1 : 1 + count + return_amax], None]
-        quantize_into(
-            Result(y, parts[0], parts[1], amax=parts[2]),
-            ResultOptions(y.dtype, format, True, False, None, return_amax),
-            y,
+    def stripes_pass(
+        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        groups, tokens = self.a.groups, self.rows // self.a.groups
+        tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
+        stripes = count_stripes(tokens, self.width)
+        tiles = stripes * -(-self.width // tile)
+        partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(row)
+        data_t, data_t_scale, *strides_t = copy_arguments(col)
+        launch = Launch.of(
+            gated_norm_stripe_kernel,
+            num_warps=16 if self.align == 1 and self.target.backend == "cuda" else num_warps,
+            ACT=self.a.act,
+            FORMAT=self.format,
+            CAST=self.cast,
+            STATIC=self.a.result.scale is not None,
+            ROWS=STRIPE,
+            TILE=tile,
+            WITHIN=self.cols % tile == 0,
+            ALIGN=self.align,
+            COLS_MASKED=self.width % tile != 0,
         )
-        return
+        launch(
+            (tiles, 1, 1),
+            (
+                self.x,
+                self.gate,
+                self.weight,
+                given,
+                self.rstd,
+                partials,
+                data,
+                data_scale,
+                data_t,
+                data_t_scale,
+            ),
+            (stripes * STRIPE * groups, tokens, self.width, groups, *self.levels, *strides, *strides_t),
+            (self.a.weight_offset,),
+        )
+        return partials
 
-    partials = None
-    scales = [copy.scale for copy in (row_copy, col_copy) if copy is not None]
-    if quant_scale is not None:
-        for copied in scales:
-            copied.copy_(quant_scale.reshape(1, 1))
-    # A pass over the groups takes their statistics and makes the row-wise copy, if that needs no more.
-    if by_tensor:
-        partials = torch.empty(programs, dtype=torch.float32, device=x.device)
-        rows_pass(None, partials)
-        given = amax_out if amax_out is not None else torch.empty((), dtype=torch.float32, device=x.device)
-        if f.block == "nvfp4":
-            scales = [outputs[count]]
-        reduce_amax(partials, f, torch.float32, amax=given, scales=scales)
-        amax_out = None
-        if not further:
-            rows_pass(format, None, known=True)
-            return
-    elif direct:
-        if amax_out is not None:
-            partials = torch.empty(programs, dtype=torch.float32, device=x.device)
-        rows_pass(format, partials)
-        if partials is not None:
-            reduce_amax(partials, None, torch.float32, amax=amax_out)
-            amax_out = None
-        if not further:
-            return
-        row_copy = None
+
+def _launch_gated_norm(o: GatedNormOutputs, a: GatedNormArgs) -> None:
+    call = _GatedNorm(o, a)
+    if a.result.format is None:
+        call.plain()
     else:
-        rows_pass(None, None)
-
-    tokens = rows // groups
-    tile, num_warps = stripe_tile(f.block, target.target, norm=True)
-    if align == 1 and target.backend == "cuda":
-        num_warps = 16
-    stripes = count_stripes(tokens, width)
-    tiles = stripes * -(-width // tile)
-    partials = None
-    if amax_out is not None:
-        partials = torch.empty(tiles, dtype=torch.float32, device=x.device)
-    data, data_scale, *strides = copy_arguments(row_copy)
-    data_t, data_t_scale, *strides_t = copy_arguments(col_copy)
-    launch = Launch.of(
-        _gated_norm_stripe_kernel, num_warps=num_warps, ACT=activation, FORMAT=f, CAST=cast,
-        STATIC=quant_scale is not None, ROWS=STRIPE, TILE=tile, WITHIN=cols % tile == 0, ALIGN=align,
-        COLS_MASKED=width % tile != 0,
-    )  # fmt: skip
-    launch(
-        (tiles, 1, 1),
-        (x, gate, weight, given, rstd, partials, data, data_scale, data_t, data_t_scale),
-        (stripes * STRIPE * groups, tokens, width, groups, *levels, *strides, *strides_t),
-        (weight_offset,),
-    )
-    if partials is not None:
-        reduce_amax(partials, None, torch.float32, amax=amax_out)
+        call.quantized()
 
 
-def _allocate_gated_norm_backward(
-    x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, groups: int, activation: str,
-    weight_offset: float, transpose: bool, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    return [
-        torch.empty(t.shape, dtype=t.dtype, device=x.device)
-        for t, need in zip((x, gate, weight), needs, strict=True)
-        if need and t is not None
-    ]
+def _allocate_gated_norm_backward(a: GatedNormBackwardArgs) -> GatedNormGradients:
+    return GatedNormGradients(*empty_where(a.needs, (a.x, a.gate, a.weight)))
 
 
-def _launch_gated_norm_backward(
-    outputs: list[Tensor], x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, groups: int,
-    activation: str, weight_offset: float, transpose: bool, needs: list[bool],
-) -> None:  # fmt: skip
-    width = gate.shape[-1]
-    cols, tokens = width // groups, gate.numel() // width
-    target = capabilities_of(x.device)
-    weight = contiguous(weight)
-    results = iter(outputs)
-    dx, dgate, dweight = (next(results) if need else None for need in needs)
+def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
+    groups, width = a.groups, a.gate.shape[-1]
+    cols, tokens = width // groups, a.gate.numel() // width
+    target = capabilities_of(a.x.device)
     (x, gate, dy), levels = _laid_out(
-        groups, (_in_order(x, transpose), gate, dy), None if dx is None else _in_order(dx, transpose)
+        groups,
+        (_in_order(a.x, a.transpose), a.gate, a.dy),
+        None if o.x is None else _in_order(o.x, a.transpose),
     )
-    if dx is None:
+    if o.x is None:
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
     config = GroupConfig.choose(cols, 1, True, align, target.target)
@@ -756,77 +411,86 @@ def _launch_gated_norm_backward(
     program_tokens = -(-program_tokens // config.rows) * config.rows
     parts = -(-tokens // program_tokens)
     sums = None
-    if dweight is not None:
+    if o.weight is not None:
         sums = torch.empty((parts, width), dtype=torch.float32, device=x.device)
     launch = Launch.of(
-        _gated_norm_backward_kernel, num_warps=config.num_warps, ACT=activation, ROWS=config.rows, TILE=config.tile,
-        LOOP=config.loop, ALIGN=align, COLS_MASKED=cols % config.tile != 0,
-    )  # fmt: skip
+        gated_norm_backward_kernel,
+        num_warps=config.num_warps,
+        ACT=a.act,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        ALIGN=align,
+        COLS_MASKED=cols % config.tile != 0,
+    )
     launch(
         (parts * groups, 1, 1),
-        (x, gate, dy, weight, rstd, dx, dgate, sums),
+        (x, gate, dy, contiguous(a.weight), a.rstd, o.x, o.gate, sums),
         (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
-        (weight_offset,),
+        (a.weight_offset,),
     )
-    if dweight is not None:
-        # Few columns and hundreds of rows: many loads have to be under way at once.
-        piece, tile = (1, 256) if target.target == "cpu" else (32, 64)
-        launch = Launch.of(_sum_kernel, num_warps=4, ROWS=piece, TILE=tile, ALIGN=align_of(width))
-        launch((-(-width // tile), 1, 1), (sums, dweight), (parts, width))
+    if o.weight is not None and sums is not None:
+        sum_partials(sums, o.weight)
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _setup_gated_norm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, gate, weight, groups, activation, _, weight_offset, transpose = inputs[:8]
-    ctx.save_for_backward(x, gate, weight, output[-1])
-    ctx.options = (groups, activation, weight_offset, transpose)
-    ctx.inputs = len(inputs)
-    ctx.mark_non_differentiable(*output[1:])
+def _keep(a: GatedNormArgs, o: GatedNormOutputs) -> GatedNormBackwardArgs:
+    assert o.rstd is not None
+    return GatedNormBackwardArgs(
+        x=a.x,
+        gate=a.gate,
+        dy=LATER,
+        weight=a.weight,
+        rstd=o.rstd,
+        groups=a.groups,
+        act=a.act,
+        weight_offset=a.weight_offset,
+        transpose=a.transpose,
+        needs=GatedNormNeeds(),
+    )
 
 
-def _gated_norm_gradients(ctx: Any, grads: Any) -> Any:
-    x, gate, weight, rstd = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    results = iter(gated_norm_backward_op(x, gate, grads[0], weight, rstd, *ctx.options, needs))
-    return *(next(results) if need else None for need in needs), *[None] * (ctx.inputs - 3)
+def _gradients(b: Backward) -> Gradients:
+    args: GatedNormBackwardArgs = b.kept
+    needs = GatedNormNeeds(b.needs.x, b.needs.gate, b.needs.weight)
+    return gated_norm_backward_op(args._replace(dy=b.grads.result.y, needs=needs))._asdict()
 
 
-def _shard_gated_norm(a: Any) -> Sharding:
-    rows = "... k"
-    outputs = {"y": rows, **copies_and_amax(a.format, a.rowwise, a.columnwise, a.return_amax)}
-    if a.stats:
-        outputs["rstd"] = None
-    joint, block = blocks_over_rows(a.format, a.rowwise, a.columnwise, a.quant_scale is not None)
-    of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else rows
+def _shard(a: GatedNormArgs) -> Sharding:
+    joint, block = a.result.blocks()
+    of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
     return Sharding(
-        {"gate": rows, "x": of_x, "weight": "k", "quant_scale": ""},
-        outputs,
+        {"gate": "... k", "x": of_x, "weight": "k", "result_scale": ""},
+        {"result_y": "... k", "result_amax": "max:"},
         {"k": "the norm is taken over it", **joint},
         block,
     )
 
 
-gated_norm_backward_op = define_flat_op(
-    "gated_norm_backward(Tensor x, Tensor gate, Tensor dy, Tensor? weight, Tensor rstd, SymInt groups, "
-    "str activation, float weight_offset, bool transpose, bool[] needs) -> Tensor[]",
+gated_norm_backward_op = define_op(
+    "gated_norm_backward",
+    GatedNormBackwardArgs,
+    GatedNormGradients,
     allocate=_allocate_gated_norm_backward,
     launch=_launch_gated_norm_backward,
     reference=gated_norm_backward_reference,
+    present=lambda a: a.needs,
     variants=32,
 )
 
-gated_norm_op = define_flat_op(
-    "gated_norm(Tensor x, Tensor gate, Tensor? weight, SymInt groups, str activation, float eps, "
-    "float weight_offset, bool transpose, bool stats, ScalarType out_dtype, str? format, bool rowwise, "
-    "bool columnwise, Tensor? quant_scale, bool return_amax) -> Tensor[]",
+gated_norm_op = define_op(
+    "gated_norm",
+    GatedNormArgs,
+    GatedNormOutputs,
     allocate=_allocate_gated_norm,
     launch=_launch_gated_norm,
     reference=gated_norm_reference,
-    setup_context=_setup_gated_norm,
-    backward=_gated_norm_gradients,
-    sharding=_shard_gated_norm,
+    present=lambda a: GatedNormOutputs(a.result.present(), a.stats),  # type: ignore[arg-type]
+    keep=_keep,
+    backward=_gradients,
+    sharding=_shard,
     variants=72,
 )
 
@@ -896,17 +560,15 @@ def gated_norm(
         check_tensor("weight", weight, FLOATS, x.device, (cols,))
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"act must be 'sigmoid' or 'silu'; got {act!r}")
-    format = check_quantize(quantize, rowwise, columnwise, quant_scale, return_amax, out_dtype, x.device)
+    options = result_options(
+        x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
+        out_dtype=out_dtype,
+    )  # fmt: skip
     stats = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or (weight is not None and weight.requires_grad)
     )
-    outputs = gated_norm_op(
-        x, gate, weight, groups, act, epsilon(eps, x), real("weight_offset", weight_offset), transpose, stats,
-        out_dtype or x.dtype, None if format is None else format.spec, rowwise, columnwise, quant_scale, return_amax,
-    )  # fmt: skip
-    if format is None:
-        return outputs[0]
-    q = wrap(outputs[0], format, *split_copies(format, outputs[1:], rowwise=rowwise, columnwise=columnwise))
-    if not return_amax:
-        return q
-    return q, outputs[1 + count_copies(format, rowwise=rowwise, columnwise=columnwise)]
+    offset = real("weight_offset", weight_offset)
+    a = GatedNormArgs(x, gate, weight, groups, act, epsilon(eps, x), offset, transpose, stats, options)
+    result = gated_norm_op(a).result
+    y = result.value(options)
+    return y if result.amax is None else (y, result.amax)

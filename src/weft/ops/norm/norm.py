@@ -28,9 +28,18 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, is_distributed
+from ...runtime import (
+    LATER,
+    Backward,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    define_op,
+    is_distributed,
+)
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
-from ..common.copies import STRIPE, blocks_over_rows, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import (
     Result,
     ResultOptions,
@@ -46,6 +55,7 @@ from ..common.rows import (
     contiguous,
     count_rows,
     cpu_tile,
+    empty_where,
     one_stride,
     row_strides,
     tile_warps,
@@ -81,11 +91,11 @@ class NormOutputs(NamedTuple):
 class NormNeeds(NamedTuple):
     """Which gradients are wanted."""
 
-    x: bool
-    weight: bool
-    bias: bool
-    scale: bool
-    shift: bool
+    x: bool = False
+    weight: bool = False
+    bias: bool = False
+    scale: bool = False
+    shift: bool = False
 
 
 class NormGradients(NamedTuple):
@@ -424,13 +434,7 @@ def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
 
 
 def _allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:
-    like = NormGradients(a.h, a.weight, a.bias, a.scale, a.scale)
-    return NormGradients(
-        *(
-            torch.empty(t.shape, dtype=t.dtype, device=a.h.device) if t is not None and needed else None
-            for t, needed in zip(like, a.needs, strict=True)
-        )
-    )
+    return NormGradients(*empty_where(a.needs, (a.h, a.weight, a.bias, a.scale, a.scale)))
 
 
 def _launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
@@ -501,20 +505,26 @@ def _launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
 
 
 class _Kept(NamedTuple):
-    args: NormBackwardArgs  # dy, dresidual and needs are not known yet
+    args: NormBackwardArgs
     shift: Tensor | None  # of a modulation without scale
 
 
 def _keep(a: NormArgs, o: NormOutputs) -> _Kept:
-    h = a.x if o.residual is None else o.residual
-    unknown: Any = None
+    assert o.rstd is not None
     args = NormBackwardArgs(
-        h, unknown, None, a.weight, a.bias, a.scale, o.rstd, o.mean, a.weight_offset, a.casting, _NO_NEEDS  # type: ignore[arg-type]
-    )  # fmt: skip
+        h=a.x if o.residual is None else o.residual,
+        dy=LATER,
+        dresidual=LATER,
+        weight=a.weight,
+        bias=a.bias,
+        scale=a.scale,
+        rstd=o.rstd,
+        mean=o.mean,
+        weight_offset=a.weight_offset,
+        casting=a.casting,
+        needs=NormNeeds(),
+    )
     return _Kept(args, a.shift if a.scale is None else None)
-
-
-_NO_NEEDS = NormNeeds(False, False, False, False, False)
 
 
 def _gradients(b: Backward) -> Gradients:
@@ -543,9 +553,7 @@ def _gradients(b: Backward) -> Gradients:
 
 def _shard(a: NormArgs) -> Sharding:
     rows = "... k"
-    joint, block = blocks_over_rows(
-        a.result.format, a.result.rowwise, a.result.columnwise, a.result.scale is not None
-    )
+    joint, block = a.result.blocks()
     return Sharding(
         {
             "x": rows,

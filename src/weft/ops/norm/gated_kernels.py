@@ -1,0 +1,364 @@
+"""The kernels of the gated norm. What they compute, and the names, are those of `gated.py`.
+
+A row of the kernels is one group of a row of y; the groups of one row of y follow each other.
+"""
+
+from __future__ import annotations
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
+from ..common.copies import store_codes, store_stripe, tensor_factor
+from ..common.results import FP32_MAX
+from ..common.rows import load_tile, load_vector, tile_mask
+from ..common.sums import add_to
+
+
+@triton.jit
+def _row_offset(row, second, third, first_stride, second_stride, third_stride, ALIGN: tl.constexpr):
+    """Where rows lie that are counted in three dimensions [any, second, third]. Offsets have 64 bits; rows have no
+    more than it takes to count them, since long divisions take time and registers."""
+    rest = row // third
+    off = (rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride
+    return tl.multiple_of(off + (row % third).to(tl.int64) * third_stride, ALIGN)
+
+
+@triton.jit
+def _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT: tl.constexpr):
+    """y [R, C] from x, zero where there is no element."""
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y = y * (load_tile(weight_ptr + weight_off[:, None] + col[None, :], mask) + weight_offset)
+    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    if mask is not None:
+        y = tl.where(mask, y, 0.0)
+    return y
+
+
+@kernel
+def gated_norm_kernel(
+    x_ptr,  # [rows, cols]
+    gate_ptr,  # [rows, cols], or None if there is nothing to do but the statistics
+    weight_ptr,  # [groups, cols], or None
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    y_ptr,  # [rows, cols], or None
+    rstd_ptr,  # [rows], or None; written, or read if KNOWN
+    amax_ptr,  # [programs], or None
+    data_ptr,  # row-wise codes, or None
+    data_scale_ptr,
+    bound,  # rows of all programs, of which the last may not exist
+    rows,
+    cols,  # of a group
+    groups,
+    second,  # rows are counted in three dimensions, and each of x and gate has three strides
+    third,
+    x_first_stride,
+    x_second_stride,
+    x_third_stride,
+    gate_first_stride,
+    gate_second_stride,
+    gate_third_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    eps,
+    weight_offset,
+    ACT: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the quantised copy, or None
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    KNOWN: tl.constexpr,  # the statistics are given
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
+    LOOP: tl.constexpr,
+    ALIGN: tl.constexpr,  # cols and all strides are multiples of it
+    COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
+):
+    """ROWS groups in full to a program: y, or its row-wise copy; or no more than the statistics."""
+    cols = (cols // ALIGN) * ALIGN
+    row = tl.program_id(0).to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    ROWS_MASKED: tl.constexpr = ROWS > 1
+    x_off = _row_offset(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
+    gate_off = _row_offset(
+        row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN
+    )
+    weight_off = tl.multiple_of((row % groups) * cols, ALIGN)
+    y_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
+    piece = tl.arange(0, TILE)
+
+    if not LOOP:
+        mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
+        x = load_tile(x_ptr + x_off[:, None] + piece[None, :], mask)  # [ROWS, TILE]
+    if KNOWN:
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    else:
+        if LOOP:
+            squares = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+                squares += tl.sum(x * x, axis=1)
+        else:
+            squares = tl.sum(x * x, axis=1)
+        count = tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)
+        rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(squares, count) + eps))
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+    if gate_ptr is not None:
+        if given_ptr is not None:
+            given = tl.load(given_ptr)
+        else:
+            given = 0.0
+        BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+        BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
+        if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
+            largest = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+                y = _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT)
+                largest = larger(largest, amax(y, axis=1))
+
+        program_amax = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols if LOOP else 1, TILE):
+            col = start + piece
+            exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+            if LOOP:
+                value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
+            else:
+                value = x
+            y = _gated(
+                value, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, exists, ACT
+            )
+            if amax_ptr is not None:
+                program_amax = larger(program_amax, amax(y, axis=1))
+            if y_ptr is not None:
+                tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
+            if FORMAT is not None:
+                if BY_TENSOR:
+                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+                elif BY_ROW:
+                    if not LOOP:
+                        largest = amax(y, axis=1)
+                    row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+                    codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+                    tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
+                else:  # blocks of a row of y lie in one group, or there is but one
+                    codes, scale = quantize_rows(y, None, given, FP32_MAX, FORMAT, CAST)
+                    G: tl.constexpr = FORMAT.group
+                    blocks = (cols + G - 1) // G
+                    block = start // G + tl.arange(0, TILE // G)
+                    block_off = (((row % groups) * blocks)[:, None] + block[None, :]).to(tl.int64)
+                    scale_off = (row // groups).to(tl.int64)[:, None] * data_scale_row_stride
+                    scale_off += block_off * data_scale_col_stride
+                    scale_mask = tile_mask(row, block, rows, blocks, ROWS_MASKED, COLS_MASKED)
+                    tl.store(data_scale_ptr + scale_off, scale, mask=scale_mask)
+                # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
+                data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
+                store_codes(
+                    codes, data_ptr, row.to(tl.int64), start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED,
+                    COLS_MASKED,
+                )  # fmt: skip
+        if amax_ptr is not None:
+            tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+
+
+@kernel
+def gated_norm_stripe_kernel(
+    x_ptr,  # [tokens, cols]
+    gate_ptr,  # [tokens, cols]
+    weight_ptr,  # [cols], or None
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    rstd_ptr,  # [tokens, groups]
+    amax_ptr,  # [programs], or None
+    data_ptr,  # row-wise codes, or None
+    data_scale_ptr,
+    data_t_ptr,  # column-wise codes, or None
+    data_t_scale_ptr,
+    bound,  # rows of all programs, of which the last may not exist
+    tokens,
+    cols,  # of all groups
+    groups,
+    second,  # as above; a token is `groups` rows
+    third,
+    x_first_stride,
+    x_second_stride,
+    x_third_stride,
+    gate_first_stride,
+    gate_second_stride,
+    gate_third_stride,
+    data_stride,
+    data_scale_row_stride,
+    data_scale_col_stride,
+    data_t_stride,
+    data_t_scale_row_stride,
+    data_t_scale_col_stride,
+    weight_offset,
+    ACT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    ROWS: tl.constexpr,  # tokens of a stripe: the longest block along them
+    TILE: tl.constexpr,
+    WITHIN: tl.constexpr,  # every tile lies in one group
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A tile as tall as the longest block: its copies, made from the same registers. The statistics are known."""
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    stripe = (tl.program_id(0) // tiles).to(tl.int64)
+    token = stripe.to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = (tl.program_id(0) % tiles) * TILE
+    col = start + tl.arange(0, TILE)  # [TILE]
+    mask = tile_mask(token, col, tokens, cols, True, COLS_MASKED)
+    row = token * groups  # the first group of each
+    x_off = _row_offset(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
+    gate_off = _row_offset(
+        row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN
+    )
+    y = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+    if WITHIN:
+        rstd = tl.load(rstd_ptr + (row + start // (cols // groups)), mask=token < tokens, other=0.0)
+        y = y * rstd[:, None]
+    else:
+        y = y * load_tile(rstd_ptr + (row[:, None] + (col // (cols // groups))[None, :]), mask)
+    if weight_ptr is not None:
+        y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
+    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    y = tl.where(mask, y, 0.0)
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    store_stripe(
+        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, tokens,
+        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
+        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
+    )  # fmt: skip
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
+
+
+@triton.jit
+def _gradient_of_y(
+    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
+    ACT: tl.constexpr, COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """(z, d, t, the slope's share of dgate) [R, C] as the module's formulas name them, zero where there is none."""
+    z = load_tile(x_ptr + x_off[:, None] + col[None, :], mask) * rstd
+    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
+    f, slope = activate_with_slope(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    d = dy * f
+    t = d
+    through = dy * slope
+    if weight_ptr is not None:
+        weight = load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset  # [1, C]
+        t = t * weight
+        through = through * weight
+    return z, d, t, through
+
+
+@kernel
+def gated_norm_backward_kernel(
+    x_ptr,  # [rows, cols]
+    gate_ptr,  # [rows, cols]
+    dy_ptr,  # [rows, cols]
+    weight_ptr,  # [groups, cols], or None
+    rstd_ptr,  # [rows]
+    dx_ptr,  # [rows, cols], or None
+    dgate_ptr,  # [rows, cols], or None
+    dweight_ptr,  # partial sums [parts, groups, cols] in fp32, or None
+    bound,  # rows of all programs, of which the last may not exist
+    tokens,  # rows of a group
+    program_tokens,
+    cols,  # of a group
+    groups,
+    second,  # rows are counted in three dimensions, and each of x, gate, dy and dx has three strides
+    third,
+    x_first_stride,
+    x_second_stride,
+    x_third_stride,
+    gate_first_stride,
+    gate_second_stride,
+    gate_third_stride,
+    dy_first_stride,
+    dy_second_stride,
+    dy_third_stride,
+    dx_first_stride,
+    dx_second_stride,
+    dx_third_stride,
+    weight_offset,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOOP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A run of tokens of one group: dx and dgate of each, and the sum over them.
+
+    Without LOOP the sum stays in registers until the last token. With it, it lies in the program's own row of the
+    partial sums, which it reads and writes for each of its tokens.
+    """
+    cols = (cols // ALIGN) * ALIGN
+    program = tl.program_id(0)
+    group = program % groups
+    if weight_ptr is not None:
+        weight_ptr += tl.multiple_of(group.to(tl.int64) * cols, ALIGN)
+    sums_off = tl.multiple_of(program.to(tl.int64) * cols, ALIGN)  # [parts, groups, cols]
+    first = (program // groups).to(bound.dtype) * program_tokens
+    last = tl.minimum(first + program_tokens, tokens)
+    piece = tl.arange(0, TILE)
+    ROWS_MASKED: tl.constexpr = ROWS > 1
+    count = cols.to(tl.float32)
+
+    sums = tl.zeros((ROWS, TILE), tl.float32)
+    for begin in range(first, last, ROWS):
+        token = begin + tl.arange(0, ROWS)  # [ROWS]
+        row = token * groups + group
+        x_off = _row_offset(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
+        gate_off = _row_offset(
+            row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN
+        )
+        dy_off = _row_offset(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride, ALIGN)
+        dx_off = _row_offset(row, second, third, dx_first_stride, dx_second_stride, dx_third_stride, ALIGN)
+        dgate_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
+        rstd = tl.load(rstd_ptr + row, mask=token < last, other=0.0)[:, None]
+
+        tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
+        if LOOP and dx_ptr is not None:
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
+                z, _, t, _ = _gradient_of_y(
+                    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
+                    ACT, COLS_MASKED,
+                )  # fmt: skip
+                tz += tl.sum(t * z, axis=1)
+
+        for start in range(0, cols if LOOP else 1, TILE):
+            col = start + piece
+            mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
+            z, d, t, through = _gradient_of_y(
+                x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
+                ACT, COLS_MASKED,
+            )  # fmt: skip
+            if dx_ptr is not None:
+                if not LOOP:
+                    tz = tl.sum(t * z, axis=1)
+                dx = (t - z * (tz / count)[:, None]) * rstd
+                tl.store(dx_ptr + dx_off[:, None] + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if dgate_ptr is not None:
+                dgate = (through * z).to(dgate_ptr.dtype.element_ty)
+                tl.store(dgate_ptr + dgate_off[:, None] + col[None, :], dgate, mask=mask)
+            if dweight_ptr is not None:
+                if LOOP:
+                    add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), begin > first, col, cols)
+                else:
+                    sums += d * z  # zero where there is no element
+    if dweight_ptr is not None and not LOOP:
+        tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)

@@ -1,0 +1,146 @@
+"""The arguments of a kernel: pointers, numbers, and structs of them.
+
+A struct is a `NamedTuple` whose members are tensors (`Tensor`, `Tensor | None`), integers (`int`), floats (`float`) or
+structs again. The host makes it of tensors, and a kernel with a parameter of that annotation reads the same members:
+
+    class Rows(NamedTuple):
+        ptr: Tensor | None
+        stride: int
+
+    @kernel
+    def _copy_kernel(x: Rows, y: Rows, count, factor: float, TILE: tl.constexpr): ...
+        tl.load(x.ptr + row * x.stride)
+
+    launch(grid, *_copy_kernel.arguments(x=Rows(x, x.stride(0)), y=Rows(y, y.stride(0)), count=n, factor=2.0))
+
+Of the other parameters, one whose name ends in `_ptr` is a pointer, one annotated `float` is a float, and the rest are
+integers. A launch takes all pointers, then all integers, then all floats, each depth first; Triton's own launchers take
+them nested as the parameters are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+Flat = tuple[tuple[Tensor | None, ...], tuple[int, ...], tuple[float, ...]]
+
+
+class Leaf(NamedTuple):
+    """A pointer or a number among the arguments of a kernel."""
+
+    name: str  # "x.ptr" for a member of the struct x
+    kind: type  # Tensor, int or float
+
+    @property
+    def variable(self) -> str:
+        """Its name in generated code."""
+        return self.name.replace(".", "__")
+
+
+class Struct(NamedTuple):
+    """A parameter or a member that is a struct."""
+
+    name: str
+    cls: type
+    members: tuple[Leaf | Struct, ...]
+
+
+class Parameters:
+    """The parameters of a kernel that are no constants, in their order."""
+
+    def __init__(self, kernel: str, annotations: Mapping[str, Any]) -> None:
+        self.kernel = kernel
+        self.members = tuple(_member(name, kind) for name, kind in annotations.items())
+        leaves = tuple(_leaves(self.members))
+        # In the order of a launch: pointers, integers, floats.
+        self.leaves = tuple(leaf for kind in (Tensor, int, float) for leaf in leaves if leaf.kind is kind)
+        # Whether the kernel's parameters are the leaves in this order.
+        self.is_flat = self.leaves == self.members
+
+    def maker(self) -> Callable[..., Flat]:
+        """A function from the arguments by name to the pointers, integers and floats of a launch.
+
+        It is generated, as those of a NamedTuple are: a launch has no time to look at annotations. None in place of a
+        struct is one whose pointers are None and whose numbers are 0.
+        """
+        lines = [f"def arguments(*, {', '.join(member.name for member in self.members)}):"]
+        for member in self.members:
+            if isinstance(member, Struct):
+                lines.append(
+                    f"    {_pattern(member)} = {_absent(member)} if {member.name} is None else {member.name}"
+                )
+        groups = [
+            "".join(f"{leaf.variable}, " for leaf in self.leaves if leaf.kind is kind)
+            for kind in (Tensor, int, float)
+        ]
+        lines.append(f"    return {', '.join(f'({group})' for group in groups)}")
+        return _generated("\n".join(lines), f"{self.kernel}.arguments")
+
+    def nesting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A launcher that takes the arguments flat, for one that takes structs as tuples."""
+        before = "x, y, z, stream, function, metadata, told, enter, leave"
+        flat = ", ".join(leaf.variable for leaf in self.leaves)
+        nested = ", ".join(_pattern(member) for member in self.members)
+        source = f"def launch({before}, {flat}, *constants):\n    run({before}, {nested}, *constants)"
+        launch = _generated(source, f"{self.kernel}.launch", run=run)
+        if hasattr(run, "reaching"):  # Loom's launcher, told of tensors that a kernel finds in memory
+            launch.reaching = lambda tensors: self.nesting(run.reaching(tensors))  # type: ignore[attr-defined]
+        return launch
+
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values given by the names of leaves, by parameter: those of a struct are an instance of its class."""
+        return {member.name: _filled(member, values) for member in self.members}
+
+
+def _member(name: str, kind: Any) -> Leaf | Struct:
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
+        return Struct(name, kind, tuple(_member(f"{name}.{field}", hints[field]) for field in kind._fields))
+    if kind is None:  # a parameter without an annotation
+        return Leaf(name, Tensor if name.endswith("_ptr") else int)
+    for leaf in (Tensor, int, float):
+        if kind is leaf or kind == leaf | None:
+            return Leaf(name, leaf)
+    raise TypeError(
+        f"{name} of a kernel is annotated with {kind!r}: members of a struct are Tensor, int, float or a NamedTuple of "
+        "these, and so are annotations of parameters that are no constants"
+    )
+
+
+def _leaves(members: tuple[Leaf | Struct, ...]) -> Iterator[Leaf]:
+    for member in members:
+        if isinstance(member, Struct):
+            yield from _leaves(member.members)
+        else:
+            yield member
+
+
+def _pattern(member: Leaf | Struct) -> str:
+    """The variables of a member as nested tuples: to take a struct apart, and to make it again."""
+    if isinstance(member, Struct):
+        return f"({''.join(f'{_pattern(inner)}, ' for inner in member.members)})"
+    return member.variable
+
+
+def _absent(member: Leaf | Struct) -> str:
+    if isinstance(member, Struct):
+        return f"({''.join(f'{_absent(inner)}, ' for inner in member.members)})"
+    return {Tensor: "None", int: "0", float: "0.0"}[member.kind]
+
+
+def _filled(member: Leaf | Struct, values: Mapping[str, Any]) -> Any:
+    if isinstance(member, Struct):
+        return member.cls(*(_filled(inner, values) for inner in member.members))
+    return values[member.name]
+
+
+def _generated(source: str, name: str, **names: Any) -> Callable[..., Any]:
+    """The function that `source` defines; `name` is what its errors call it."""
+    exec(source, names)
+    function: Callable[..., Any] = names[source[4 : source.index("(")]]
+    function.__qualname__ = name
+    return function

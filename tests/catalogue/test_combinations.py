@@ -1,0 +1,225 @@
+"""Combinations that no workload has: every option with both copies, programs that share rows, many programs to a
+sum, the largest number in any place. Mutants (`mutants`) showed that nothing else noticed their mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_rounded_once
+from support import Guarded
+from torch import Tensor
+
+import weft
+from tests.ops.norm import truth
+from tests.quant import oracle
+from weft import Format, QTensor
+from weft.runtime import choosing_for
+from weft.workloads import Call
+
+
+def assert_codes(q: QTensor, y: Tensor, what: str) -> None:
+    """q's copies are the oracle's of y."""
+    f, flat = q.format, y.reshape(-1, y.shape[-1])
+    for copy, transpose in ((q.rowwise, False), (q.columnwise, True)):
+        if copy is None:
+            continue
+        wanted = oracle.quantize(
+            flat, block=f.block, element=f.element or "", convention=f.convention,
+            power_of_two=bool(f.power_of_two), transpose=transpose,
+        )  # fmt: skip
+        side = f"{what}, {'column-wise' if transpose else 'row-wise'}"
+        assert torch.equal(copy.data.view(torch.uint8), wanted.data), f"codes of {side}"
+        scale = copy.scale if f.scale_dtype == torch.float32 else copy.scale.view(torch.uint8)
+        assert torch.equal(scale, wanted.scale.reshape(scale.shape)), f"scales of {side}"
+        if wanted.global_scale is not None:
+            assert copy.global_scale is not None
+            assert torch.equal(copy.global_scale, wanted.global_scale), f"global scale of {side}"
+
+
+def assert_same(got: QTensor, wanted: QTensor, what: str) -> None:
+    for side in ("rowwise", "columnwise"):
+        for a, b in zip(getattr(got, side) or (), getattr(wanted, side) or (), strict=True):
+            if a is not None:
+                kind = torch.int32 if a.dtype == torch.float32 else torch.uint8
+                assert torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)), f"{what}: {side}"
+
+
+# ---- every option with both copies --------------------------------------------------------------------------
+
+
+def exact_sums(*shape: int) -> Tensor:
+    """Rows of c + v and c - v with small integers: sums and sums of squares are exact in any order, so that
+    norms that cut their rows otherwise have the same statistics to the bit."""
+    v = torch.randint(1, 9, (*shape[:-1], shape[-1] // 2)).float()
+    x = torch.stack([v, -v], -1).flatten(-2) + torch.randint(-4, 5, (*shape[:-1], 1))
+    return (x * torch.exp2(torch.randint(-3, 4, (*shape[:-1], 1)).float())).bfloat16()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"casting": "llama"},
+    "gemma": {"weight_offset": 1.0},
+    "by sample": {"bias": (300,), "modulation": (2, 600)},
+    "by row": {"bias": (300,), "modulation": (2, 70, 600), "casting": "llama", "weight_offset": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [
+        (weft.rms_norm, "llama"),
+        (weft.rms_norm, "by row"),
+        (weft.layer_norm, "gemma"),
+        (weft.layer_norm, "by sample"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_both_copies_with(norm: Any, options: str) -> None:
+    """Codes are those of the fp32 y that the same call without `quantize` returns, gradients are its gradients."""
+    made = {k: torch.randn(v) if isinstance(v, tuple) else v for k, v in OPTIONS[options].items()}
+    residual = exact_sums(2, 70, 300)
+    kwargs = {"x": residual * -0.5, "residual": residual, "weight": torch.randn(300), **made}
+    leaves = {k: v.requires_grad_() for k, v in kwargs.items() if isinstance(v, Tensor)}
+    kwargs |= leaves
+    y, _ = norm(**kwargs, out_dtype=torch.float32)
+    q, _, amax = norm(**kwargs, quantize="1x128", columnwise=True, return_amax=True)
+    assert_codes(q, y.detach(), options)
+    assert torch.equal(amax, y.detach().abs().max())
+    upstream = torch.randn(2, 70, 300).bfloat16()
+    plain = norm(**kwargs)[0]
+    wanted = torch.autograd.grad(plain, list(leaves.values()), upstream)
+    got = torch.autograd.grad(q.dequantize(), list(leaves.values()), upstream)
+    for name, a, b in zip(leaves, got, wanted, strict=True):
+        assert torch.equal(a, b), f"gradient of {name}"
+        assert a.count_nonzero()
+
+
+# ---- as configured for GPUs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cols", [300, 1100])
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_amax_of_tiles(target: str, cols: int) -> None:
+    """Where no row-wise copy is made, or squares, every tile has its own part of the amax."""
+    x = exact_sums(140, cols)
+    for place in (0, 150, cols - 1):
+        weight = torch.ones(cols)
+        weight[place] = 16.0
+        y = weft.rms_norm(x, weight, out_dtype=torch.float32)
+        for spec, rowwise in (("1x128", True), ("1x128", False), ("128x128", True)):
+            with choosing_for(target):
+                q, amax = weft.rms_norm(
+                    x, weight, quantize=spec, rowwise=rowwise, columnwise=True, return_amax=True
+                )
+            assert torch.equal(amax, y.abs().max())
+            assert_codes(q, y, spec)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        ("sm_90", "e4m3:1x128:te:pow2"),
+        ("sm_80", "e4m3:tensor:te"),
+        ("sm_90", "int8:row:te"),
+        ("gfx942", "e2m1:nvfp4:te"),
+    ],
+)
+def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> None:
+    """Several rows and several programs to a tile, a row shared by programs: the bytes do not depend on it."""
+    x = torch.randn(133, 2100)
+    x[:, 2050] *= 3  # the largest numbers in the last of three tiles
+    with choosing_for(target):
+        q, amax = weft.quantize(x, spec, columnwise=columnwise, return_amax=True)
+        values = weft.dequantize(q)
+    assert torch.equal(amax, x.abs().max())
+    assert_codes(q, x, target)
+    assert torch.equal(values, weft.dequantize(q))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
+    """Rows of the last program that are not there; on a CPU a program has one row."""
+    x, weight, bias = torch.randn(21, 200).bfloat16(), torch.randn(200), torch.randn(200)
+    scale, rstd, mean = torch.randn(21, 200), torch.rand(21), torch.randn(21)
+    copy = weft.quantize(x, "1x128").rowwise
+    assert copy is not None
+    options = (1e-5, 0.0, "layer", "fp32", True, torch.bfloat16)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("norm", (x, weight, bias, x, scale, scale, *options, None, True, False, None, False)),
+        ("norm", (x, weight, bias, x, scale, scale, *options, "1x128", True, False, None, True)),
+        ("norm", (x, weight, bias, x, scale, scale, *options, "row", True, False, None, True)),
+        ("norm", (x, weight, bias, x, scale, scale, *options, "nvfp4", True, False, None, True)),
+        ("norm_backward", (x, x, x, weight, bias, scale, rstd, mean, 0.0, "fp32", [True] * 5)),
+        ("quantize", (x, "1x128", True, False, None, True, None)),
+        ("quantize", (x, "row", True, False, None, True, None)),
+        ("dequantize", (*copy, "e4m3:1x128:te:pow2", 200, torch.bfloat16)),
+    ]
+    for name, args in calls:
+        op = weft.catalogue[name]
+        outputs = op.allocate(*args)
+        # neither scalars nor what stands in for a quantised result
+        guards = [Guarded.of(t) if t.dim() and 0 not in t.stride() else None for t in outputs]
+        with choosing_for(target):
+            op.launch([t if g is None else g.tensor for t, g in zip(outputs, guards, strict=True)], *args)
+        assert any(guards)
+        for guard in guards:
+            if guard is not None:
+                guard.check()
+
+
+# ---- the largest number in any place ----------------------------------------------------------------------------
+
+PLACES = (0, 1023, 1024, 2047, 2048, 2099)
+
+
+@pytest.mark.parametrize("spec", ["e4m3:row:te", "e4m3:tensor:te", "e2m1:nvfp4:torchao"])
+def test_largest_number_in_any_tile_of_a_row(spec: str) -> None:
+    f = Format.of(spec)
+    rows = torch.randn(len(PLACES), 2100)
+    for row, col in zip(rows, PLACES, strict=True):
+        row[col] = 9.0
+    for x in [rows] if f.block == "row" else rows.split(1):
+        assert_codes(weft.quantize(x, f), x, "quantize")
+        y = weft.rms_norm(x, out_dtype=torch.float32)
+        q, amax = weft.rms_norm(x, quantize=f, return_amax=True)
+        assert_codes(q, y, "rms_norm")
+        assert torch.equal(amax, y.abs().max())
+
+
+@pytest.mark.parametrize("spec", ["e4m3:tensor:te", "e4m3:1x128:te:pow2"])
+def test_largest_number_in_any_of_many_rows(spec: str) -> None:
+    """On a CPU each row is a program: a tensor of more than 1024 has its amax put together in several steps."""
+    for place in PLACES:
+        x = torch.randn(2100, 16)
+        x[place, 5] = -9.0
+        q, amax = weft.quantize(x, spec, return_amax=True)
+        assert amax == 9.0, place
+        assert_codes(q, x, f"row {place}")
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "cols"), [("cpu", 200), ("cpu", 1100), ("sm_90", 200)])
+def test_gradients_over_samples_of_many_rows(target: str, cols: int) -> None:
+    """Parameters and a modulation by sample, several rows to a program, rows within a tile and longer ones."""
+    draw = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    call = Call(
+        weft.layer_norm,
+        {
+            "x": draw(2, 70, cols),
+            "weight": draw(cols),
+            "bias": draw(cols),
+            "residual": draw(2, 70, cols),
+            "modulation": draw(2, 2 * cols),
+        },
+    ).requiring_grad()
+    leaves = call.tensors()
+    dy, dh = draw(2, 70, cols), draw(2, 70, cols)
+    expected = truth.norm(call, dy, dh)
+    with choosing_for(target):
+        gradients = torch.autograd.grad(call(), list(leaves.values()), (dy, dh))
+    for name, got in zip(leaves, gradients, strict=True):
+        assert_rounded_once(got, expected[f"d{name}"].truth, expected[f"d{name}"].noise)

@@ -1,0 +1,109 @@
+"""Proof that the tests can fail: every kernel is broken in many ways, and each of them has to be noticed.
+
+`pytest -m mutation` runs, for each mutant, the tests that should catch it against a copy of Weft with the mutant in
+it. What they let pass meets all tests of numbers before it is called a survivor. The checks of the list itself
+always run: it has to fit the sources, and a new kernel needs mutants of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import weft
+from tests.ops.norm.mutants import FILES, MUTANTS
+from tests.support.mutation import PACKAGE, Mutant, Server, Verdict
+from weft.runtime import Kernel
+
+TESTS = Path(__file__).parents[1]
+AT_LEAST = 10  # mutants of a kernel
+# A mutant that the tests named with it let pass meets these.
+WHOLE = (
+    *("ops/norm/test.py", "ops/glu/test.py"),
+    *(str(path.relative_to(TESTS)).replace("mutants", "test") for path in FILES),
+    *("catalogue/test_combinations.py", "quant/test_bytes.py", "catalogue/test_catalogue.py"),
+)
+
+
+def kernels() -> set[str]:
+    """The names of all kernels that the package has."""
+    found = set()
+    for module in pkgutil.walk_packages(weft.__path__, "weft."):
+        if not module.name.endswith("__main__"):
+            values = vars(importlib.import_module(module.name)).values()
+            found |= {value.name for value in values if isinstance(value, Kernel)}
+    return found
+
+
+def test_every_kernel_has_mutants() -> None:
+    assert len(kernels()) > 5
+    counted = Counter(mutant.kernel for mutant in MUTANTS)
+    assert set(counted) == kernels()
+    few = {name: count for name, count in counted.items() if count < AT_LEAST}
+    assert not few, f"fewer than {AT_LEAST} mutants: {few}"
+    names = Counter(map(str, MUTANTS))
+    assert names.most_common(1)[0][1] == 1, f"one name for two mutants: {names.most_common(1)}"
+
+
+@pytest.mark.parametrize("kernel", sorted(kernels()))
+def test_mutants_fit_the_sources(kernel: str) -> None:
+    """The text that a mutant replaces is there, once; what comes out is still Python, and as long."""
+    for mutant in MUTANTS:
+        if mutant.kernel == kernel:
+            before, after = (PACKAGE / mutant.file).read_text(), mutant.text()
+            assert before != after, f"{mutant} changes nothing"
+            ast.parse(after)
+            assert before.count("\n") == after.count("\n"), f"{mutant} moves the kernels below it"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def report(request: pytest.FixtureRequest) -> Iterator[list[tuple[Mutant, Verdict]]]:
+    """Filled by the tests, printed at the end."""
+    rows: list[tuple[Mutant, Verdict]] = []
+    yield rows
+    if not rows:
+        return
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print()
+        for mutant, verdict in rows:
+            by = verdict.test.removeprefix("tests/") + f" ({verdict.why})" if verdict.caught else "NOTHING"
+            print(f"{mutant.kernel:24} {mutant.what:52} {verdict.seconds:6.1f} s  {by}")
+        for kernel, count in Counter(mutant.kernel for mutant, _ in rows).items():
+            caught = sum(v.caught for m, v in rows if m.kernel == kernel)
+            print(f"{kernel:24} {caught} of {count} caught")
+        seconds = sum(verdict.seconds for _, verdict in rows)
+        print(f"{sum(v.caught for _, v in rows)} of {len(rows)} mutants caught in {seconds:.0f} s")
+
+
+@pytest.mark.mutation
+def test_named_tests_pass_without_a_mutant(server: Server) -> None:
+    named = dict.fromkeys(test for mutant in MUTANTS for test in mutant.tests)
+    verdict = server.run(list(named), timeout=1800)
+    assert verdict.outcome == "passed", f"{verdict.outcome}: {verdict.test}\n{verdict.log}"
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_caught(mutant: Mutant, server: Server, report: list[tuple[Mutant, Verdict]]) -> None:
+    verdict = server.run(mutant.tests, mutant)
+    if verdict.outcome == "passed":
+        verdict = server.run(WHOLE, mutant, timeout=3600)
+    report.append((mutant, verdict))
+    assert verdict.outcome != "invalid", f"{mutant}: the tests could not judge\n{verdict.log}"
+    assert verdict.caught, f"nothing notices {mutant}"
+    if verdict.outcome == "failed":
+        assert mutant.kernel in verdict.kernels, f"{verdict.test} failed without launching {mutant.kernel}"

@@ -1,0 +1,429 @@
+"""The documents are run: every Python block, every command that is quick, and "Adding an op" step by step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+from weft.quant import CONVENTIONS, Format
+from weft.runtime import TARGETS
+from weft.workloads import WORKLOADS
+from weft.workloads.published import BANDWIDTH, PUBLISHED
+
+ROOT = Path(__file__).parents[2]
+README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
+WITNESS, TRAFFIC = ROOT / "loom/docs/witness.md", ROOT / "docs/traffic.md"
+ROWS = ROOT / "docs/published.md"
+PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        return self.place
+
+
+def blocks(document: Path, language: str) -> list[Block]:
+    text = document.read_text()
+    found = []
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        assert match[1], f"a block of {document.name} without a language:\n{match[2]}"
+        line = text[: match.start()].count("\n") + 2
+        found.append(Block(match[1], match[2], f"{document.name}:{line}"))
+    return [block for block in found if block.language == language]
+
+
+def lines(document: Path) -> list[tuple[str, str]]:
+    """(command, place) of every line of the bash blocks, split at &&, without comments."""
+    return [
+        (command.strip(), block.place)
+        for block in blocks(document, "bash")
+        for line in block.text.splitlines()
+        for command in re.sub(r"\s+#.*", "", line).split("&&")
+        if command.strip()
+    ]
+
+
+def run(command: list[str] | str, **environment: str) -> str:
+    """What a command prints, run in a checkout with this Python's scripts first on the PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, **environment},
+        shell=isinstance(command, str),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+# ---- Python ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks(README, "python") + blocks(WITNESS, "python"), ids=str)
+def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"  # kernels have to be defined in a file
+    script.write_text(block.text)
+    printed = run([sys.executable, "-W", "error", str(script)])
+    # A comment after print says what comes out: the sizes in it must be among the output.
+    for comment in re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
+        for size in re.findall(r"\[[\d, ]+\]", comment):
+            assert size in printed, f"{block}: {size} is promised, printed was\n{printed}"
+
+
+def test_there_are_python_blocks() -> None:
+    assert len(blocks(README, "python")) >= 4
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
+
+
+@pytest.mark.parametrize(
+    "command",
+    dict.fromkeys(
+        c
+        for document in (README, CONTRIBUTING, TRAFFIC, ROWS)
+        for c, _ in lines(document)
+        if c.startswith(QUICK)
+    ),
+)
+def test_quick_command_runs(command: str) -> None:
+    assert run(command)
+
+
+def extras(project: str) -> dict[str, list[str]]:
+    return dict(PROJECTS[project]["project"].get("optional-dependencies", {}))
+
+
+def developer_tools() -> set[str]:
+    wanted = [r for project in PROJECTS for r in extras(project)["dev"]]
+    return {re.split(r"[<>=\[ ]", requirement)[0] for requirement in wanted}
+
+
+def check_pip(arguments: list[str]) -> None:
+    """Projects and extras exist; a pinned version is the one of CI and within the range of the project."""
+    assert arguments[0] == "install"
+    words = iter(arguments[1:])
+    for word in words:
+        if word == "--index-url":
+            assert next(words).startswith("https://download.pytorch.org/whl/")
+        elif word == "-e":
+            project, _, wanted = next(words).partition("[")
+            assert project in PROJECTS
+            for extra in filter(None, wanted.rstrip("]").split(",")):
+                assert extra in extras(project)
+        else:
+            name, _, version = word.partition("==")
+            requirements = [*PROJECTS["."]["project"]["dependencies"], "numpy"]  # which PyTorch misses
+            assert any(re.match(rf"{name}\b", requirement) for requirement in requirements), word
+            if version:
+                assert f"{name.upper()}={version}\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def check_pytest(arguments: list[str]) -> None:
+    words = iter(arguments)
+    markers = {line.partition(":")[0] for line in PROJECTS["."]["tool"]["pytest"]["ini_options"]["markers"]}
+    for word in words:
+        if word == "-n":
+            assert "pytest-xdist" in developer_tools()
+            next(words)
+        elif word == "-m":
+            assert next(words) in markers
+        elif word == "-k":
+            next(words)
+        else:
+            assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("document", [README, CONTRIBUTING], ids=lambda path: path.name)
+def test_slow_commands_name_what_exists(document: Path) -> None:
+    for command, place in lines(document):
+        if command.startswith(QUICK):
+            continue
+        program, *arguments = shlex.split(command)
+        if program == "pip":
+            check_pip(arguments)
+        elif program == "pytest":
+            assert "pytest" in developer_tools()
+            check_pytest(arguments)
+        elif program in ("ruff", "mypy"):
+            assert program in developer_tools()
+        elif program == "pre-commit":
+            assert program in developer_tools()
+            assert (ROOT / ".pre-commit-config.yaml").exists()
+        elif program == ".ci/run":
+            assert os.access(ROOT / program, os.X_OK)
+        elif program == "python3":
+            assert arguments == ["-m", "venv", ".venv"]
+        else:
+            assert command == "source .venv/bin/activate", f"{place}: no test knows the command {command!r}"
+
+
+# ---- what is said --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", [README, CONTRIBUTING, CHANGELOG], ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for path in re.findall(r"`((?:src|loom|tests|examples|\.ci)/[\w./]*)`", text):
+        assert (ROOT / path).exists() or "softplus" in path, path
+
+
+def test_traffic_table_has_every_workload() -> None:
+    """Each has its line, with its reason; none moves more than it says."""
+    listed = {}
+    for line in TRAFFIC.read_text().splitlines():
+        if cells := re.match(r"\| `(\S+)` \|.*\| ([\d.]+) \| ([^|]*) \|$", line):
+            listed[cells[1]] = float(cells[2]), cells[3].strip()
+    for workload in WORKLOADS:
+        ratio, reason = listed.pop(str(workload))
+        assert reason == workload.rereads, workload
+        assert ratio <= workload.moves + 0.0005 or workload.least_bytes() < 64_000, workload
+    assert not listed, "lines of workloads that are no more"
+
+
+def test_published_table_has_every_row() -> None:
+    """With its limit and time; none moves more than its workload says. And its speed."""
+    counted, measured = (
+        {int(cells[0]): cells for cells in table}
+        for table in (
+            [
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in part.splitlines()
+                if line[:3] != "| #"
+            ]
+            for part in re.findall(r"^\| # .*\n\|-.*\n((?:\|.*\n)+)", ROWS.read_text(), re.MULTILINE)
+        )
+    )
+    assert list(counted) == list(measured) == [row.number for row in PUBLISHED] == list(range(1, 18))
+    for row in PUBLISHED:
+        workload, cells = row.find(), counted[row.number]
+        assert (cells[1], measured[row.number][1]) == (row.title, row.title)
+        assert float(cells[2].replace(",", "")) == workload.rows
+        assert float(cells[7]) <= workload.moves, row
+        limit, published = (float(cell.replace(",", "")) for cell in cells[-3:-1])
+        assert limit == round(workload.least_bytes() / BANDWIDTH * 1e6, 1)
+        assert published == row.microseconds
+        assert float(measured[row.number][5]) >= 0.8
+
+
+def rows(heading: str) -> Iterator[list[str]]:
+    """The cells of the README's table under the header line that begins like this."""
+    text = README.read_text()
+    table = text[text.index(f"| {heading} |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table_of_formats() -> None:
+    stated = {}
+    for block, _, elements, scale in rows("block"):
+        formats = [f for f in Format.all() if f.block == block.strip("`")]
+        stated[block.strip("`")] = set(re.findall(r"`(\w+)`", elements))
+        assert stated[block.strip("`")] == {f.element for f in formats}
+        kinds = {"float32": "fp32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+        assert scale.startswith(kinds[str(formats[0].scale_dtype).removeprefix("torch.")])
+        if formats[0].scale_dtype.itemsize == 4:
+            assert bool(Format(formats[0].block).power_of_two) == ("power of two" in scale)
+    assert stated.keys() == {f.block for f in Format.all()}
+
+
+def test_table_of_conventions() -> None:
+    stated = set()
+    for name, floor, scale, data, on in rows("convention"):
+        rule = CONVENTIONS[name.strip("`")]
+        stated.add(rule.name)
+        assert (float(floor), scale.replace("MAX", "max"), data.replace("MAX", "max")) == (
+            rule.amax_floor,
+            rule.scale,
+            rule.data,
+        )
+        every = {f.block for f in Format.all()}
+        fp32 = {f.block for f in Format.all() if f.scale_dtype.itemsize == 4}
+        meant = {"all": every, "all but `nvfp4`": every - {"nvfp4"}, "fp32 scales": fp32}[on]
+        assert {f.block for f in Format.all() if f.convention == rule.name} == meant
+    assert stated == set(CONVENTIONS)
+
+
+def test_targets_and_places_for_figures() -> None:
+    text = README.read_text()
+    assert ", ".join(TARGETS) in text
+    assert len(TARGETS) == 7  # the README says seven
+    for place in ("speed", "host"):
+        assert text.index(f"<!-- {place} -->") < text.index(f"<!-- /{place} -->")
+
+
+# ---- "Adding an op" --------------------------------------------------------------------------------------------
+
+
+def apply_diff(block: Block, root: Path) -> None:
+    """Lines with - become the lines with + that follow; + alone comes after the line before it."""
+    first, *rest = block.text.splitlines()
+    path = root / first.removeprefix(" # ")
+    text = path.read_text().splitlines()
+    at = 0
+    for line in rest:
+        sign, content = line[0], line[1:]
+        if sign == "+":
+            text.insert(at, content)
+            at += 1
+            continue
+        assert content in text, f"{block}: {path.name} has no line {content!r} any more"
+        at = text.index(content)
+        if sign == "-":
+            del text[at]
+        else:
+            at += 1
+    path.write_text("\n".join(text) + "\n")
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with the op that CONTRIBUTING.md adds."""
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    files: dict[str, str] = {}
+    for block in blocks(CONTRIBUTING, "python"):
+        first, _, text = block.text.partition("\n")
+        path, _, continued = first.removeprefix("# ").partition(", ")
+        assert path.startswith("src/weft/"), f"{block}: the first line names the file"
+        assert (path in files) == (continued == "continued"), f"{block}: {first}"
+        files[path] = files[path] + "\n\n" + text if continued else text
+    assert len(files) == 2
+    for path, text in files.items():
+        assert not (root / path).exists()
+        (root / path).write_text(text)
+    for block in blocks(CONTRIBUTING, "diff"):
+        apply_diff(block, root)
+    return root
+
+
+def in_extended(root: Path, *command: str) -> str:
+    paths = [str(root / "src"), str(ROOT), str(ROOT / "loom" / "tests")]
+    return run([sys.executable, *command], PYTHONPATH=os.pathsep.join(paths))
+
+
+def test_added_op_is_in_style(extended: Path) -> None:
+    for path in ("ops/softplus_gate.py", "workloads/softplus_gate.py"):
+        file = str(extended / "src" / "weft" / path)
+        settings = ["--config", str(ROOT / "pyproject.toml"), "--no-cache", file]
+        in_extended(extended, "-m", "ruff", "check", *settings)
+        in_extended(extended, "-m", "ruff", "format", "--check", *settings)
+
+
+# What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
+PROOF = """
+import torch
+from accuracy import EPS32, assert_rounded_once
+from torch.library import opcheck
+
+import weft
+from weft.workloads import for_op
+
+assert "checkout" in weft.__file__, weft.__file__
+op = weft.catalogue["softplus_gate"]
+assert weft.catalogue["softplus_gate_backward"] and op.differentiable
+for workload in for_op("softplus_gate"):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        call = workload.make(rows=3, dtype=dtype).requiring_grad()
+        y = call()
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        gradients = torch.autograd.grad(y, list(call.tensors().values()), dy)
+        exact = [t.detach().double().requires_grad_() for t in call.tensors().values()]
+        (truth,) = op.reference(*exact)
+        wanted = [truth, *torch.autograd.grad(truth, exact, dy.double())]
+        for got, right in zip([y, *gradients], wanted, strict=True):
+            # exp, log, a quotient and three products.
+            assert_rounded_once(got, right, 8 * EPS32 * right.detach().abs())
+
+gate, x = (torch.randn(3, 40, dtype=torch.float64, requires_grad=True) for _ in range(2))
+torch.autograd.gradcheck(weft.ops.softplus_gate, (gate, x))
+gate, x = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
+opcheck(op.overload, (gate, x))
+compiled = torch.compile(weft.ops.softplus_gate, fullgraph=True)
+for function in (weft.ops.softplus_gate, compiled):
+    grads = torch.autograd.grad(function(gate, x).square().sum(), (gate, x))
+    if function is compiled:
+        assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
+    before = grads
+assert torch.equal(compiled(gate, x), weft.ops.softplus_gate(gate, x))
+special = torch.tensor([float("inf"), -float("inf"), float("nan"), -90.0, 90.0])
+got, right = weft.ops.softplus_gate(special, torch.ones(5)), op.reference(special, torch.ones(5))[0]
+torch.testing.assert_close(got, right, rtol=1e-6, atol=0, equal_nan=True)
+assert weft.ops.softplus_gate(gate[:0], x[:0]).shape == (0, 40)
+assert torch.equal(weft.ops.softplus_gate(gate.t(), x.t()), weft.ops.softplus_gate(gate, x).t())
+print("proven")
+"""
+
+
+def test_added_op_is_right(extended: Path) -> None:
+    assert in_extended(extended, "-c", PROOF).endswith("proven\n")
+
+
+BINARIES = """
+import torch
+
+import weft
+from weft.runtime import Binary, compile_all, recording
+from weft.workloads import for_op
+
+
+def main():
+    jobs = []
+    for target in ("sm_90", "gfx942"):
+        with recording(target) as variants:
+            for op in ("softplus_gate", "softplus_gate_backward"):
+                for_op(op)[0].make("meta")()
+        jobs += [(variant, target) for variant in variants]
+    assert len(jobs) == 4
+    for binary in compile_all(jobs):
+        assert isinstance(binary, Binary), binary
+        assert set(binary.loads) == set(binary.stores) == {128}, binary
+        assert binary.spill_bytes == 0 and not binary.uses_fp64, binary
+    print("compiled")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_added_op_compiles_for_gpus(extended: Path) -> None:
+    script = extended / "binaries.py"
+    script.write_text(BINARIES)
+    assert in_extended(extended, str(script)).endswith("compiled\n")
+
+
+def test_added_op_inherits_every_check(extended: Path) -> None:
+    (command,) = [c for c, _ in lines(CONTRIBUTING) if c.startswith("pytest tests/catalogue")]
+    printed = in_extended(
+        extended, "-m", *shlex.split(command), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
+    )
+    passed = re.search(r"(\d+) passed", printed)
+    assert passed, printed
+    assert int(passed[1]) > 10, printed
+    assert "skipped" not in printed, printed

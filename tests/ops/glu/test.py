@@ -1,0 +1,655 @@
+"""What the options of the gated linear units mean, where PyTorch or a model defines it; experts; quantised gradients;
+and bugs that others shipped. The workloads go through `test_catalogue` as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import EPS32, assert_not_worse, check
+from torch import Tensor
+
+import weft
+from tests.catalogue.test_catalogue import (
+    LAYOUTS,
+    arguments_of,
+    assert_same,
+    backward,
+    bits,
+    check_glu,
+    far_apart,
+    near,
+    own_numbers,
+    results,
+    run,
+    upstreams,
+)
+from tests.ops.glu import truth as truth_glu
+from weft import QTensor
+from weft.ops.common.groups import real_rows_reference
+from weft.runtime import choosing_for
+from weft.workloads import Call
+
+BF16 = torch.bfloat16
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda a: F.relu(a).square(),
+    "sigmoid": torch.sigmoid,
+}
+# Where experts end in 300 rows: one of them is empty, none of them has a round number of rows. With 128, the last 44
+# rows belong to nobody; with 256, the 128 before expert 2.
+ENDS = {1: [37, 37, 101, 130, 291], 16: [37, 48, 101, 130, 291], 128: [37, 37, 200], 256: [37, 37, 290]}
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16, std: float = 1.5) -> Tensor:
+    return (torch.randn(shape) * std).to(dtype)
+
+
+def experts(align: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
+    return {"offsets": torch.tensor(ENDS[align], dtype=dtype), "align": align}
+
+
+def call_of(rows: int = 6, cols: int = 96, lead: int | None = None, **options: Any) -> Call:
+    """x with gate and up in it, and prob."""
+    shape = (rows,) if lead is None else (lead, rows)
+    return Call(weft.glu, {"x": draw(*shape, 2 * cols), "prob": torch.rand(*shape), **options})
+
+
+def backward_of(call: Call, dy: Tensor, **options: Any) -> Call:
+    dropped = ("quantize", "columnwise", "quant_scale", "return_amax", "quantize_grad", "grad_columnwise")
+    return Call(
+        weft.glu_backward, {"dy": dy, **{k: v for k, v in call.kwargs.items() if k not in dropped}, **options}
+    )
+
+
+# ---- the same as PyTorch, and as models define it ------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_gated_activations_are_pytorchs(act: str) -> None:
+    """In fp32, where one rounding more would show; two tensors, and one with nothing gated."""
+    gate, up, dy = (draw(7, 96, dtype=torch.float32) for _ in range(3))
+    for second in (up, None):
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            leaves = [t.detach().to(dtype).requires_grad_() for t in (gate, up)]
+            y = ACTIVATIONS[act](leaves[0]) * (leaves[1] if second is not None else 1.0)
+            found.append([y, *torch.autograd.grad(y, leaves[: 1 + (second is not None)], dy.to(dtype))])
+        leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]
+        layout = "concat" if second is not None else "none"
+        y = weft.glu(leaves[0], None if second is None else leaves[1], act=act, layout=layout)  # type: ignore[arg-type]
+        got = [y, *torch.autograd.grad(y, leaves[: 1 + (second is not None)], dy)]
+        for a, truth, eager in zip(got, *found, strict=True):
+            assert_not_worse(a, truth, eager)
+
+
+@pytest.mark.compat
+def test_swiglu_in_bf16_is_rounded_once() -> None:
+    """Bug F6: rounding after each step changes a third of the numbers."""
+    x = draw(64, 192)
+    gate, up = x.chunk(2, -1)
+    exact = F.silu(gate.double()) * up.double()
+    assert (weft.glu(x) != exact.to(BF16)).float().mean() < 1e-3
+    assert (F.silu(gate) * up != exact.to(BF16)).float().mean() > 0.1
+
+
+def test_gpt_oss() -> None:
+    """As its modelling code has it: gate and up in turn, limits, a steeper sigmoid, up + 1."""
+
+    def experts_of_gpt_oss(x: Tensor) -> Tensor:
+        gate, up = x[..., ::2], x[..., 1::2]
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    x, dy = draw(40, 192, std=5.0), draw(40, 96)
+    found = []
+    for dtype in (torch.float64, BF16):
+        leaf = x.to(dtype).requires_grad_()
+        y = experts_of_gpt_oss(leaf)
+        found.append([y, *torch.autograd.grad(y, leaf, dy.to(dtype))])
+    leaf = x.clone().requires_grad_()
+    y = weft.glu(leaf, layout="interleaved", limit=7.0, alpha=1.702, up_offset=1.0)
+    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaf, dy)], *found, strict=True):
+        assert_not_worse(got, truth, eager)
+
+
+def test_sigmoid_with_alpha() -> None:
+    check_glu(call_of(act="sigmoid", alpha=1.7))
+
+
+def test_layouts_are_one_maths() -> None:
+    gate, up, dy = draw(6, 96), draw(6, 96), draw(6, 96)
+    forms: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
+        ((gate, up), {}),
+        ((torch.cat([gate, up], -1),), {}),
+        ((torch.stack([gate, up], -1).flatten(-2),), {"layout": "interleaved"}),
+    ]
+    found = []
+    for inputs, options in forms:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        y = weft.glu(*leaves, **options)
+        grads = torch.autograd.grad(y, leaves, dy)
+        if len(grads) == 1:
+            halves = grads[0].chunk(2, -1) if not options else (grads[0][..., ::2], grads[0][..., 1::2])
+            grads = tuple(half.contiguous() for half in halves)
+        found.append({"y": y, "dgate": grads[0], "dup": grads[1]})
+    for other in found[1:]:
+        assert_same(other, found[0], "layouts")
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_limits_include_their_ends(layout: str) -> None:
+    """At ±limit exactly the gradient still flows; beyond it none does, and NaN stays NaN."""
+    limit = 1.5
+    special = torch.tensor([1.5, 1.5078125, 1.4921875, -1.5, -1.5078125, -30.0, torch.nan, 0.0]).to(BF16)
+    gate, up = special.repeat_interleave(8), special.repeat(8)
+    pair = torch.stack([gate, up])
+    x = (pair.flatten() if layout == "concat" else pair.t().flatten()).view(1, -1).clone().requires_grad_()
+    y = weft.glu(x, layout=layout, limit=limit)  # type: ignore[arg-type]
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    dx = dx.view(2, -1) if layout == "concat" else dx.view(-1, 2).t()
+    missing = gate.isnan() | up.isnan()
+    assert y.view(-1).isnan().equal(missing)
+    bound = gate.clamp(max=limit)
+    value = up.clamp(-limit, limit)
+    wanted = (F.silu(bound.double()) * value.double()).to(BF16)
+    assert torch.equal(y.view(-1)[~missing], wanted[~missing])
+    assert (dx[0] == 0)[(gate > limit) & ~missing].all()
+    assert (dx[1] == 0)[(up.abs() > limit) & ~missing].all()
+    inside = (gate == limit) & (value != 0) & ~missing
+    assert inside.any()
+    assert (dx[0] != 0)[inside].all()
+    edge = (up.abs() == limit) & (gate != 0) & ~missing
+    assert edge.any()
+    assert (dx[1] != 0)[edge].all()
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_a_special_value_stays_where_it_is(special: float) -> None:
+    call = call_of(rows=6)
+    x = call["x"].clone()
+    x[4, 3] = special
+    y, wanted = results(call.with_(x=x))["y"], results(call)["y"]
+    assert not y[4, 3].isfinite()
+    y[4, 3] = wanted[4, 3]
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_large_and_small_values(act: str) -> None:
+    """Nothing overflows on the way: f(a) is a or 0 there, its slope 1 or 0. NaN has a slope of NaN."""
+    a = torch.tensor(
+        [3e38, 1e30, 1e20, 1e10, -1e10, -1e20, -1e30, -3e38, 1e-40, -1e-40, 0.0, -0.0, torch.nan]
+    )
+    leaf = a.view(1, -1).clone().requires_grad_()
+    y = weft.glu(leaf, act=act, layout="none")  # type: ignore[arg-type]
+    (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    assert torch.equal(y[0, :8], torch.where(a > 0, a, 0.0)[:8])
+    assert torch.equal(slope[0, :8], torch.where(a > 0, 1.0, 0.0)[:8])
+    assert torch.allclose(slope[0, 8:12], torch.full((4,), 0.5))
+    assert y[0, 12:].isnan().all()
+    assert slope[0, 12:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_gelu_keeps_its_digits_in_the_tail(backend: Literal["triton", "reference"]) -> None:
+    """1 + erf(a / sqrt 2) cancels: a part in 500 is gone where gelu is -2.4e-5, and all of it from -5.6 on. From 14.2
+    units below zero, where fp32 ends, to 4 above."""
+    a = torch.linspace(-14.2, 4.0, 64 * 512).view(-1, 64)
+    leaf = a.clone().requires_grad_()
+    with weft.backend(backend):
+        y = weft.glu(leaf, act="gelu", layout="none")
+        (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    wide = a.double()
+    cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * wide)
+    bend = wide * torch.exp(-wide.square() / 2) / math.sqrt(2 * math.pi)
+    # Eight roundings of what is added up, for the polynomial and the power have half a dozen; below fp32's normal
+    # range one of the cdf's, times a.
+    budget, denormal = 8 * EPS32, 8 * 2.0**-149
+    check(y, wide * cdf, budget * (wide * cdf).abs() + denormal)
+    check(slope, cdf + bend, budget * (cdf + bend.abs()) + denormal)
+
+
+def test_probabilities() -> None:
+    """0 and 1 among them: linear in prob, and its gradient does not divide by it."""
+    call = call_of(rows=7)
+    prob = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
+    call = call.with_(prob=prob)
+    check_glu(call)
+    y, plain = results(call)["y"], weft.glu(call["x"])
+    assert not y[0].count_nonzero()
+    assert torch.equal(y[1:5], plain[1:5] * prob[1:5, None].to(BF16))
+    column = call.with_(prob=prob[:, None])
+    got = run(column)
+    assert got["dprob"].shape == (7, 1)
+    assert_same({"d": got["dprob"].view(-1)}, {"d": run(call)["dprob"]}, "a column of probabilities")
+    half = run(call.with_(prob=prob.to(BF16)))["dprob"]
+    assert half.dtype == BF16
+
+
+# ---- experts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("align", "dtype"), [(1, torch.int64), (16, torch.int32)])
+def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
+    """Each expert's rows are those of a call of its own; the padding, full of NaN, is not read, and zero comes out."""
+    call = call_of(300, **experts(align, dtype))
+    real = torch.zeros(300, dtype=torch.bool)
+    spans = [(s, e) for s, e, _ in truth_glu.regions(300, call["offsets"], align) if e > s]
+    assert len(spans) == 4
+    for start, end in spans:
+        real[start:end] = True
+    assert torch.equal(real_rows_reference(call["offsets"], 300, align), real)
+    x, prob, dy = call["x"], call["prob"], draw(300, 96)
+    for t in (x, prob, dy):
+        t[~real] = torch.nan
+    got = run(call, {"y": dy})
+    for start, end in spans:
+        rows = slice(start, end)
+        alone = Call(weft.glu, {"x": x[rows], "prob": prob[rows]})
+        wanted = run(alone, {"y": dy[rows]})
+        assert_same({k: got[k][rows] for k in wanted}, wanted, f"rows {start} to {end}")
+    for name in ("y", "dx", "dprob"):
+        assert not bits(got[name][~real]).count_nonzero(), name
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [[0, 0, 0], [0, 0, 300], [300, 300, 300], [300], [17], [0], [], [5, 5, 5, 11, 300], list(range(1, 301))],
+    ids=str,
+)
+def test_experts_of_any_number_and_size(ends: list[int]) -> None:
+    """None, one, more than a program looks at together; a buffer longer than its experts (bug A9)."""
+    offsets = torch.tensor(ends, dtype=torch.int64)
+    call = call_of(300, offsets=offsets)
+    x = call["x"].clone()
+    last = ends[-1] if ends else 0
+    x[last:] = torch.nan
+    y = weft.glu(x, prob=call["prob"], offsets=offsets)
+    assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), prob=call["prob"][:last].contiguous()))
+    assert not bits(y[last:]).count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("target", "align", "format"),
+    [
+        ("cpu", 16, "1x128"),
+        ("cpu", 128, "nvfp4"),
+        ("cpu", 1, "tensor"),
+        ("sm_90", 16, "1x128"),
+        ("cpu", 256, "1x128"),
+        pytest.param("cpu", 16, "mx", marks=pytest.mark.slow),
+        pytest.param("sm_90", 128, "1x128", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
+    """Bytes of both copies, forward and backward, on a CPU and as they are cut on a GPU; NaN in the padding."""
+    call = call_of(300, 128, **experts(align), quantize=format, columnwise=True, return_amax=True)
+    real = real_rows_reference(call["offsets"], 300, align)
+    call["x"][~real] = torch.nan
+    dy = draw(300, 128)
+    dy[~real] = torch.nan
+    gradients = backward_of(call, dy, quantize=format, columnwise=True)
+    values, wanted = own_numbers(call.with_(return_amax=False)), own_numbers(gradients)
+    with choosing_for(target):
+        q, amax = call()
+        got = gradients()
+    truth_glu.assert_copies(q, values["y"], call["offsets"], align)
+    assert amax == values["y"].abs().max()
+    truth_glu.assert_copies(got.x, wanted["dx"], call["offsets"], align)
+    near(got.prob, truth_glu.glu(call.with_(return_amax=False), dy)["dprob"])
+    assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
+    assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
+
+
+def test_many_experts_in_slots() -> None:
+    """More experts than a program looks at together, most of them with few rows or none."""
+    counts = torch.arange(301) % 3 * (torch.arange(301) % 7)
+    ends, start = [], 0
+    for count in counts.tolist():
+        ends.append(start + count)
+        start = -(-ends[-1] // 16) * 16
+    rows = start + 50
+    call = call_of(rows, 128, offsets=torch.tensor(ends), align=16, quantize="1x128", columnwise=True)
+    call["x"][~real_rows_reference(call["offsets"], rows, 16)] = torch.nan
+    truth_glu.assert_copies(call(), own_numbers(call)["y"], call["offsets"], 16)
+
+
+# ---- quantised results and gradients -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "format", ["1x128", "nvfp4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("row", "128x128"))]
+)
+def test_quantized_gradients(format: str) -> None:
+    """Of two inputs, of halves whose blocks meet (96 columns), and of formats that take the whole gradient first."""
+    dy = draw(130, 96)
+    for call in (call_of(130), Call(weft.glu, {"x": draw(130, 96), "up": draw(130, 96)})):
+        options = {"quantize": format, "columnwise": True}
+        gradients = backward_of(call, dy, **options)
+        values = own_numbers(gradients)
+        for name, got in results(gradients).items():
+            if isinstance(got, QTensor):
+                truth_glu.assert_copies(got, values[name])
+        alone = gradients.with_(rowwise=False)()
+        assert alone.x.rowwise is None
+        assert torch.equal(
+            alone.x.columnwise.data.view(torch.uint8), gradients().x.columnwise.data.view(torch.uint8)
+        )
+
+
+def test_quantized_gradients_of_autograd() -> None:
+    """The engine hands them on as they are: to a leaf, and dequantised to what does not know them."""
+    call = call_of(130, 128, quantize_grad="1x128")
+    dy = draw(130, 128)
+    wanted = backward_of(call, dy, quantize="1x128", columnwise=True)()
+    call = call.requiring_grad()
+    call().backward(dy)
+    grad = call["x"].grad
+    assert isinstance(grad, QTensor)
+    assert_same({"dx": grad, "dprob": call["prob"].grad}, {"dx": wanted.x, "dprob": wanted.prob}, "autograd")
+    leaf = call["x"].detach().requires_grad_()
+    weft.glu(leaf * 1.0, prob=call["prob"].detach(), quantize_grad="1x128").backward(dy)
+    assert not isinstance(leaf.grad, QTensor)
+    assert torch.equal(leaf.grad, wanted.x.dequantize())
+
+
+@pytest.mark.parametrize("format", ["tensor", "nvfp4"])
+def test_amax_is_that_of_y(format: str) -> None:
+    x = draw(130, 192)
+    y = weft.glu(x, out_dtype=torch.float32)
+    q, amax = weft.glu(x, quantize=format, columnwise=True, return_amax=True)
+    assert amax == y.abs().max()
+    truth_glu.assert_copies(q, y)
+    if format == "tensor":
+        q, amax = weft.glu(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
+        assert amax == y.abs().max()
+        assert q.rowwise.scale == torch.tensor(0.01)
+
+
+def test_codes_do_not_depend_on_the_copies() -> None:
+    """Row-wise alone, column-wise alone, both: the same bytes, from fp32 and not from a rounded y."""
+    x = draw(130, 2 * 128)
+    both = weft.glu(x, quantize="1x128", columnwise=True)
+    rows, cols = weft.glu(x, quantize="1x128"), weft.glu(x, quantize="1x128", rowwise=False, columnwise=True)
+    assert_same({"q": rows.rowwise.data}, {"q": both.rowwise.data}, "row-wise alone")
+    assert_same({"q": cols.columnwise.data}, {"q": both.columnwise.data}, "column-wise alone")
+    rounded = weft.quantize(weft.glu(x), "1x128")
+    assert (bits(rounded.rowwise.data) != bits(both.rowwise.data)).any()
+
+
+# ---- layouts, sizes, offsets ---------------------------------------------------------------------------
+
+
+def two_inputs() -> Call:
+    return Call(
+        weft.glu, {"x": draw(2, 65, 96), "up": draw(2, 65, 96), "prob": torch.rand(2, 65), "act": "gelu_tanh"}
+    )
+
+
+def one_input() -> Call:
+    return call_of(6, lead=3)
+
+
+def both_copies() -> Call:
+    return call_of(65, lead=2, quantize="mx", columnwise=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [two_inputs, one_input, both_copies], ids=lambda f: f.__name__)
+def test_layout(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) -> None:
+    """Bugs E2 to E5: any strides of inputs and of gradients give the bits of contiguous tensors."""
+    call = make()
+    for name, tensor in call.tensors().items():
+        laid_out = layout(tensor)
+        wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
+        assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
+    gradient = upstreams(results(call.requiring_grad()))["y"]
+    laid_out = layout(gradient)
+    wanted = run(call, {"y": laid_out.contiguous().clone()})
+    assert_same(run(call, {"y": laid_out}), wanted, f"{layout.__name__} gradient")
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 3), (129, 16), (3, 1025), (2, 2049)])
+def test_sizes(rows: int, cols: int) -> None:
+    check_glu(call_of(rows, cols))
+    if rows * cols < 4000:
+        call = call_of(rows, cols, quantize="mx", columnwise=True)
+        truth_glu.assert_copies(call(), own_numbers(call)["y"])
+
+
+def test_no_columns_and_no_rows() -> None:
+    for shape in ((4, 0), (0, 8), (0, 3, 8)):
+        x = torch.randn(shape, requires_grad=True)
+        y = weft.glu(x)
+        assert y.shape == (*shape[:-1], shape[-1] // 2)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+    q = weft.glu(
+        torch.randn(0, 256), offsets=torch.tensor([0, 0]), align=16, quantize="1x128", columnwise=True
+    )
+    assert q.columnwise.data.shape == (128, 0)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_offsets_have_64_bits(copies: bool) -> None:
+    """Bug A5, forward and backward."""
+    x, up, dy = far_apart(4, 96), far_apart(4, 96), far_apart(4, 96)
+    options = {"quantize": "1x128", "columnwise": True} if copies else {}
+    call = Call(weft.glu, {"x": x, "up": up, **options})
+    near_by = call.with_(x=x.contiguous(), up=up.contiguous())
+    assert_same(run(call, {"y": dy}), run(near_by, {"y": dy.contiguous()}), "far apart")
+
+
+# ---- configurations of GPUs, run on the CPU ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "cols", "options"),
+    [
+        ("sm_90", 200, {}),
+        ("gfx942", 1100, {"layout": "interleaved"}),
+        ("sm_80", 256, {"quantize": "1x128"}),
+        ("sm_90", 256, {"quantize": "1x128", "columnwise": True}),
+        pytest.param("gfx942", 256, {"quantize": "128x128", "columnwise": True}, marks=pytest.mark.slow),
+        pytest.param("sm_100", 96, {"quantize": "mx", "columnwise": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> None:
+    """Bugs A2, F15: several rows to a program, several programs to a row: the same bits as on the CPU but for dprob,
+    whose sum has another order."""
+    call = call_of(37, cols, **options)
+    gradients = backward_of(call, draw(37, cols), **{k: v for k, v in options.items() if k != "layout"})
+    wanted, wanted_gradients = results(call), results(gradients)
+    with choosing_for(target):
+        got, got_gradients = results(call), results(gradients)
+    assert_same(got, wanted, target)
+    expected = truth_glu.glu(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprob"]
+    near(got_gradients.pop("dprob"), expected)
+    del wanted_gradients["dprob"]
+    assert_same(got_gradients, wanted_gradients, target)
+
+
+# ---- PyTorch's own machinery ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["glu", "glu_backward"])
+@pytest.mark.parametrize(
+    "options", [{}, {"quantize": "int8:1x128:te:pow2", "columnwise": True}], ids=["plain", "int8"]
+)
+def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned = torch.empty_strided
+
+    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
+        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
+        made = poisoned(*args, **kwargs)
+        if type(made) is Tensor and made.device.type == "cpu":
+            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
+        return made
+
+    monkeypatch.setattr(torch, "empty_strided", zeroed)
+    call = call_of(300, 96, **experts(16), **options)
+    if op == "glu_backward":
+        call = backward_of(call, draw(300, 96), **options)
+    args = arguments_of(call, op)[0]
+    torch.library.opcheck(weft.catalogue[op].overload, args)
+
+
+def grouped(x: Tensor, prob: Tensor, up: Tensor) -> Any:
+    offsets = torch.tensor([5, 5, 40])
+    return weft.glu(x, up, prob=prob, offsets=offsets, align=16, limit=2.0)
+
+
+def quantized(x: Tensor, prob: Tensor) -> Any:
+    q = weft.glu(x * 2, prob=prob, quantize="1x128", columnwise=True, quantize_grad="1x128")
+    return q.dequantize()
+
+
+def grad_of_input(x: Tensor) -> Any:
+    return weft.glu(x, quantize_grad="1x128")
+
+
+COMPILED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "grouped": (grouped, ((48, 96), (48,), (48, 96))),
+    "quantized": (quantized, ((130, 256), (130,))),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_is_eager(name: str) -> None:
+    """Bugs F16, J1, J3: fullgraph, with sizes that change, forward and backward, bit for bit."""
+    function, shapes = COMPILED[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for more in (0, 7):
+        inputs = [draw(s[0] + more, *s[1:]) for s in shapes]
+        found = []
+        for f in (function, compiled):
+            leaves = [t.clone().requires_grad_() for t in inputs]
+            y = f(*leaves)
+            torch.manual_seed(5)
+            gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
+            found.append({str(i): t for i, t in enumerate((y, *gradients))})
+        assert_same(found[1], found[0], f"compiled {name}")
+
+
+def test_quantized_gradient_of_a_compiled_graphs_input() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(grad_of_input, fullgraph=True, backend="aot_eager")
+    x, dy = draw(130, 256), draw(130, 128)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    grad_of_input(leaves[0]).backward(dy)
+    compiled(leaves[1]).backward(dy)
+    assert isinstance(leaves[0].grad, QTensor)
+    assert torch.equal(leaves[0].grad.dequantize(), leaves[1].grad)
+
+
+def test_checkpoint_is_eager() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = [draw(130, 256), draw(130)]
+    found = []
+    for f in (quantized, lambda *a: checkpoint(quantized, *a, use_reentrant=False)):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        y = f(*leaves)
+        found.append({str(i): t for i, t in enumerate((y, *torch.autograd.grad(y, leaves, y.detach())))})
+    assert_same(found[1], found[0], "checkpoint")
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "pair", "none"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_gradcheck_of_the_reference(act: str, layout: str) -> None:
+    alone = layout in ("pair", "none")
+    inputs = [torch.randn(6, 5 if alone else 10, dtype=torch.float64), torch.rand(6, dtype=torch.float64)]
+    inputs += [torch.randn(6, 5, dtype=torch.float64)] if layout == "pair" else []
+    offsets = torch.tensor([2, 5])
+
+    def f(x: Tensor, prob: Tensor, up: Tensor | None = None) -> Any:
+        return weft.glu(
+            x, up, act=act, layout="concat" if layout == "pair" else layout, prob=prob, limit=1.0, up_offset=0.5,
+            alpha=1.3 if act in ("silu", "sigmoid") else 1.0, offsets=offsets,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
+
+
+@pytest.mark.parametrize(
+    "names", [("x",), ("up",), ("prob",), ("x", "prob"), ("up", "prob"), ("x", "up")], ids=str
+)
+def test_gradients_of_a_subset(names: tuple[str, ...]) -> None:
+    """Bugs D8, D9."""
+    call = two_inputs()
+    full = run(call)
+    leaves = {name: call[name].clone().requires_grad_() for name in names}
+    outputs = results(call.with_(**leaves))
+    gradients = upstreams(results(call.requiring_grad()))
+    got = backward(call.with_(**leaves), outputs, gradients)
+    assert set(got) == {f"d{name}" for name in names}
+    assert_same(got, {name: full[name] for name in got}, "a subset")
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(3, 64, requires_grad=True)
+    (first,) = torch.autograd.grad(weft.glu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        first.sum().backward()
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+OFFSETS = torch.tensor([3, 6])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"x": torch.ones(6, 95)}, "is 95, which is odd"),
+        ({"x": torch.ones(6, 96, dtype=torch.int32)}, "x must be bfloat16"),
+        ({"x": torch.tensor(1.0)}, "at least one dimension"),
+        ({"act": "swish"}, "act must be one of silu, gelu"),
+        ({"layout": "block"}, "layout must be"),
+        ({"up": torch.ones(6, 95)}, r"up must have the shape \(6, 96\)"),
+        ({"up": torch.ones(6, 96), "layout": "interleaved"}, "no layout"),
+        ({"prob": torch.ones(5)}, r"prob must have the shape \(6,\) or \(6, 1\)"),
+        ({"prob": torch.ones(6, dtype=torch.int32)}, "prob must be bfloat16, .* got torch.int32"),
+        ({"limit": 0.0}, "limit must be positive"),
+        ({"limit": -1.0}, "limit must be positive"),
+        ({"act": "relu", "alpha": 2.0}, "alpha is the steepness of a sigmoid"),
+        ({"align": 16}, "goes with offsets"),
+        ({"offsets": OFFSETS, "align": 0}, "positive number"),
+        ({"offsets": OFFSETS.float()}, "offsets must be int32 or int64"),
+        ({"offsets": OFFSETS[None]}, r"offsets must be \[groups\]"),
+        ({"columnwise": True}, "go with quantize"),
+        ({"quantize": "1x128", "rowwise": False}, "at least one copy"),
+        ({"quantize": "row", "columnwise": True}, "1x128"),
+        ({"quantize": "1x128", "quant_scale": torch.ones(1)}, "for block 'tensor'"),
+        ({"quantize": "1x128", "out_dtype": torch.float32}, "out_dtype is for a plain result"),
+        ({"offsets": OFFSETS, "align": 8, "quantize": "1x128", "columnwise": True}, "multiples of 16"),
+        ({"offsets": OFFSETS, "align": 16, "quantize": "nvfp4", "columnwise": True}, "multiples of 32"),
+        ({"offsets": OFFSETS, "align": 64, "quantize": "128x128"}, "pad them to align=128"),
+        (
+            {"offsets": OFFSETS, "align": 16, "quantize": "1x128", "columnwise": True, "rowwise": False},
+            "need the row-wise copy",
+        ),
+        ({"offsets": OFFSETS, "align": 32, "quantize_grad": "nvfp4"}, "would mix experts"),
+        ({"offsets": OFFSETS, "align": 128, "quantize_grad": "row"}, "would mix experts"),
+    ],
+)
+def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weft.glu(**{"x": torch.ones(6, 96), **kwargs})
+
+
+def test_backward_refuses_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"dy must have the shape \(6, 48\)"):
+        weft.glu_backward(torch.ones(6, 96), torch.ones(6, 96))
+    with pytest.raises(ValueError, match="columnwise goes with quantize"):
+        weft.glu_backward(torch.ones(6, 48), torch.ones(6, 96), columnwise=True)

@@ -1,0 +1,172 @@
+"""What permute and unpermute must give, from their definition: one row, one slot, one number at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from accuracy import EPS32
+from torch import Tensor
+
+from tests.ops.norm.truth import Near
+from tests.quant import oracle
+from weft import Format, QTensor, RowMap
+from weft.quant import Copy
+from weft.workloads import Call
+
+
+def sorted_slots(routing: Tensor, experts: int, slots: int) -> list[list[int]]:
+    """The slots of each expert, in order."""
+    found: list[list[int]] = [[] for _ in range(experts)]
+    for token, chosen in enumerate(routing.reshape(-1, routing.shape[-1]).tolist()):
+        if routing.dtype == torch.bool:
+            chosen = [expert for expert, one in enumerate(chosen) if one][:slots]
+        for j, expert in enumerate(chosen):
+            if 0 <= expert < experts:
+                found[expert].append(token * slots + j)
+    return found
+
+
+def row_map(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    routing, align = call["routing"], call["align"] or 1
+    dense = routing.dtype == torch.bool
+    experts = call["experts"] or routing.shape[-1]
+    slots = call["slots"] or routing.shape[-1]
+    tokens = routing.numel() // routing.shape[-1]
+    by_expert = sorted_slots(routing, experts, slots)
+    slot_of_row: list[int] = []
+    ends = []
+    for mine in by_expert:
+        slot_of_row += mine + [-1] * (-len(mine) % align)
+        ends.append(len(slot_of_row))
+    room = call["rows"]
+    if room is None:  # the worst case
+        room = (tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align
+        assert len(slot_of_row) <= room
+    slot_of_row = (slot_of_row + [-1] * room)[:room]
+    row_of_slot = [-1] * (tokens * slots)
+    for row, slot in enumerate(slot_of_row):
+        if slot >= 0:
+            row_of_slot[slot] = row
+    expert_of_slot = [-1] * (tokens * slots)
+    for expert, mine in enumerate(by_expert):
+        for slot in mine:
+            expert_of_slot[slot] = expert
+    lead = routing.shape[:-1]
+    whole = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    found: dict[str, Near | Tensor] = {
+        "row_of_slot": whole(row_of_slot).view(*lead, slots),
+        "slot_of_row": whole(slot_of_row),
+        "counts": whole([len(mine) for mine in by_expert]),
+        "offsets": whole([min(end, room) for end in ends]),
+    }
+    if dense:
+        found["experts"] = whole(expert_of_slot).view(*lead, slots)
+    return found
+
+
+def taken(rows: RowMap) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """(row, token, slot of the token, where its probability is) of the rows that are no pads."""
+    slots = rows.row_of_slot.shape[-1]
+    experts = None if rows.experts is None else rows.experts.reshape(-1, slots).tolist()
+    for row, slot in enumerate(rows.slot_of_row.tolist()):
+        if slot >= 0:
+            token, j = divmod(slot, slots)
+            yield row, token, j, (token, j if experts is None else experts[token][j])
+
+
+def values_of(x: Tensor) -> Tensor:
+    """The numbers [M, K] in float64."""
+    if isinstance(x, QTensor):
+        assert x.rowwise is not None
+        copy = oracle.Quantized(x.rowwise.data.view(torch.uint8), x.rowwise.scale, None)
+        return oracle.dequantize(
+            copy, block=x.format.block, element=x.format.element, shape=tuple(x.shape)
+        ).double()
+    return x.detach().double().reshape(-1, x.shape[-1])
+
+
+def exactly(value: Tensor) -> Near:
+    return Near(value, torch.zeros_like(value))
+
+
+def permute(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    rows: RowMap = call["rows"]
+    x, probs = values_of(call["x"]), call["probs"]
+    y = torch.zeros(len(rows.slot_of_row), x.shape[1], dtype=torch.float64)
+    dx, size = torch.zeros_like(x), torch.zeros_like(x)
+    dy = gradients.get("y", torch.zeros(1, 1)).detach().double().expand(y.shape)
+    row_probs = torch.zeros(len(y), dtype=torch.float64)
+    flat_probs = None if probs is None else probs.detach().double().reshape(-1, probs.shape[-1])
+    dprobs = None if flat_probs is None else torch.zeros_like(flat_probs)
+    for row, token, _, place in taken(rows):
+        y[row] = x[token]
+        dx[token] += dy[row]
+        size[token] += dy[row].abs()
+        if flat_probs is not None and dprobs is not None:
+            row_probs[row] = flat_probs[place]
+            if "output1" in gradients:
+                dprobs[place] = gradients["output1"][row].double()
+    found: dict[str, Near | Tensor] = {"y": exactly(y)}
+    noise = rows.row_of_slot.shape[-1] * EPS32 * size
+    found["dx"] = Near(dx.view(call["x"].shape), noise.view(call["x"].shape))
+    if probs is not None and dprobs is not None:
+        found["output1"] = exactly(row_probs)
+        found["dprobs"] = exactly(dprobs.view(probs.shape))
+    return found
+
+
+def unpermute(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    rows: RowMap = call["rows"]
+    values, probs, carried = values_of(call["y"]), call["probs"], call["carried"]
+    slots = rows.row_of_slot.shape[-1]
+    tokens = rows.row_of_slot.numel() // slots
+    lead = tuple(rows.row_of_slot.shape[:-1])
+    cols = values.shape[1]
+    wide = slots if rows.experts is None else len(rows.counts)
+    weight = torch.ones(tokens, wide, dtype=torch.float64)
+    if probs is not None:
+        weight = probs.detach().double().reshape(tokens, wide)
+    x, size = (torch.zeros(tokens, cols, dtype=torch.float64) for _ in range(2))
+    dy = gradients.get("y", torch.zeros(1, 1)).detach().double().expand(tokens, cols)
+    drows, dsize = (torch.zeros_like(values) for _ in range(2))
+    back, dprobs, dprobs_size = (torch.zeros(tokens, wide, dtype=torch.float64) for _ in range(3))
+    dcarried = torch.zeros(len(values), dtype=torch.float64)
+    for row, token, _, place in taken(rows):
+        x[token] += weight[place] * values[row]
+        size[token] += (weight[place] * values[row]).abs()
+        drows[row] = weight[place] * dy[token]
+        dsize[row] = drows[row].abs()
+        dprobs[place] = (dy[token] * values[row]).sum()
+        dprobs_size[place] = (dy[token] * values[row]).abs().sum()
+        if carried is not None:
+            back[place] = carried[row].double()
+            if "output1" in gradients:
+                dcarried[row] = gradients["output1"].reshape(tokens, wide)[place].double()
+    quantised = isinstance(call["y"], QTensor)  # q * d is rounded once
+    noise = (slots + quantised) * EPS32 * size
+    found: dict[str, Near | Tensor] = {"y": Near(x.view(*lead, cols), noise.view(*lead, cols))}
+    found["dy"] = Near(drows, EPS32 * dsize if probs is not None else torch.zeros_like(dsize))
+    if probs is not None:
+        found["dprobs"] = Near(dprobs.view(probs.shape), (8 * EPS32 * dprobs_size).view(probs.shape))
+    if carried is not None:
+        found["output1"] = exactly(back.view(*lead, wide))
+        found["dcarried"] = exactly(dcarried)
+    return found
+
+
+def unpermute_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    rows = RowMap(
+        call["row_of_slot"], call["slot_of_row"], call["probs"][0], call["probs"][0], 1, call["experts"]
+    )
+    y = call["rows"]
+    if y is None:
+        shape = (len(call["codes"]), call["dy"].shape[-1])
+        copy = Copy(call["codes"], call["codes_scale"])
+        y = QTensor(shape, call["dy"].dtype, Format.of(call["format"]), copy)
+    forward = Call(unpermute, {"y": y, "rows": rows, "probs": call["probs"]})
+    found = unpermute(forward, {"y": call["dy"]})
+    return {"y": found["dy"], "output1": found["dprobs"]}
+
+
+TRUTHS = {f.__name__: f for f in (row_map, permute, unpermute, unpermute_backward)}

@@ -1,0 +1,104 @@
+"""The ways in which the kernels of the gated norm are broken; the lines are those of `mutants`."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+FILE = "ops/gated_norm.py"
+G = "ops/norm/test_gated.py::"
+
+SMALL, ODD, ODD_GPU, PIECES, WIDE_GPU, PIECES_GPU = (
+    f"{G}test_sizes[{case}]"
+    for case in ("cpu-2-12-64-4", "cpu-3-13-200-4", "sm_90-3-13-200-4", "cpu-2-20-10002-2", "sm_90-2-17-2048-4", "sm_90-2-20-10002-2")
+)  # fmt: skip
+ROWS, HEADS = f"{G}test_every_row_of_every_batch[15]", f"{G}test_layouts_of_heads"
+FAR, OPEN, DTYPES = (
+    f"{G}test_offsets_have_64_bits",
+    f"{G}test_one_group_and_an_open_gate_is_rms_norm",
+    f"{G}test_dtypes",
+)
+ONE_PASS, MX, ROW, STATIC, STRADDLING, COLUMNS, NVFP4 = (
+    f"{G}test_quantised[{case}]"
+    for case in (
+        "1x128-512-4-options0", "mx-192-3-options1", "row-96-1-options2", "tensor-96-4-options5",
+        "1x128-200-4-options6", "1x128-96-2-options7", "nvfp4-96-2-options9",
+    )
+)  # fmt: skip
+HALVES, ON_A_GPU = (
+    f"{G}test_quantised[e2m1:mx:te-33-1-options4]",
+    f"{G}test_quantised_as_launched_on[sm_90-1x128-512-4]",
+)
+SPECIAL = f"{G}test_a_special_value_stays_in_its_group[nan]"
+GATES, SILU = f"{G}test_gates_near_and_far[sigmoid]", f"{G}test_gates_near_and_far[silu]"
+
+LINES: dict[str, list[tuple[Any, ...]]] = {
+    "_gated_norm_kernel": [
+        ("dimensions of rows swapped", "_place", "(rest // second).to(tl.int64) * first_stride + (rest % second)", "(rest % second).to(tl.int64) * first_stride + (rest // second)", (ODD,)),
+        ("the inner stride left out", "_place", "(row % third).to(tl.int64) * third_stride", "(row % third).to(tl.int64) * 0", (ODD,)),
+        ("x where the gate lies", "_gated_norm_kernel", "x_first_stride, x_second_stride, x_third_stride, ALIGN", "gate_first_stride, gate_second_stride, gate_third_stride, ALIGN", (ODD,)),
+        ("gate where x lies", "_gated_norm_kernel", "gate_off = _place(row, second, third, gate_first_stride, gate_second_stride", "gate_off = _place(row, second, third, x_first_stride, x_second_stride", (ODD,)),
+        ("one weight for all groups", "_gated_norm_kernel", "(row % groups) * cols", "(row % 1) * cols", (ODD,)),
+        ("weights of tokens, not of groups", "_gated_norm_kernel", "(row % groups) * cols", "(row // groups % groups) * cols", (ODD,)),
+        ("no weight offset", "_gated", "+ weight_offset)", ")", (ODD,)),
+        ("weight after its offset twice", "_gated", "+ weight_offset)", "+ 2.0 * weight_offset)", (ODD,)),
+        ("a gate that is not activated", "_gated", "activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)", "load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask)", (ODD,)),
+        ("sum for mean", "_gated_norm_kernel", "tl.div_rn(squares, count)", "squares", (ODD,)),
+        ("mean over the tile", "_gated_norm_kernel", "+ cols.to(tl.float32)", "+ TILE", (ODD,)),
+        ("no eps", "_gated_norm_kernel", "tl.div_rn(squares, count) + eps", "tl.div_rn(squares, count) + 0.0 * eps", (OPEN,)),
+        ("squares of the last piece", "_gated_norm_kernel", "squares += tl.sum", "squares = tl.sum", (PIECES,)),
+        ("the last piece left out", "_gated_norm_kernel", "squares = tl.zeros((ROWS,), tl.float32)\n            for start in range(0, cols, TILE)", "squares = tl.zeros((ROWS,), tl.float32)\n            for start in range(0, cols - TILE, TILE)", (PIECES,)),
+        ("rows of two programs overlap", "_gated_norm_kernel", ".to(bound.dtype) * ROWS + tl.arange", ".to(bound.dtype) * (ROWS // 2 + 1) + tl.arange", (ODD_GPU,)),
+        ("rows left out at the end", "_launch_gated_norm", "programs = -(-rows // config.rows)\n        _rows", "programs = max(1, rows // config.rows)\n        _rows", (ODD_GPU, ROWS)),
+        ("32-bit offsets", "_place", "(rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride", "((rest // second) * first_stride + (rest % second) * second_stride).to(tl.int64)", (FAR,)),
+        ("32-bit offsets of the last dimension", "_place", "(row % third).to(tl.int64) * third_stride", "(row % third) * third_stride", (FAR,)),
+        ("groups of another token", "_levels", "before == size * step", "before >= size * step", (HEADS, FAR)),
+        ("scales of groups in one place", "_gated_norm_kernel", "((row % groups) * blocks)", "((row % 1) * blocks)", (ONE_PASS,)),
+        ("scales of tokens at groups' stride", "_gated_norm_kernel", "(row // groups).to(tl.int64)[:, None]", "row.to(tl.int64)[:, None]", (ONE_PASS,)),
+        ("a row's scale from the first piece", "_gated_norm_kernel", "largest = amax(y, axis=1)", "largest = amax(y, axis=1) * 0.5", (ROW,)),
+        ("blocks of two groups", "_within_groups", 'format.block != "row" and cols % max(format.group, format.packed) == 0', 'format.block != "row"', (STRADDLING,)),
+        ("amax of the first row", "_gated_norm_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = larger(program_amax, amax(y, axis=1) * 0.75)", (ONE_PASS,)),
+        ("a given scale taken for an amax", "_launch_gated_norm", "activation, spec, cast, quant_scale is not None, known", "activation, spec, cast, False, known", (STATIC,)),
+        ("the stride of even codes", "_gated_norm_kernel", "(cols + FORMAT.packed - 1) // FORMAT.packed", "cols // FORMAT.packed", (HALVES,)),
+    ],
+    "_gated_norm_stripe_kernel": [
+        ("statistics of the first group", "_gated_norm_stripe_kernel", "(col // (cols // groups))[None, :]", "(col // cols)[None, :]", (STRADDLING,)),
+        ("statistics of the tile's first group", "_gated_norm_stripe_kernel", "(row + start // (cols // groups))", "(row + start // cols)", (f"{G}test_rowwise_copy_is_the_same_with_a_columnwise_one", ON_A_GPU)),
+        ("every tile in one group", "_launch_gated_norm", "WITHIN=cols % tile == 0", "WITHIN=True", (STRADDLING,)),
+        ("tokens counted as groups", "_gated_norm_stripe_kernel", "row = token * groups", "row = token * 1", (COLUMNS,)),
+        ("no weight", "_gated_norm_stripe_kernel", "y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)", "y = y + 0.0 * weight_offset", (COLUMNS,)),
+        ("a gate that is not activated", "_gated_norm_stripe_kernel", "activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)", "load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask)", (COLUMNS,)),
+        ("the other activation", "_launch_gated_norm", "num_warps=num_warps, ACT=activation", 'num_warps=num_warps, ACT="sigmoid"', (COLUMNS,)),
+        ("gate where x lies", "_gated_norm_stripe_kernel", "gate_off = _place(row, second, third, gate_first_stride, gate_second_stride", "gate_off = _place(row, second, third, x_first_stride, x_second_stride", (COLUMNS,)),
+        ("x where the gate lies", "_gated_norm_stripe_kernel", "x_off = _place(row, second, third, x_first_stride, x_second_stride", "x_off = _place(row, second, third, gate_first_stride, gate_second_stride", (COLUMNS,)),
+        ("every tile the first", "_gated_norm_stripe_kernel", "start = (tl.program_id(0) % tiles) * TILE", "start = (tl.program_id(0) % tiles) * 0", (STRADDLING,)),
+        ("every stripe the first", "_gated_norm_stripe_kernel", "stripe.to(bound.dtype) * ROWS", "stripe.to(bound.dtype) * 0", (COLUMNS,)),
+        ("the last stripe left out", "_launch_gated_norm", "tiles = stripes * -(-width // tile)", "tiles = max(1, stripes - 1) * -(-width // tile)", (COLUMNS,)),
+        ("amax of half", "_gated_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(amax(y, axis=1), axis=0) * 0.5", (COLUMNS,)),
+        ("a given scale taken for an amax", "_launch_gated_norm", "STATIC=quant_scale is not None", "STATIC=False", (f"{G}test_quantised[tensor-96-4-options13]",)),
+    ],
+    "_gated_norm_backward_kernel": [
+        ("the gate left out of dx", "_gradient_of_y", "d = dy * f", "d = dy * 1.0", (ODD,)),
+        ("the weight left out of dx", "_gradient_of_y", "t = t * weight", "t = t * 1.0", (ODD,)),
+        ("the weight left out of dgate", "_gradient_of_y", "through = through * weight", "through = through * 1.0", (ODD,)),
+        ("no weight offset", "_gradient_of_y", "load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset", "load_vector(weight_ptr, col, cols, COLS_MASKED)", (ODD,)),
+        ("the activation for its slope", "_gradient_of_y", "through = dy * slope", "through = dy * f", (ODD,)),
+        ("1 - s without its digits", "tiles/activations.py:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, alpha * s * (1.0 - s)", (GATES,)),
+        ("a sum added, not subtracted", "_gated_norm_backward_kernel", "(t - z * (tz / count)[:, None]) * rstd", "(t + z * (tz / count)[:, None]) * rstd", (ODD,)),
+        ("sum for mean", "_gated_norm_backward_kernel", "(tz / count)", "tz", (ODD,)),
+        ("dx without rstd", "_gated_norm_backward_kernel", "(t - z * (tz / count)[:, None]) * rstd", "(t - z * (tz / count)[:, None])", (ODD,)),
+        ("dgate of x, not of z", "_gradient_of_y", "col[None, :], mask) * rstd", "col[None, :], mask) * (rstd * 0.0 + 1.0)", (ODD,)),
+        ("dweight with the weight in it", "_gated_norm_backward_kernel", "sums += d * z", "sums += t * z", (ODD,)),
+        ("dweight of the last rows", "_gated_norm_backward_kernel", "sums += d * z", "sums = d * z", (ODD,)),
+        ("dweight in pieces of the last row", "_gated_norm_backward_kernel", "begin > first, col, cols", "begin < first, col, cols", (f"{G}test_long_groups[sm_80-2-3-20000-1]", PIECES)),
+        ("sums of all programs in one place", "_gated_norm_backward_kernel", "program.to(tl.int64) * cols, ALIGN)  # [parts", "(program % groups).to(tl.int64) * cols, ALIGN)  # [parts", (ODD, ODD_GPU)),
+        ("the group before", "_gated_norm_backward_kernel", "row = token * groups + group", "row = token * groups + (group + 1) % groups", (ODD,)),
+        ("one weight for all groups", "_gated_norm_backward_kernel", "group.to(tl.int64) * cols", "group.to(tl.int64) * 0", (ODD,)),
+        ("dx in the order of y", "_gated_norm_backward_kernel", "dx_off = _place(row, second, third, dx_first_stride, dx_second_stride", "dx_off = _place(row, second, third, dy_first_stride, dy_second_stride", (ODD,)),
+        ("dy where the gate lies", "_gated_norm_backward_kernel", "dy_off = _place(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride", "dy_off = _place(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride", (FAR, f"{G}test_layouts")),
+        ("tokens of the next program", "_gated_norm_backward_kernel", "last = tl.minimum(first + program_tokens, tokens)", "last = tl.minimum(first + program_tokens + 1, tokens)", (ODD_GPU, ODD)),
+        ("t * z of the last piece", "_gated_norm_backward_kernel", "tz += tl.sum", "tz = tl.sum", (PIECES,)),
+        ("a tile of tokens less", "_launch_gated_norm_backward", "parts = -(-tokens // program_tokens)", "parts = max(1, tokens // program_tokens)", (ODD_GPU, ROWS)),
+    ],
+}  # fmt: skip

@@ -1,0 +1,621 @@
+"""What the options of the gated norm mean, any shape and layout it may meet, its quantised results, and bugs that
+others shipped. The workloads go through `test_catalogue` as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import assert_not_worse
+from torch import Tensor
+
+import weft
+from tests.catalogue.test_catalogue import (
+    LAYOUTS,
+    arguments_of,
+    assert_same,
+    backward,
+    bits,
+    compiled_variants,
+    far_apart,
+    near,
+    own_numbers,
+    results,
+    run,
+    upstreams,
+)
+from tests.ops.norm import truth_gated as truth_gated_norm
+from tests.quant import oracle
+from weft import Format, QTensor
+from weft.runtime import choosing_for, recording
+from weft.workloads import Call
+
+BF16 = torch.bfloat16
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16, std: float = 1.5) -> Tensor:
+    return (torch.randn(shape) * std).to(dtype)
+
+
+def call_of(
+    batch: int = 2, length: int = 5, cols: int = 96, dtype: torch.dtype = BF16, weight: bool = True, **options: Any
+) -> Call:  # fmt: skip
+    """x [B, L, K], with gate and y [L, B, K] unless it is not to be transposed."""
+    options.setdefault("transpose", True)
+    lead = (length, batch) if options["transpose"] else (batch, length)
+    made = {"x": draw(batch, length, cols, dtype=dtype), "gate": draw(*lead, cols, dtype=dtype, std=2.0)}
+    if weight:
+        made["weight"] = draw(cols, dtype=dtype)
+    return Call(weft.gated_norm, {**made, **options})
+
+
+def check(call: Call, target: str | None = None) -> dict[str, Tensor]:
+    """y and all gradients against float64, as launched on a CPU or on a GPU."""
+    call = call.requiring_grad()
+    gradients = upstreams(results(call))
+    with choosing_for(target or "cpu"):
+        outputs = results(call)
+        got = {**outputs, **backward(call, outputs, gradients)}
+    expected = truth_gated_norm.gated_norm(call, gradients)
+    assert set(got) == set(expected)
+    for name, wanted in expected.items():
+        if not isinstance(got[name], QTensor):
+            assert not isinstance(wanted, Tensor)
+            near(got[name], wanted)
+    return got
+
+
+# ---- as models define it -------------------------------------------------------------------------------
+
+
+def naive(x: Tensor, gate: Tensor, weight: Tensor, groups: int, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """As modelling code has it: norm in fp32, back to the dtype, times the weight, times the gate."""
+    parts = x.transpose(0, 1).unflatten(-1, (groups, -1))
+    wide = parts.float() if x.dtype == BF16 else parts
+    z = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype).flatten(-2)
+    return z * weight * act(gate)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("act", "function"), [("sigmoid", torch.sigmoid), ("silu", F.silu)])
+def test_as_modelling_code_has_it(act: str, function: Callable[[Tensor], Tensor]) -> None:
+    call = call_of(2, 12, 96, groups=4, act=act)
+    dy = draw(12, 2, 96)
+    found = []
+    for dtype in (torch.float64, BF16):
+        leaves = [call[name].to(dtype).requires_grad_() for name in ("x", "gate", "weight")]
+        y = naive(*leaves, 4, function)
+        found.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+    leaves = [call[name].clone().requires_grad_() for name in ("x", "gate", "weight")]
+    y = weft.gated_norm(*leaves, groups=4, act=act, transpose=True)  # type: ignore[arg-type]
+    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaves, dy)], *found, strict=True):
+        assert_not_worse(got, truth, eager)
+
+
+def test_one_group_and_an_open_gate_is_rms_norm() -> None:
+    """sigmoid(100) is 1 in fp32."""
+    x, weight = draw(6, 96), draw(96)
+    got = weft.gated_norm(x, torch.full_like(x, 100.0), weight, eps=1e-3, weight_offset=1.0)
+    assert torch.equal(got, weft.rms_norm(x, weight, eps=1e-3, weight_offset=1.0))
+
+
+def test_groups_are_norms_of_their_own() -> None:
+    call = call_of(3, 4, 96, groups=3)
+    got = run(call)
+    for group in range(3):
+        part = slice(32 * group, 32 * group + 32)
+        alone = call.with_(
+            groups=1, **{name: t[..., part].contiguous() for name, t in call.tensors().items()}
+        )
+        outputs = results(alone.requiring_grad())
+        gradient = upstreams(results(call.requiring_grad()))["y"][..., part]
+        wanted = run(alone, {"y": gradient})
+        assert outputs["y"].shape == (4, 3, 32)
+        assert_same({n: t[..., part].contiguous() for n, t in got.items()}, wanted, f"group {group}")
+
+
+def test_transposing_is_a_view() -> None:
+    """The same bits as a transposed x, with the gradient where x lies."""
+    call = call_of(3, 7, 96, groups=2)
+    got = run(call)
+    moved = call.with_(x=call["x"].transpose(0, 1).contiguous(), transpose=False)
+    wanted = run(moved, upstreams(results(call.requiring_grad())))
+    wanted["dx"] = wanted["dx"].transpose(0, 1)
+    assert_same(got, wanted, "transposed")
+    assert got["dx"].is_contiguous()
+    assert got["y"].is_contiguous()
+
+
+def test_heads() -> None:
+    """x as attention leaves it, [B, L, H, d], is a view of [B, L, H * d]; and heads with one weight for all."""
+    call = call_of(2, 5, 96, groups=4)
+    heads = call.with_(x=call["x"].view(2, 5, 4, 24))
+    got, wanted = run(heads), run(call)
+    assert got["dx"].shape == (2, 5, 4, 24)
+    got["dx"] = got["dx"].view(2, 5, 96)
+    assert_same(got, wanted, "heads")
+    shared = call_of(2, 5, 24, groups=1)
+    shared = shared.with_(x=draw(2, 5, 4, 24), gate=draw(5, 2, 4, 24))
+    check(shared)
+    repeated = call.with_(
+        x=shared["x"].view(2, 5, 96), gate=shared["gate"].view(5, 2, 96), weight=shared["weight"].repeat(4)
+    )
+    assert torch.equal(shared().view(5, 2, 96), repeated())
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------
+
+# CPU, a GPU; B, L, K, groups
+SIZES = [
+    (1, 1, 1, 1),
+    (2, 12, 64, 4),  # bug C5: lengths that 8 does not divide, in more than one batch
+    (3, 13, 200, 4),
+    (1, 130, 33, 3),
+    (2, 3, 1026, 1),
+    (2, 17, 2048, 4),
+    (2, 20, 10002, 2),  # on a CPU in pieces, and more than one row to a program
+]
+QUICK = SIZES[:2] + SIZES[3:5]  # on a GPU much like others of them
+LONG = [(2, 3, 20000, 1), (1, 2, 40016, 2)]  # in pieces on a GPU; 10002 and 20008 columns
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "length", "cols", "groups"),
+    [
+        pytest.param(target, *size, marks=[pytest.mark.slow] if target != "cpu" and size in QUICK else [])
+        for size in SIZES
+        for target in ("cpu", "sm_90")
+    ],
+)
+def test_sizes(target: str, batch: int, length: int, cols: int, groups: int) -> None:
+    act = "silu" if cols % 3 == 0 else "sigmoid"
+    check(call_of(batch, length, cols, groups=groups, act=act, weight_offset=0.5), target)
+
+
+@pytest.mark.parametrize(("batch", "length", "cols", "groups"), LONG)
+@pytest.mark.parametrize("target", ["sm_80", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_long_groups(target: str, batch: int, length: int, cols: int, groups: int) -> None:
+    check(call_of(batch, length, cols, groups=groups, act="silu"), target)
+
+
+@pytest.mark.parametrize("length", [*range(1, 10), 12, 15, 16, 17, 63, 64, 65])
+def test_every_row_of_every_batch(length: int) -> None:
+    """Bug C5: 4 of 24 rows wrong where 8 does not divide the length. Several programs, more than one row to each."""
+    for target in ("cpu", "sm_90"):
+        check(call_of(3, length, 64, groups=2), target)
+
+
+@pytest.mark.parametrize("cols", [0, 6])
+def test_nothing(cols: int) -> None:
+    for batch, length in ((2, 0), (0, 3), (2, 3 * (cols == 0))):
+        call = call_of(batch, length, cols, groups=3 if cols else 1)
+        got = run(call)
+        assert got["y"].shape == (length, batch, cols)
+        assert got["dx"].shape == (batch, length, cols)
+        assert not got["dweight"].count_nonzero()
+
+
+def test_no_weight() -> None:
+    got = check(call_of(2, 5, 96, groups=3, weight=False, act="silu"))
+    assert "dweight" not in got
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate_dtype"),
+    [
+        (torch.float16, torch.float32),
+        pytest.param(torch.float32, torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_dtypes(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
+    """Each gradient has the dtype of what it is of; y that of x, or the one that is asked for."""
+    call = call_of(dtype=dtype, groups=2)
+    call = call.with_(gate=call["gate"].to(gate_dtype), weight=call["weight"].float())
+    got = check(call)
+    assert (got["y"].dtype, got["dx"].dtype, got["dgate"].dtype) == (dtype, dtype, gate_dtype)
+    assert got["dweight"].dtype == torch.float32
+    assert check(call.with_(out_dtype=BF16))["y"].dtype == BF16
+
+
+# ---- layouts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_layouts(layout: Callable[[Tensor], Tensor], transpose: bool) -> None:
+    """Any strides give the bits of the contiguous tensor, forward and backward."""
+    call = call_of(3, 5, 96, groups=3, transpose=transpose)
+    for name, tensor in call.tensors().items():
+        laid_out = layout(tensor)
+        wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
+        assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
+    gradient = upstreams(results(call.requiring_grad()))["y"]
+    laid_out = layout(gradient)
+    wanted = run(call, {"y": laid_out.contiguous().clone()})
+    assert_same(run(call, {"y": laid_out}), wanted, f"{layout.__name__} gradient")
+
+
+def test_layouts_of_heads() -> None:
+    """Heads before tokens, a slice of a packed projection, and strides that no three dimensions have."""
+    gate, weight = draw(5, 2, 4, 24), draw(24)
+    packed = draw(2, 5, 3 * 96)
+    forms = {
+        "heads first": draw(2, 4, 5, 24).transpose(1, 2),
+        "packed": packed[..., 96:192].unflatten(-1, (4, 24)),
+        "sparse": draw(4, 10, 8, 48)[::2, ::2, ::2, :24],
+        "backwards": draw(24, 4, 5, 2).permute(3, 2, 1, 0),
+    }
+    for what, x in forms.items():
+        for groups in (1, 2):
+            call = Call(
+                weft.gated_norm,
+                {"x": x, "gate": gate, "weight": weight, "groups": groups, "transpose": True},
+            )
+            assert_same(run(call), run(call.with_(x=x.contiguous())), what)
+        quantised = call.with_(quantize="mx", columnwise=True)
+        assert_same(results(quantised), results(quantised.with_(x=x.contiguous())), what)
+
+
+def test_copies_are_made_of_strange_layouts_alone() -> None:
+    """What a transposed or sliced x costs is in the addresses, not in another pass."""
+    x, gate = draw(2, 5, 3 * 96)[..., 96:192], draw(5, 2, 96)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "contiguous", lambda *_: pytest.fail("a copy was made"))
+        weft.gated_norm(x, gate, groups=2, transpose=True)
+        weft.gated_norm(x.unflatten(-1, (4, 24)), gate.unflatten(-1, (4, 24)), transpose=True)
+
+
+def test_offsets_have_64_bits() -> None:
+    x, gate, dy = (far_apart(4, 96) for _ in range(3))
+    for groups, format in ((1, None), (2, None), (2, "mx")):
+        call = Call(weft.gated_norm, {"x": x, "gate": gate, "groups": groups, "quantize": format})
+        if format:
+            call = call.with_(columnwise=True)
+        near_by = call.with_(x=x.contiguous(), gate=gate.contiguous())
+        assert_same(run(call, {"y": dy}), run(near_by, {"y": dy.contiguous()}), "far apart")
+
+
+def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
+    """Rows of programs that do not exist count, too."""
+    for rows, kind in ((2**20, "i32"), (2**31 - 1, "i64"), (2**31 + 5, "i64")):
+        x = torch.empty(rows, 1, device="meta", dtype=BF16)
+        with recording("sm_90") as variants:
+            weft.gated_norm(x, x, quantize="tensor", columnwise=True)
+            weft.catalogue["gated_norm_backward"](
+                x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, False, [True] * 2 + [False]
+            )
+        found = {v.kernel: dict(v.signature)["bound"] for v in variants if "gated" in v.kernel}
+        assert found == dict.fromkeys(found, kind)
+        assert len(found) == 3
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["sigmoid", "silu"])
+def test_gates_near_and_far(act: str) -> None:
+    """1 - sigmoid keeps its digits where the gate is wide open; nothing overflows where it is shut."""
+    sizes = torch.tensor([0.0, 1e-38, 1e-20, 1e-3, 1.0, 8.0, 17.0, 30.0, 60.0, 85.0, 100.0, 1e4, 1e30])
+    gate = torch.cat([sizes, -sizes]).repeat(8, 8)
+    call = Call(weft.gated_norm, {"x": draw(8, 208, dtype=torch.float32), "gate": gate, "act": act})
+    for target in ("cpu", "sm_90"):
+        got = check(call, target)
+        assert all(t.isfinite().all() for t in got.values())
+    with weft.backend("reference"):
+        check(call)
+    if act == "sigmoid":
+        assert got["dgate"][:, gate[0] == 30.0].count_nonzero() == 8 * (gate[0] == 30.0).sum()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-20, 1e-3, 1e15])
+def test_sizes_of_numbers(size: float) -> None:
+    x = torch.cat([torch.randn(1, 1, 96) * size, torch.randn(1, 1, 96)], 1)
+    check(call_of(1, 2, 96, torch.float32, groups=2).with_(x=x))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_a_special_value_stays_in_its_group(special: float) -> None:
+    call = call_of(2, 5, 96, groups=3)
+    x = call["x"].clone()
+    x[1, 4, 40] = special
+    got, wanted = call.with_(x=x)(), call()
+    changed = torch.zeros(5, 2, 96, dtype=torch.bool)
+    changed[4, 1, 32:64] = True
+    assert torch.equal(got[~changed], wanted[~changed])
+    assert got[4, 1, 40].isnan()
+    quantised = call.with_(x=x, quantize="mx")().dequantize()
+    assert torch.equal(quantised[~changed], call.with_(quantize="mx")().dequantize()[~changed])
+
+
+# ---- quantised -----------------------------------------------------------------------------------------
+
+
+def assert_oracle(call: Call, q: QTensor) -> None:
+    """The copies of q are the oracle's of the op's own fp32 numbers."""
+    dropped = ("rowwise", "return_amax")
+    value = own_numbers(Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped}))["y"]
+    value = value.reshape(-1, value.shape[-1])
+    f = q.format
+    for copy, transpose in ((q.rowwise, False), (q.columnwise, True)):
+        if copy is None:
+            continue
+        wanted = oracle.quantize(
+            value, block=f.block, element=f.element, convention=f.convention, transpose=transpose,  # type: ignore[arg-type]
+            power_of_two=bool(f.power_of_two), scale=call["quant_scale"],
+        )  # fmt: skip
+        assert torch.equal(copy.data.view(torch.uint8), wanted.data)
+        assert torch.equal(bits(copy.scale), bits(wanted.scale.reshape(copy.scale.shape)))
+        if wanted.global_scale is not None:
+            assert torch.equal(copy.global_scale, wanted.global_scale)
+
+
+def slowly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+QUANTISED = [
+    # in one pass: blocks within groups, or one group
+    ("1x128", 512, 4, {}),
+    ("mx", 192, 3, {"columnwise": True}),
+    ("row", 96, 1, {}),
+    slowly("row", 2050, 1, {}),
+    ("e2m1:mx:te", 33, 1, {"columnwise": True}),
+    ("tensor", 96, 4, {"quant_scale": True}),
+    # in two
+    ("1x128", 200, 4, {"columnwise": True}),
+    ("1x128", 96, 2, {"rowwise": False, "columnwise": True}),
+    slowly("128x128", 256, 2, {}),
+    ("nvfp4", 96, 2, {"columnwise": True}),
+    slowly("nvfp4", 200, 4, {}),
+    slowly("nvfp4", 128, 2, {}),
+    slowly("tensor", 96, 4, {}),
+    ("tensor", 96, 4, {"columnwise": True, "quant_scale": True}),
+    ("row", 96, 4, {}),
+]
+
+
+@pytest.mark.parametrize(("format", "cols", "groups", "options"), QUANTISED)
+def test_quantised(format: str, cols: int, groups: int, options: dict[str, Any]) -> None:
+    """Codes, scales and amax; the gradient passes straight through."""
+    call = call_of(2, 67, cols, groups=groups, act="silu")
+    plain = run(call)
+    gradients = upstreams(results(call.requiring_grad()))
+    if "quant_scale" in options:
+        options = {**options, "quant_scale": torch.tensor([0.02])}
+    call = call.with_(quantize=format, **options)
+    outputs = call.with_(return_amax=True)()
+    q, largest = outputs
+    assert_oracle(call, q)
+    assert largest == own_numbers(call)["y"].abs().max()
+    assert (q.shape, q.dtype) == ((67, 2, cols), BF16)
+    assert_same({"q": call()}, {"q": q}, "without amax")
+    with weft.backend("reference"):
+        wanted = call()
+        for side in ("rowwise", "columnwise"):
+            assert (getattr(q, side) is None) == (getattr(wanted, side) is None)
+            if getattr(q, side) is not None:
+                same = bits(getattr(q, side).data) == bits(getattr(wanted, side).data)
+                assert same.float().mean() > 0.99
+    got = run(call, gradients)
+    assert_same(
+        {n: got[n] for n in ("dx", "dgate", "dweight")},
+        {n: plain[n] for n in ("dx", "dgate", "dweight")},
+        format,
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "format", "cols", "groups"),
+    [
+        ("sm_90", "1x128", 512, 4),
+        ("sm_80", "mx", 200, 4),
+        slowly("sm_90", "row", 200, 1),
+        slowly("sm_90", "nvfp4", 128, 2),
+        slowly("sm_90", "row", 20000, 1),
+        slowly("gfx942", "128x128", 384, 3),
+        slowly("sm_100", "tensor", 33, 3),
+    ],
+)
+def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: int) -> None:
+    """Another order of adding up moves a number by an ulp, and rarely its code by a step."""
+    call = call_of(3, 43, cols, groups=groups, quantize=format, columnwise=format != "row")
+    with choosing_for(target):
+        got = call()
+    wanted = call()
+    for side in ("rowwise", "columnwise"):
+        if getattr(wanted, side) is not None:
+            for field in ("data", "scale"):
+                same = bits(getattr(getattr(got, side), field)) == bits(getattr(getattr(wanted, side), field))
+                assert same.float().mean() > 0.995
+
+
+def test_rowwise_copy_is_the_same_with_a_columnwise_one() -> None:
+    for format, groups in (("1x128", 2), ("nvfp4", 2)):
+        call = call_of(2, 67, 256, groups=groups, quantize=format)
+        both = call.with_(columnwise=True)()
+        assert_same({"q": call().rowwise.data}, {"q": both.rowwise.data}, format)
+        assert_same({"q": call().rowwise.scale}, {"q": both.rowwise.scale}, format)
+
+
+# ---- launches ------------------------------------------------------------------------------------------
+
+
+def test_launches() -> None:
+    """One to a direction, and the weight's sum; more only for what is not known in time."""
+    x, gate, weight = (
+        torch.empty(s, dtype=BF16, device="meta") for s in ((2, 4096, 2048), (4096, 2, 2048), (2048,))
+    )
+    norm, stripe = "_gated_norm_kernel", "_gated_norm_stripe_kernel"
+    expected: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, [norm]),
+        ({"quantize": "1x128"}, [norm]),
+        ({"quantize": "mx"}, [norm]),
+        ({"quantize": "1x128", "columnwise": True}, [norm, stripe]),
+        ({"quantize": "nvfp4"}, [norm, "_tensor_scale_kernel", norm]),
+        ({"quantize": "row", "groups": 1}, [norm]),
+        ({"quantize": "row"}, [norm, "_quantize_rows_kernel"]),
+    ]
+    for options, kernels in expected:
+        with recording("sm_90") as variants:
+            weft.gated_norm(x, gate, weight, **{"groups": 4, "transpose": True, **options})
+        assert [v.kernel for v in variants] == kernels, options
+    rstd = torch.empty(4096 * 2 * 4, device="meta")
+    for need_weight, kernels in (
+        (True, ["_gated_norm_backward_kernel", "_sum_kernel"]),
+        (False, ["_gated_norm_backward_kernel"]),
+    ):
+        with recording("sm_90") as variants:
+            weft.catalogue["gated_norm_backward"](
+                x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, True, [True, True, need_weight]
+            )
+        assert [v.kernel for v in variants] == kernels
+
+
+def test_a_new_number_of_rows_compiles_nothing() -> None:
+    make = lambda length: call_of(2, length, 96, groups=2)  # noqa: E731
+    run(make(64))
+    before = compiled_variants()
+    for length in (1, 2, 3, 16, 17, 63, 100, 129):
+        run(make(length))
+    assert compiled_variants() == before
+
+
+# ---- autograd ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", [("x",), ("gate",), ("weight",), ("x", "weight"), ("gate", "weight"), ("x", "gate")]
+)
+@pytest.mark.parametrize("cols", [96, pytest.param(10002, marks=pytest.mark.slow)])
+def test_gradients_of_a_subset(cols: int, names: tuple[str, ...]) -> None:
+    """Bugs D8, D9: whatever requires a gradient gets the bits of all of them together."""
+    call = call_of(2, 5, cols, groups=2)
+    full = run(call)
+    leaves = {name: call[name].clone().requires_grad_() for name in names}
+    outputs = results(call.with_(**leaves))
+    got = backward(call.with_(**leaves), outputs, upstreams(outputs))
+    assert set(got) == {f"d{name}" for name in names}
+    assert_same(got, {name: full[name] for name in got}, ", ".join(names))
+
+
+def test_gradients_of_zero_and_of_a_sum() -> None:
+    call = call_of(2, 5, 96, groups=2).requiring_grad()
+    outputs = results(call)
+    zero = backward(call, outputs, {"y": torch.zeros_like(outputs["y"])}, retain_graph=True)
+    assert not any(gradient.count_nonzero() for gradient in zero.values())
+    outputs["y"].sum().backward()  # one element for all
+    wanted = backward(call, results(call), {"y": torch.ones_like(outputs["y"])})
+    assert_same({f"d{n}": t.grad for n, t in call.tensors().items()}, wanted, "sum")
+
+
+def test_gradcheck_of_the_reference() -> None:
+    inputs = [
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 12), (3, 2, 12), (12,))
+    ]
+    for name in ("sigmoid", "silu"):
+        assert torch.autograd.gradcheck(
+            lambda *t, act=name: weft.gated_norm(*t, groups=3, act=act, transpose=True, weight_offset=1.0),
+            inputs,
+        )
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(3, 64, requires_grad=True)
+    y = weft.gated_norm(x, torch.randn(3, 64)).square().sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        first.sum().backward()
+
+
+# ---- PyTorch's own machinery ---------------------------------------------------------------------------
+
+
+def block(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return weft.gated_norm(x.unflatten(-1, (4, 24)), gate, weight, groups=4, transpose=True) * 2
+
+
+def quantised_block(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    q = weft.gated_norm(x, gate, weight, groups=2, act="silu", transpose=True, quantize="mx", columnwise=True)
+    return q.dequantize()
+
+
+@pytest.mark.parametrize("function", [pytest.param(block, marks=pytest.mark.slow), quantised_block])
+def test_compiled_is_eager(function: Callable[..., Tensor]) -> None:
+    """fullgraph, with lengths that change, forward and backward, bit for bit."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 8, 70):
+        call = call_of(2, length, 96)
+        found = []
+        for f in (function, compiled):
+            leaves = [call[name].clone().requires_grad_() for name in ("x", "gate", "weight")]
+            y = f(*leaves)
+            torch.manual_seed(5)
+            found.append([y, *torch.autograd.grad(y, leaves, torch.randn_like(y))])
+        assert_same(dict(enumerate(found[1])), dict(enumerate(found[0])), "compiled")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("gated_norm", {}),
+        ("gated_norm", {"quantize": "int8:1x128:te:pow2", "columnwise": True}),
+        ("gated_norm_backward", {}),
+    ],
+)
+def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments_of(call_of(2, 5, 96, groups=2, **options), op)[0]
+    poisoned = torch.empty_strided
+
+    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
+        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
+        made = poisoned(*args, **kwargs)
+        if type(made) is Tensor and made.device.type == "cpu":
+            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
+        return made
+
+    monkeypatch.setattr(torch, "empty_strided", zeroed)
+    if op.endswith("backward"):
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    torch.library.opcheck(weft.catalogue[op].overload, args)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    x, gate, weight = draw(2, 5, 96), draw(5, 2, 96), draw(96)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        (r"gate must have the shape \(2, 5, 96\)", {"gate": gate, "transpose": False}),
+        (r"gate must have the shape \(5, 2, 96\)", {"gate": draw(2, 5, 96)}),
+        ("gate must be bfloat16, .*; got torch.int32", {"gate": gate.int()}),
+        ("equal parts of the last dimension, 96; got 5", {"groups": 5}),
+        ("equal parts of the last dimension, 96; got 0", {"groups": 0}),
+        (r"weight must have the shape \(96,\)", {"weight": draw(24)}),
+        ("weight must be bfloat16, .*; got torch.int32", {"weight": weight.int()}),
+        ("weight must be on cpu", {"weight": weight.to("meta")}),
+        ("act must be 'sigmoid' or 'silu'; got 'gelu'", {"act": "gelu"}),
+        ("go with quantize", {"columnwise": True}),
+        ("go with quantize", {"return_amax": True}),
+        ("out_dtype is for a plain result", {"quantize": "mx", "out_dtype": torch.float32}),
+        ("one scale to a whole column", {"quantize": "row", "columnwise": True}),
+        ("at least one copy", {"quantize": "mx", "rowwise": False}),
+        ("quant_scale is one given scale", {"quantize": "mx", "quant_scale": torch.ones(1)}),
+    ]
+    for message, options in wrong:
+        with pytest.raises(ValueError, match=message):
+            weft.gated_norm(**{"x": x, "gate": gate, "weight": weight, "transpose": True, **options})
+    with pytest.raises(ValueError, match=r"for an x of shape \[B, L, ..., K\]; got \(5, 96\)"):
+        weft.gated_norm(x[0], gate[:, 0], transpose=True)
+    with pytest.raises(ValueError, match="x must be bfloat16"):
+        weft.gated_norm(x.int(), x)
+    with pytest.raises(ValueError, match="at least one dimension"):
+        weft.gated_norm(x[0, 0, 0], x)
+
+
+def test_formats_are_named_or_given() -> None:
+    call = call_of(2, 5, 256, groups=2, quantize="1x128")
+    assert_same({"q": call()}, {"q": call.with_(quantize=Format.of("1x128"))()}, "format")

@@ -1,0 +1,422 @@
+"""`QTensor` where PyTorch keeps tensors: in modules, files, gradients, compiled functions and FSDP's shards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.quant import ranks_fsdp
+from weft import QTensor
+
+FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "tensor", "row", "int8:row:vllm"]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def parts_of(q: QTensor) -> list[Tensor]:
+    copies = [c for c in (q.rowwise, q.columnwise) if c is not None]
+    return [part for c in copies for part in c if part is not None]
+
+
+def bytes_of(part: Tensor) -> Tensor:
+    return part.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_codes(got: Any, wanted: QTensor) -> None:
+    """The same format, copies and bytes."""
+    assert isinstance(got, QTensor)
+    assert (got.spec, got.shape) == (wanted.spec, wanted.shape)
+    assert (got.rowwise is None, got.columnwise is None) == (
+        wanted.rowwise is None,
+        wanted.columnwise is None,
+    )
+    for mine, its in zip(parts_of(got), parts_of(wanted), strict=True):
+        assert mine.dtype == its.dtype
+        assert torch.equal(bytes_of(mine), bytes_of(its))
+
+
+class Holder(nn.Module):
+    def __init__(self, weight: Tensor, kind: str = "parameter") -> None:
+        super().__init__()
+        if kind == "buffer":
+            self.register_buffer("weight", weight)
+        else:
+            self.weight = nn.Parameter(weight, requires_grad=kind == "parameter")
+
+
+KINDS = ["parameter", "frozen", "buffer"]
+
+# ---- conversions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_dtype_is_stated(dtype: torch.dtype) -> None:
+    q = weft.quantize(draw(64, 256), "1x128", columnwise=True)
+    converted = q.to(dtype)
+    assert_codes(converted, q)
+    assert converted.dtype == dtype
+    assert torch.equal(converted.dequantize(), q.dequantize(dtype))
+    assert converted.rowwise.data.data_ptr() != q.rowwise.data.data_ptr()  # a conversion shares no memory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "convert", [nn.Module.bfloat16, nn.Module.half, partial(nn.Module.to, dtype=torch.bfloat16)]
+)
+def test_modules_convert_it(convert: Callable[..., Any], kind: str) -> None:
+    q = weft.quantize(draw(64, 256), "1x128", columnwise=True)
+    module = Holder(q.clone(), kind)
+    before = module.weight
+    convert(module)
+    weight = module.weight
+    assert_codes(weight, q)
+    assert weight.dtype in (torch.bfloat16, torch.float16)
+    assert weight.dequantize().dtype == weight.dtype
+    assert weight.data_ptr() == 0  # nothing dense behind it
+    assert weight.requires_grad == (kind == "parameter")
+    assert kind == "buffer" or (isinstance(weight, nn.Parameter) and weight is before)
+    module.float()
+    assert torch.equal(module.weight, q)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_and_room(kind: str) -> None:
+    """To the meta device in another dtype and back to memory that holds nothing yet."""
+    q = weft.quantize(draw(64, 256), "128x128", columnwise=True)
+    module = Holder(q.clone(), kind).to("meta", torch.bfloat16)
+    assert isinstance(module.weight, QTensor)
+    assert all(part.is_meta for part in (module.weight, *parts_of(module.weight)))
+    assert module.weight.dtype == torch.bfloat16
+    module.to_empty(device="cpu")
+    assert not any(part.is_meta for part in parts_of(module.weight))
+    module.load_state_dict(Holder(q, kind).state_dict())
+    assert_codes(module.weight, q)
+    assert all(part.is_shared() for part in parts_of(module.share_memory().weight))
+
+
+def test_dtypes_that_it_cannot_state() -> None:
+    q = weft.quantize(draw(64, 256), "1x128")
+    assert type(q.to(torch.int32)) is Tensor
+    with pytest.raises(TypeError, match="cannot become a plain tensor"):
+        Holder(q).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="cannot become a plain tensor"):
+        nn.Parameter(q).data = draw(64, 256)
+    parameter, other = nn.Parameter(q.clone()), weft.quantize(draw(64, 256), "mx")
+    parameter.data = other
+    assert_codes(parameter, other)
+
+
+# ---- saving, loading, copying ---------------------------------------------------------------------------
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("again", [saved, pickled, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("format", FORMATS)
+def test_saved_and_copied(format: str, again: Callable[[Any], Any]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        q = weft.quantize(draw(3, 30, 100, dtype=dtype), format, columnwise=True)
+        assert_codes(again(q), q)
+        assert again(q).dtype == dtype
+        assert torch.equal(again(q), q)
+        for requires_grad in (True, False):
+            parameter = again(nn.Parameter(q, requires_grad))
+            assert_codes(parameter, q)
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.requires_grad == requires_grad
+            assert again(q.detach().requires_grad_(requires_grad)).requires_grad == requires_grad
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_state_dict(kind: str, format: str) -> None:
+    make = partial(weft.quantize, format=format, columnwise=True)
+    q, zeros = make(draw(96, 256)), torch.zeros(96, 256)
+    for assign in (True, False):
+        module = Holder(make(zeros), kind)
+        place = module.weight.rowwise.data.data_ptr()
+        module.load_state_dict(saved(Holder(q, kind).state_dict()), assign=assign)
+        assert_codes(module.weight, q)
+        assert (module.weight.rowwise.data.data_ptr() == place) is not assign
+        assert module.weight.requires_grad == (kind == "parameter")
+    plain = Holder(zeros.bfloat16(), kind)
+    plain.load_state_dict(Holder(q, kind).state_dict())
+    assert torch.equal(plain.weight, q.dequantize(torch.bfloat16))
+    # The other way there is more than one answer, and the message says which.
+    module = Holder(make(zeros), kind)
+    with pytest.raises(RuntimeError, match="assign=True"):
+        module.load_state_dict(Holder(draw(96, 256), kind).state_dict())
+    with pytest.raises(RuntimeError, match="assign=True"):
+        module.load_state_dict(Holder(weft.quantize(draw(96, 256), "e5m2:1x128:te"), kind).state_dict())
+    assert not module.weight.dequantize().any()
+    module.load_state_dict(Holder(draw(96, 256), kind).state_dict(), assign=True)
+    assert not isinstance(module.weight, QTensor)
+
+
+def test_load_into_fewer_copies() -> None:
+    """Of a tensor with both copies one can be loaded; the one that is missing cannot."""
+    both, one = (weft.quantize(draw(64, 256), "1x128", columnwise=c) for c in (True, False))
+    with pytest.raises(RuntimeError, match="assign=True"):
+        both.copy_(one)
+    assert_codes(one.copy_(both), QTensor(both.shape, both.dtype, both.format, both.rowwise))
+
+
+# ---- rows, and writing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_are_views(format: str) -> None:
+    """Where no block is cut, of both copies. Elsewhere a slice is that of the numbers."""
+    x = draw(4, 128, 192)
+    q = weft.quantize(x, format, columnwise=True)
+    dense = q.dequantize()
+    sides = [
+        QTensor(q.shape, q.dtype, q.format, *copies) for copies in ((q.rowwise, None), (None, q.columnwise))
+    ]
+    for side in (q, *sides):
+        numbers = side.dequantize()
+        for piece, wanted in zip(side.chunk(2), numbers.chunk(2), strict=True):
+            assert isinstance(piece, QTensor)
+            assert torch.equal(piece.dequantize(), wanted)
+            assert {part.untyped_storage().data_ptr() for part in parts_of(piece)} == {
+                part.untyped_storage().data_ptr() for part in parts_of(side)
+            }
+        assert isinstance(side[1:], QTensor)
+        assert torch.equal(side[1:].dequantize(), numbers[1:])
+        assert torch.equal(torch.cat(side.split([1, 3])), numbers)
+        for shape in ((-1,), (1, -1), (128, -1), (8, 64, 192)):
+            again = side.view(-1).view(shape)
+            assert isinstance(again, QTensor) is (shape in ((-1,), (8, 64, 192)))
+            assert torch.equal(again, numbers.reshape(shape))
+    flat = q.view(512, 192)
+    for index in (slice(1, 77), slice(0, 400, 3), slice(-5, None), slice(4, 2)):
+        assert torch.equal(flat[index], dense.view(512, 192)[index])
+    assert torch.equal(q[:, 3:5, 7:], dense[:, 3:5, 7:])
+
+
+def test_writing_is_refused() -> None:
+    """One by one, in lists and as the place of a result: what would be lost in a dequantised copy."""
+    q = weft.quantize(draw(64, 256), "1x128")
+    before = q.dequantize()
+    for write in (
+        lambda: q.mul_(2.0),
+        lambda: q.add_(1.0),
+        lambda: torch._foreach_mul_([draw(3), q], 2.0),
+        lambda: torch.add(before, before, out=q),
+    ):
+        with pytest.raises(RuntimeError, match="would change a QTensor in place"):
+            write()
+    assert torch.equal(q, before)
+    for make in (
+        torch.zeros_like,
+        torch.ones_like,
+        lambda t: t.new_zeros(3),
+        lambda t: t.new_full((2, 3), 4.0),
+    ):
+        assert type(make(q)) is Tensor
+        assert torch.equal(make(q), make(before))
+
+
+# ---- gradients that are QTensors ------------------------------------------------------------------------
+
+
+def quantized_loss(x: Tensor, dy: Tensor) -> Tensor:
+    return (weft.glu(x, quantize_grad="1x128") * dy).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_gradients_accumulate(dtype: torch.dtype) -> None:
+    """To the sum of what they stand for: over backward passes, and with plain ones, whichever comes first."""
+    x = draw(64, 512, dtype=dtype).requires_grad_()
+    dys = [draw(64, 256, dtype=dtype) for _ in range(3)]
+    alone = []
+    for dy in dys:
+        x.grad = None
+        quantized_loss(x, dy).backward()
+        assert isinstance(x.grad, QTensor)
+        alone.append(x.grad.dequantize())
+    x.grad = None
+    wanted = None
+    for i, dy in enumerate(dys):
+        quantized_loss(x, dy).backward()
+        wanted = alone[i] if wanted is None else wanted + alone[i]
+        assert torch.equal(x.grad, wanted)
+    assert not isinstance(x.grad, QTensor)
+    x.sum().backward()
+    assert torch.equal(x.grad, wanted + 1)
+    for first, second in (
+        (x.sum, lambda: quantized_loss(x, dys[0])),
+        (lambda: quantized_loss(x, dys[0]), x.sum),
+    ):
+        x.grad = None
+        first().backward()
+        second().backward()
+        assert torch.equal(x.grad, alone[0] + 1)
+    x.grad = None
+    (quantized_loss(x, dys[0]) + quantized_loss(x, dys[1])).backward()
+    assert torch.equal(x.grad, alone[0] + alone[1])
+
+
+def test_accumulated_gradient_is_used() -> None:
+    """By what takes gradients, in place or not, and as a plain tensor by what stores them."""
+    x = draw(64, 512).requires_grad_()
+    dy = draw(64, 256)
+    for _ in range(2):
+        quantized_loss(x, dy).backward()
+    grad = x.grad
+    dense = grad.clone()
+    assert type(dense) is Tensor
+    before = x.detach().clone()
+    for foreach in (False, True):
+        torch.optim.SGD([x], lr=0.5, foreach=foreach).step()
+    assert torch.equal(x, before - 0.5 * dense - 0.5 * dense)
+    norm = torch.nn.utils.clip_grad_norm_([x], 1.0)
+    assert torch.equal(norm, torch.linalg.vector_norm(dense))
+    dense *= (1.0 / (norm + 1e-6)).clamp(max=1.0)
+    assert x.grad is grad
+    assert torch.equal(grad, dense)
+    assert torch.equal(weft.grad_norm([grad]), weft.grad_norm([dense]))
+    for again in (saved, pickled, copy.copy, copy.deepcopy):
+        assert type(again(grad)) is Tensor
+        assert torch.equal(again(grad), dense)
+    assert torch.equal(copy.deepcopy(x).grad, dense)
+    torch.optim.SGD([x]).zero_grad(set_to_none=False)
+    assert not x.grad.any()
+
+
+# ---- compiled functions that return a QTensor -----------------------------------------------------------
+
+
+def normed(x: Tensor, weight: Tensor) -> tuple[QTensor, Tensor]:
+    q = weft.rms_norm(x, weight, quantize="1x128", columnwise=True)
+    return q, (q.dequantize() * 2.0).sum() + x.square().sum()
+
+
+USES: dict[str, Callable[[QTensor, Tensor], Tensor]] = {
+    "loss": lambda q, loss: loss,
+    "QTensor": lambda q, loss: q.dequantize().square().sum(),
+    "QTensor in torch": lambda q, loss: (q * q).sum(),
+    "QTensor in weft": lambda q, loss: weft.glu(q).square().sum(),
+    "both": lambda q, loss: loss + (q * 3.0).sum(),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_results(backend: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(normed, fullgraph=True, backend=backend, dynamic=dynamic)
+    inputs = [draw(48, 256), draw(256)]
+    for use in USES.values():
+        found = []
+        for function in (normed, compiled):
+            leaves = [t.clone().requires_grad_() for t in inputs]
+            q, loss = function(*leaves)
+            found.append((q.detach(), loss, torch.autograd.grad(use(q, loss), leaves)))
+        assert_codes(found[1][0], found[0][0])
+        if backend == "aot_eager":  # Inductor sums in another order
+            assert torch.equal(found[1][1], found[0][1])
+        for got, wanted in zip(found[1][2], found[0][2], strict=True):
+            assert type(got) is Tensor
+            assert torch.equal(got, wanted)
+
+
+def test_compiled_result_with_a_quantised_gradient() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(normed, fullgraph=True, backend="aot_eager")
+    x, weight, grad = draw(48, 256), draw(256), weft.quantize(draw(48, 256), "1x128")
+    found = []
+    for function in (normed, compiled):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(function(leaf, weight)[0], leaf, grad)[0])
+    assert torch.equal(found[0], found[1])
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    directory: Path = tmp_path_factory.mktemp("fsdp")
+    started = [
+        subprocess.Popen(
+            [sys.executable, ranks_fsdp.__file__, str(rank), "2", str(directory)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(said)
+    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ranks_fsdp.CASES)
+def test_fsdp_is_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Results and gradients of two steps bit for bit, and the codes and scales that were gathered."""
+    case = ranks_fsdp.CASES[name]
+    torch.set_num_threads(1)  # as the ranks do: products are summed in the same order
+    alone = ranks_fsdp.run_alone(case)
+    gradients = {key for key in alone if key.startswith("d")}
+    assert ("d0.weight" in gradients) is case.trained
+    loaded = ranks_fsdp.made(case, 2)[0].weight
+    for rank, found in enumerate(ranks):
+        got = found[name]
+        for step in ("y0", "y1"):
+            assert torch.equal(got[step], alone[step][rank])
+        assert {key for key in got if key.startswith("d")} == gradients
+        for key in gradients:
+            assert torch.equal(got[key], alone[key])
+        assert_codes(got["shard"], alone["weight"].chunk(2)[rank])
+        assert torch.equal(got["full_tensor"], alone["weight"].dequantize())
+        # Of another checkpoint, which was copied into the shards.
+        assert_codes(got["loaded"], loaded)
+        assert got["loaded"].dtype == (case.param_dtype or torch.float32)
+        for mine, its in zip(parts_of(got["loaded"]), parts_of(loaded), strict=True):
+            assert mine.stride() == its.stride()
+
+
+@pytest.mark.parametrize("name", ranks_fsdp.CASES)
+def test_fsdp_moves_codes_and_scales(name: str, ranks: list[dict[str, Any]]) -> None:
+    case = ranks_fsdp.CASES[name]
+    block = ranks_fsdp.made(case, 1)[0]
+    width = 4 if case.param_dtype is None else case.param_dtype.itemsize
+    wanted = sum(p.numel() * width for layer in (block.first, block.last) for p in layer.parameters())
+    f = block.weight.format
+    for copy_, columnwise in ((block.weight.rowwise, False), (block.weight.columnwise, True)):
+        if copy_ is not None:
+            every_rank_has_it = (f.group if columnwise else f.block_rows) == 0  # a scale of all rows
+            wanted += copy_.data.nbytes + (0 if every_rank_has_it else copy_.scale.nbytes)
+    for found in ranks:
+        assert found[name]["moved"]
+        assert set(found[name]["moved"]) == {wanted}
+
+
+def test_fsdp_refuses(ranks: list[dict[str, Any]]) -> None:
+    """All ranks, in words."""
+    for found in ranks:
+        assert "Pad the rows to a multiple of 128 for each rank" in found["a block on two ranks"]
+        assert "5 does not divide by 2 ranks" in found["uneven"]

@@ -1,0 +1,353 @@
+"""Every kernel, as the workloads launch it, built for seven GPUs that are not here, and what the binaries hold.
+
+No spills, no float64, shared memory that the target has, and global accesses 128 bits wide wherever rows are
+multiples of 16 elements. Nothing runs; the same kernels' results are tested on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+import weft
+from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from weft.runtime.offline import build
+from weft.workloads import WORKLOADS, Workload
+
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
+# The tensors that decide a kernel's time: all of a tile is read, or written.
+READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr", "up_ptr"}
+READ |= {"logits_ptr"}
+WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
+WRITTEN |= {f"{part}_{data}_ptr" for part in ("gate", "up") for data in ("data", "data_t")} | {"dlogits_ptr"}
+# Vectors of the tile's columns. They are short, and read once for many rows.
+VECTORS = {
+    "weight_ptr",
+    "bias_ptr",
+    "dweight_ptr",
+    "dbias_ptr",
+    "dscale_ptr",
+    "dshift_ptr",
+    "dscore_sums_ptr",
+}
+# Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
+ODD_SPILLS = 160
+# Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256
+# threads; the codes of sm_80 and sm_89 are made by integer arithmetic, which takes more.
+SPILLS = {("_glu_backward_kernel", "sm_80"): 320, ("_glu_backward_kernel", "sm_89"): 320}
+SPILLS |= {("_glu_backward_kernel", "sm_100"): 32, ("_glu_backward_kernel", "sm_120"): 32}
+MOVED = {  # kernels whose parameters mean something else
+    "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
+    "_sum_kernel": ({"partial_ptr"}, set[str]()),
+    "_unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
+    "_unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+    # Products: what is written is another tile than what is read.
+    "_router_linear_kernel": ({"x_ptr"}, set[str]()),
+    "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
+    "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
+    # Tiles of tokens, heads and pairs: see `test_heads_are_moved_128_bits_at_a_time`.
+    "_qkv_kernel": (set[str](), set[str]()),
+    "_qkv_backward_kernel": (set[str](), set[str]()),
+    "_linear_logprobs_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dlogits_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
+    "_linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
+}
+PICKING = {"_cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
+FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
+FOUR_NEIGHBOURS |= {"_linear_dlogits_kernel", "_linear_dweight_kernel", "_linear_dhidden_kernel"}
+
+
+# ---- which variants -------------------------------------------------------------------------------------------
+
+
+def variants_of(workload: Workload, target: str) -> list[Variant]:
+    """What a workload launches; in training, a norm that keeps its statistics for the backward."""
+    with recording(target):
+        call = workload.make("meta")
+    if workload.op == "norm" and "training" in workload.tags:
+        call = call.requiring_grad()
+    with recording(target) as variants:
+        call()
+    return variants
+
+
+def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
+    """The distinct variants of workloads, each with the name of the first that launches it."""
+    found: dict[Variant, str] = {}
+    for workload in workloads:
+        for variant in variants_of(workload, target):
+            found.setdefault(variant, str(workload))
+    return found
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def further(target: str) -> dict[Variant, str]:
+    """Calls that no workload makes and that ask most of the registers: every format whose copies come from one
+    pass, the norm around it at its largest."""
+    found: dict[Variant, str] = {}
+    x, weight = _empty(8192, 4096), _empty(4096)
+    for spec in ("1x128", "128x128", "mx", "nvfp4", "tensor", "e2m1:mx:torchao", "int8:1x128:sglang"):
+        calls = {
+            "rms": lambda spec=spec: weft.rms_norm(
+                x, weight, residual=x, quantize=spec, columnwise=True, casting="llama"
+            ),
+            "layer": lambda spec=spec: weft.layer_norm(
+                x, weight, weight, modulation=_empty(8192, 2 * 4096), quantize=spec, columnwise=True
+            ),
+            "columns": lambda spec=spec: weft.quantize(x, spec, rowwise=False, columnwise=True),
+            "fp32": lambda spec=spec: weft.quantize(x.float(), spec, columnwise=True),
+        }
+        for name, call in calls.items():
+            with recording(target) as variants:
+                call()
+            for variant in variants:
+                found.setdefault(variant, f"{name} {spec}")
+    return found
+
+
+# ---- what is wrong with a binary ------------------------------------------------------------------------------
+
+
+def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
+    """What a binary does that it should not; `variant` says what is expected of it. `spills` are bytes that may be
+    spilled all the same."""
+    capabilities = Capabilities.of(binary.target)
+    wide = variant.aligned and dict(variant.constants).get("ALIGN", 16) == 16
+    found = []
+    # Without stack, what AMD calls spilled scalars lies in lanes of vector registers.
+    if binary.stack and binary.spill_bytes > (spills if wide else ODD_SPILLS):
+        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
+    if binary.uses_fp64:
+        found.append("float64 arithmetic")
+    if binary.shared > capabilities.shared_bytes:
+        found.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
+    if not wide or "ALIGN" not in dict(variant.constants):
+        return found
+    read, written = MOVED.get(variant.kernel, (READ, WRITTEN))
+    if not read and not written:
+        return found
+    return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
+
+
+def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> list[str]:
+    """What is wrong with the widths of loads or stores of tensors whose rows are multiples of 16 elements.
+
+    Other widths than 128 bits are for numbers of which there is one to a row, a group or the tensor (32 bits, or 8
+    for scales of a byte), for vectors too short to fill all threads, and for 4-bit codes.
+    """
+    constants, types = dict(variant.constants), variant.types()
+    widths = {"loads": binary.loads, "stores": binary.stores}[what]
+    threads = variant.num_warps * Capabilities.of(binary.target).warp_size
+    form = constants.get("FORMAT")
+    allowed = {32, 128, 256}
+    bytes_to_a_group = any("scale_ptr" in name and kind == "*u8" for name, kind in types.items())
+    if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
+        allowed.add(8)
+    if "*i64" in types.values():  # a target to a row
+        allowed.add(64)
+    if variant.kernel in PICKING:
+        allowed.add(16)
+    if variant.kernel in FOUR_NEIGHBOURS and binary.target.startswith("gfx"):
+        allowed.add(64)
+    needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
+    for name, kind in types.items():
+        if kind not in BYTES:
+            continue
+        if name in names:
+            packed = name.endswith(("data_ptr", "data_t_ptr")) and form is not None and form.packed == 2
+            if packed:
+                allowed.add(64)
+            else:
+                elements = constants.get("ROWS", 1) * constants["TILE"]
+                needed += -(-elements * BYTES[kind] // (16 * threads))
+        elif name in VECTORS or variant.kernel == "_sum_kernel":
+            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
+    found = []
+    if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
+        found.append(f"{what} by bits {widths}, of which at least {needed} should have 128")
+    if set(widths) - allowed:
+        found.append(f"{what} by bits {widths}, where {sorted(allowed)} are expected")
+    return found
+
+
+def check(jobs: dict[tuple[Variant, str], str], spills: int = 0, **options: Any) -> None:
+    wrong = []
+    for (variant, target), result in zip(jobs, compile_all(list(jobs), **options), strict=True):
+        name = f"{target} {variant.kernel} of {jobs[variant, target]}"
+        if not isinstance(result, Binary):
+            wrong.append(f"{name}: {result}")
+        else:
+            allowed = max(spills, SPILLS.get((variant.kernel, target), 0))
+            wrong += [f"{name}: {fault}" for fault in faults(variant, result, allowed)]
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------
+
+# One workload for each kernel and each way through it that is compiled differently.
+REPRESENTATIVE = (
+    "norm:llama3-8b/hidden:residual:8192",
+    "norm:linghe/hidden:1x128-both:8192",
+    "norm:deepseek-v3/hidden:1x128:8192",
+    "norm:qwen3-30b-a3b/q-heads:per-head:8192",
+    "norm:flux/hidden:adaln-sample:8192",
+    "norm_backward:llama3-8b/hidden:residual:8192",
+    "norm_backward:flux/hidden:adaln-sample:8192",
+    "quantize:linghe/hidden:1x128-both:8192",
+    "quantize:llama3-8b/hidden:nvfp4-both:8192",
+    "quantize:linghe/hidden:row-both:8192",
+    "quantize:llama3-8b/hidden:stochastic:8192",
+    "dequantize:llama3-8b/hidden:mx-both:8192",
+    "glu:linghe/experts:1x128-both-experts:131072",
+    "glu_backward:linghe/experts:1x128-both-experts:131072",
+    "row_map:qwen3-30b-a3b/routing:mask:8192",
+    "permute:linghe/hidden:probs:8192",
+    "permute:mixtral-8x7b/hidden:1x128-both:8192",
+    "unpermute:linghe/hidden:carried:8192",
+    "unpermute_backward:qwen3-30b-a3b/hidden:probs:8192",
+    "router_linear:linghe/router:bf16-weight:8192",
+    "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
+    "route:deepseek-v3/router:groups:8192",
+    "route_backward:linghe/router:top8:8192",
+    "gated_norm:gla-340m/values:1x128-both:1024",
+    "gated_norm_backward:linghe/attention:groups:4096",
+    "multi_tensor_reduce:linghe/gradients:norm2:4096",
+    "multi_tensor_clip:llama3-8b/attention:clip:4096",
+    "cross_entropy:linghe/vocabulary:plain:8192",
+    "cross_entropy:odd/1030:everything:8192",
+    "cross_entropy_backward:linghe/vocabulary:plain:8192",
+    "cross_entropy_backward:gpt2/vocabulary:sft:8192",
+    "qkv_prepare:linghe/qkv:groups-half:4096",
+    "qkv_prepare_backward:linghe/qkv:groups-half:4096",
+    "linear_logprobs:cut/head:plain:512",
+    "linear_logprobs_backward:cut/head:plain:512",
+    "qkv_prepare_cached:qwen3-30b-a3b/decode:cache-fp8:64",
+)
+
+
+@cache
+def representative() -> tuple[Workload, ...]:
+    named = {str(workload): workload for workload in WORKLOADS}
+    return tuple(named[name] for name in REPRESENTATIVE)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_representative_kernels(target: str) -> None:
+    jobs = {(variant, target): name for variant, name in collected(representative(), target).items()}
+    check(jobs)
+
+
+def test_representative_workloads_launch_every_kernel() -> None:
+    every = {variant.kernel for variant in collected(WORKLOADS, "sm_90")}
+    assert {variant.kernel for variant in collected(representative(), "sm_90")} == every
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
+    """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
+    named = [w for w in representative() if w.name == "linghe/qkv"]
+    jobs = [(v, target) for v in collected(named, target) if v.kernel.startswith("_qkv")]
+    for (variant, _), binary in zip(jobs, compile_all(jobs), strict=True):
+        assert isinstance(binary, Binary), binary
+        backward = variant.kernel == "_qkv_backward_kernel"
+        # a and b of q and k, twice with the input of the norm; v is two tiles as wide
+        assert binary.loads[128] >= (10 if backward else 6), binary.loads
+        assert binary.stores[128] == 6, binary.stores
+        assert set(binary.stores) <= ({32, 128} if backward else {128}), binary.stores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_of_every_workload(target: str) -> None:
+    check({(variant, target): name for variant, name in collected(WORKLOADS, target).items()}, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_calls_that_no_workload_makes(target: str) -> None:
+    # Not free of spills yet: norms that make both copies in e2m1, worst the layer norm to e2m1:mx on sm_100 with 284
+    # bytes, of 128 registers. A limit keeps it from growing.
+    check({(variant, target): name for variant, name in further(target).items()}, spills=300, timeout=300)
+
+
+def _layouts_of_sums(variant: Variant, target: str) -> list[str]:
+    """How the numbers of each sum of floats lie in registers, which decides the order of adding."""
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+    fn = getattr(importlib.import_module(variant.module), variant.kernel).fn
+    text = build(fn, variant, gpu).asm["ttgir"]
+    names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce"\([^)]*\).*?\n(.*?)\}\) : \(([^)]*)\)', text, re.DOTALL)
+    return [
+        re.sub(r"#\w+", lambda name: names.get(name[0], name[0]), kind)
+        for body, kind in reductions
+        if "arith.addf" in body
+    ]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    ("norm", "spec"), [(weft.rms_norm, "1x128"), (weft.layer_norm, "nvfp4")], ids=["1x128", "nvfp4"]
+)
+def test_rows_are_added_up_alike_with_a_columnwise_copy(norm: Any, spec: str, target: str) -> None:
+    """So that the row-wise copy is the same with one and without: what a pass stores decides how its tiles lie."""
+    x = _empty(512, 2048)
+    found = []
+    for columnwise in (False, True):
+        with recording(target) as variants:
+            norm(x, residual=x, quantize=spec, columnwise=columnwise)
+        found.append(_layouts_of_sums(variants[0], target))
+    alone, both = found
+    assert len(alone) == 1 + (norm is weft.layer_norm)
+    assert alone == both
+    with recording(target) as variants:
+        norm(x, out_dtype=torch.float32)
+    assert _layouts_of_sums(variants[0], target) != alone or spec == "nvfp4", "layouts are told apart"
+
+
+def _stripe(target: str) -> Variant:
+    with recording(target) as variants:
+        weft.quantize(_empty(8192, 4096), "mx", columnwise=True)
+    (variant,) = variants
+    return variant
+
+
+def _changed(variant: Variant, **constants: object) -> Variant:
+    return replace(variant, constants=tuple({**dict(variant.constants), **constants}.items()))
+
+
+def test_what_should_not_be_is_noticed() -> None:
+    good = _stripe("sm_90")
+    crowded = replace(_changed(good, TILE=128), num_warps=2)
+    jobs = [
+        (crowded, "sm_90"),
+        (replace(good, aligned=False), "sm_90"),
+        (_changed(good, ALIGN=1), "gfx942"),
+        (replace(good, num_warps=2 * good.num_warps), "sm_90"),
+    ]
+    binaries = compile_all(jobs)
+    assert all(isinstance(binary, Binary) for binary in binaries), binaries
+    spilled, unaligned, odd, thin = (binary for binary in binaries if isinstance(binary, Binary))
+    assert any("spilled" in fault for fault in faults(crowded, spilled))
+    for binary in (unaligned, odd, thin):
+        assert any("by bits" in fault for fault in faults(good, binary)), binary
+    # Of a variant that is not aligned, no width is expected.
+    assert not faults(jobs[1][0], unaligned)
+    fine = replace(thin, loads={128: 2}, stores={8: 2, 128: 2})
+    assert not faults(good, fine)
+    assert faults(good, replace(fine, uses_fp64=True)) == ["float64 arithmetic"]
+    assert len(faults(good, replace(fine, shared=2**30))) == 1
+    assert len(faults(good, replace(fine, spill_bytes=8, stack=8))) == 1
+    assert len(faults(good, replace(fine, loads={32: 8}))) == 1

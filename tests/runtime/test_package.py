@@ -1,0 +1,107 @@
+import importlib
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import weft
+
+
+def test_version_is_the_installed_one() -> None:
+    assert weft.__version__ == version("weft")
+
+
+def test_package_is_typed() -> None:
+    assert (Path(weft.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("weft", {"*.py", "py.typed"}), ("triton_loom", {"*.py", "py.typed", "include/*.h"})]
+)
+def test_a_package_ships_its_sources_and_nothing_else(name: str, kinds: set[str]) -> None:
+    """A wheel takes every file that lies in the package, so what is generated must not."""
+    package = Path(str(importlib.import_module(name).__file__)).parent
+    files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    shipped = {kind: {path for path in files if path.relative_to(package).match(kind)} for kind in kinds}
+    assert all(shipped.values())
+    assert files - set().union(*shipped.values()) == set()
+
+
+# As where NumPy is not installed: no finder knows it.
+WITHOUT_NUMPY = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class WithoutNumPy(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "numpy" else super().find_spec(name, path, target)
+
+
+sys.meta_path[:] = [WithoutNumPy if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+USE = """
+import weft, torch
+
+x = torch.ones(4, 256, requires_grad=True)
+weft.rms_norm(x).sum().backward()
+weft.quantize(x.detach(), "1x128").dequantize()
+assert "numpy" not in sys.modules
+"""
+DOCTOR = """
+from weft.cli import main
+
+assert main(["doctor"]) == 0
+assert "numpy" not in sys.modules
+"""
+
+
+def printed(program: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_nothing_is_printed_without_numpy() -> None:
+    """torch warns that it is missing when it is imported; whoever imports weft did not ask for it."""
+    assert printed(WITHOUT_NUMPY + USE) == ("", "")
+    assert printed(WITHOUT_NUMPY + DOCTOR)[1] == ""
+
+
+def test_a_numpy_that_does_not_work_is_reported() -> None:
+    broken = """
+        if name == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy._core'")
+    """
+    program = WITHOUT_NUMPY.replace("        return None", broken.rstrip() + "\n        return None")
+    assert "Failed to initialize NumPy: No module named 'numpy._core'" in printed(program + "import weft")[1]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_one_floor_of_torch() -> None:
+    """What both packages ask of PyTorch and what the documents say is what `.ci/run floor` installs."""
+    floors = {
+        re.search(r'^dependencies = .*"torch>=([\d.]+)"', (ROOT / path).read_text(), re.MULTILINE)[1]  # type: ignore[index]
+        for path in ("pyproject.toml", "loom/pyproject.toml")
+    }
+    (floor,) = floors
+    assert f"PyTorch {floor} or later" in (ROOT / "README.md").read_text()
+    assert f"PyTorch {floor}.0 and Triton" in (ROOT / "CONTRIBUTING.md").read_text()
+    command = (ROOT / ".ci/run").read_text()
+    (function,) = re.findall(r"^floor_of\(\) \{.*?^\}", command, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        ["bash", "-c", f"{function}; floor_of torch; floor_of triton"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [f"{floor}.0", "3.7.0"]

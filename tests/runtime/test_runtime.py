@@ -1,0 +1,961 @@
+"""What every op stands on: who serves a call, what is compiled, how it is launched, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import json
+import os
+import pkgutil
+import pty
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton_loom
+from offline_kernels import Rows, Scaled, struct_kernel
+
+import weft
+from weft.language import tl
+from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, notice, recording
+
+PACKAGE = Path(weft.__file__).parent
+TESTS = Path(__file__).parents[1]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+# ---- who serves a call ---------------------------------------------------------------------------------
+
+
+def test_triton_serves_the_cpu_through_loom() -> None:
+    assert launch_device() == "cpu"
+    x = torch.randn(3, 64)
+    with weft.backend("triton"):
+        y = weft.rms_norm(x)
+    with weft.backend("reference"):
+        reference = weft.rms_norm(x)
+    assert torch.equal(weft.rms_norm(x), y)
+    torch.testing.assert_close(y, reference, rtol=1e-6, atol=1e-6)
+
+
+def test_reference_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(Launch, "__call__", refuse)
+    x = torch.randn(3, 64, requires_grad=True)
+    with weft.backend("reference"):
+        weft.rms_norm(x, quantize="1x128").dequantize().sum().backward()
+    with pytest.raises(AssertionError, match="launched"):
+        weft.rms_norm(x)
+
+
+def test_backends_nest_and_are_of_a_thread() -> None:
+    x = torch.randn(3, 64)
+    seen = []
+
+    def other() -> None:
+        with recording("sm_90") as variants:
+            weft.rms_norm(x)
+        seen.append(len(variants))
+
+    with weft.backend("reference"):
+        with weft.backend("triton"), recording("sm_90") as variants:
+            weft.rms_norm(x)
+        assert len(variants) == 1
+        with recording("sm_90") as variants:
+            weft.rms_norm(x)
+        assert not variants
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == [1]
+
+
+def launched_by(function: Any, *args: Any) -> tuple[Any, list[str]]:
+    """What a call returns, and the kernels that it launches."""
+    names: list[str] = []
+    launch = Launch.__call__
+
+    def noting(self: Launch, *args: Any, **kwargs: Any) -> None:
+        names.append(self.kernel.name)
+        launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", noting)
+        return function(*args), names
+
+
+def test_the_process_may_choose_and_a_block_overrides_it() -> None:
+    x = torch.randn(3, 64)
+    try:
+        weft.set_backend("reference")
+        assert launched_by(weft.rms_norm, x)[1] == []
+        with weft.backend("triton"):
+            assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(launched_by(weft.rms_norm, x)[1]))
+        thread.start()
+        thread.join()
+        assert seen == [[]]
+    finally:
+        weft.set_backend("auto")
+    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+    with pytest.raises(ValueError, match="'auto', 'triton' or 'reference'"):
+        weft.set_backend("cuda")  # type: ignore[arg-type]
+
+
+RECORDED = """
+import torch, weft
+from weft.runtime import recording
+
+with recording("sm_90") as variants:
+    weft.rms_norm(torch.ones(2, 64))
+print(len(variants))
+"""
+
+
+def test_the_environment_may_choose() -> None:
+    assert python(RECORDED, WEFT_BACKEND="reference").stdout == "0\n"
+    assert python(RECORDED, WEFT_BACKEND="").stdout == "1\n"
+    assert "'auto', 'triton' or 'reference'; got 'gpu'" in python(RECORDED, WEFT_BACKEND="gpu").stderr
+
+
+def test_a_backend_that_is_not_entered_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match=r"set_backend\('reference'\)"):
+        weft.backend("reference")
+
+
+def test_a_block_may_be_a_decorator_and_entered_twice() -> None:
+    x, block = torch.randn(3, 64), weft.backend("reference")
+    assert launched_by(block(weft.rms_norm), x)[1] == []
+    with block:
+        with block:
+            pass
+        assert launched_by(weft.rms_norm, x)[1] == []
+    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_graph_holds_its_backend(compiler: str) -> None:
+    """The block may be inside of the compiled function, or around it: then it is compiled again."""
+
+    def half_and_half(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with weft.backend("reference"):
+            y = weft.rms_norm(x)
+        return y, weft.layer_norm(x)
+
+    torch.compiler.reset()
+    x = torch.randn(3, 64, requires_grad=True)
+    compiled = torch.compile(half_and_half, fullgraph=True, backend=compiler)
+    both, names = launched_by(compiled, x)
+    assert names == ["_norm_kernel"], "the layer norm alone"
+    (gradient,), names = launched_by(torch.autograd.grad, both[0].sum() + both[1].sum(), x)
+    assert names == ["_norm_backward_kernel"]
+    (wanted,) = torch.autograd.grad(sum(y.sum() for y in half_and_half(x)), x)
+    assert torch.equal(gradient, wanted)
+
+    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend=compiler)
+    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+    with weft.backend("reference"):
+        y, names = launched_by(compiled, x)
+    assert names == []
+    assert launched_by(y.sum().backward)[1] == []
+    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+def test_a_compiled_transform_is_refused(transform: str) -> None:
+    """A graph would lose the tangent without a word."""
+
+    def function(x: torch.Tensor) -> Any:
+        if transform == "jvp":
+            return torch.func.jvp(weft.rms_norm, (x,), (torch.ones_like(x),))
+        return torch.func.vmap(weft.rms_norm)(x)
+
+    with pytest.raises(Exception, match="forward-mode" if transform == "jvp" else "cannot be mapped"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(torch.randn(3, 4, 64))
+
+
+def test_gradients_of_torch_func() -> None:
+    x = torch.randn(3, 64)
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(weft.rms_norm(leaf).square().sum(), leaf)
+    assert torch.equal(torch.func.grad(lambda x: weft.rms_norm(x).square().sum())(x), wanted)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: weft.rms_norm(x).square().sum())(x).sum())(x)
+
+
+def test_a_failing_block_restores_the_backend() -> None:
+    with pytest.raises(KeyError), weft.backend("reference"):
+        raise KeyError
+    with recording("sm_90") as variants:
+        weft.rms_norm(torch.randn(3, 64))
+    assert variants
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="'auto', 'triton' or 'reference'"), weft.backend("cuda"):  # type: ignore[arg-type]
+        pass
+
+
+def test_triton_that_is_not_there_is_an_error() -> None:
+    with weft.backend("triton"), pytest.raises(RuntimeError, match="no Triton driver launches on 'meta'"):
+        weft.rms_norm(torch.empty(3, 64, device="meta"))
+
+
+WITHOUT_TRITON = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "triton_loom"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import torch, weft
+from weft import layouts
+assert "triton" not in sys.modules
+x = torch.randn(5, 200, requires_grad=True)
+y, h = weft.rms_norm(x, torch.ones(200), residual=x)
+y.sum().backward()
+assert x.grad is not None
+q = weft.rms_norm(x, quantize="nvfp4", columnwise=True)
+assert q.dequantize().shape == (5, 200)
+for format in ("1x128", "128x128", "mx", "row", "tensor"):
+    assert (weft.quantize(x, format, columnwise=True).dequantize() - x).abs().max() < 0.3
+compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(x), weft.rms_norm(x))
+try:
+    with weft.backend("triton"):
+        weft.rms_norm(x)
+except RuntimeError as error:
+    assert "triton" in str(error)
+    print("done")
+"""
+
+
+def test_without_triton() -> None:
+    """Everything works in plain PyTorch."""
+    done = python(WITHOUT_TRITON)
+    assert done.stdout == "done\n", done.stderr
+
+
+WITHOUT_COMPILER = """
+import threading, warnings
+import torch, weft
+x = torch.randn(5, 200, requires_grad=True)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    with weft.backend("reference"):
+        wanted = weft.rms_norm(x)
+    assert not seen, "nobody asked for a kernel"
+    y = weft.rms_norm(x)
+    y.sum().backward()
+    thread = threading.Thread(target=weft.quantize, args=(x.detach(),))
+    thread.start()
+    thread.join()
+    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), y)
+assert torch.equal(y, wanted)
+for warning in seen:
+    print(warning.category.__name__, warning.message)
+try:
+    with weft.backend("triton"):
+        weft.rms_norm(x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver serves")
+@pytest.mark.parametrize("cxx", ["", "/nonexistent"])
+def test_without_a_compiler(tmp_path: Path, cxx: str) -> None:
+    """Loom alone builds nothing: one warning, which says what to do, and everything works in plain PyTorch."""
+    done = python(WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
+    reason = (
+        "CXX=/nonexistent names no program"
+        if cxx
+        else "Loom turns Triton kernels into C++ and found no compiler"
+    )
+    assert done.returncode == 0, done.stderr
+    warning, _, error = done.stdout.partition("backend('triton') was asked for")
+    assert warning.startswith(
+        f"RuntimeWarning Weft's ops on CPU tensors run in plain PyTorch, since Loom cannot build kernels here. {reason}"
+    )
+    assert warning.count("RuntimeWarning") == 1
+    assert error.startswith(f", but no Triton driver launches on 'cpu': {reason}")
+    for text in (warning, error):
+        assert ("unset it" if cxx else "apt install g++") in text
+
+
+# ---- the first call takes long --------------------------------------------------------------------------
+
+
+class Terminal:
+    """A pseudo-terminal: what is written to its file can be read."""
+
+    def __init__(self) -> None:
+        self.reader, writer = pty.openpty()
+        self.file = os.fdopen(writer, "w", buffering=1)
+
+    def read(self, lines: int = 0) -> str:
+        """What was written, as plain text; so many lines are waited for."""
+        found = b""
+        while select.select([self.reader], [], [], 30.0 if found.count(b"\n") < lines else 0.0)[0]:
+            found += os.read(self.reader, 4096)
+        return re.sub(r"\x1b\[[0-9;]*m", "", found.decode()).replace("\r\n", "\n")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """The standard error of this process, which is no rank and not in CI; a line comes after 0.5 s, not 2."""
+    made = Terminal()
+    monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=made.file))
+    monkeypatch.setattr(notice, "SECONDS", 0.5)
+    monkeypatch.setattr(notice, "AGAIN", 3.0)
+    for name, value in {"COLUMNS": "100", "TERM": "xterm", "TRITON_CACHE_DIR": "/kernels"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("CI", "WEFT_QUIET", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield made
+    made.file.close()
+    os.close(made.reader)
+
+
+def take(seconds: float, told: notice.Notice) -> None:
+    with told.building():
+        time.sleep(seconds)
+
+
+def test_building_for_long_is_told(terminal: Terminal) -> None:
+    told = notice.Notice()
+    take(0.2, told)
+    assert terminal.read() == "", "not yet"
+    take(0.6, told)
+    assert terminal.read(1) == "weft: building kernels (1 done). Each is built once and kept in /kernels\n"
+    take(0.2, told)
+    assert terminal.read() == "", "a line is enough"
+    take(0.8, told)
+    assert terminal.read(1) == "weft: building kernels (3 done). Each is built once and kept in /kernels\n"
+
+
+def test_a_long_line_stays_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    take(0.7, notice.Notice())
+    assert terminal.read(1) == "weft: building kernels (0 done). Each i…\n"
+
+
+def test_kernels_that_were_built_before_are_not_told(terminal: Terminal) -> None:
+    told = notice.Notice()
+    for _ in range(50):
+        take(0.01, told)
+    assert (terminal.read(), told.built) == ("", 0)
+
+
+def test_threads_that_build_at_the_same_time(terminal: Terminal) -> None:
+    """Their time counts once, and so does the line."""
+    told = notice.Notice()
+    threads = [threading.Thread(target=take, args=(0.3, told)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (terminal.read(), told.built) == ("", 4)
+    take(0.4, told)
+    assert terminal.read(1).count("\n") == 1
+
+
+def test_a_kernel_that_does_not_build(terminal: Terminal) -> None:
+    """The error passes, nothing keeps running, and what comes next is told as ever."""
+    told = notice.Notice()
+    with pytest.raises(ValueError, match="no such type"), told.building():
+        raise ValueError("no such type")
+    assert terminal.read() == ""
+    deadline = time.monotonic() + 10
+    while any(thread.name == "weft-notice" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    take(0.7, told)
+    assert terminal.read(1).count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["CI=true", "CI=1", "WEFT_QUIET=1", "RANK=3", "no terminal", "no stderr"])
+def test_when_nothing_is_told(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    told = notice.Notice()
+    variable, _, value = name.partition("=")
+    other = None
+    if value:
+        monkeypatch.setenv(variable, value)
+    else:
+        other = io.StringIO() if name == "no terminal" else None
+        monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=other))
+    before = threading.active_count()
+    with told.building():
+        assert threading.active_count() == before, "nobody watches"
+        time.sleep(0.6)
+    assert terminal.read() + (other.getvalue() if other else "") == ""
+
+
+def test_the_first_call_of_an_op_is_told(tmp_path: Path) -> None:
+    """On a terminal, with an empty cache, and with kernels that take a second each; standard output is left alone."""
+    code = """
+import time
+import torch
+import weft
+from weft.runtime import launch
+build = launch.build
+launch.build = lambda *args: (time.sleep(1.2), build(*args))[1]
+x = torch.randn(8, 256, requires_grad=True)
+weft.rms_norm(x, torch.ones(256)).sum().backward()
+weft.quantize(x.detach())
+print("done")
+"""
+    terminal = Terminal()
+    quiet = ("CI", "WEFT_QUIET", "RANK", "WEFT_NO_JIT")
+    environment = {k: v for k, v in os.environ.items() if k not in quiet}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "300", "TERM": "xterm"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=terminal.file, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout == "done\n"
+    line = rf"weft: building kernels \([0-9] done\)\. Each is built once and kept in {re.escape(str(tmp_path))}\n"
+    assert re.fullmatch(f"({line})+", terminal.read())
+
+
+# ---- importing -----------------------------------------------------------------------------------------
+
+
+def test_import_is_quiet(tmp_path: Path) -> None:
+    """It prints nothing, writes nothing, needs no home that can be written to, and leaves PyTorch as it was."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o500)
+    done = python(
+        """
+import torch
+spaces = (torch, torch.Tensor, torch.nn.functional)
+before = {(space, name): id(value) for space in spaces for name, value in vars(space).items()}
+import weft
+from triton import knobs
+after = {(space, name): id(value) for space in spaces for name, value in vars(space).items()}
+changed = {name for name in before if before[name] != after.get(name)}
+assert not changed, changed
+assert knobs.runtime.launch_enter_hook is None or not knobs.runtime.launch_enter_hook.calls
+""",
+        HOME=str(home),
+        TRITON_HOME=str(home),
+        TRITON_CACHE_DIR=str(home / "cache"),
+        PYTHONDONTWRITEBYTECODE="1",
+        PYTHONWARNINGS="error::DeprecationWarning:weft",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.rglob("*")) == [home]
+
+
+# From the lowest layer to the highest. A module may import from its own layer and those below it.
+LAYERS = [
+    "language",
+    "runtime",
+    "tiles",
+    "quant",
+    "ops",
+    "workloads",
+    "nn",
+    "distributed",
+    "integrations",
+    "cli",
+]
+# What the order alone does not say.
+ONLY = {"tiles": {"tiles", "language"}, "language": {"language"}}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names of the modules of Weft that a file imports, wherever in it."""
+    package = ("weft", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "weft")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            if module == "weft":
+                yield from (f"weft.{alias.name}" for alias in node.names)
+            elif module.split(".")[0] == "weft":
+                yield module
+
+
+def test_imports_point_downward() -> None:
+    seen = set()
+    for path in PACKAGE.rglob("*.py"):
+        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if layer in ("__init__", "__main__"):
+            continue
+        assert layer in LAYERS, f"{path} is in no layer"
+        for name in imports_of(path):
+            imported = name.split(".")[1]
+            if imported not in LAYERS:  # a name that the package itself exports
+                assert layer in LAYERS[LAYERS.index("workloads") + 1 :], f"{path} imports weft.{imported}"
+                continue
+            seen.add((layer, imported))
+            assert LAYERS.index(imported) <= LAYERS.index(layer), f"{path} imports {name}, which is above it"
+            assert imported in ONLY.get(layer, LAYERS), f"{path} imports {name}"
+    assert {("ops", "tiles"), ("ops", "runtime"), ("workloads", "ops")} <= seen
+
+
+def test_runtime_knows_no_op() -> None:
+    for path in (PACKAGE / "runtime").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        documented = [ast.get_docstring(n, clean=False) or "" for n in ast.walk(tree) if hasattr(n, "body")
+                      and isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]  # fmt: skip
+        strings = [
+            n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        for op in weft.catalogue:
+            assert op not in names, f"{path.name} names the op {op}"
+            assert not any(op in s.split() for s in strings if s not in documented), path.name
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(weft.__path__, "weft.")
+    return ["weft", *(m.name for m in found if not m.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "weft": weft})
+    assert result.failed == 0
+
+
+def test_public_functions_have_examples() -> None:
+    finder = doctest.DocTestFinder()
+    functions = [name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))]
+    for name in (*functions, "QTensor", "Format"):
+        found = finder.find(getattr(weft, name), name)
+        assert any(test.examples for test in found), f"{name} has no example"
+
+
+# ---- launching -----------------------------------------------------------------------------------------
+
+
+@kernel
+def scale_kernel(x_ptr, y_ptr, extra_ptr, count, factor, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    off = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + off, mask=off < count, other=0.0).to(tl.float32) * factor
+    if extra_ptr is not None:
+        x += tl.load(extra_ptr + off, mask=off < count, other=0.0).to(tl.float32)
+    tl.store(y_ptr + off, x.to(y_ptr.dtype.element_ty), mask=off < count)
+
+
+def scale(
+    x: torch.Tensor, extra: torch.Tensor | None = None, factor: float = 2.0, warps: int = 4, tile: int = 64
+) -> torch.Tensor:
+    y = torch.empty_like(x)
+    Launch.of(scale_kernel, num_warps=warps, TILE=tile)(
+        (-(-x.numel() // tile), 1, 1), (x, y, extra), (x.numel(),), (factor,)
+    )
+    assert torch.equal(y, x * factor + (0 if extra is None else extra))
+    return y
+
+
+def added(*args: Any, **kwargs: Any) -> int:
+    """How many variants a call compiles."""
+    before = len(scale_kernel.variants)
+    scale(*args, **kwargs)
+    return len(scale_kernel.variants) - before
+
+
+def test_what_makes_a_variant() -> None:
+    """Bugs J4, J5: constants, warps, dtypes, absent pointers and alignment; never sizes or numbers."""
+    scale_kernel.variants.clear()  # those of other tests
+    Launch.of.cache_clear()
+    x = torch.randn(1000)
+    assert added(x) == 1
+    assert added(x) == 0
+    assert added(torch.randn(1), factor=3.5) == 0
+    for count in (2, 16, 17, 64, 999, 4096):
+        assert added(torch.randn(count)) == 0
+    assert added(x, warps=8) == 1, "asked for 8 warps, got those of 4"
+    assert added(x, warps=4) == 0
+    assert added(x, tile=128) == 1
+    assert added(x.double().float()) == 0
+    assert added(x.bfloat16()) == 1
+    assert added(x, extra=x) == 1
+    assert added(x[1:]) == 1, "a pointer that is not a multiple of 16 bytes"
+    assert added(x[2:]) == 0
+    assert added(x[4:]) == 0, "16 bytes further"
+    assert {v.num_warps for v, _ in scale_kernel.variants} == {4, 8}
+    assert {v.aligned for v, _ in scale_kernel.variants} == {True, False}
+
+
+def test_an_integer_of_64_bits_is_another_variant() -> None:
+    """From 2^30 on: two sizes or a size and a tile can be added in the integers' own type."""
+    x = torch.empty(4, device="meta")
+    with recording("sm_90") as seen:
+        for count in (1, 2**30 - 1, 2**30, 2**40):
+            Launch.of(scale_kernel, TILE=64)((1, 1, 1), (x, x, None), (count,), (1.0,))
+    assert [dict(v.signature)["count"] for v in seen] == ["i32", "i32", "i64", "i64"]
+
+
+def test_one_launch_for_the_same_constants() -> None:
+    assert Launch.of(scale_kernel, TILE=64) is Launch.of(scale_kernel, TILE=64)
+    assert Launch.of(scale_kernel, TILE=64) is not Launch.of(scale_kernel, TILE=64, num_warps=8)
+
+
+def test_a_launch_without_its_constants() -> None:
+    with pytest.raises(TypeError, match=r"scale_kernel and its launch disagree about the constants TILE"):
+        Launch(scale_kernel)
+    with pytest.raises(TypeError, match=r"the constants WIDTH"):
+        Launch(scale_kernel, TILE=64, WIDTH=3)
+
+
+def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled still runs; what is not names itself instead of stalling every other rank."""
+    x = torch.randn(100)
+    scale(x)
+    monkeypatch.setenv("WEFT_NO_JIT", "1")
+    scale(x)
+    scale(torch.randn(7))
+    with pytest.raises(RuntimeError, match=r"scale_kernel has no compiled variant .* WEFT_NO_JIT=1 .*\*fp16"):
+        scale(x.half())
+    monkeypatch.setenv("WEFT_NO_JIT", "0")
+    scale(x.half())
+
+
+def test_no_jit_with_an_op() -> None:
+    done = python("import torch, weft; weft.rms_norm(torch.randn(3, 64))", WEFT_NO_JIT="1")
+    assert "RuntimeError: _norm_kernel has no compiled variant" in done.stderr
+
+
+def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    original = launch.build
+    monkeypatch.setattr(launch, "build", lambda *a, **k: (compiled.append(1), original(*a, **k))[1])
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        scale(torch.randn(50), tile=256)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1
+
+
+def launch_struct(
+    x: torch.Tensor, bias: torch.Tensor | None = None, extra: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = 2 x + 1 + bias + extra, by the kernel that takes structs."""
+    y = torch.empty_like(x)
+    given = struct_kernel.arguments(
+        x=Rows(x, x.stride(0)),
+        count=x.shape[1],
+        y=Scaled(Rows(y, y.stride(0)), 2.0, bias),
+        offset=1.0,
+        extra_ptr=extra,
+    )
+    Launch.of(struct_kernel, TILE=64)((len(x), 1, 1), *given)
+    return y
+
+
+def test_a_kernel_takes_structs() -> None:
+    """Members that are None are absent at compile time, each in its own variant."""
+    struct_kernel.variants.clear()
+    Launch.of.cache_clear()
+    x, bias, extra = torch.randn(3, 50), torch.randn(50), torch.randn(50)
+    assert torch.equal(launch_struct(x), x * 2.0 + 1.0)
+    assert torch.equal(launch_struct(x, bias), x * 2.0 + 1.0 + bias)
+    assert torch.equal(launch_struct(x, bias, extra), x * 2.0 + 1.0 + bias + extra)
+    assert torch.equal(launch_struct(x[:, 3:40]), x[:, 3:40] * 2.0 + 1.0)
+    assert len(struct_kernel.variants) == 4, "without bias, with it, with both, and not aligned"
+
+
+def test_the_arguments_of_a_struct_in_order() -> None:
+    x, y = torch.empty(2, 8), torch.empty(2, 8)
+    given = struct_kernel.arguments(
+        x=Rows(x, 8), count=7, y=Scaled(Rows(y, 9), 2.0, None), offset=1.0, extra_ptr=x
+    )
+    assert given == ((x, y, None, x), (8, 7, 9), (2.0, 1.0))
+    absent = struct_kernel.arguments(x=Rows(x, 8), count=7, y=None, offset=1.0, extra_ptr=None)
+    assert absent == ((x, None, None, None), (8, 7, 0), (0.0, 1.0)), "a struct that is None"
+    assert scale_kernel.arguments(x_ptr=x, y_ptr=y, extra_ptr=None, count=3, factor=4) == (
+        (x, y, None),
+        (3, 4),
+        (),
+    )
+
+
+def test_arguments_by_the_wrong_name() -> None:
+    with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'count'"):
+        struct_kernel.arguments(x=None, y=None, offset=1.0, extra_ptr=None)
+    with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'counts'"):
+        struct_kernel.arguments(x=None, count=1, y=None, offset=1.0, extra_ptr=None, counts=1)
+
+
+def test_a_parameter_that_is_no_argument() -> None:
+    from weft.runtime.arguments import Parameters
+
+    with pytest.raises(TypeError, match=r"x of a kernel is annotated with <class 'str'>"):
+        Parameters("some_kernel", {"x": str})
+
+
+def test_the_variant_of_a_struct() -> None:
+    """Its signature is nested as Triton's compiler takes it, with the names of members."""
+    x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
+    with recording("sm_90") as seen:
+        launch_struct(x)
+    (variant,) = seen
+    assert dict(variant.signature)["y"] == Scaled(Rows("*bf16", "i32"), "fp32", "constexpr")  # type: ignore[arg-type]
+    assert variant.types() == {
+        "x.ptr": "*bf16",
+        "x.stride": "i32",
+        "count": "i32",
+        "y.rows.ptr": "*bf16",
+        "y.rows.stride": "i32",
+        "y.factor": "fp32",
+        "y.bias": "constexpr",
+        "offset": "fp32",
+        "extra_ptr": "constexpr",
+        "TILE": "constexpr",
+    }
+    assert variant.constants == (("y.bias", None), ("extra_ptr", None), ("TILE", 64))
+
+
+NESTED = """
+import noop_driver, torch
+from offline_kernels import Rows, Scaled, struct_kernel
+from weft.runtime import Launch
+
+launched = []
+noop_driver.Launcher.__call__ = lambda self, *args: launched.append(args)
+noop_driver.install()
+x = torch.ones(2, 64)
+for stride in (64, 2**30):
+    y = Scaled(Rows(x, 3), 2.0, None)
+    given = struct_kernel.arguments(x=Rows(x, stride), count=5, y=y, offset=1.0, extra_ptr=None)
+    Launch.of(struct_kernel, TILE=64)((7, 1, 1), *given)
+    address = x.data_ptr()
+    assert launched[-1][:3] == (7, 1, 1)
+    assert launched[-1][9:] == ((address, stride), 5, ((address, 3), 2.0, None), 1.0, None, 64), launched[-1]
+assert len(struct_kernel.variants) == 2
+"""
+
+
+def test_launchers_get_structs_as_tuples() -> None:
+    """Compiled for sm_90, with a launcher that notes what it is given."""
+    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sanitizer_names_members_of_structs() -> None:
+    x = torch.randn(3, 50)
+    with triton_loom.sanitize() as seen:
+        launch_struct(x, torch.randn(50))
+    assert not seen.findings
+    with triton_loom.sanitize(collect=True) as seen:
+        launch_struct(x, torch.randn(20))
+    assert {finding.argument for finding in seen.findings} == {"y.bias"}
+
+
+class StubDriver:
+    """A driver of two GPUs that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def get_current_stream(self, index: Any) -> str:
+        self.streams.append(index)
+        return f"stream {index}"
+
+    def get_current_target(self) -> str:
+        return "stub"
+
+
+class StubTensor(SimpleNamespace):
+    def data_ptr(self) -> int:
+        return 4096 if self.aligned else 4100
+
+
+def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug I9: tensors on device 1 while device 0 is current."""
+    entered: list[int] = []
+    compiled_on: list[Any] = []
+    launched: list[tuple[Any, ...]] = []
+    current = [0]
+
+    @contextlib.contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Compiled:
+        function, packed_metadata, metadata = "function", "metadata", SimpleNamespace()
+
+        def run(self, *args: Any) -> None:
+            launched.append((current[0], *args))
+
+        def _init_handles(self) -> None:
+            compiled_on.append(current[0])
+
+    driver = StubDriver()
+    monkeypatch.setattr(launch, "drivers", SimpleNamespace(active=driver))
+    monkeypatch.setattr(launch, "build", lambda *args, **kwargs: Compiled())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    tensors = [
+        StubTensor(device=SimpleNamespace(index=i), dtype=torch.float32, aligned=True) for i in (0, 1, 1, 0)
+    ]
+    made = Launch(scale_kernel, TILE=32)
+    for tensor in tensors:
+        made((7, 1, 1), (tensor, tensor, None), (5,), (2.0,))  # type: ignore[arg-type]
+    assert [call[0] for call in launched] == [0, 1, 1, 0]
+    assert [call[4] for call in launched] == ["stream 0", "stream 1", "stream 1", "stream 0"]
+    assert compiled_on == [0, 1], "loaded once on each device"
+    assert current == [0]
+    assert launched[0][1:4] == (7, 1, 1)
+    assert launched[0][-6:] == (4096, 4096, None, 5, 2.0, 32)
+
+
+def test_launch_hooks_see_every_launch() -> None:
+    """Profilers (Proton) rely on them."""
+    from triton import knobs
+
+    seen: list[str] = []
+
+    def enter(described: Any) -> None:
+        seen.append((described if isinstance(described, dict) else described.get())["name"])
+
+    x = torch.randn(10)
+    hook = knobs.runtime.launch_enter_hook
+    chain = hasattr(hook, "add")
+    if chain:
+        hook.add(enter)
+    else:
+        knobs.runtime.launch_enter_hook = enter
+    try:
+        scale(x)
+    finally:
+        if chain:
+            hook.remove(enter)
+        else:
+            knobs.runtime.launch_enter_hook = hook
+    scale(x)
+    assert seen == ["scale_kernel"]
+
+
+def test_recording_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(Kernel, "compiled", refuse)
+    with recording("sm_80") as outer:
+        weft.rms_norm(torch.empty(8, 64, device="meta"), quantize="1x128")
+        with recording("gfx950") as inner:
+            weft.quantize(torch.empty(8, 64, device="meta"), "mx")
+        weft.layer_norm(torch.empty(8, 64, device="meta"))
+    assert [v.kernel for v in outer] == ["_norm_kernel", "_norm_kernel"]
+    assert [v.kernel for v in inner] == ["_quantize_rows_kernel"]
+    assert not launch.is_recording()
+
+
+def test_capabilities() -> None:
+    assert launch.capabilities_of(torch.device("cpu")) == Capabilities.of("cpu")
+    with recording("sm_89"):
+        assert launch.capabilities_of(torch.device("cpu")).target == "sm_89"
+    with pytest.raises(ValueError, match="unknown target 'sm_42'"):
+        Capabilities.of("sm_42")
+    for target in ("sm_80", "sm_86", "sm_89", "gfx942"):
+        assert not Capabilities.of(target).fp8_cast, "no conversion there, or one that rounds twice"
+
+
+def test_an_op_is_defined_once() -> None:
+    from weft.runtime import define_op
+
+    nothing: Any = lambda *args: []  # noqa: E731
+    with pytest.raises(ValueError, match="'norm' is already defined"):
+        define_op(
+            "norm(Tensor x) -> Tensor[]", allocate=nothing, launch=nothing, reference=nothing, variants=1
+        )
+
+
+# ---- time on the host ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def host_times() -> dict[str, float]:
+    """Microseconds per call with a driver that launches nothing, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "support" / "noop_driver.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    times: dict[str, float] = json.loads(done.stdout)
+    print(times)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("call", "plain", "budget"),
+    [
+        ("rms_norm", "plain", 2.0),
+        ("rms_norm with autograd", "plain", 3.0),
+        ("rms_norm with residual", "plain with residual", 2.0),
+        ("rms_norm with residual and 1x128", "plain with residual", 4.0),
+        ("quantize", "plain", 3.5),
+        ("glu", "plain", 2.0),
+        ("glu_backward", "plain", 3.0),
+        ("row_map", "plain", 4.0),  # two launches, five allocations
+        ("permute", "plain with residual", 2.0),
+        ("permute with 1x128", "plain with residual", 4.0),
+        ("unpermute", "plain", 2.0),
+        ("gated_norm", "plain", 2.0),
+        ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
+        ("clip_grads_ of 32", "plain", 5.0),
+        ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
+        ("qkv_prepare with a cache", "plain with residual", 4.0),  # four tensors more to look at
+        ("rope", "plain", 2.0),
+        ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
+        ("cross_entropy of each token", "plain", 2.0),
+        ("router_linear", "plain", 2.0),
+        ("route", "plain", 2.0),
+        ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
+    ],
+)
+def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:
+    """A multiple of allocating the result and one launch of a bare `triton.jit` kernel with as many arguments."""
+    ratio = host_times[call] / host_times[plain]
+    assert ratio <= budget, f"{call}: {ratio:.2f} times a plain launch ({host_times[plain]:.1f} us)"

@@ -1,0 +1,268 @@
+"""Runs tests against a copy of Weft in which a piece of text is replaced by a wrong one.
+
+A server imports PyTorch, Triton and pytest once. For each mutant it forks; the child makes the copy, imports Weft
+from there and runs the tests named to it. The server itself never runs a kernel nor a parallel loop: threads do
+not survive a fork.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "weft"
+
+# What a mutant must not fail by: it would be no mutant, but a mistake in this list or code that does not compile.
+NOT_A_VERDICT = ("CompilationError", "CompileTimeAssertionFailure", "SyntaxError", "NameError", "UsageError")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way to break a kernel: in its own text, or in that of what it calls or what launches it.
+
+    - `kernel`: its name. A test that catches the mutant has to launch it.
+    - `what`: what is wrong now.
+    - `file`, `inside`: the file, relative to the package, and the function in it (or "Class.method") where `old` is
+      replaced by `new`: its only occurrence there, or with `nth` that one of `of`, counted from 1.
+    - `tests`: node ids that are expected to catch it, relative to `tests`, the quickest first.
+    """
+
+    kernel: str
+    what: str
+    file: str
+    inside: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    nth: int = 1
+    of: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.what}"
+
+    def text(self) -> str:
+        """The file's text with the replacement made."""
+        text = (PACKAGE / self.file).read_text()
+        begin, end = function_at(text, self.inside)
+        found = text.count(self.old, begin, end)
+        if found != self.of:
+            raise ValueError(
+                f"{self}: found {found} times in {self.inside} of {self.file}, not {self.of} times: {self.old!r}"
+            )
+        at = begin - 1
+        for _ in range(self.nth):
+            at = text.index(self.old, at + 1)
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+@functools.cache
+def function_at(text: str, name: str) -> tuple[int, int]:
+    """Where a function or "Class.method" begins and ends in a module's text."""
+    body: list[ast.stmt] = ast.parse(text).body
+    for part in name.split("."):
+        found = [
+            node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
+        ]
+        if len(found) != 1:
+            raise ValueError(f"{name} is there {len(found)} times")
+        body = found[0].body
+    lines = text.splitlines(keepends=True)
+    first, last = found[0].lineno - 1, found[0].end_lineno
+    return sum(map(len, lines[:first])), sum(map(len, lines[:last]))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How tests ended: "passed", "failed", "crashed", "hung", or "invalid" if they could not judge."""
+
+    outcome: str
+    test: str = ""
+    why: str = ""
+    kernels: tuple[str, ...] = ()
+    seconds: float = 0.0
+    log: str = ""
+
+    @property
+    def caught(self) -> bool:
+        return self.outcome in ("failed", "crashed", "hung")
+
+
+class Server:
+    """The process that forks. Only one request at a time."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="weft-mutants-"))
+        # Unchanged kernels are found again in this cache, and no other test shares it.
+        cache = os.environ.get("WEFT_MUTATION_CACHE") or str(self.directory / "cache")
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(self.directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def run(self, tests: Sequence[str], mutant: Mutant | None = None, timeout: float = 300.0) -> Verdict:
+        change = None if mutant is None else (mutant.file, mutant.text())
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = {"change": change, "tests": list(tests), "timeout": timeout}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        reply = json.loads(self.process.stdout.readline())
+        return Verdict(**{**reply, "kernels": tuple(reply["kernels"])})
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+# ---- the server's side ------------------------------------------------------------------------------------
+
+
+def serve(directory: Path) -> None:
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.library
+    import torch.utils._python_dispatch  # noqa: F401
+    import triton  # noqa: F401
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints must not reach the pipe
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        request = json.loads(line)
+        replies.write(json.dumps(asdict(_judge(directory, request))) + "\n")
+        replies.flush()
+
+
+def _judge(directory: Path, request: Any) -> Verdict:
+    begin = time.monotonic()
+    read, write = os.pipe()
+    log = directory / "log"
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        code = 70
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            code = _child(directory, request, write)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    events, hung = _events(read, child, begin + request["timeout"])
+    _, status = os.waitpid(child, 0)
+    facts: dict[str, Any] = {"test": "", "why": "", "kernels": ()}
+    for event in events:
+        if event.get("why") or not facts["why"]:  # the first failure, or the test that was running
+            facts |= event
+    if hung:
+        outcome = "hung"
+    elif os.WIFSIGNALED(status):
+        outcome = "crashed"
+        facts["why"] = signal.Signals(os.WTERMSIG(status)).name
+    else:
+        code = os.WEXITSTATUS(status)
+        verdict = code == 1 and facts["why"] and facts["why"] not in NOT_A_VERDICT
+        outcome = "passed" if code == 0 else "failed" if verdict else "invalid"
+    tail = "" if outcome == "passed" else log.read_text(errors="replace")[-6000:]
+    return Verdict(outcome, **facts, seconds=time.monotonic() - begin, log=tail)
+
+
+def _events(read: int, child: int, deadline: float) -> tuple[list[dict[str, Any]], bool]:
+    """What the child tells until it closes the pipe, and whether it had to be ended."""
+    data = b""
+    hung = False
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+            hung = True
+            break
+        chunk = os.read(read, 65536)
+        if not chunk:
+            break
+        data += chunk
+    os.close(read)
+    complete = data.split(b"\n")[:-1]
+    return [json.loads(line) for line in complete], hung
+
+
+class _Teller:
+    """A pytest plugin: which test runs, which kernels it launched, how it failed."""
+
+    def __init__(self, pipe: int, launched: set[str]) -> None:
+        self.pipe, self.launched = pipe, launched
+
+    def tell(self, **event: Any) -> None:
+        os.write(self.pipe, json.dumps(event).encode() + b"\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.launched.clear()
+        self.tell(test=nodeid)
+
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        kind = call.excinfo.type
+        while kind.__module__.startswith("triton") and "Error" not in kind.__name__ and kind.__base__:
+            kind = kind.__base__
+        self.tell(test=node.nodeid, why=kind.__name__, kernels=sorted(self.launched))
+
+
+def _child(directory: Path, request: Any, pipe: int) -> int:
+    import pytest
+
+    sources = PACKAGE.parent
+    if request["change"] is not None:
+        sources = directory / "src"
+        shutil.rmtree(sources, ignore_errors=True)
+        shutil.copytree(PACKAGE, sources / "weft")
+        file = sources / "weft" / request["change"][0]
+        for cached in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            cached.unlink()
+        file.write_text(request["change"][1])
+    sys.path.insert(0, str(sources))
+    import weft
+    from weft.runtime.launch import Launch
+
+    assert Path(weft.__file__).parent == sources / "weft"
+    launched: set[str] = set()
+    original = Launch.__call__
+
+    def noted(self: Launch, *args: Any, **kwargs: Any) -> None:
+        launched.add(self.kernel.name)
+        original(self, *args, **kwargs)
+
+    Launch.__call__ = noted  # type: ignore[method-assign]
+    tests = [f"tests/{test}" for test in request["tests"]]
+    plugins = ("cacheprovider", "xdist", "hypothesispytest")  # none is needed, one is slow to import
+    options = ["-x", "-q", "--tb=short", f"--rootdir={ROOT}", *(f"-pno:{name}" for name in plugins)]
+    return int(pytest.main([*options, *tests], plugins=[_Teller(pipe, launched)]))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,217 @@
+"""A Triton driver that compiles for an sm_90 and launches nothing: what is left of a call is its time on the host.
+
+python tests/support/noop_driver.py        prints the measured ratios as JSON
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+
+class Launcher:
+    """In place of the C launcher, which takes the same arguments and returns."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.launch_cooperative_grid = self.launch_pdl = False
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class Utils:
+    """Loading a binary gives handles that nobody uses."""
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return 1, 1, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": 232_448,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65_536,
+        }
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+
+class NoopDriver(DriverBase):  # type: ignore[misc]
+    launcher_cls = Launcher
+
+    def __init__(self) -> None:
+        self.utils = Utils()
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        raise NotImplementedError
+
+    def clear_cache(self, cache: Any) -> None:
+        pass
+
+
+def install() -> None:
+    triton.runtime.driver.set_active(NoopDriver())
+
+
+@triton.jit
+def twenty_seven(
+    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, f0, f1,
+    C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
+    C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
+):  # fmt: skip
+    """As many arguments as the kernel of a norm has."""
+    tl.store(p7 + tl.arange(0, 16), tl.load(p0 + tl.arange(0, 16)))
+
+
+def best(functions: dict[str, Callable[[], Any]], rounds: int = 60, calls: int = 200) -> dict[str, float]:
+    """Microseconds per call: interleaved, the median of the faster half of the rounds."""
+    for function in functions.values():
+        for _ in range(50):
+            function()
+    gc.disable()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+    gc.enable()
+    return {name: statistics.median(sorted(t)[: rounds // 2]) for name, t in times.items()}
+
+
+def measure() -> dict[str, float]:
+    install()
+    import weft
+
+    x = torch.randn(8, 4096, dtype=torch.bfloat16)
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    residual = torch.randn_like(x)
+    sequences, gates = x.view(2, 4, 4096), residual.view(4, 2, 4096)
+    dy = torch.randn(8, 2048, dtype=torch.bfloat16)
+    chosen = torch.arange(8).expand(8, 8)
+    with weft.backend("reference"):
+        rows = weft.row_map(chosen, 8, align=16)
+    probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
+    gradients = [torch.ones(64) for _ in range(32)]
+    norm = torch.tensor(2.0)
+    target = torch.arange(8)
+    norms, tables = torch.ones(2, 128, dtype=torch.bfloat16).unbind(), torch.ones(2, 8, 64).unbind()
+    vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
+    scores = torch.randn(8, 64)
+    slots = torch.arange(8)
+    caches = (torch.zeros(2, 8, 8, 128, dtype=torch.uint8).unbind(), torch.zeros(2, 8, 8).unbind())
+    leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+
+    def plain() -> Any:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        twenty_seven[(8, 1, 1)](
+            x, None, weight, None, None, None, None, y, None, None, None, None, None, None,
+            8, 4096, 1, 4096, 0, 0, 0, 1, 0, 0, 0, 1e-6, 0.0,
+            C0=False, C1=False, C2=None, C3=0, C4=False, C5=1, C6=4096, C7=False, C8=False, C9=16, C10=False,
+        )  # fmt: skip
+        return y
+
+    def plain_with_residual() -> Any:
+        y, h = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        twenty_seven[(8, 1, 1)](
+            x, residual, weight, None, None, None, None, y, h, None, None, None, None, None,
+            8, 4096, 1, 4096, 0, 4096, 0, 1, 0, 0, 0, 1e-6, 0.0,
+            C0=False, C1=False, C2=None, C3=0, C4=False, C5=1, C6=4096, C7=False, C8=False, C9=16, C10=False,
+        )  # fmt: skip
+        return y, h
+
+    return best(
+        {
+            "plain": plain,
+            "rms_norm": lambda: weft.rms_norm(x, weight),
+            "rms_norm with autograd": lambda: weft.rms_norm(leaf, leaf_weight),
+            "plain with residual": plain_with_residual,
+            "rms_norm with residual": lambda: weft.rms_norm(x, weight, residual=residual),
+            "rms_norm with residual and 1x128": lambda: weft.rms_norm(
+                x, weight, residual=residual, quantize="1x128"
+            ),
+            "quantize": lambda: weft.quantize(x, "1x128"),
+            "glu": lambda: weft.glu(x),
+            "glu_backward": lambda: weft.glu_backward(dy, x),
+            "row_map": lambda: weft.row_map(chosen, 8, align=16),
+            "permute": lambda: weft.permute(x, rows, probs),
+            "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
+            "unpermute": lambda: weft.unpermute(permuted, rows, probs),
+            "gated_norm": lambda: weft.gated_norm(sequences, gates, weight, groups=4, transpose=True),
+            "grad_norm of 32": lambda: weft.grad_norm(gradients),
+            "clip_grads_ of 32": lambda: weft.clip_grads_(gradients, 1.0, norm=norm),
+            "cross_entropy": lambda: weft.cross_entropy(x, target),
+            "cross_entropy of each token": lambda: weft.cross_entropy(x, target, reduction="none"),
+            "qkv_prepare": lambda: weft.qkv_prepare(
+                x,
+                heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm="rms",
+                q_weight=norms[0],
+                k_weight=norms[1],
+                cos=tables[0],
+                sin=tables[1],
+            ),
+            "qkv_prepare with a cache": lambda: weft.qkv_prepare(
+                x,
+                heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm="rms",
+                q_weight=norms[0],
+                k_weight=norms[1],
+                cos=tables[0],
+                sin=tables[1],
+                cache=caches[0],
+                slots=slots,
+                cache_scales=caches[1],
+            ),
+            "rope": lambda: weft.rope(x.view(8, 32, 128), *tables),
+            "router_linear": lambda: weft.router_linear(x, vocabulary),
+            "route": lambda: weft.route(scores, 8),
+            "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
+        }
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))

@@ -1,0 +1,139 @@
+"""What every workload launches, and the bytes it computes: recorded before a redesign, compared after it.
+
+    python tests/support/snapshot.py record before.json     # some minutes; -k norm: workloads with "norm" in their name
+    python tests/support/snapshot.py compare before.json    # prints what differs, and exits with 1 if something does
+
+For each workload: the launches of its forward and backward for sm_90 and gfx950 at the real size (kernel, grid, warps,
+constants, dtypes of pointers, integers, floats), those for a CPU with few rows, and a hash of the bytes of every result
+and gradient there. Inputs are drawn from fixed seeds, and memory that nobody writes holds a fixed pattern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "loom" / "tests")]
+
+from tests.catalogue.test_catalogue import backward, bits, differentiable, parts, results, small  # noqa: E402
+from weft.runtime import Launch, recording  # noqa: E402
+from weft.workloads import Call, Workload, distinct  # noqa: E402
+
+TARGETS = ("sm_90", "gfx950")
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """Collect a line for each launch, which then takes place as before."""
+    seen: list[str] = []
+    launch = Launch.__call__
+
+    def note(
+        self: Launch, grid: Any, pointers: Any, integers: Any, floats: Any = (), reached: Any = ()
+    ) -> None:
+        constants = ", ".join(f"{name}={value}" for name, value in sorted(self.constants.items()))
+        kinds = [None if p is None else str(p.dtype).removeprefix("torch.") for p in pointers]
+        options = f"warps={self.num_warps} stages={self.num_stages}"
+        seen.append(
+            f"{self.kernel.name}{grid} {options} [{constants}] {kinds} {list(integers)} {list(floats)}"
+        )
+        launch(self, grid, pointers, integers, floats, reached)
+
+    Launch.__call__ = note  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Launch.__call__ = launch  # type: ignore[method-assign]
+
+
+def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    """An upstream gradient for each differentiable output."""
+    found = {}
+    for seed, (name, value) in enumerate(outputs.items()):
+        if name != "gate" and value.requires_grad:
+            drawn = (
+                torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+                if device == "cpu"
+                else None
+            )
+            found[name] = (torch.empty(value.shape, device=device) if drawn is None else drawn).to(
+                value.dtype
+            )
+    return found
+
+
+def run(workload: Workload, call: Call, device: str) -> dict[str, Tensor]:
+    """Results, and gradients where there are any."""
+    if not differentiable(workload):
+        return results(call)
+    call = call.requiring_grad()
+    outputs = results(call)
+    return {**outputs, **backward(call, outputs, gradients_of(outputs, device))}
+
+
+def snapshot(workload: Workload) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for target in TARGETS:
+        with recording(target), noting() as launches:
+            run(workload, workload.make("meta"), "meta")
+        found[target] = launches
+    with noting() as launches:
+        computed = run(workload, small(workload), "cpu")
+    found["cpu"] = launches
+    found["bytes"] = {
+        name: hashlib.sha256(bits(value).numpy().tobytes()).hexdigest()[:16]
+        for name, value in parts(computed).items()
+    }
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for part in (*TARGETS, "cpu"):
+        if before[part] != after[part]:
+            yield f"launches on {part}"
+            for sign, only, other in (("-", before, after), ("+", after, before)):
+                yield from (f"  {sign} {line}" for line in only[part] if line not in other[part])
+    for name in sorted({*before["bytes"], *after["bytes"]}):
+        if before["bytes"].get(name) != after["bytes"].get(name):
+            yield f"bytes of {name}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("action", choices=["record", "compare"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("-k", metavar="TEXT", default="", help="only workloads whose name contains this")
+    arguments = parser.parse_args()
+    chosen = [w for w in distinct() if arguments.k in str(w)]
+    before = json.loads(arguments.file.read_text()) if arguments.action == "compare" else {}
+    found, different = {}, 0
+    for number, workload in enumerate(chosen, 1):
+        found[str(workload)] = after = snapshot(workload)
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+        if arguments.action == "compare":
+            lines = (
+                list(differences(before[str(workload)], after))
+                if str(workload) in before
+                else ["not recorded"]
+            )
+            different += bool(lines)
+            for line in [str(workload), *(f"  {line}" for line in lines)] if lines else []:
+                print(line)
+    if arguments.action == "record":
+        arguments.file.write_text(json.dumps(found, indent=1))
+    print(f"{len(chosen)} workloads, {different} differ" if before else f"{len(chosen)} workloads recorded")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
