@@ -553,12 +553,12 @@ def _shard(a: QuantizeArgs) -> Sharding:
     joint, block = a.result.blocks()
     if a.seed is not None:
         joint["..."] = (
-            "seed= draws by the number of a row; quantise each rank's shard with its own seed: x.to_local()"
+            "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
         )
     if scale is not None and scale.numel() > 1:
         of_scale = "... _" if scale.dim() == 2 else "..."
         if a.x.dim() > 2:
-            joint["..."] = "a given scale of each row goes with an x [rows, K]"
+            joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
     return Sharding(
         {"x": "... k", "result_scale": of_scale},
         {"result_y": "... k", "result_amax": "max:"},

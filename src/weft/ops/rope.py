@@ -1607,7 +1607,7 @@ def _shard_qkv(a: Any) -> Sharding:
     of_x, whole = _dims(a.layout), dict(_WHOLE)
     if a.packing != "apart":
         of_x = of_x.replace("h d", "h" if a.packing == "groups" else "w")
-        whole["w"] = "q, k and v follow each other in it; give them apart, or with packing='groups'"
+        whole["w"] = "q, k and v follow each other in it. Give them apart, or with packing='groups'"
     if a.layout != "thd" and a.out_layout == "thd":
         whole |= dict.fromkeys("bs", "out_layout='thd' joins batch and sequence")
     outputs = ["q", "k"] + ["v"] * (a.packing != "apart" or a.v is not None) + ["gate"] * a.gate

@@ -40,7 +40,8 @@ class Sharding(NamedTuple):
       dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0 1) k", are joined into
       one when the shard is taken.
     - `outputs`: of each output; None for what stays with the rank and is no DTensor.
-    - `whole`: dimensions that can't be sharded, with the reason; "..." for all the leading ones.
+    - `whole`: dimensions that can't be sharded, with the reason, and in another sentence what to do about it, if there
+      is something besides redistributing; "..." for all the leading ones.
     - `block`: so many consecutive rows, counted over all leading dimensions, lie on one rank.
     - `counted`: tensors of indices along a dimension that may be absent, where they count from 0.
     - `sizes`: arguments that are the size of a dimension, and become that of the shard.
@@ -221,10 +222,10 @@ class _Call(NamedTuple):
                 raise self.refusal(name, f"each rank has {has}", self.possible(name))
             dim = self.dims[name][placement.dim]
             if not self.is_free(dim):
-                why = self.sharding.whole.get(dim) or self.sharding.whole.get(
-                    "...", "its dimension 1 is broadcast"
+                why = self.sharding.whole.get(dim) or self.sharding.whole.get("...", "it is broadcast")
+                raise self.refusal(
+                    name, f"its dimension {placement.dim} is not to be cut, since {why}", self.possible(name)
                 )
-                raise self.refusal(name, why, self.possible(name))
             if found is None:
                 found, by = dim, name
             elif found != dim:
@@ -261,10 +262,10 @@ class _Call(NamedTuple):
             if shard % block or (shape[:i].numel() > 1 and all_shards % block):
                 raise self.refusal(
                     name,
-                    f"a block of the quantised result has {block} rows, and shards have {shard} at a time",
-                    f"Replicate(), or pad it so that each shard has a multiple of {block} rows; or take blocks that "
-                    "lie in one row (1x128, mx or row, and no column-wise copy), or quantise each rank's shard by "
-                    "itself, x.to_local()",
+                    f"a block of the quantised result has {block} rows, and shards have {shard} at a time. Pad it so "
+                    f"that these are multiples of {block}, choose blocks that lie in one row (1x128, mx or row, and no "
+                    "column-wise copy), quantise each rank's shard by itself with x.to_local()",
+                    "Replicate()",
                 )
 
     def part(self, name: str, cuts: list[str | None]) -> Tensor:
@@ -296,7 +297,8 @@ class _Call(NamedTuple):
 
     def refusal(self, name: str, why: str, to: str) -> ValueError:
         placements = _words(self.tensors[name].placements)
-        return ValueError(f"{self.op}: {name} is placed as {placements}: {why}. Redistribute it to {to}")
+        advice = f"{why}, or redistribute it to {to}" if ". " in why else f"{why}. Redistribute it to {to}"
+        return ValueError(f"{self.op}: {name} is placed as {placements}; {advice}")
 
 
 def _cut_plain(t: Tensor, wanted: Sequence[Placement], mesh: DeviceMesh) -> Tensor:

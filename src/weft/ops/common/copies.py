@@ -66,19 +66,18 @@ def check_quantize(
 def blocks_over_rows(
     spec: str | None, rowwise: bool, columnwise: bool, scale_given: bool
 ) -> tuple[dict[str, str], int]:
-    """For `Sharding`: why the rows of a result in this format cannot be sharded, if so, and the rows of a block."""
+    """For `Sharding`: why the rows of a result in this format cannot be sharded, if so, and how many a block has."""
     if spec is None:
         return {}, 1
     f = Format.of(spec)
-    by_itself = "quantise each rank's shard by itself: x.to_local()"
     if f.needs_tensor_amax and not scale_given:
-        scale = "give the scale (delayed or static), or " if f.block == "tensor" else ""
-        return {
-            "...": f"{spec} has a scale that depends on the largest number of all ranks; {scale}{by_itself}"
-        }, 1
-    if columnwise and not f.group and f.block != "tensor":
-        return {"...": f"a column-wise copy of {spec} has one scale to a column of all ranks; {by_itself}"}, 1
-    return {}, max(f.block_rows if rowwise else 1, f.group if columnwise else 1, 1)
+        given = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
+        why = f"{spec} has a scale that depends on the largest number of all ranks. {given}"
+    elif columnwise and not f.group and f.block != "tensor":
+        why = f"a column-wise copy of {spec} has one scale for a column of all ranks. Q"
+    else:
+        return {}, max(f.block_rows if rowwise else 1, f.group if columnwise else 1, 1)
+    return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
 
 
 def copies_and_amax(

@@ -1058,11 +1058,11 @@ def _shard_glu(a: Any) -> Sharding:
         joint, block = joint | of_gradient, max(block, rows)
     if a.ends is not None:
         joint["..."] = (
-            "offsets= counts the rows of all experts; call it with x.to_local() and each rank's own offsets"
+            "offsets= counts the rows of all experts. Give x.to_local() and each rank's own offsets"
         )
         joint["e"] = "offsets= says where every expert ends"
     if a.layout in ("concat", "interleaved"):
-        of_x, joint["c"] = "... c", "gate and up lie in it; give them apart, glu(gate, up)"
+        of_x, joint["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
     else:
         of_x = "... h"
         if a.format is not None or a.grad_format is not None:
