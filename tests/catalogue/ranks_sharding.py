@@ -317,15 +317,28 @@ CALLS = {
     ),
     "glu": Call(weft.glu, {"x": X, "prob": ("b s", (BATCH, TOKENS))}),
     "glu of two": Call(
-        weft.glu, {"x": X, "up": X, "prob": ("b s _", (BATCH, TOKENS, 1))}, cuts=("k", "b"), exact=False, compiled=True),
+        weft.glu,
+        {"x": X, "up": X, "prob": ("b s _", (BATCH, TOKENS, 1))},
+        cuts=("k", "b"),
+        exact=False,
+        compiled=True,
+    ),
     "glu, its gradient quantised": Call(
         weft.glu, {"x": X}, {"quantize_grad": "1x128", "grad_columnwise": False}, ("s",)
     ),
     "gated_norm": Call(
         weft.gated_norm,
-        {"x": ("b s h d", (BATCH, TOKENS, 2, 32)), "gate": ("s b k", (TOKENS, BATCH, WIDTH)), "weight": WEIGHT},
-        {"groups": 2, "transpose": True}, compiled=True),
-    "rope": Call(weft.rope, {"x": ("b s h d", (BATCH, TOKENS, 4, 16))}, {"base": 1e4}, ("s", "h", "b"), compiled=True),
+        {
+            "x": ("b s h d", (BATCH, TOKENS, 2, 32)),
+            "gate": ("s b k", (TOKENS, BATCH, WIDTH)),
+            "weight": WEIGHT,
+        },
+        {"groups": 2, "transpose": True},
+        compiled=True,
+    ),
+    "rope": Call(
+        weft.rope, {"x": ("b s h d", (BATCH, TOKENS, 4, 16))}, {"base": 1e4}, ("s", "h", "b"), compiled=True
+    ),
     "rope of tables": Call(
         weft.rope,
         {"x": ("b s h d", (BATCH, TOKENS, 4, 16))},
@@ -338,16 +351,24 @@ CALLS = {
         {"heads": 4, "kv_heads": 2, "head_dim": 16, "qk_norm": "rms", "base": 1e4, "out_layout": "bhsd"},
     ),
     "qkv_prepare of heads": Call(
-        weft.qkv_prepare, HEADS, {"qk_norm": "rms", "base": 1e4}, ("h", "s"), compiled=True),
+        weft.qkv_prepare, HEADS, {"qk_norm": "rms", "base": 1e4}, ("h", "s"), compiled=True
+    ),
     "router_linear": Call(
         weft.router_linear,
         {"x": X, "weight": ("e k", (EXPERTS, WIDTH)), "bias": ("e", (EXPERTS,))},
         {},
-        ("e", "b"), compiled=True),
+        ("e", "b"),
+        compiled=True,
+    ),
     "route": Call(losses, {"logits": ("b s e", (BATCH, TOKENS, EXPERTS))}, exact=False, compiled=True),
     "permute": Call(
-        routed, {"x": ("b k", (BATCH * TOKENS, WIDTH)), "logits": ("b e", (BATCH * TOKENS, EXPERTS))}, {}, ("b", None), compiled=True),
-}  # fmt: skip
+        routed,
+        {"x": ("b k", (BATCH * TOKENS, WIDTH)), "logits": ("b e", (BATCH * TOKENS, EXPERTS))},
+        {},
+        ("b", None),
+        compiled=True,
+    ),
+}
 
 
 def run_call(call: Call, function: Callable[..., Any], given: dict[str, Tensor]) -> dict[str, Tensor]:

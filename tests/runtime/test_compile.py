@@ -24,10 +24,10 @@ from weft.workloads import WORKLOADS, Workload
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
 # The tensors that decide a kernel's time: all of a tile is read, or written.
-READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr", "up_ptr"}
-READ |= {"logits_ptr"}
+READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr"}
+READ |= {"logits_ptr", "gate.ptr", "up.ptr", "dy.ptr"}
 WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
-WRITTEN |= {f"{part}_{data}_ptr" for part in ("gate", "up") for data in ("data", "data_t")} | {"dlogits_ptr"}
+WRITTEN |= {"dlogits_ptr", "copy.data", "copy_t.data", "up_codes.data", "up_codes.data_t"}
 # Vectors of the tile's columns. They are short, and read once for many rows.
 VECTORS = {
     "weight_ptr",
@@ -42,8 +42,8 @@ VECTORS = {
 ODD_SPILLS = 160
 # Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256
 # threads; the codes of sm_80 and sm_89 are made by integer arithmetic, which takes more.
-SPILLS = {("_glu_backward_kernel", "sm_80"): 320, ("_glu_backward_kernel", "sm_89"): 320}
-SPILLS |= {("_glu_backward_kernel", "sm_100"): 32, ("_glu_backward_kernel", "sm_120"): 32}
+SPILLS = {("glu_backward_kernel", "sm_80"): 320, ("glu_backward_kernel", "sm_89"): 320}
+SPILLS |= {("glu_backward_kernel", "sm_100"): 32, ("glu_backward_kernel", "sm_120"): 32}
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
@@ -153,7 +153,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     threads = variant.num_warps * Capabilities.of(binary.target).warp_size
     form = constants.get("FORMAT")
     allowed = {32, 128, 256}
-    bytes_to_a_group = any("scale_ptr" in name and kind == "*u8" for name, kind in types.items())
+    bytes_to_a_group = any("scale" in name and kind == "*u8" for name, kind in types.items())
     if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
         allowed.add(8)
     if "*i64" in types.values():  # a target to a row
@@ -167,7 +167,11 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
         if kind not in BYTES:
             continue
         if name in names:
-            packed = name.endswith(("data_ptr", "data_t_ptr")) and form is not None and form.packed == 2
+            packed = (
+                name.endswith(("data_ptr", "data_t_ptr", ".data", ".data_t"))
+                and form is not None
+                and form.packed == 2
+            )
             if packed:
                 allowed.add(64)
             else:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
+from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,12 +98,25 @@ def snapshot(workload: Workload) -> dict[str, Any]:
     return found
 
 
+ORDERED = re.compile(r"\] (\[.*?\]) (\[.*?\]) (\[.*?\])$")
+
+
+def in_any_order(line: str) -> str:
+    """A launch without the order of its pointers, integers and floats, which changes where a struct gathers them. The
+    name of a kernel is the same with an underscore before it."""
+    lists = ORDERED.search(line)
+    assert lists is not None
+    ordered = [str(sorted(literal_eval(group), key=str)) for group in lists.groups()]
+    return " ".join([line[: lists.start() + 1].lstrip("_"), *ordered])
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for part in (*TARGETS, "cpu"):
-        if before[part] != after[part]:
+        old, new = ([in_any_order(line) for line in found[part]] for found in (before, after))
+        if old != new:
             yield f"launches on {part}"
-            for sign, only, other in (("-", before, after), ("+", after, before)):
-                yield from (f"  {sign} {line}" for line in only[part] if line not in other[part])
+            for sign, only, other in (("-", old, new), ("+", new, old)):
+                yield from (f"  {sign} {line}" for line in only if line not in other)
     for name in sorted({*before["bytes"], *after["bytes"]}):
         if before["bytes"].get(name) != after["bytes"].get(name):
             yield f"bytes of {name}"

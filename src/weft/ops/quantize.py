@@ -40,6 +40,10 @@ from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, 
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
+    Codes,
+    Encoding,
+    Stripe,
+    Tile,
     cast_mode,
     copy_arguments,
     count_stripes,
@@ -163,15 +167,11 @@ def _quantize_rows_kernel(
     x_ptr,  # [rows, cols]
     given_ptr,  # the tensor's amax; with STATIC its scale, or scales [rows]; or None
     amax_ptr,  # [programs], or None
-    data_ptr,  # codes [rows, cols], packed; or None to find amax alone
-    scale_ptr,
     rows,
     cols,
     row_programs,
     x_stride,
-    data_stride,
-    scale_row_stride,
-    scale_col_stride,
+    copy: Codes,  # row-wise; absent to find amax alone
     seed_low,
     seed_high,
     INPUT_MAX: tl.constexpr,
@@ -207,15 +207,16 @@ def _quantize_rows_kernel(
         else:
             row_scale = tl.load(given_ptr + row, mask=row < rows, other=1.0)
             factor = given_scale(row_scale, FORMAT)
-        if data_ptr is not None:
-            tl.store(scale_ptr + row, row_scale, mask=row < rows)
+        if copy.data is not None:
+            tl.store(copy.scale + row, row_scale, mask=row < rows)
         factor = factor[:, None]
+        given = 0.0
     elif given_ptr is not None:
         given = tl.load(given_ptr)
-        if FORMAT.block == "tensor":
-            factor = tensor_factor(given, INPUT_MAX, FORMAT, STATIC)
     else:
         given = 0.0
+    if FORMAT.block == "tensor" and given_ptr is not None:
+        factor = tensor_factor(Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC))
 
     program_amax = tl.zeros((ROWS,), tl.float32)
     for start in range(first, cols, step):
@@ -225,28 +226,21 @@ def _quantize_rows_kernel(
         x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
         if amax_ptr is not None:
             program_amax = larger(program_amax, amax(x, axis=1))
-        if data_ptr is not None:
+        if copy.data is not None:
             random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
             if WHOLE:
                 codes = round_to(scaled(x, factor, FORMAT), random, FORMAT, CAST)
                 store_codes(
-                    codes,
-                    data_ptr,
-                    row,
-                    start,
-                    rows,
-                    cols,
-                    data_stride,
-                    FORMAT,
-                    ALIGN,
-                    ROWS_MASKED,
-                    COLS_MASKED,
+                    codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED), FORMAT
                 )
             else:
                 store_rows(
-                    x, random, data_ptr, scale_ptr, given, row, start, rows, cols, data_stride, scale_row_stride,
-                    scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED, COLS_MASKED,
-                )  # fmt: skip
+                    x,
+                    copy,
+                    Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                    Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                    random,
+                )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
@@ -258,19 +252,11 @@ def _quantize_stripe_kernel(
     row_amax_ptr,  # [rows] for block "row", or None
     col_amax_ptr,  # [cols] for block "row", or None
     amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    scale_ptr,
-    data_t_ptr,  # column-wise codes, or None
-    scale_t_ptr,
     rows,
     cols,
     x_stride,
-    data_stride,
-    scale_row_stride,
-    scale_col_stride,
-    data_t_stride,
-    scale_t_row_stride,
-    scale_t_col_stride,
+    copy: Codes,  # row-wise
+    copy_t: Codes,  # column-wise
     seed_low,
     seed_high,
     INPUT_MAX: tl.constexpr,
@@ -300,26 +286,28 @@ def _quantize_stripe_kernel(
     random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
     random_t = _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None
     if FORMAT.block == "row":
-        if data_ptr is not None:
+        if copy.data is not None:
             largest = tl.load(row_amax_ptr + row, mask=row < rows, other=0.0)
             row_scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
-            tl.store(scale_ptr + row, row_scale, mask=(row < rows) & (start == 0))
+            tl.store(copy.scale + row, row_scale, mask=(row < rows) & (start == 0))
             codes = round_to(scaled(x, factor[:, None], FORMAT), random, FORMAT, CAST)
-            store_codes(
-                codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
-            )
-        if data_t_ptr is not None:
+            store_codes(codes, copy, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
+        if copy_t.data is not None:
             largest = tl.load(col_amax_ptr + col, mask=col < cols, other=0.0)
             col_scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
-            tl.store(scale_t_ptr + col, col_scale, mask=(col < cols) & (stripe == 0))
+            tl.store(copy_t.scale + col, col_scale, mask=(col < cols) & (stripe == 0))
             codes = round_to(scaled(x, factor[None, :], FORMAT), random_t, FORMAT, CAST)
-            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+            store_transposed(codes, copy_t, Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED), FORMAT)
     else:
         store_stripe(
-            x, random, random_t, data_ptr, scale_ptr, data_t_ptr, scale_t_ptr, given, stripe, start, rows, cols,
-            data_stride, scale_row_stride, scale_col_stride, data_t_stride, scale_t_row_stride, scale_t_col_stride,
-            INPUT_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-        )  # fmt: skip
+            x,
+            copy,
+            copy_t,
+            Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+            Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+            random,
+            random_t,
+        )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(amax(x, axis=1), axis=0))
 
@@ -457,16 +445,17 @@ class _Quantize:
         row_programs = 1 if self.format.block == "row" or self.target.is_cpu else -(-cols // tile)
         programs = -(-self.rows // tile_rows) * row_programs
         partials = torch.empty(programs, dtype=torch.float32, device=x.device) if wants_amax else None
-        data, data_scale, *strides = copy_arguments(copy)
         launch = Launch.of(
             _quantize_rows_kernel, num_warps=warps, **self.constants, ROWS=tile_rows, TILE=tile, ALIGN=self.align,
             COLS_MASKED=cols % tile != 0,
         )  # fmt: skip
         launch(
             (programs, 1, 1),
-            (x, given, partials, data, data_scale),
-            (self.rows, cols, row_programs, x.stride(0), *strides, *self.seeds),
-        )
+            *_quantize_rows_kernel.arguments(
+                x_ptr=x, given_ptr=given, amax_ptr=partials, rows=self.rows, cols=cols, row_programs=row_programs,
+                x_stride=x.stride(0), copy=copy_arguments(copy), seed_low=self.seeds[0], seed_high=self.seeds[1],
+            ),
+        )  # fmt: skip
         return partials
 
     def stripes_pass(
@@ -484,14 +473,15 @@ class _Quantize:
             find((stripes * tiles, 1, 1), (x, of_rows, of_cols), (rows, cols, x.stride(0)))
             largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
         partials = torch.empty(stripes * tiles, dtype=torch.float32, device=x.device) if wants_amax else None
-        data, data_scale, *strides = copy_arguments(row)
-        data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(_quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
         launch(
             (stripes * tiles, 1, 1),
-            (x, given, largest_of_row, largest_of_col, partials, data, data_scale, data_t, data_t_scale),
-            (rows, cols, x.stride(0), *strides, *strides_t, *self.seeds),
-        )
+            *_quantize_stripe_kernel.arguments(
+                x_ptr=x, given_ptr=given, row_amax_ptr=largest_of_row, col_amax_ptr=largest_of_col, amax_ptr=partials,
+                rows=rows, cols=cols, x_stride=x.stride(0), copy=copy_arguments(row), copy_t=copy_arguments(col),
+                seed_low=self.seeds[0], seed_high=self.seeds[1],
+            ),
+        )  # fmt: skip
         return partials
 
 

@@ -78,7 +78,7 @@ class Parameters:
             for kind in (Tensor, int, float)
         ]
         lines.append(f"    return {', '.join(f'({group})' for group in groups)}")
-        return _generated("\n".join(lines), f"{self.kernel}.arguments")
+        return generated("\n".join(lines), f"{self.kernel}.arguments")
 
     def nesting(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A launcher that takes the arguments flat, for one that takes structs as tuples."""
@@ -86,7 +86,7 @@ class Parameters:
         flat = ", ".join(leaf.variable for leaf in self.leaves)
         nested = ", ".join(_pattern(member) for member in self.members)
         source = f"def launch({before}, {flat}, *constants):\n    run({before}, {nested}, *constants)"
-        launch = _generated(source, f"{self.kernel}.launch", run=run)
+        launch = generated(source, f"{self.kernel}.launch", run=run)
         if hasattr(run, "reaching"):  # Loom's launcher, told of tensors that a kernel finds in memory
             launch.reaching = lambda tensors: self.nesting(run.reaching(tensors))  # type: ignore[attr-defined]
         return launch
@@ -138,7 +138,7 @@ def _filled(member: Leaf | Struct, values: Mapping[str, Any]) -> Any:
     return values[member.name]
 
 
-def _generated(source: str, name: str, **names: Any) -> Callable[..., Any]:
+def generated(source: str, name: str, **names: Any) -> Callable[..., Any]:
     """The function that `source` defines; `name` is what its errors call it."""
     exec(source, names)
     function: Callable[..., Any] = names[source[4 : source.index("(")]]

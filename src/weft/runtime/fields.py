@@ -68,8 +68,8 @@ class Fields(Generic[T]):
     """What is known about a NamedTuple class.
 
     - `flatten(a)`: its leaves as a tuple; `build(*leaves)`: the way back.
-    - `tensors(a)`: the leaves that are tensors, lists of tensors, or None in the place of one.
-    - `with_tensors(a, tensors)`: a with others in their places.
+    - `tensors(a)`: the leaves that are tensors, lists of tensors, or None in the place of one; `others(a)`: the rest.
+    - `join(tensors, others)`: the way back from these two.
     """
 
     def __init__(self, cls: type[T]) -> None:
@@ -82,20 +82,25 @@ class Fields(Generic[T]):
         self.tensor_names = tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
         self.tensor_name_set = frozenset(self.tensor_names)
         self.schema = ", ".join(f"{_aliased(leaf)} {leaf.name}" for leaf in self.leaves)
-        numbers = {
-            leaf.name: f"t[{i}]" for i, leaf in enumerate(leaf for leaf in self.leaves if leaf.is_tensor)
-        }
         paths = {leaf.name: f"a.{leaf.path}" for leaf in self.leaves}
-        flat = _tuple_of(paths.values())
-        tensors = _tuple_of(paths[name] for name in self.tensor_names)
+        others = [name for name in names if name not in self.tensor_name_set]
+        places = {name: f"t[{i}]" for i, name in enumerate(self.tensor_names)}
+        places |= {name: f"o[{i}]" for i, name in enumerate(others)}
         known: dict[str, type] = {}
-        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(f"lambda a: {flat}", known)
-        self.tensors: Callable[[T], tuple[Any, ...]] = _generated(f"lambda a: {tensors}", known)
+        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(
+            f"lambda a: {_tuple_of(paths.values())}", known
+        )
+        self.tensors: Callable[[T], tuple[Any, ...]] = _generated(
+            f"lambda a: {_tuple_of(paths[name] for name in self.tensor_names)}", known
+        )
+        self.others: Callable[[T], tuple[Any, ...]] = _generated(
+            f"lambda a: {_tuple_of(paths[name] for name in others)}", known
+        )
         self.build: Callable[..., T] = _generated(
             f"lambda {', '.join(names)}: {_built(cls, '', {name: name for name in names}, known)}", known
         )
-        self.with_tensors: Callable[[T, Any], T] = _generated(
-            f"lambda a, t: {_built(cls, '', paths | numbers, known)}", known
+        self.join: Callable[[Any, Any], T] = _generated(
+            f"lambda t, o: {_built(cls, '', places, known)}", known
         )
 
     @staticmethod

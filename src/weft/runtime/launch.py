@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..language import TRITON
 from . import capabilities
-from .arguments import Flat, Parameters
+from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
 from .notice import NOTICE
 from .offline import Variant, build
@@ -110,6 +110,21 @@ def kernel(fn: Any) -> Any:
     return Kernel(jit(fn))
 
 
+@functools.cache
+def _reader(count: int) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], int]]:
+    """A function of so many tensors or None: their dtypes, their addresses, and the bits that are set in any address.
+    It is generated, without a loop: it runs in every launch."""
+    numbers = range(count)
+    lines = [f"def read({', '.join(f't{i}' for i in numbers)}):"]
+    lines.append(f"    {''.join(f'd{i} = a{i} = ' for i in numbers)}None; bits = 0")
+    lines += [
+        f"    if t{i} is not None: d{i} = t{i}.dtype; a{i} = t{i}.data_ptr(); bits |= a{i}" for i in numbers
+    ]
+    dtypes, addresses = ("".join(f"{letter}{i}, " for i in numbers) for letter in "da")
+    lines.append(f"    return ({dtypes}), ({addresses}), bits")
+    return generated("\n".join(lines), "read")
+
+
 class Launch:
     """A kernel with its constants and its launch configuration chosen. Calling it launches.
 
@@ -147,27 +162,16 @@ class Launch:
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
             return
-        key: list[Any] = []
-        addresses: list[Any] = []
-        low_bits = 0
-        for tensor in pointers:
-            if tensor is None:
-                key.append(None)
-                addresses.append(None)
-            else:
-                key.append(tensor.dtype)
-                address = tensor.data_ptr()
-                low_bits |= address
-                addresses.append(address)
+        dtypes, addresses, low_bits = _reader(len(pointers))(*pointers)
         driver = drivers.active
         index = pointers[0].device.index  # type: ignore[union-attr]
-        identity = (driver, index, low_bits % 16 == 0, wide, *key)
+        identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
         found = self._known.get(identity)
         if found is None:
             found = self._prepare(identity, driver, index, pointers, wide, len(integers))
         run, function, metadata, constants, whole = found
         if whole:
-            addresses = pointers  # type: ignore[assignment]
+            addresses = pointers
             if reached:
                 run = run.reaching(reached)
         enter = knobs.runtime.launch_enter_hook

@@ -13,7 +13,7 @@ A traced graph outlives the `with weft.backend(...)` around the call that was tr
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -258,9 +258,9 @@ def define_op(
         frozenset(made.names.index(output) for output in differentiable),
         written, sharding, packet.default, packet.reference,
     )  # fmt: skip
-    function = _function_of(op)
+    function, plain_function = _functions_of(op)
     object.__setattr__(op, "function", function)
-    object.__setattr__(op, "node", _core_apply(function))
+    object.__setattr__(op, "node", _core_apply(plain_function))
     of_reference = backend("reference")
     for overload in ("", ".reference"):
         _library.impl(
@@ -297,21 +297,20 @@ def _core_apply(function: type[Function]) -> Callable[..., Any]:
 # ---- autograd -------------------------------------------------------------------------------------------
 
 
-def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O) -> None:
+def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O, transformed: bool) -> None:
     """Save what backward wants. Tensors go by way of autograd, which finds out if one has changed since."""
     assert op.keep is not None
     kept = op.keep(a, outputs)
-    fields = Fields.of(type(kept))
-    tensors = fields.tensors(kept)
-    ctx.save_for_backward(*tensors)
-    ctx.fields = fields
-    ctx.kept = fields.with_tensors(kept, (None,) * len(tensors))
-    ctx.backend, ctx.transformed = chosen(), _is_transformed()
+    ctx.fields = fields = Fields.of(type(kept))
+    ctx.save_for_backward(*fields.tensors(kept))
+    ctx.others, ctx.backend, ctx.transformed = fields.others(kept), chosen(), transformed
     ctx.set_materialize_grads(False)
-    counted = enumerate(op.outputs.flatten(outputs))
-    ctx.mark_non_differentiable(
-        *(t for i, t in counted if t is not None and i not in op.differentiable_outputs)
-    )
+
+
+def _mark(op: Op[A, O], ctx: Any, output: Sequence[Tensor | None]) -> None:
+    """Tell autograd which outputs have no gradient."""
+    without = [t for i, t in enumerate(output) if t is not None and i not in op.differentiable_outputs]
+    ctx.mark_non_differentiable(*without)
 
 
 def _gradients(
@@ -331,8 +330,7 @@ def _gradients(
         # `torch.func.vjp` returns.
         unwrap = torch._C._functorch.unwrap_if_dead
         saved = tuple(t if t is None else unwrap(t) for t in saved)
-    kept = ctx.fields.with_tensors(ctx.kept, saved)
-    call = Backward(kept, grads, needs_type(*needs), ctx)
+    call = Backward(ctx.fields.join(saved, ctx.others), grads, needs_type(*needs), ctx)
     if ctx.backend == "auto":
         found = op.backward(call)
     else:
@@ -349,22 +347,28 @@ def _needs_type(op: Op[A, O]) -> Any:
     return namedtuple(f"{op.name}_needs", op.arguments.tensor_names)
 
 
-def _function_of(op: Op[A, O]) -> type[Function]:
-    """The op as an autograd node, for eager calls and for functorch's transforms. It takes the arguments as they are,
-    and then the tensors among them once more: autograd looks at no other place."""
+def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
+    """The op as an autograd node: for functorch's transforms, and for eager calls on plain tensors. It takes the
+    arguments as they are, and then the tensors among them once more: autograd looks at no other place."""
     needs_type = _needs_type(op)
+    build, flatten, only_one = op.outputs.build, op.outputs.flatten, len(op.outputs.leaves) == 1
 
     def forward(a: A, *tensors: Any) -> tuple[Tensor | None, ...]:
         plain = not _is_watched() and _are_plain(t for t in tensors if t is not None)
-        return op.outputs.flatten(op.run(a) if plain else op.dispatch(a))
+        return flatten(op.run(a) if plain else op.dispatch(a))
+
+    def forward_plain(a: A, *tensors: Any) -> tuple[Tensor | None, ...]:
+        return flatten(op.run(a))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         # An op computes what its backward wants only if a gradient is wanted; functorch asks again for every transform.
-        if True in ctx.needs_input_grad and op.keep is not None:
-            _keep(op, ctx, inputs[0], op.outputs.build(*output))
+        if op.keep is not None and True in ctx.needs_input_grad:
+            _keep(op, ctx, inputs[0], build(*output), _is_transformed())
+            if not only_one:
+                _mark(op, ctx, output)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *_gradients(op, needs_type, ctx, op.outputs.build(*grads), ctx.needs_input_grad[1:])
+        return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(
@@ -380,7 +384,8 @@ def _function_of(op: Op[A, O]) -> type[Function]:
 
     methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
     # autograd names the node when the class is made
-    return type(f"weft_{op.name}", (Function,), methods)
+    function = type(f"weft_{op.name}", (Function,), methods)
+    return function, type(f"weft_{op.name}", (Function,), methods | {"forward": staticmethod(forward_plain)})
 
 
 def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -393,7 +398,9 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
         if True in ctx.needs_input_grad:
             a = op.arguments.build(*inputs)
             ctx.present = op.present_in(a)
-            _keep(op, ctx, a, op.outputs.from_present(ctx.present, output))
+            outputs = op.outputs.from_present(ctx.present, output)
+            _keep(op, ctx, a, outputs, _is_transformed())
+            _mark(op, ctx, op.outputs.flatten(outputs))
 
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         named = op.outputs.from_present(ctx.present, grads)

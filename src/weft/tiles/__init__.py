@@ -14,7 +14,7 @@ from .numbers import (
 )
 from .quantize import block_scale, quantize_columns, quantize_rows, quantize_squares, round_to
 from .reduce import amax, larger, merge_moments
-from .scales import at_most, fp32_scale, given_scale, nvfp4_global, reciprocal, scaled
+from .scales import at_least, at_most, fp32_scale, given_scale, nvfp4_global, reciprocal, scaled
 
 __all__ = [
     "CONVERT",
@@ -23,6 +23,7 @@ __all__ = [
     "activate",
     "activate_with_slope",
     "amax",
+    "at_least",
     "at_most",
     "block_scale",
     "decode",

@@ -108,6 +108,12 @@ def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def at_least(x, limit):
+    """max(x, limit) that keeps NaN."""
+    return tl.where(x < limit, limit, x)
+
+
+@triton.jit
 def at_most(x, limit):
     """min(x, limit) that keeps NaN."""
     return tl.where(x > limit, limit, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,16 +102,6 @@ def count_stripes(rows: int, cols: int) -> int:
     return -(-rows // STRIPE)
 
 
-def copy_arguments(copy: Copy | None) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-    """A copy as kernels take it: codes, scales, row stride of the codes, row and column stride of the scales."""
-    if copy is None:
-        return None, None, 0, 0, 0
-    data, stride = copy.data, copy.data.stride(0)
-    if stride > data.shape[1]:
-        data = data.as_strided((data.shape[0], stride), (stride, 1))  # with the padding, which is written too
-    return data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1)
-
-
 @functools.lru_cache(maxsize=1024)
 def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
     """(columns, warps) of the tiles that stripes are cut into, for formats with this block; in a norm, or alone."""
@@ -134,179 +125,213 @@ def cast_mode(capabilities: Capabilities) -> int:
     return int(mode.value)
 
 
+# ---- structs of kernels ---------------------------------------------------------------------------------
+
+# Members in capitals are constants. They stay so only where a struct is made in the call that takes it: a variable
+# would hold numbers of the device in their place.
+
+
+class Codes(NamedTuple):
+    """A copy: codes and scales, and where they lie. One that is not wanted has None for `data`."""
+
+    data: Tensor | None
+    scale: Tensor | None
+    stride: int  # from row to row of the codes
+    scale_row_stride: int
+    scale_col_stride: int
+
+
+class Encoding(NamedTuple):
+    """How numbers become codes."""
+
+    given: Any  # amax of the whole tensor, with STATIC its scale; formats that need neither do not read it
+    INPUT_MAX: Any  # the largest number of the dtype that is quantised
+    FORMAT: Any
+    CAST: Any  # as `cast_mode` says
+    STATIC: Any
+
+
+class Tile(NamedTuple):
+    """Where a tile lies in a tensor [rows, cols]."""
+
+    row: Any  # int64 [R]
+    start: Any  # first column
+    rows: Any
+    cols: Any
+    ALIGN: Any  # cols and row strides are multiples of it
+    ROWS_MASKED: Any  # some rows of the tile may not exist
+    COLS_MASKED: Any
+
+
+class Stripe(NamedTuple):
+    """Where a tile lies whose rows are those of a stripe."""
+
+    number: Any  # of the stripe, int64
+    start: Any
+    rows: Any
+    cols: Any
+    ALIGN: Any
+    COLS_MASKED: Any
+
+
+def copy_arguments(copy: Copy | None) -> Codes:
+    """A copy as kernels take it."""
+    if copy is None:
+        return _NO_CODES
+    data, stride = copy.data, copy.data.stride(0)
+    if stride > data.shape[1]:
+        data = data.as_strided((data.shape[0], stride), (stride, 1))  # with the padding, which is written too
+    return Codes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
+
+
+_NO_CODES = Codes(None, None, 0, 0, 0)
+
+
+# ---- stores ---------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def tensor_factor(given, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, STATIC: tl.constexpr):
+def tensor_factor(encoding):
     """The factor of a tensor with one scale: from that scale if it is STATIC, else from the tensor's amax."""
-    if STATIC:
-        return given_scale(given, FORMAT)
+    if encoding.STATIC:
+        return given_scale(encoding.given, encoding.FORMAT)
     else:
-        _, factor = fp32_scale(given, INPUT_MAX, FORMAT)
+        _, factor = fp32_scale(encoding.given, encoding.INPUT_MAX, encoding.FORMAT)
         return factor
 
 
 @triton.jit
-def store_rows(
-    y,  # fp32 [R, C], zero where there is no element
-    random,  # uint32 [R, C] to round stochastically, or None
-    data_ptr,
-    scale_ptr,
-    tensor_amax,
-    row,  # int64 [R]
-    start,  # first column
-    rows,
-    cols,
-    data_stride,
-    scale_row_stride,
-    scale_col_stride,
-    INPUT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS_MASKED: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """The row-wise copy of a tile, for formats whose groups lie within it."""
-    codes, scale = quantize_rows(y, random, tensor_amax, INPUT_MAX, FORMAT, CAST)
-    store_codes(codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED)
-    group = start // FORMAT.group + tl.arange(0, y.shape[1] // FORMAT.group)
-    groups = (cols + FORMAT.group - 1) // FORMAT.group
-    mask = tile_mask(row, group, rows, groups, ROWS_MASKED, COLS_MASKED)
-    tl.store(
-        scale_ptr + (row * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :],
-        scale,
-        mask=mask,
-    )
+def from_row(copy, first):
+    """The row-wise copy from row `first` on, int64 and known to be a multiple of 16."""
+    if copy.data is None:
+        return copy
+    else:
+        return Codes(
+            copy.data + first * copy.stride,
+            copy.scale + first * copy.scale_row_stride,
+            copy.stride,
+            copy.scale_row_stride,
+            copy.scale_col_stride,
+        )
 
 
 @triton.jit
-def store_codes(
-    codes,  # uint8 [R, C]
-    data_ptr,
-    row,
-    start,
-    rows,
-    cols,
-    data_stride,
-    FORMAT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS_MASKED: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """Codes to a [rows, cols] tensor of bytes, two to a byte if they have four bits."""
+def store_rows(y, copy, tile, encoding, random=None):
+    """The row-wise copy of a tile, for formats whose groups lie within it.
+
+    y is fp32 [R, C], zero where there is no element; `random` uint32 [R, C] to round stochastically.
+    """
+    G: tl.constexpr = encoding.FORMAT.group
+    codes, scale = quantize_rows(
+        y, random, encoding.given, encoding.INPUT_MAX, encoding.FORMAT, encoding.CAST
+    )
+    store_codes(codes, copy, tile, encoding.FORMAT)
+    group = tile.start // G + tl.arange(0, y.shape[1] // G)
+    groups = (tile.cols + G - 1) // G
+    mask = tile_mask(tile.row, group, tile.rows, groups, tile.ROWS_MASKED, tile.COLS_MASKED)
+    row_off = tile.row * copy.scale_row_stride
+    group_off = group.to(tl.int64) * copy.scale_col_stride
+    tl.store(copy.scale + row_off[:, None] + group_off[None, :], scale, mask=mask)
+
+
+@triton.jit
+def store_codes(codes, copy, tile, FORMAT: tl.constexpr):
+    """Codes uint8 [R, C] to a [rows, cols] tensor of bytes, two to a byte if they have four bits."""
     PACKED: tl.constexpr = FORMAT.packed
+    ALIGN: tl.constexpr = tile.ALIGN // PACKED if tile.ALIGN > 1 else 1  # in bytes
     if PACKED == 2:
-        if COLS_MASKED:  # the unused half of an odd row's last byte is zero
-            codes = tl.where((start + tl.arange(0, codes.shape[1]) < cols)[None, :], codes, 0)
+        if tile.COLS_MASKED:  # the unused half of an odd row's last byte is zero
+            codes = tl.where((tile.start + tl.arange(0, codes.shape[1]) < tile.cols)[None, :], codes, 0)
         codes = pack_pairs(codes)
-    bound = ((cols + PACKED - 1) // PACKED // (ALIGN // PACKED if ALIGN > 1 else 1)) * (
-        ALIGN // PACKED if ALIGN > 1 else 1
-    )
-    col = start // PACKED + tl.arange(0, codes.shape[1])
-    mask = tile_mask(row, col, rows, bound, ROWS_MASKED, COLS_MASKED)
-    row_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
+    bound = ((tile.cols + PACKED - 1) // PACKED // ALIGN) * ALIGN
+    col = tile.start // PACKED + tl.arange(0, codes.shape[1])
+    mask = tile_mask(tile.row, col, tile.rows, bound, tile.ROWS_MASKED, tile.COLS_MASKED)
+    row_off = tl.multiple_of(tile.row * copy.stride, ALIGN)
     tl.store(
-        data_ptr + row_off[:, None] + col[None, :],
-        codes.to(data_ptr.dtype.element_ty, bitcast=True),
+        copy.data + row_off[:, None] + col[None, :],
+        codes.to(copy.data.dtype.element_ty, bitcast=True),
         mask=mask,
     )
 
 
 @triton.jit
-def store_stripe(
-    y,  # fp32 [STRIPE, C], zero where there is no element
-    random,  # uint32 [STRIPE, C] to round the row-wise copy stochastically, or None
-    random_t,  # and for the column-wise copy
-    data_ptr,  # row-wise copy, or None
-    scale_ptr,
-    data_t_ptr,  # column-wise copy, or None
-    scale_t_ptr,
-    given,  # the tensor's amax; its scale with STATIC; read by the formats that need it
-    stripe,  # number of the stripe, int64
-    start,  # first column
-    rows,
-    cols,
-    data_stride,
-    scale_row_stride,
-    scale_col_stride,
-    data_t_stride,
-    scale_t_row_stride,
-    scale_t_col_stride,
-    INPUT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    STATIC: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """Both copies of a tile that is as tall as the longest group, from one read of it. Where they share their
-    codes (128x128, tensor), `random` serves both."""
+def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
+    """Both copies of a tile that is as tall as the longest group, from one read of it.
+
+    y is fp32 [STRIPE, C], zero where there is no element. `random` and `random_t` are uint32 [STRIPE, C] to round
+    the row-wise and the column-wise copy stochastically. Where they share their codes (128x128, tensor), `random`
+    serves both.
+    """
+    FORMAT: tl.constexpr = encoding.FORMAT
     STRIPE: tl.constexpr = y.shape[0]
     C: tl.constexpr = y.shape[1]
     # Rows are counted from the stripe's first: their offsets need 32 bits, which halves the registers for them.
     row = tl.arange(0, STRIPE)
-    left = (rows - stripe * STRIPE).to(tl.int32)
-    if data_ptr is not None:
-        data_ptr += stripe * STRIPE * data_stride
-    if FORMAT.block == "128x128":
-        codes, scale = quantize_squares(y, random, INPUT_MAX, FORMAT, CAST)
-        square = start // STRIPE + tl.arange(0, C // STRIPE)
-        exists = square < (cols + STRIPE - 1) // STRIPE
-        if data_ptr is not None:
+    first = stripe.number * STRIPE
+    left = (stripe.rows - first).to(tl.int32)
+    own = from_row(copy, first)
+    if FORMAT.block == "128x128" or FORMAT.block == "tensor":  # both copies have the same codes
+        if FORMAT.block == "tensor":
+            codes = round_to(scaled(y, tensor_factor(encoding), FORMAT), random, FORMAT, encoding.CAST)
+        else:
+            codes, scale = quantize_squares(y, random, encoding.INPUT_MAX, FORMAT, encoding.CAST)
+            square = stripe.start // STRIPE + tl.arange(0, C // STRIPE)
+            exists = square < (stripe.cols + STRIPE - 1) // STRIPE
+            if copy.data is not None:
+                square_off = stripe.number * copy.scale_row_stride + square * copy.scale_col_stride
+                tl.store(copy.scale + square_off, scale, mask=exists)
+            if copy_t.data is not None:
+                square_off = square * copy_t.scale_row_stride + stripe.number * copy_t.scale_col_stride
+                tl.store(copy_t.scale + square_off, scale, mask=exists)
+        if copy.data is not None:
             store_codes(
-                codes, data_ptr, row, start, left, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
+                codes,
+                own,
+                Tile(row, stripe.start, left, stripe.cols, stripe.ALIGN, True, stripe.COLS_MASKED),
+                FORMAT,
             )
-            tl.store(scale_ptr + stripe * scale_row_stride + square * scale_col_stride, scale, mask=exists)
-        if data_t_ptr is not None:
-            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
-            tl.store(
-                scale_t_ptr + square * scale_t_row_stride + stripe * scale_t_col_stride, scale, mask=exists
-            )
-    elif FORMAT.block == "tensor":
-        codes = round_to(
-            scaled(y, tensor_factor(given, INPUT_MAX, FORMAT, STATIC), FORMAT), random, FORMAT, CAST
-        )
-        if data_ptr is not None:
-            store_codes(
-                codes, data_ptr, row, start, left, cols, data_stride, FORMAT, ALIGN, True, COLS_MASKED
-            )
-        if data_t_ptr is not None:
-            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+        if copy_t.data is not None:
+            store_transposed(codes, copy_t, stripe, FORMAT)
     else:
-        if data_ptr is not None:
+        if copy.data is not None:
             store_rows(
-                y, random, data_ptr, scale_ptr + stripe * STRIPE * scale_row_stride, given, row, start, left, cols,
-                data_stride, scale_row_stride, scale_col_stride, INPUT_MAX, FORMAT, CAST, ALIGN, True, COLS_MASKED,
-            )  # fmt: skip
-        if data_t_ptr is not None:
-            codes, scale = quantize_columns(y, random_t, given, INPUT_MAX, FORMAT, CAST)
-            store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT)
+                y,
+                own,
+                Tile(row, stripe.start, left, stripe.cols, stripe.ALIGN, True, stripe.COLS_MASKED),
+                encoding,
+                random,
+            )
+        if copy_t.data is not None:
+            codes, scale = quantize_columns(
+                y, random_t, encoding.given, encoding.INPUT_MAX, FORMAT, encoding.CAST
+            )
+            store_transposed(codes, copy_t, stripe, FORMAT)
             G: tl.constexpr = FORMAT.group
-            group = stripe * (STRIPE // G) + tl.arange(0, STRIPE // G)
-            col = start + tl.arange(0, C)
-            exists = (group < (rows + G - 1) // G)[:, None] & (col < cols)[None, :]
-            scale_off = (group * scale_t_col_stride)[:, None] + (col.to(tl.int64) * scale_t_row_stride)[
-                None, :
-            ]
-            tl.store(scale_t_ptr + scale_off, scale, mask=exists)
+            group = stripe.number * (STRIPE // G) + tl.arange(0, STRIPE // G)
+            col = stripe.start + tl.arange(0, C)
+            exists = (group < (stripe.rows + G - 1) // G)[:, None] & (col < stripe.cols)[None, :]
+            group_off = group * copy_t.scale_col_stride
+            col_off = col.to(tl.int64) * copy_t.scale_row_stride
+            tl.store(copy_t.scale + (group_off[:, None] + col_off[None, :]), scale, mask=exists)
 
 
 @triton.jit
-def store_transposed(codes, data_t_ptr, stripe, start, rows, cols, data_t_stride, FORMAT: tl.constexpr):
-    """Codes [STRIPE, C] of rows `stripe` to the column-wise copy, whose rows are padded to 16 bytes."""
+def store_transposed(codes, copy_t, stripe, FORMAT: tl.constexpr):
+    """Codes [STRIPE, C] of a stripe to the column-wise copy, whose rows are padded to 16 bytes."""
     STRIPE: tl.constexpr = codes.shape[0]
     PACKED: tl.constexpr = FORMAT.packed
     codes = tl.trans(codes)  # [C, STRIPE]
     if PACKED == 2:
-        codes = tl.where((stripe * STRIPE + tl.arange(0, STRIPE) < rows)[None, :], codes, 0)
+        codes = tl.where((stripe.number * STRIPE + tl.arange(0, STRIPE) < stripe.rows)[None, :], codes, 0)
         codes = pack_pairs(codes)
-    byte = stripe * (STRIPE // PACKED) + tl.arange(0, STRIPE // PACKED)
-    bound = (((rows + PACKED - 1) // PACKED + 15) // 16) * 16  # into the padding, never past it
-    col = start + tl.arange(0, codes.shape[0])
-    mask = (col < cols)[:, None] & (byte < bound)[None, :]
-    col_off = tl.multiple_of(col.to(tl.int64) * data_t_stride, 16)
+    byte = stripe.number * (STRIPE // PACKED) + tl.arange(0, STRIPE // PACKED)
+    bound = (((stripe.rows + PACKED - 1) // PACKED + 15) // 16) * 16  # into the padding, never past it
+    col = stripe.start + tl.arange(0, codes.shape[0])
+    mask = (col < stripe.cols)[:, None] & (byte < bound)[None, :]
+    col_off = tl.multiple_of(col.to(tl.int64) * copy_t.stride, 16)
     tl.store(
-        data_t_ptr + col_off[:, None] + byte[None, :],
-        codes.to(data_t_ptr.dtype.element_ty, bitcast=True),
+        copy_t.data + col_off[:, None] + byte[None, :],
+        codes.to(copy_t.data.dtype.element_ty, bitcast=True),
         mask=mask,
     )
 

@@ -13,6 +13,8 @@ which leaves at most one number unused between groups, and none of `count_slots`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -52,22 +54,36 @@ def slot_rows_reference(ends: Tensor, rows: int, align: int, stripe: int) -> Ten
 # ---- kernels --------------------------------------------------------------------------------------------
 
 
+class GroupEnds(NamedTuple):
+    """Groups as kernels take them. Without groups `ends` is None."""
+
+    ends: Tensor | None  # [count]
+    count: int
+    align: int
+
+
 @triton.jit
-def real_rows(row, ends_ptr, groups, align):
+def _begin_after(end, align):
+    """Where the next group begins."""
+    return (end + align - 1) // align * align
+
+
+@triton.jit
+def real_rows(row, groups):
     """Which rows are no padding: int64 [R] -> bool [R]."""
     before = tl.zeros_like(row)  # the last end that is not past the row
     last = tl.zeros_like(row)
-    for first in range(0, groups, CHUNK):
+    for first in range(0, groups.count, CHUNK):
         index = first + tl.arange(0, CHUNK)
-        end = tl.load(ends_ptr + index, mask=index < groups, other=0).to(tl.int64)  # [CHUNK]
+        end = tl.load(groups.ends + index, mask=index < groups.count, other=0).to(tl.int64)  # [CHUNK]
         before = tl.maximum(before, tl.max(tl.where(end[None, :] <= row[:, None], end[None, :], 0), axis=1))
         last = tl.maximum(last, tl.max(end, axis=0))
-    start = (before + align - 1) // align * align
+    start = _begin_after(before, groups.align)
     return (row >= start) & (row < last)
 
 
 @triton.jit
-def group_stripe(stripe, ends_ptr, groups, align, rows, ROWS: tl.constexpr, RELATIVE: tl.constexpr):
+def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexpr):
     """(first row, how many rows it has, how many of them are no padding) of stripe number `stripe`, int64 scalars.
 
     RELATIVE: stripes begin anew with every group; else `align` is a multiple of their ROWS rows.
@@ -76,30 +92,31 @@ def group_stripe(stripe, ends_ptr, groups, align, rows, ROWS: tl.constexpr, RELA
         begin = stripe * 0
         following = stripe * 0 + rows
         passed = stripe * 0
-        for first in range(0, groups + 1, CHUNK):
+        for first in range(0, groups.count + 1, CHUNK):
             group = first + tl.arange(0, CHUNK)  # the last one is what follows all groups
-            end = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group <= groups), other=0).to(tl.int64)
-            start = tl.minimum((end + align - 1) // align * align, rows)
-            mine = (start // ROWS + group <= stripe) & (group <= groups)
+            known = (group > 0) & (group <= groups.count)
+            end = tl.load(groups.ends + group - 1, mask=known, other=0).to(tl.int64)
+            start = tl.minimum(_begin_after(end, groups.align), rows)
+            mine = (start // ROWS + group <= stripe) & (group <= groups.count)
             passed += tl.sum(mine.to(tl.int64), axis=0)
             begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
-            later = (group <= groups) & (mine == 0)
+            later = (group <= groups.count) & (mine == 0)
             following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
         group = passed - 1
         first_row = begin + (stripe - begin // ROWS - group) * ROWS
         exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
-        end = tl.load(ends_ptr + group, mask=group < groups, other=0).to(tl.int64)
+        end = tl.load(groups.ends + group, mask=group < groups.count, other=0).to(tl.int64)
         return first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)
     else:
         first_row = stripe * ROWS
         before = stripe * 0
         NOWHERE: tl.constexpr = 1 << 62
         after = stripe * 0 + NOWHERE
-        for first in range(0, groups, CHUNK):
+        for first in range(0, groups.count, CHUNK):
             group = first + tl.arange(0, CHUNK)
-            end = tl.load(ends_ptr + group, mask=group < groups, other=0).to(tl.int64)
+            end = tl.load(groups.ends + group, mask=group < groups.count, other=0).to(tl.int64)
             before = tl.maximum(before, tl.max(tl.where(end <= first_row, end, 0), axis=0))
             after = tl.minimum(after, tl.min(tl.where(end > first_row, end, NOWHERE), axis=0))
         exist = tl.minimum(rows - first_row, ROWS)
-        begun = ((before + align - 1) // align * align <= first_row) & (after < NOWHERE)
+        begun = (_begin_after(before, groups.align) <= first_row) & (after < NOWHERE)
         return first_row, exist, tl.where(begun, tl.minimum(after - first_row, exist), 0)

@@ -30,18 +30,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...language import tl, triton
 from ...quant import Copy, Format, QTensor
 from ...quant.copies import empty_scale
 from ...quant.flat import allocate_flat, count_copies, quantize_flat, split_copies
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, nvfp4_global_reference
 from ...quant.straight import wrap
-from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed, kernel
-from ...tiles import activate, activate_with_slope, amax, at_most, encode, fp32_scale, larger, scaled
+from ...runtime import Launch, Sharding, capabilities_of, define_flat_op, is_distributed
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.copies import (
     STRIPE,
+    Codes,
     blocks_over_rows,
     cast_mode,
     check_quantize,
@@ -49,24 +48,18 @@ from ..common.copies import (
     copy_arguments,
     count_stripes,
     reduce_amax,
-    store_codes,
-    store_rows,
-    store_stripe,
-    tensor_factor,
 )
-from ..common.groups import count_slots, group_stripe, real_rows, real_rows_reference, slot_rows_reference
+from ..common.groups import GroupEnds, count_slots, real_rows_reference, slot_rows_reference
 from ..common.results import Result, ResultOptions
 from ..common.rows import (
     align_of,
     compute_dtype,
     count_rows,
     cpu_tile,
-    load_stored,
-    mask_of_rows,
-    row_offset,
     row_strides,
 )
 from ..quantize import quantize_into
+from .kernels import Rows, UpCodes, glu_backward_kernel, glu_kernel
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
@@ -241,425 +234,6 @@ def _quantized_reference(
     return [*parts, nvfp4_global_reference(largest, f)] if f.block == "nvfp4" else parts
 
 
-# ---- kernels --------------------------------------------------------------------------------------------
-
-FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-@triton.jit
-def _at_least(x, limit):
-    """max(x, limit) that keeps NaN."""
-    return tl.where(x < limit, limit, x)
-
-
-@triton.jit
-def _place(ends_ptr, block, rows, groups, align, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """(row int64 [ROWS], which of them have results, which have inputs, first row, how many rows) of a program."""
-    local = tl.arange(0, ROWS)
-    if ends_ptr is not None and PLACES != "rows":
-        first, exist, real = group_stripe(block, ends_ptr, groups, align, rows, ROWS, PLACES == "slots")
-        if PLACES == "slots":
-            first = (first // 16) * 16  # nothing but itself, and known to be a multiple
-        return first + local, local < exist, local < real, first, exist
-    else:
-        first = block * ROWS
-        row = first + local
-        written = row < rows
-        read = written
-        if ends_ptr is not None:
-            read = written & real_rows(row, ends_ptr, groups, align)
-        return row, written, read, first, rows - first
-
-
-@triton.jit
-def _load_parts(
-    gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS: tl.constexpr, TILE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """(gate, up) [R, C] as they are stored, zero where there is no input; nobody reads up if nothing is gated."""
-    if INTERLEAVED:
-        pair = 2 * start + tl.arange(0, 2 * TILE)
-        pairs_mask = mask_of_rows(read, pair, 2 * cols, ROWS_MASKED, COLS_MASKED)
-        pairs = load_stored(gate_ptr + gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
-        gate, up = tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
-    else:
-        gate = load_stored(gate_ptr + gate_off[:, None] + col[None, :], mask)
-        up = gate
-        if up_ptr is not None:
-            up = load_stored(up_ptr + up_off[:, None] + col[None, :], mask)
-    return gate, up
-
-
-@triton.jit
-def _value(
-    gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS: tl.constexpr,
-    TILE: tl.constexpr, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, WEIGHTED: tl.constexpr,
-    ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """y [R, C] in fp32, zero where there is no input."""
-    col = start + tl.arange(0, TILE)
-    mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
-    gate, up = _load_parts(
-        gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
-        COLS_MASKED,
-    )  # fmt: skip
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if LIMITED:
-        gate = at_most(gate, limit)
-        up = _at_least(at_most(up, limit), -limit)
-    y = activate(gate, alpha, ACT)
-    if INTERLEAVED or up_ptr is not None:
-        y = y * (up + up_offset)
-    if WEIGHTED:
-        y = y * prob[:, None]
-    if mask is not None:
-        y = tl.where(mask, y, 0.0)
-    return y
-
-
-@kernel
-def _glu_kernel(
-    gate_ptr,  # [rows, cols]; with INTERLEAVED [rows, 2 cols], gate and up in turn
-    up_ptr,  # [rows, cols]; None with INTERLEAVED, and if nothing is gated
-    prob_ptr,  # [rows], or None
-    ends_ptr,  # [groups], or None
-    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    y_ptr,  # [rows, cols], or None
-    amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
-    data_t_ptr,  # column-wise codes, or None
-    data_t_scale_ptr,
-    rows,
-    cols,
-    up_shift,  # from the pointer to the first element of up: cols if it follows the gate in one tensor
-    inner,
-    gate_outer_stride,
-    gate_inner_stride,
-    up_outer_stride,
-    up_inner_stride,
-    prob_stride,
-    groups,
-    align,  # of groups
-    row_programs,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    alpha,
-    limit,
-    up_offset,
-    ACT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the quantised copies, or None
-    CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    STRIPES: tl.constexpr,  # ROWS is the longest group of a format along M: column-wise copies can be made
-    PLACES: tl.constexpr,  # where padding may be: any row, the end of any stripe, or stripes begin anew with groups
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    ONCE: tl.constexpr,  # as many programs share rows as there are tiles
-    NESTED: tl.constexpr,
-    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
-    COLS_MASKED: tl.constexpr,
-):
-    """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
-    cols = (cols // ALIGN) * ALIGN
-    block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
-    GROUPED: tl.constexpr = ends_ptr is not None
-    WEIGHTED: tl.constexpr = prob_ptr is not None
-    ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
-    gate_off = row_offset(row, inner, gate_outer_stride, gate_inner_stride, NESTED, ALIGN)
-    up_off = row_offset(row, inner, up_outer_stride, up_inner_stride, NESTED, ALIGN)
-    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
-    y_off = tl.multiple_of(row * cols, ALIGN)
-    prob = row.to(tl.float32)
-    if WEIGHTED:
-        prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
-    stripe = block
-    bound = rows.to(tl.int64)
-    PACKED: tl.constexpr = 1 if FORMAT is None else FORMAT.packed
-    if PLACES == "slots":  # the copies' pointers move to the stripe, which is then the first
-        if data_ptr is not None:
-            data_ptr += tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
-            data_scale_ptr += first * data_scale_row_stride
-        if data_t_ptr is not None:
-            data_t_ptr += first // PACKED
-            data_t_scale_ptr += block * (ROWS // FORMAT.group) * data_t_scale_col_stride
-        stripe = block * 0
-        bound = exist
-
-    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
-    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-    if given_ptr is not None:
-        given = tl.load(given_ptr)
-    else:
-        given = 0.0
-    if BY_ROW:  # the row's largest y has to be known before its first code
-        largest = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, cols, TILE):
-            y = _value(
-                gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS, TILE, ACT,
-                INTERLEAVED, LIMITED, WEIGHTED, ROWS_MASKED, COLS_MASKED,
-            )  # fmt: skip
-            largest = larger(largest, amax(y, axis=1))
-        row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
-        tl.store(data_scale_ptr + row, row_scale, mask=written)
-
-    program_amax = tl.zeros((ROWS,), tl.float32)
-    part = tl.program_id(0) % row_programs
-    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
-        start = (part + step * row_programs) * TILE
-        y = _value(
-            gate_ptr, gate_off, up_ptr, up_off, prob, read, start, cols, alpha, limit, up_offset, ROWS, TILE, ACT,
-            INTERLEAVED, LIMITED, WEIGHTED, ROWS_MASKED, COLS_MASKED,
-        )  # fmt: skip
-        if amax_ptr is not None:
-            program_amax = larger(program_amax, amax(y, axis=1))
-        if y_ptr is not None:
-            col = start + tl.arange(0, TILE)
-            mask = mask_of_rows(written, col, cols, ROWS > 1, COLS_MASKED)
-            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-        if data_ptr is not None or data_t_ptr is not None:
-            if STRIPES:
-                store_stripe(
-                    y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, bound,
-                    cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride,
-                    data_t_scale_row_stride, data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN,
-                    COLS_MASKED,
-                )  # fmt: skip
-            elif BY_ROW or BY_TENSOR:
-                if BY_ROW:
-                    codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-                else:
-                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
-                    codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
-                store_codes(
-                    codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS > 1, COLS_MASKED
-                )
-            else:
-                store_rows(
-                    y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride,
-                    data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS > 1, COLS_MASKED,
-                )  # fmt: skip
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
-
-
-@triton.jit
-def _gradients_of(
-    gate, up, dy, prob, alpha, limit, up_offset, mask, ACT: tl.constexpr, LIMITED: tl.constexpr,
-    WEIGHTED: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
-    a, g = gate, up
-    if LIMITED:
-        a = at_most(gate, limit)
-        g = _at_least(at_most(up, limit), -limit)
-    f, slope = activate_with_slope(a, alpha, ACT)
-    w = dy
-    if WEIGHTED:
-        w = dy * prob[:, None]
-    if GATED:
-        g = g + up_offset
-        dgate, dup, terms = w * g * slope, w * f, dy * (f * g)
-    else:
-        dgate, dup, terms = w * slope, w, dy * f
-    if LIMITED:
-        dgate = tl.where(gate > limit, 0.0, dgate)
-        dup = tl.where(tl.abs(up) > limit, 0.0, dup)
-    if GROUPED:
-        dgate = tl.where(mask, dgate, 0.0)
-        dup = tl.where(mask, dup, 0.0)
-    return dgate, dup, terms
-
-
-@triton.jit
-def _store_gradient(
-    gradient,  # fp32 [R, C], zero where there is no input
-    plain_ptr,  # [rows, width], or None
-    data_ptr,
-    data_scale_ptr,
-    data_t_ptr,
-    data_t_scale_ptr,
-    row,
-    written,
-    stripe,
-    start,  # column of the gradient
-    rows,
-    bound,
-    width,  # columns of the gradient that may be written
-    stride,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    STRIPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """A tile of dgate, of dup or of both in turn, plain or as copies."""
-    if plain_ptr is not None:
-        col = start + tl.arange(0, gradient.shape[1])
-        mask = mask_of_rows(written, col, width, ROWS > 1, COLS_MASKED)
-        off = tl.multiple_of(row * stride, ALIGN)
-        tl.store(plain_ptr + off[:, None] + col[None, :], gradient.to(plain_ptr.dtype.element_ty), mask=mask)
-    if data_ptr is not None or data_t_ptr is not None:
-        if STRIPES:
-            store_stripe(
-                gradient, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, 0.0, stripe, start,
-                bound, width, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride,
-                data_t_scale_row_stride, data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, False, ALIGN, COLS_MASKED,
-            )  # fmt: skip
-        else:
-            store_rows(
-                gradient, None, data_ptr, data_scale_ptr, 0.0, row, start, rows, width, data_stride,
-                data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS > 1, COLS_MASKED,
-            )  # fmt: skip
-
-
-@kernel
-def _glu_backward_kernel(
-    gate_ptr,  # as for the forward
-    up_ptr,
-    prob_ptr,
-    ends_ptr,
-    dy_ptr,  # [rows, cols]
-    dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup in turn
-    dup_ptr,  # the same tensor if gate and up are one, or None
-    dprob_ptr,  # [row_programs, rows], or None
-    gate_data_ptr,  # the copies of dgate, or None
-    gate_scale_ptr,
-    gate_data_t_ptr,
-    gate_scale_t_ptr,
-    up_data_ptr,  # and of dup
-    up_scale_ptr,
-    up_data_t_ptr,
-    up_scale_t_ptr,
-    rows,
-    cols,
-    up_shift,
-    inner,
-    gate_outer_stride,
-    gate_inner_stride,
-    up_outer_stride,
-    up_inner_stride,
-    dy_outer_stride,
-    dy_inner_stride,
-    prob_stride,
-    groups,
-    align,
-    row_programs,
-    stride,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    alpha,
-    limit,
-    up_offset,
-    ACT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    STRIPES: tl.constexpr,
-    PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    ONCE: tl.constexpr,
-    NESTED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
-    cols = (cols // ALIGN) * ALIGN
-    block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _place(ends_ptr, block, rows, groups, align, ROWS, PLACES)  # [ROWS]
-    GROUPED: tl.constexpr = ends_ptr is not None
-    GATED: tl.constexpr = INTERLEAVED or up_ptr is not None
-    ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
-    gate_off = row_offset(row, inner, gate_outer_stride, gate_inner_stride, NESTED, ALIGN)
-    up_off = row_offset(row, inner, up_outer_stride, up_inner_stride, NESTED, ALIGN)
-    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
-    dy_off = row_offset(row, inner, dy_outer_stride, dy_inner_stride, NESTED, ALIGN)
-    WEIGHTED: tl.constexpr = prob_ptr is not None
-    prob = row.to(tl.float32)
-    if WEIGHTED:
-        prob = tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
-    stripe = block
-    bound = rows.to(tl.int64)
-    if PLACES == "slots":
-        G: tl.constexpr = FORMAT.group
-        PACKED: tl.constexpr = FORMAT.packed
-        data_off = tl.multiple_of(first * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
-        if gate_data_ptr is not None:
-            gate_data_ptr += data_off
-            gate_scale_ptr += first * data_scale_row_stride
-        if gate_data_t_ptr is not None:
-            gate_data_t_ptr += first // PACKED
-            gate_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
-        if up_data_ptr is not None:
-            up_data_ptr += data_off
-            up_scale_ptr += first * data_scale_row_stride
-        if up_data_t_ptr is not None:
-            up_data_t_ptr += first // PACKED
-            up_scale_t_ptr += block * (ROWS // G) * data_t_scale_col_stride
-        stripe = block * 0
-        bound = exist
-
-    dprob = tl.zeros((ROWS,), tl.float32)
-    part = tl.program_id(0) % row_programs
-    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
-        start = (part + step * row_programs) * TILE
-        col = start + tl.arange(0, TILE)
-        mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
-        gate, up = _load_parts(
-            gate_ptr, gate_off, up_ptr, up_off, read, start, col, cols, mask, ROWS, TILE, INTERLEAVED, ROWS_MASKED,
-            COLS_MASKED,
-        )  # fmt: skip
-        dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-        gate, up, dy = gate.to(tl.float32), up.to(tl.float32), dy.to(tl.float32)
-        dgate, dup, terms = _gradients_of(
-            gate, up, dy, prob, alpha, limit, up_offset, mask, ACT, LIMITED, WEIGHTED, GATED, GROUPED
-        )  # fmt: skip
-        if dprob_ptr is not None:
-            dprob += tl.sum(terms, axis=1)
-        begin, width = start, cols
-        if INTERLEAVED:
-            dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
-            begin, width = 2 * start, 2 * cols
-        _store_gradient(
-            dgate, dgate_ptr, gate_data_ptr, gate_scale_ptr, gate_data_t_ptr, gate_scale_t_ptr, row, written, stripe,
-            begin, rows, bound, width, stride, data_stride, data_scale_row_stride, data_scale_col_stride,
-            data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride, FORMAT, CAST, STRIPES, ROWS, ALIGN,
-            COLS_MASKED,
-        )  # fmt: skip
-        if GATED and not INTERLEAVED:
-            shift = (up_shift // ALIGN) * ALIGN
-            _store_gradient(
-                dup, dup_ptr, up_data_ptr, up_scale_ptr, up_data_t_ptr, up_scale_t_ptr, row, written, stripe,
-                shift + start, rows, bound, shift + cols, stride, data_stride, data_scale_row_stride,
-                data_scale_col_stride, data_t_stride, data_t_scale_row_stride, data_t_scale_col_stride, FORMAT, CAST,
-                STRIPES, ROWS, ALIGN, COLS_MASKED,
-            )  # fmt: skip
-    if dprob_ptr is not None:
-        tl.store(
-            dprob_ptr + part.to(tl.int64) * rows + row, dprob.to(dprob_ptr.dtype.element_ty), mask=written
-        )
-
-
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
@@ -792,9 +366,26 @@ def _launch_glu(
             where, config, once, places[1] > 1, multiple, hidden % config.tile != 0,
         )(
             (_blocks(rows, hidden, groups, config, stripes, where) * row_programs, 1, 1),
-            (gate, up, prob, ends, given, *pointers),
-            (rows, hidden, *places, prob_stride, groups, align, row_programs, *more),
-            floats,
+            *glu_kernel.arguments(
+                rows=rows,
+                cols=hidden,
+                up_shift=places[0],
+                inner=places[1],
+                gate=Rows(gate, *places[2:4]),
+                up=Rows(up, *places[4:6]),
+                prob_ptr=prob,
+                prob_stride=prob_stride,
+                groups=GroupEnds(ends, groups, align),
+                given_ptr=given,
+                y_ptr=pointers[0],
+                amax_ptr=pointers[1],
+                row_programs=row_programs,
+                copy=Codes(*pointers[2:4], *more[:3]),
+                copy_t=Codes(*pointers[4:6], *more[3:]),
+                alpha=floats[0],
+                limit=floats[1],
+                up_offset=floats[2],
+            ),
         )  # fmt: skip
 
     no_copies = (None, None, None, None)
@@ -859,7 +450,7 @@ def _glu_launch(
     places: str, config: GluConfig, once: bool, nested: bool, align: int, masked: bool,
 ) -> Launch:  # fmt: skip
     return Launch.of(
-        _glu_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved, LIMITED=limited, FORMAT=format,
+        glu_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved, LIMITED=limited, FORMAT=format,
         CAST=cast, STATIC=static, STRIPES=stripes, PLACES=places, ROWS=config.rows, TILE=config.tile, ONCE=once,
         NESTED=nested, ALIGN=align, COLS_MASKED=masked,
     )  # fmt: skip
@@ -968,20 +559,37 @@ def _launch_glu_backward(
         for copy in pair:
             pointers += copy_arguments(copy)[:2]
     launch = Launch.of(
-        _glu_backward_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved,
+        glu_backward_kernel, num_warps=config.num_warps, ACT=act, INTERLEAVED=interleaved,
         LIMITED=limit is not None, FORMAT=quantized, CAST=cast_mode(target), STRIPES=stripes, PLACES=where,
         ROWS=config.rows, TILE=config.tile, ONCE=once, NESTED=places[1] > 1, ALIGN=multiple,
         COLS_MASKED=hidden % config.tile != 0,
     )  # fmt: skip
     launch(
         (blocks * row_programs, 1, 1),
-        tuple(pointers),
-        (
-            rows, hidden, *places, *dy_strides, prob_stride, groups, align, row_programs, likes[0].shape[-1],
-            *copy_arguments(row_copy)[2:], *copy_arguments(col_copy)[2:],
+        *glu_backward_kernel.arguments(
+            rows=rows,
+            cols=hidden,
+            up_shift=places[0],
+            inner=places[1],
+            gate=Rows(gate, *places[2:4]),
+            up=Rows(up, *places[4:6]),
+            dy=Rows(dy, *dy_strides),
+            prob_ptr=prob,
+            prob_stride=prob_stride,
+            groups=GroupEnds(ends, groups, align),
+            dgate_ptr=plain[0],
+            dup_ptr=plain[1],
+            dprob_ptr=sums,
+            row_programs=row_programs,
+            stride=likes[0].shape[-1],
+            copy=copy_arguments(row_copy)._replace(data=pointers[-8], scale=pointers[-7]),
+            copy_t=copy_arguments(col_copy)._replace(data=pointers[-6], scale=pointers[-5]),
+            up_codes=UpCodes(*pointers[-4:]),
+            alpha=alpha,
+            limit=0.0 if limit is None else limit,
+            up_offset=up_offset,
         ),
-        (alpha, 0.0 if limit is None else limit, up_offset),
-    )  # fmt: skip
+    )
     if dprob is not None and sums is not dprob:
         assert sums is not None
         dprob.copy_(sums.sum(0))

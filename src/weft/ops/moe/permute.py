@@ -38,6 +38,10 @@ from ...tiles import decode, quantize_rows
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.copies import (
     STRIPE,
+    Codes,
+    Encoding,
+    Stripe,
+    Tile,
     cast_mode,
     copy_arguments,
     count_stripes,
@@ -440,7 +444,12 @@ def _store_row_copy(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    store_codes(codes, y_ptr, row, start, rows, cols, y_stride, FORMAT, ALIGN, True, COLS_MASKED)
+    store_codes(
+        codes,
+        Codes(y_ptr, y_scale_ptr, y_stride, scale_row_stride, scale_col_stride),
+        Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED),
+        FORMAT,
+    )
     group = start // FORMAT.group + tl.arange(0, codes.shape[1] // FORMAT.group)
     groups = (cols + FORMAT.group - 1) // FORMAT.group
     scale_off = (row * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
@@ -592,10 +601,12 @@ def _permute_stripe_kernel(
     x_off = tl.multiple_of(token * x_stride, ALIGN)
     x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
     store_stripe(
-        x, None, None, data_ptr, scale_ptr, data_t_ptr, scale_t_ptr, 0.0, stripe, start, rows, cols, data_stride,
-        scale_row_stride, scale_col_stride, data_t_stride, scale_t_row_stride, scale_t_col_stride, INPUT_MAX,
-        FORMAT, CAST, False, ALIGN, COLS_MASKED,
-    )  # fmt: skip
+        x,
+        Codes(data_ptr, scale_ptr, data_stride, scale_row_stride, scale_col_stride),
+        Codes(data_t_ptr, scale_t_ptr, data_t_stride, scale_t_row_stride, scale_t_col_stride),
+        Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+        Encoding(0.0, INPUT_MAX, FORMAT, CAST, False),
+    )
     if row_probs_ptr is not None and start == 0:
         own = slot - (token * slots).to(tl.int32)
         prob = _load_probs(probs_ptr, experts_ptr, token, own, slots, probs_stride, taken)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
-from ..common.copies import store_codes, store_stripe, tensor_factor
+from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe, tensor_factor
 from ..common.results import FP32_MAX
 from ..common.rows import load_tile, load_vector, tile_mask
 from ..common.sums import add_to
@@ -138,7 +138,7 @@ def gated_norm_kernel(
                 tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
             if FORMAT is not None:
                 if BY_TENSOR:
-                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
                     codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
                 elif BY_ROW:
                     if not LOOP:
@@ -159,9 +159,13 @@ def gated_norm_kernel(
                 # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
-                    codes, data_ptr, row.to(tl.int64), start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED,
-                    COLS_MASKED,
-                )  # fmt: skip
+                    codes,
+                    Codes(
+                        data_ptr, data_scale_ptr, data_stride, data_scale_row_stride, data_scale_col_stride
+                    ),
+                    Tile(row.to(tl.int64), start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                    FORMAT,
+                )
         if amax_ptr is not None:
             tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
@@ -174,10 +178,6 @@ def gated_norm_stripe_kernel(
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     rstd_ptr,  # [tokens, groups]
     amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
-    data_t_ptr,  # column-wise codes, or None
-    data_t_scale_ptr,
     bound,  # rows of all programs, of which the last may not exist
     tokens,
     cols,  # of all groups
@@ -190,13 +190,9 @@ def gated_norm_stripe_kernel(
     gate_first_stride,
     gate_second_stride,
     gate_third_stride,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    weight_offset,
+    copy: Codes,  # row-wise
+    copy_t: Codes,  # column-wise
+    weight_offset: float,
     ACT: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
@@ -235,10 +231,12 @@ def gated_norm_stripe_kernel(
     else:
         given = 0.0
     store_stripe(
-        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, tokens,
-        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
-        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-    )  # fmt: skip
+        y,
+        copy,
+        copy_t,
+        Stripe(stripe, start, tokens, cols, ALIGN, COLS_MASKED),
+        Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+    )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
 

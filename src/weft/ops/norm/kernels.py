@@ -5,7 +5,16 @@ from __future__ import annotations
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
-from ..common.copies import store_codes, store_rows, store_stripe, tensor_factor
+from ..common.copies import (
+    Codes,
+    Encoding,
+    Stripe,
+    Tile,
+    store_codes,
+    store_rows,
+    store_stripe,
+    tensor_factor,
+)
 from ..common.results import FP32_MAX
 from ..common.rows import load_tile, load_vector, row_offset, tile_mask
 from ..common.sums import add_to
@@ -82,8 +91,6 @@ def norm_kernel(
     rstd_ptr,  # [rows], or None; written, or read if KNOWN
     mean_ptr,  # so too
     amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
     rows,
     cols,
     inner,
@@ -92,11 +99,9 @@ def norm_kernel(
     residual_stride,
     modulation_stride,
     rows_per_sample,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    eps,
-    weight_offset,
+    copy: Codes,  # row-wise
+    eps: float,
+    weight_offset: float,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,  # of the quantised copy, or None
@@ -203,23 +208,24 @@ def norm_kernel(
                 tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
             if BY_ROW or BY_TENSOR:
                 if BY_TENSOR:
-                    factor = tensor_factor(given, FP32_MAX, FORMAT, STATIC)
+                    factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
                     codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
                 else:
                     if not LOOP:
                         largest = amax(y, axis=1)
                     row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
                     codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-                    tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
+                    tl.store(copy.scale + row, row_scale, mask=row < rows)
                 store_codes(
-                    codes, data_ptr, row, start, rows, cols, data_stride, FORMAT, ALIGN, ROWS_MASKED, COLS_MASKED,
-                )  # fmt: skip
+                    codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED), FORMAT
+                )
             elif FORMAT is not None:
                 store_rows(
-                    y, None, data_ptr, data_scale_ptr, given, row, start, rows, cols, data_stride,
-                    data_scale_row_stride, data_scale_col_stride, FP32_MAX, FORMAT, CAST, ALIGN, ROWS_MASKED,
-                    COLS_MASKED,
-                )  # fmt: skip
+                    y,
+                    copy,
+                    Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                    Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+                )
         if amax_ptr is not None:
             tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
 
@@ -235,10 +241,6 @@ def norm_stripe_kernel(
     rstd_ptr,  # [rows]
     mean_ptr,  # [rows], or None
     amax_ptr,  # [programs], or None
-    data_ptr,  # row-wise codes, or None
-    data_scale_ptr,
-    data_t_ptr,  # column-wise codes, or None
-    data_t_scale_ptr,
     rows,
     cols,
     inner,
@@ -246,13 +248,9 @@ def norm_stripe_kernel(
     h_inner_stride,
     modulation_stride,
     rows_per_sample,
-    data_stride,
-    data_scale_row_stride,
-    data_scale_col_stride,
-    data_t_stride,
-    data_t_scale_row_stride,
-    data_t_scale_col_stride,
-    weight_offset,
+    copy: Codes,  # row-wise
+    copy_t: Codes,  # column-wise
+    weight_offset: float,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -290,10 +288,12 @@ def norm_stripe_kernel(
     else:
         given = 0.0
     store_stripe(
-        y, None, None, data_ptr, data_scale_ptr, data_t_ptr, data_t_scale_ptr, given, stripe, start, rows,
-        cols, data_stride, data_scale_row_stride, data_scale_col_stride, data_t_stride, data_t_scale_row_stride,
-        data_t_scale_col_stride, FP32_MAX, FORMAT, CAST, STATIC, ALIGN, COLS_MASKED,
-    )  # fmt: skip
+        y,
+        copy,
+        copy_t,
+        Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+        Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+    )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
 

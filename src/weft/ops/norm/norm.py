@@ -253,184 +253,202 @@ def _present(a: NormArgs) -> Any:
     return NormOutputs(a.result.present(), a.residual is not None, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
 
-class _Constants(NamedTuple):
-    """What decides the code of the kernel over rows."""
+class _Operands(NamedTuple):
+    """The tensors that kernels read, in the order in which they take them."""
 
-    layer: bool
-    llama: bool
-    format: str | None
-    cast: int
-    static: bool
-    known: bool
-    config: RowConfig
-    nested: bool
-    align: int
-    cols_masked: bool
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
 
 
-@functools.cache
-def _rows_launch(c: _Constants) -> Launch:
-    return Launch.of(
-        norm_kernel,
-        num_warps=c.config.num_warps,
-        LAYER=c.layer,
-        LLAMA=c.llama,
-        FORMAT=c.format and Format.of(c.format),
-        CAST=c.cast,
-        STATIC=c.static,
-        KNOWN=c.known,
-        ROWS=c.config.rows,
-        TILE=c.config.tile,
-        LOOP=c.config.loop,
-        NESTED=c.nested,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
-    )
+class _Layout(NamedTuple):
+    """Where the rows of the operands lie, in the order in which kernels take it. Row r of x lies at
+    (r // inner) * outer_stride + (r % inner) * inner_stride."""
 
+    rows: int
+    cols: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    residual_stride: int
+    modulation_stride: int
+    rows_per_sample: int
 
-class _Norm:
-    """One call: where its tensors lie, and its passes."""
-
-    def __init__(self, o: NormOutputs, a: NormArgs) -> None:
-        self.o, self.a = o, a
-        self.cols = cols = a.x.shape[-1]
-        self.rows = a.x.numel() // cols
-        self.layer, self.llama = a.kind == "layer", a.casting == "llama"
-        self.target = capabilities_of(a.x.device)
-        self.weight, self.bias = contiguous(a.weight), contiguous(a.bias)
-        self.x, self.inner, self.outer_stride, self.inner_stride = row_strides(a.x)
-        self.residual, self.residual_stride = one_stride(a.residual)
-        self.scale, self.shift, self.modulation_stride, self.rows_per_sample = a.scale, a.shift, 0, 1
-        if a.scale is not None or a.shift is not None:
-            self._lay_out_modulation()
-        self.align = align_of(
-            cols, self.outer_stride, self.inner_stride, self.residual_stride, self.modulation_stride
+    @property
+    def align(self) -> int:
+        """Of which all row strides are multiples."""
+        return align_of(
+            self.cols, self.outer_stride, self.inner_stride, self.residual_stride, self.modulation_stride
         )
-        self.rstd, self.mean = o.rstd, o.mean
 
-    def _lay_out_modulation(self) -> None:
-        scale, scale_stride = one_stride(self.scale)
-        shift, shift_stride = one_stride(self.shift)
+    def of_h(self) -> _Layout:
+        """That of h, which has no gaps and no residual."""
+        return self._replace(inner=1, outer_stride=self.cols, inner_stride=0, residual_stride=0)
+
+
+def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
+    cols = a.x.shape[-1]
+    rows = a.x.numel() // cols
+    x, inner, outer_stride, inner_stride = row_strides(a.x)
+    residual, residual_stride = one_stride(a.residual)
+    scale, shift, modulation_stride, rows_per_sample = a.scale, a.shift, 0, 1
+    if scale is not None or shift is not None:
+        scale, scale_stride = one_stride(scale)
+        shift, shift_stride = one_stride(shift)
         if scale is not None and shift is not None and scale_stride != shift_stride:
             scale, shift = scale.contiguous(), shift.contiguous()
         one = scale if scale is not None else shift
         assert one is not None
-        self.scale, self.shift = scale, shift
-        self.modulation_stride, self.rows_per_sample = one.stride(0), self.rows // one.shape[0]
+        modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
+    return (
+        _Operands(x, residual, contiguous(a.weight), contiguous(a.bias), scale, shift),
+        _Layout(
+            rows, cols, inner, outer_stride, inner_stride, residual_stride, modulation_stride, rows_per_sample
+        ),
+    )
 
-    def plain(self) -> None:
-        config = RowConfig.choose(self.cols, 1, self.target.target)
-        self._over_rows(config, None, None, self.o.result.y, None, False)
 
-    def quantized(self) -> None:
-        o, a = self.o, self.a
+class _Pass(NamedTuple):
+    """What a pass over rows makes, as far as it decides the code of the kernel."""
+
+    format: str | None = None  # of the result
+    copy: bool = False  # the row-wise copy is made
+    cast: int = 0
+    static: bool = False  # the scale is given
+    known: bool = False  # the statistics are given
+
+
+_PLAIN = _Pass()
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_launch(
+    layout: _Layout, align: int, kind: str, casting: str, target: str, made: _Pass
+) -> tuple[Launch, tuple[int, int, int]]:
+    """(launch, grid) of a pass over rows."""
+    format = None if made.format is None else Format.of(made.format)
+    config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
+    launch = Launch.of(
+        norm_kernel,
+        num_warps=config.num_warps,
+        LAYER=kind == "layer",
+        LLAMA=casting == "llama",
+        FORMAT=format if made.copy else None,
+        CAST=made.cast,
+        STATIC=made.static,
+        KNOWN=made.known,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=layout.inner > 1,
+        ALIGN=align,
+        COLS_MASKED=layout.cols % config.tile != 0,
+    )
+    return launch, (-(-layout.rows // config.rows), 1, 1)
+
+
+def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
+    operands, layout = _laid_out(a)
+    if a.result.format is not None:
+        _Quantized(o, a, operands, layout).make()
+        return
+    target = capabilities_of(a.x.device).target
+    launch, grid = _rows_launch(layout, layout.align, a.kind, a.casting, target, _PLAIN)
+    launch(
+        grid,
+        (*operands, None, o.result.y, o.residual, o.rstd, o.mean, None, None, None),
+        (*layout, 0, 0, 0),
+        (a.eps, a.weight_offset),
+    )
+
+
+class _Quantized:
+    """A call with a quantised result: its passes."""
+
+    def __init__(self, o: NormOutputs, a: NormArgs, operands: _Operands, layout: _Layout) -> None:
         assert a.result.format is not None
-        self.format = f = Format.of(a.result.format)
-        self.cast = cast_mode(self.target)
+        self.o, self.a, self.operands, self.layout = o, a, operands, layout
+        self.align = layout.align  # for all passes: that of h may be larger
+        self.format = Format.of(a.result.format)
+        self.target = capabilities_of(a.x.device)
+        self.cast, self.static = cast_mode(self.target), a.result.scale is not None
+        self.rstd, self.mean = o.rstd, o.mean
+
+    def make(self) -> None:
+        f, to = self.format, self.a.result
         direct = f.block != "128x128"
-        by_tensor = f.needs_tensor_amax and a.result.scale is None
-        if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
+        if self.rstd is None and ((f.needs_tensor_amax and not self.static) or to.columnwise or not direct):
             # There is more than one pass: the later ones read the statistics.
-            self.rstd = torch.empty(self.rows, dtype=torch.float32, device=self.x.device)
-            self.mean = torch.empty_like(self.rstd) if self.layer else None
-        make_copies(o.result, a.result, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+            self.rstd = self._empty(self.layout.rows)
+            self.mean = self._empty(self.layout.rows) if self.a.kind == "layer" else None
+        make_copies(self.o.result, to, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
 
     def _read_h(self) -> None:
         """After a pass that stored the sum h, read it in place of x and the residual."""
         if self.o.residual is not None:
-            self.x, self.residual = self.o.residual, None
-            self.inner, self.outer_stride, self.inner_stride, self.residual_stride = 1, self.cols, 0, 0
+            self.operands = self.operands._replace(x=self.o.residual, residual=None)
+            self.layout = self.layout.of_h()
 
     def rows_pass(
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         if known:
             self._read_h()
-        config = RowConfig.choose(self.cols, self.format.group, self.target.target)
-        partials = None
-        if wants_amax:
-            partials = torch.empty(-(-self.rows // config.rows), dtype=torch.float32, device=self.x.device)
-        self._over_rows(config, copy, given, None, partials, known)
-        return partials
-
-    def _over_rows(
-        self, config: RowConfig, copy: Copy | None, given: Tensor | None, y: Tensor | None, partials: Tensor | None,
-        known: bool,
-    ) -> None:  # fmt: skip
-        a = self.a
-        vectors = (self.weight, self.bias, self.scale, self.shift)
-        if copy is None and partials is None and y is None:  # no more than the statistics
-            vectors = (None, None, None, None)
+        a, operands = self.a, self.operands
+        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
+        launch, grid = _rows_launch(self.layout, self.align, a.kind, a.casting, self.target.target, made)
+        partials = self._empty(grid[0]) if wants_amax else None
+        if copy is None and partials is None:  # no more than the statistics
+            operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
         data, data_scale, *strides = copy_arguments(copy)
-        constants = _Constants(
-            self.layer,
-            self.llama,
-            None if copy is None else a.result.format,
-            0 if y is not None else self.cast,
-            a.result.scale is not None,
-            known,
-            config,
-            self.inner > 1,
-            self.align,
-            self.cols % config.tile != 0,
-        )
-        _rows_launch(constants)(
-            (-(-self.rows // config.rows), 1, 1),
-            (
-                self.x, self.residual, *vectors, given if copy else None, y, None if known else self.o.residual,
-                self.rstd, self.mean, partials, data, data_scale,
-            ),
-            (
-                self.rows, self.cols, self.inner, self.outer_stride, self.inner_stride, self.residual_stride,
-                self.modulation_stride, self.rows_per_sample, *strides,
-            ),
+        h = None if known else self.o.residual
+        launch(
+            grid,
+            (*operands, given if copy else None, None, h, self.rstd, self.mean, partials, data, data_scale),
+            (*self.layout, *strides),
             (a.eps, a.weight_offset),
-        )  # fmt: skip
+        )
+        return partials
 
     def stripes_pass(
         self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         self._read_h()
+        layout = self.layout
         tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
-        tiles = count_stripes(self.rows, self.cols) * -(-self.cols // tile)
-        partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
+        tiles = count_stripes(layout.rows, layout.cols) * -(-layout.cols // tile)
+        partials = self._empty(tiles) if wants_amax else None
         data, data_scale, *strides = copy_arguments(row)
         data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             norm_stripe_kernel,
             num_warps=num_warps,
-            LAYER=self.layer,
-            LLAMA=self.llama,
+            LAYER=self.a.kind == "layer",
+            LLAMA=self.a.casting == "llama",
             FORMAT=self.format,
             CAST=self.cast,
-            STATIC=self.a.result.scale is not None,
+            STATIC=self.static,
             ROWS=STRIPE,
             TILE=tile,
-            NESTED=self.inner > 1,
+            NESTED=layout.inner > 1,
             ALIGN=self.align,
-            COLS_MASKED=self.cols % tile != 0,
+            COLS_MASKED=layout.cols % tile != 0,
         )
+        x, _, *vectors = self.operands
+        rows, cols, inner, outer_stride, inner_stride, _, *modulation = layout
         launch(
             (tiles, 1, 1),
-            (
-                self.x, self.weight, self.bias, self.scale, self.shift, given, self.rstd, self.mean, partials, data,
-                data_scale, data_t, data_t_scale,
-            ),
-            (
-                self.rows, self.cols, self.inner, self.outer_stride, self.inner_stride, self.modulation_stride,
-                self.rows_per_sample, *strides, *strides_t,
-            ),
+            (x, *vectors, given, self.rstd, self.mean, partials, data, data_scale, data_t, data_t_scale),
+            (rows, cols, inner, outer_stride, inner_stride, *modulation, *strides, *strides_t),
             (self.a.weight_offset,),
-        )  # fmt: skip
+        )
         return partials
-
-
-def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
-    call = _Norm(o, a)
-    if a.result.format is None:
-        call.plain()
-    else:
-        call.quantized()
 
 
 def _allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:

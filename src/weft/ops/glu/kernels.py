@@ -1,0 +1,481 @@
+"""The kernels of gated linear units: the result and its copies, and the gradients of gate, up and prob."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles import (
+    activate,
+    activate_with_slope,
+    amax,
+    at_least,
+    at_most,
+    encode,
+    fp32_scale,
+    larger,
+    scaled,
+)
+from ..common.copies import (
+    Codes,
+    Encoding,
+    Stripe,
+    Tile,
+    from_row,
+    store_codes,
+    store_rows,
+    store_stripe,
+    tensor_factor,
+)
+from ..common.groups import GroupEnds, group_stripe, real_rows
+from ..common.results import FP32_MAX
+from ..common.rows import load_stored, mask_of_rows, row_offset
+
+# ---- structs --------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+
+    ptr: Tensor | None
+    outer_stride: int
+    inner_stride: int
+
+
+class UpCodes(NamedTuple):
+    """The copies of up's gradient, whose strides are those of the gate's."""
+
+    data: Tensor | None
+    scale: Tensor | None
+    data_t: Tensor | None
+    scale_t: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """What a program reads."""
+
+    gate: Any  # pointer
+    gate_off: Any  # [R], of its rows
+    up: Any  # pointer, or None: in turn with the gate, or nothing is gated
+    up_off: Any
+    prob: Any  # fp32 [R], or None
+    read: Any  # bool [R]: which rows have inputs
+
+
+class Unit(NamedTuple):
+    """What is computed."""
+
+    alpha: Any
+    limit: Any
+    up_offset: Any
+    ACT: Any
+    LIMITED: Any
+    INTERLEAVED: Any
+
+
+class Cut(NamedTuple):
+    """How rows are cut into tiles."""
+
+    TILE: Any
+    ROWS_MASKED: Any
+    COLS_MASKED: Any
+
+
+class Place(NamedTuple):
+    """Where a program's results go."""
+
+    row: Any  # int64 [R]
+    written: Any  # bool [R]: which rows have results
+    stripe: Any  # number of the stripe, for copies made by stripes
+    rows: Any  # of the tensor
+    bound: Any  # rows that end the stripe's copies
+
+
+class Results(NamedTuple):
+    """One result: plain, or its copies."""
+
+    plain: Any  # pointer, or None
+    stride: Any  # of its rows
+    copy: Any  # Codes
+    copy_t: Any
+
+
+# ---- reading --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_of_block(block, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """(row int64 [ROWS], which of them have results, which have inputs, first row, how many rows) of a program."""
+    local = tl.arange(0, ROWS)
+    if groups.ends is not None and PLACES != "rows":
+        first, exist, real = group_stripe(block, groups, rows, ROWS, PLACES == "slots")
+        if PLACES == "slots":
+            first = (first // 16) * 16  # nothing but itself, and known to be a multiple
+        return first + local, local < exist, local < real, first, exist
+    else:
+        first = block * ROWS
+        row = first + local
+        written = row < rows
+        read = written
+        if groups.ends is not None:
+            read = written & real_rows(row, groups)
+        return row, written, read, first, rows - first
+
+
+@triton.jit
+def _load_prob(prob_ptr, prob_stride, row, read):
+    """fp32 [R], or None."""
+    if prob_ptr is None:
+        return None
+    else:
+        return tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_parts(inputs, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
+    """(gate, up) [R, C] in fp32, zero where there is no input; nobody reads up if nothing is gated."""
+    if INTERLEAVED:
+        ROWS: tl.constexpr = inputs.read.shape[0]
+        pair = 2 * start + tl.arange(0, 2 * cut.TILE)
+        pairs_mask = mask_of_rows(inputs.read, pair, 2 * cols, cut.ROWS_MASKED, cut.COLS_MASKED)
+        pairs = load_stored(inputs.gate + inputs.gate_off[:, None] + pair[None, :], pairs_mask)  # [R, 2 C]
+        gate, up = tl.split(tl.reshape(pairs, (ROWS, cut.TILE, 2)))
+    else:
+        col = start + tl.arange(0, cut.TILE)
+        gate = load_stored(inputs.gate + inputs.gate_off[:, None] + col[None, :], mask)
+        up = gate
+        if inputs.up is not None:
+            up = load_stored(inputs.up + inputs.up_off[:, None] + col[None, :], mask)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+# ---- forward --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _value(inputs, start, cols, unit, cut):
+    """y [R, C] in fp32, zero where there is no input."""
+    col = start + tl.arange(0, cut.TILE)
+    mask = mask_of_rows(inputs.read, col, cols, cut.ROWS_MASKED, cut.COLS_MASKED)
+    gate, up = _load_parts(inputs, start, cols, mask, unit.INTERLEAVED, cut)
+    if unit.LIMITED:
+        gate = at_most(gate, unit.limit)
+        up = at_least(at_most(up, unit.limit), -unit.limit)
+    y = activate(gate, unit.alpha, unit.ACT)
+    if unit.INTERLEAVED or inputs.up is not None:
+        y = y * (up + unit.up_offset)
+    if inputs.prob is not None:
+        y = y * inputs.prob[:, None]
+    if mask is not None:
+        y = tl.where(mask, y, 0.0)
+    return y
+
+
+@triton.jit
+def _store(
+    y, to, place, start, cols, encoding, STRIPES: tl.constexpr, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr
+):
+    """A tile of a result [rows, cols], fp32 and zero where there is no input: plain, or as copies whose groups lie
+    within it."""
+    ROWS_MASKED: tl.constexpr = y.shape[0] > 1
+    if to.plain is not None:
+        col = start + tl.arange(0, y.shape[1])
+        mask = mask_of_rows(place.written, col, cols, ROWS_MASKED, COLS_MASKED)
+        off = tl.multiple_of(place.row * to.stride, ALIGN)
+        tl.store(to.plain + off[:, None] + col[None, :], y.to(to.plain.dtype.element_ty), mask=mask)
+    if to.copy.data is not None or to.copy_t.data is not None:
+        if STRIPES:
+            store_stripe(
+                y,
+                to.copy,
+                to.copy_t,
+                Stripe(place.stripe, start, place.bound, cols, ALIGN, COLS_MASKED),
+                encoding,
+            )
+        else:
+            store_rows(
+                y,
+                to.copy,
+                Tile(place.row, start, place.rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                encoding,
+            )
+
+
+@triton.jit
+def _from_slot(copy_t, first, slot, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """The column-wise copy from a slot on, which begins with row `first`."""
+    if copy_t.data is None:
+        return copy_t
+    else:
+        return Codes(
+            copy_t.data + first // FORMAT.packed,
+            copy_t.scale + slot * (ROWS // FORMAT.group) * copy_t.scale_col_stride,
+            copy_t.stride,
+            copy_t.scale_row_stride,
+            copy_t.scale_col_stride,
+        )
+
+
+@kernel
+def glu_kernel(
+    rows,
+    cols,
+    up_shift,  # from the pointer to the first element of up: cols if it follows the gate in one tensor
+    inner,
+    gate: Rows,  # [rows, cols]; with INTERLEAVED [rows, 2 cols], gate and up in turn
+    up: Rows,  # [rows, cols]; absent with INTERLEAVED, and if nothing is gated
+    prob_ptr,  # [rows], or None
+    prob_stride,
+    groups: GroupEnds,
+    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
+    y_ptr,  # [rows, cols], or None
+    amax_ptr,  # [programs], or None
+    row_programs,
+    copy: Codes,  # row-wise
+    copy_t: Codes,  # column-wise
+    alpha: float,
+    limit: float,
+    up_offset: float,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the quantised copies, or None
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the scale of the tensor is given
+    STRIPES: tl.constexpr,  # ROWS is the longest group of a format along M: column-wise copies can be made
+    PLACES: tl.constexpr,  # where padding may be: any row, the end of any stripe, or stripes begin anew with groups
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ONCE: tl.constexpr,  # as many programs share rows as there are tiles
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+    COLS_MASKED: tl.constexpr,
+):
+    """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // row_programs).to(tl.int64)
+    row, written, read, first, exist = _rows_of_block(block, groups, rows, ROWS, PLACES)  # [ROWS]
+    ROWS_MASKED: tl.constexpr = ROWS > 1 or groups.ends is not None
+    gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
+    up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
+    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
+    prob = _load_prob(prob_ptr, prob_stride, row, read)
+    inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
+    stripe = block
+    bound = rows.to(tl.int64)
+    if PLACES == "slots":  # the copies begin with the stripe, which is then the first
+        copy = from_row(copy, first)
+        copy_t = _from_slot(copy_t, first, block, ROWS, FORMAT)
+        stripe = block * 0
+        bound = exist
+    place = Place(row, written, stripe, rows, bound)
+
+    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor" and not STRIPES
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    if BY_ROW:  # the row's largest y has to be known before its first code
+        largest = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, cols, TILE):
+            y = _value(
+                inputs,
+                start,
+                cols,
+                Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
+                Cut(TILE, ROWS_MASKED, COLS_MASKED),
+            )
+            largest = larger(largest, amax(y, axis=1))
+        row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+        tl.store(copy.scale + row, row_scale, mask=written)
+
+    program_amax = tl.zeros((ROWS,), tl.float32)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
+        y = _value(
+            inputs,
+            start,
+            cols,
+            Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
+            Cut(TILE, ROWS_MASKED, COLS_MASKED),
+        )
+        if amax_ptr is not None:
+            program_amax = larger(program_amax, amax(y, axis=1))
+        if BY_ROW or BY_TENSOR:
+            if BY_ROW:
+                codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+            else:
+                factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
+                codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+            store_codes(codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS > 1, COLS_MASKED), FORMAT)
+        else:
+            _store(
+                y,
+                Results(y_ptr, cols, copy, copy_t),
+                place,
+                start,
+                cols,
+                Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+                STRIPES,
+                ALIGN,
+                COLS_MASKED,
+            )
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gradients_of(gate, up, dy, prob, mask, unit, GATED: tl.constexpr, GROUPED: tl.constexpr):
+    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
+    a, g = gate, up
+    if unit.LIMITED:
+        a = at_most(gate, unit.limit)
+        g = at_least(at_most(up, unit.limit), -unit.limit)
+    f, slope = activate_with_slope(a, unit.alpha, unit.ACT)
+    w = dy
+    if prob is not None:
+        w = dy * prob[:, None]
+    if GATED:
+        g = g + unit.up_offset
+        dgate, dup, terms = w * g * slope, w * f, dy * (f * g)
+    else:
+        dgate, dup, terms = w * slope, w, dy * f
+    if unit.LIMITED:
+        dgate = tl.where(gate > unit.limit, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > unit.limit, 0.0, dup)
+    if GROUPED:
+        dgate = tl.where(mask, dgate, 0.0)
+        dup = tl.where(mask, dup, 0.0)
+    return dgate, dup, terms
+
+
+@kernel
+def glu_backward_kernel(
+    rows,
+    cols,
+    up_shift,  # from here to `groups` as for the forward
+    inner,
+    gate: Rows,
+    up: Rows,
+    dy: Rows,  # [rows, cols]
+    prob_ptr,
+    prob_stride,
+    groups: GroupEnds,
+    dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup in turn
+    dup_ptr,  # the same tensor if gate and up are one, or None
+    dprob_ptr,  # [row_programs, rows], or None
+    row_programs,
+    stride,
+    copy: Codes,  # of dgate, row-wise
+    copy_t: Codes,  # of dgate, column-wise
+    up_codes: UpCodes,  # the same copies if gate and up are one
+    alpha: float,
+    limit: float,
+    up_offset: float,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STRIPES: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ONCE: tl.constexpr,
+    NESTED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // row_programs).to(tl.int64)
+    row, written, read, first, exist = _rows_of_block(block, groups, rows, ROWS, PLACES)  # [ROWS]
+    GROUPED: tl.constexpr = groups.ends is not None
+    GATED: tl.constexpr = INTERLEAVED or up.ptr is not None
+    ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
+    gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
+    up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
+    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
+    dy_off = row_offset(row, inner, dy.outer_stride, dy.inner_stride, NESTED, ALIGN)
+    prob = _load_prob(prob_ptr, prob_stride, row, read)
+    inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
+    up_copy = _with_strides_of(copy, up_codes.data, up_codes.scale)
+    up_copy_t = _with_strides_of(copy_t, up_codes.data_t, up_codes.scale_t)
+    stripe = block
+    bound = rows.to(tl.int64)
+    if PLACES == "slots":
+        copy = from_row(copy, first)
+        copy_t = _from_slot(copy_t, first, block, ROWS, FORMAT)
+        up_copy = from_row(up_copy, first)
+        up_copy_t = _from_slot(up_copy_t, first, block, ROWS, FORMAT)
+        stripe = block * 0
+        bound = exist
+    place = Place(row, written, stripe, rows, bound)
+
+    dprob = tl.zeros((ROWS,), tl.float32)
+    part = tl.program_id(0) % row_programs
+    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+        start = (part + step * row_programs) * TILE
+        col = start + tl.arange(0, TILE)
+        mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
+        gate_value, up_value = _load_parts(
+            inputs, start, cols, mask, INTERLEAVED, Cut(TILE, ROWS_MASKED, COLS_MASKED)
+        )
+        upstream = load_stored(dy.ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+        dgate, dup, terms = _gradients_of(
+            gate_value,
+            up_value,
+            upstream.to(tl.float32),
+            prob,
+            mask,
+            Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
+            GATED,
+            GROUPED,
+        )
+        if dprob_ptr is not None:
+            dprob += tl.sum(terms, axis=1)
+        begin, width = start, cols
+        if INTERLEAVED:
+            dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
+            begin, width = 2 * start, 2 * cols
+        _store(
+            dgate,
+            Results(dgate_ptr, stride, copy, copy_t),
+            place,
+            begin,
+            width,
+            Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
+            STRIPES,
+            ALIGN,
+            COLS_MASKED,
+        )
+        if GATED and not INTERLEAVED:
+            shift = (up_shift // ALIGN) * ALIGN
+            _store(
+                dup,
+                Results(dup_ptr, stride, up_copy, up_copy_t),
+                place,
+                shift + start,
+                shift + cols,
+                Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
+                STRIPES,
+                ALIGN,
+                COLS_MASKED,
+            )
+    if dprob_ptr is not None:
+        sums_off = part.to(tl.int64) * rows + row
+        tl.store(dprob_ptr + sums_off, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _with_strides_of(copy, data, scale):
+    """Another tensor's codes and scales, which lie like those of `copy`."""
+    return Codes(data, scale, copy.stride, copy.scale_row_stride, copy.scale_col_stride)
