@@ -121,7 +121,7 @@ def local_of(x: Tensor) -> Tensor:
 
 
 def local_rows(op: str, **tensors: Tensor | None) -> list[Any]:
-    """This rank's rows of tensors that have the same leading dimensions. What are no DTensors stay as they are."""
+    """This rank's rows of tensors that have the same leading dimensions; without DTensors among them, all rows."""
     if not is_distributed(*tensors.values()):
         return [*tensors.values()]
     described = {name: f"... {name}" for name in tensors}
