@@ -17,6 +17,7 @@ from contests import Contest, contest, main
 from norm_and_quantize import norm_both, parts, quantize_both
 
 import weft
+from weft.ops.moe.router_linear import RouterLinearBackwardArgs, RouterLinearNeeds
 from weft.workloads import Workload
 from weft.workloads.published import PUBLISHED
 
@@ -50,12 +51,13 @@ def router(name: str) -> Contest:
 def router_backward(name: str) -> Contest:
     x, weight, dy = draw(8192, 2048), draw(256, 2048), draw(8192, 256, dtype=torch.float32)
     op = weft.catalogue["router_linear_backward"]
+    arguments = RouterLinearBackwardArgs(x, weight, None, dy, RouterLinearNeeds(True, False, False))
 
     def theirs(dy: Tensor, weight: Tensor) -> Tensor:
         return (dy @ weight.float()).to(torch.bfloat16)
 
     def ours() -> Any:
-        return op(x, weight, None, dy, [True, False, False])[0]
+        return op(arguments).x
 
     return contest(name, ours, theirs, (dy, weight), workload(5).least_bytes(), TARGET)
 

@@ -26,7 +26,7 @@ def moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
     routing = weft.route(weft.router_linear(x, router), TOP_K)
     rows = weft.row_map(routing.indices, EXPERTS, align=ALIGN)
     permuted, prob = weft.permute(x, rows, routing.weights)
-    h = weft.glu(expert_products(permuted, up, rows.offsets), prob=prob, offsets=rows.ends, align=ALIGN)
+    h = weft.glu(expert_products(permuted, up, rows.offsets), prob=prob, ends=rows.ends, align=ALIGN)
     return weft.unpermute(expert_products(h, down, rows.offsets), rows)
 
 

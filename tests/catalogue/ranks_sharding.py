@@ -463,7 +463,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "a block on two ranks": lambda: weft.quantize(rows, "128x128"),
         "random": lambda: weft.quantize(rows, "1x128", seed=1),
         "gate and up": lambda: weft.glu(of(8, 256, to=Shard(1))),
-        "experts": lambda: weft.glu(rows, offsets=torch.tensor([4, 8])),
+        "experts": lambda: weft.glu(rows, ends=torch.tensor([4, 8])),
         "q, k and v": lambda: weft.qkv_prepare(of(1, 8, 192, to=Shard(2)), **packed),
         "kv_heads": lambda: weft.qkv_prepare(of(1, 8, 192, to=Shard(2)), **packed, packing="groups"),
         "no rule": lambda: weft.glu_backward(rows, of(8, 512, to=Shard(0))),

@@ -320,7 +320,7 @@ def quantized_bytes(workload: Workload) -> None:
         for name, value in results(call).items():
             if isinstance(value, QTensor):
                 truth_glu.assert_copies(
-                    value, values[name], call["offsets"], call["align"] or 1, call["quant_scale"]
+                    value, values[name], call["ends"], call["align"] or 1, call["quant_scale"]
                 )
         return
     if not isinstance(results(call).get("y"), QTensor):

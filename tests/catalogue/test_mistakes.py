@@ -130,7 +130,7 @@ MISTAKES: dict[str, Mistake] = {
     "a module without a weight": (
         lambda: weft.rms_norm(X, nn.Sequential()), TypeError, ("the module Sequential", "one of its tensors"),
     ),
-    "offsets in a list": (lambda: weft.glu(X, offsets=[3, 8]), TypeError, ("offsets must be a tensor", "torch.tensor")),
+    "ends in a list": (lambda: weft.glu(X, ends=[3, 8]), TypeError, ("ends must be a tensor", "torch.tensor")),
     "targets in a list": (
         lambda: weft.cross_entropy(X, [1] * 8), TypeError, ("target must be a tensor", "torch.tensor"),
     ),
@@ -215,8 +215,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "rms_norm": {"x": X, "weight": W, "bias": W, "residual": X},
     "layer_norm": {"x": X, "weight": W, "bias": W, "modulation": torch.randn(8, 128)},
     "gated_norm": {"x": X, "gate": X, "weight": W},
-    "glu": {"x": X, "prob": torch.rand(8), "offsets": torch.tensor([3, 8])},
-    "glu_backward": {"dy": X, "x": X, "up": X, "prob": torch.rand(8), "offsets": torch.tensor([3, 8])},
+    "glu": {"x": X, "prob": torch.rand(8), "ends": torch.tensor([3, 8])},
+    "glu_backward": {"dy": X, "x": X, "up": X, "prob": torch.rand(8), "ends": torch.tensor([3, 8])},
     "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
     "dequantize": {"q": weft.quantize(X)},
     "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},

@@ -33,7 +33,7 @@ REFUSED = {
     "random": "seed= draws by the number of a row",
     "gate and up": "gate and up lie in it. Give them apart, as glu(gate, up), or redistribute it to Replicate() or "
     "Shard(0)",
-    "experts": "Give x.to_local() and each rank's own offsets",
+    "experts": "Give x.to_local() and each rank's own ends",
     "q, k and v": "Give them apart, or with packing='groups', or redistribute it to Replicate() or Shard(0) or "
     "Shard(1)",
     "kv_heads": "kv_heads=1 must be a multiple of the {world} ranks it is sharded over",

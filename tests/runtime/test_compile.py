@@ -47,8 +47,8 @@ SPILLS |= {("glu_backward_kernel", "sm_100"): 32, ("glu_backward_kernel", "sm_12
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
-    "_unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
-    "_unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+    "unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
+    "unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
     # Products: what is written is another tile than what is read.
     "_router_linear_kernel": ({"x_ptr"}, set[str]()),
     "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),

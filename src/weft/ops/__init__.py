@@ -7,9 +7,10 @@ from .loss.linear_cross_entropy import linear_cross_entropy
 from .loss.linear_logprobs import LogProbs, linear_logprobs
 from .loss.losses import CrossEntropy
 from .loss.vocabulary import VocabShard
-from .moe.permute import RowMap, permute, row_map, unpermute
+from .moe.permute import permute, unpermute
 from .moe.route import CONVENTIONS, Convention, Routing, route
 from .moe.router_linear import router_linear
+from .moe.row_map import RowMap, row_map
 from .multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm

@@ -414,7 +414,7 @@ def _rows_tile(cols: int, target: str) -> tuple[int, int, int]:
 
 
 def _allocate_quantize(a: QuantizeArgs) -> QuantizeOutputs:
-    return QuantizeOutputs(allocate_result(a.result, a.x.shape, a.x))
+    return QuantizeOutputs(allocate_result(a.result, a.x))
 
 
 class _Quantize:

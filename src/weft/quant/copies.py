@@ -47,11 +47,13 @@ def allocate_copies(
 def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
     """Room for the scales of a [rows, cols] copy; pads are zero."""
     scale_rows, scale_cols = format.scale_shape(rows, cols)
+    dtype = format.scale_dtype
     if format.block != "1x128":
-        return torch.empty((scale_rows, scale_cols), dtype=format.scale_dtype, device=device)
+        return torch.empty((scale_rows, scale_cols), dtype=dtype, device=device)
     padded = -(-scale_rows // 4) * 4
-    make = torch.empty if padded == scale_rows else torch.zeros
-    return make((scale_cols, padded), dtype=format.scale_dtype, device=device).t()[:scale_rows]
+    if padded == scale_rows:
+        return torch.empty_strided((scale_rows, scale_cols), (1, padded), dtype=dtype, device=device)
+    return torch.zeros((scale_cols, padded), dtype=dtype, device=device).t()[:scale_rows]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------

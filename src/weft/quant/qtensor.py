@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..runtime import apply
+from ..runtime import Op, apply
 from .copies import (
     Copies,
     Copy,
@@ -261,7 +261,7 @@ class QTensor(Tensor):
             result = known(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func.namespace == "weft":
+        if func in _taking_codes:
             apart = _with_codes(func, args)
             if apart is not None:
                 return func(*apart, **kwargs)
@@ -280,6 +280,28 @@ _decoder: Decoder
 def register_decoder(decode: Decoder) -> None:
     global _decoder
     _decoder = decode
+
+
+class Codes(NamedTuple):
+    """What an op takes beside a tensor that may be quantised: the codes and scales of its row-wise copy."""
+
+    data: Tensor | None
+    scale: Tensor | None
+    format: str | None  # its spec
+
+
+PLAIN = Codes(None, None, None)
+
+# The ops that take codes: where among the arguments of an overload the tensor, its codes and its scales are.
+_taking_codes: dict[Any, tuple[int, int, int]] = {}
+
+
+def register_codes(op: Op[Any, Any], tensor: str, codes: str) -> None:
+    """Let an op read a QTensor without decoding it. If the dispatcher is called with one as the argument `tensor`, the
+    op gets a stand-in for it, and its codes and scales in the argument `codes`, a `Codes`."""
+    names = op.arguments.names
+    where = names.index(tensor), names.index(f"{codes}_data"), names.index(f"{codes}_scale")
+    _taking_codes[op.overload] = _taking_codes[op.reference_overload] = where
 
 
 def stand_in(x: Tensor) -> Tensor:
@@ -472,18 +494,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _with_codes(func: Any, args: Any) -> list[Any] | None:
-    """The arguments of an op that takes `codes` and `codes_scale` after a tensor, with those of a QTensor given there;
-    None if there are none to give."""
-    names = [argument.name for argument in func._schema.arguments]
-    for i, q in enumerate(args[:-2]):
-        if (
-            isinstance(q, QTensor)
-            and names[i + 1 : i + 3] == ["codes", "codes_scale"]
-            and q.rowwise is not None
-            and q._matrix()[1] == q.shape[-1]
-        ):
-            return [*args[:i], stand_in(q), q.rowwise.data, q.rowwise.scale, *args[i + 3 :]]
-    return None
+    """The arguments of an op that takes codes, with those of a QTensor given there; None if there are none to give."""
+    tensor, data, scale = _taking_codes[func]
+    q = args[tensor]
+    if not isinstance(q, QTensor) or q.rowwise is None or q._matrix()[1] != q.shape[-1]:
+        return None
+    apart = list(args)
+    apart[tensor], apart[data], apart[scale] = stand_in(q), q.rowwise.data, q.rowwise.scale
+    return apart
 
 
 class _Unwrap(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from ..runtime import apply, is_distributed, local_of, place_like
 from .copies import Copy
 from .formats import Format
-from .qtensor import QTensor, stand_in
+from .qtensor import PLAIN, Codes, QTensor, stand_in
 
 
 class _Wrap(torch.autograd.Function):
@@ -58,12 +58,17 @@ class _StandIn(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
-def standing_in(q: QTensor) -> Tensor:
-    """A tensor of q's shape and dtype that nobody reads, and whose gradient becomes that of q: what an op takes along
-    with the codes and scales of q. The opposite of `wrap`."""
-    if not (torch.compiler.is_compiling() or q.requires_grad):
-        return stand_in(q)
-    return apply(_StandIn, q)  # type: ignore[no-any-return]
+def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
+    """A tensor as an op takes it that reads codes: x itself and none; or, of a QTensor, its codes with a tensor of its
+    shape and dtype that nobody reads, and whose gradient becomes that of x. The opposite of `wrap`."""
+    if not isinstance(x, QTensor):
+        return x, PLAIN
+    if torch.compiler.is_compiling():  # which does not see inside; the dispatcher takes it apart
+        return x, Codes(None, None, x.spec)
+    if x.rowwise is None:
+        raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
+    plain = apply(_StandIn, x) if x.requires_grad else stand_in(x)
+    return plain, Codes(x.rowwise.data, x.rowwise.scale, x.spec)
 
 
 class DenseGradient(Tensor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
-from .backend import backend, chosen, serves
+from .backend import Backend, backend, chosen, serves
 from .fields import Fields
 from .sharding import Sharding, cut, is_distributed, refuse
 
@@ -55,6 +56,17 @@ class Backward(NamedTuple):
     node: Any  # autograd's own object
 
 
+class _Call:
+    """A call on its way through autograd, which hands on what it does not know."""
+
+    __slots__ = ("arguments", "differentiable", "outputs")
+    outputs: Any
+    differentiable: list[Tensor]  # those of the outputs that have gradients
+
+    def __init__(self, arguments: Any) -> None:
+        self.arguments = arguments
+
+
 @dataclass(frozen=True)
 class Op(Generic[A, O]):
     """One op. Callable with its arguments, a NamedTuple; returns its outputs, another one.
@@ -80,7 +92,8 @@ class Op(Generic[A, O]):
     present: Callable[[A], O] | None = None
     keep: Callable[[A, O], tuple[Any, ...]] | None = None
     backward: Callable[[Backward], Gradients] | None = None
-    differentiable_outputs: frozenset[int] = frozenset()  # as leaves of the outputs are counted
+    differentiable_outputs: tuple[int, ...] = ()  # as leaves of the outputs are counted
+    other_outputs: tuple[int, ...] = ()
     written: tuple[str, ...] = ()  # arguments that the op writes to
     sharding: Callable[[A], Sharding] | None = None
     overload: Any = field(default=None, compare=False)
@@ -112,8 +125,18 @@ class Op(Generic[A, O]):
                 elif tensor.requires_grad:
                     requires_grad = True
         if requires_grad and torch.is_grad_enabled():
-            return self.outputs.build(*self.node(a, *tensors))
+            call = _Call(a)
+            made = self.node(call, *tensors)
+            # Autograd writes its history into the tensors that it is given. It makes new ones only if it has to.
+            return call.outputs if all(map(is_, made, call.differentiable)) else self.with_history(call, made)
         return self.run(a)
+
+    def with_history(self, call: _Call, made: Iterable[Tensor]) -> O:
+        """The outputs of a call, with others in place of those that have gradients."""
+        flat, rest = list(self.outputs.flatten(call.outputs)), iter(made)
+        for i in self.differentiable_outputs:
+            flat[i] = flat[i] if flat[i] is None else next(rest)
+        return self.outputs.build(*flat)
 
     def dispatch(self, a: A) -> O:
         """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
@@ -242,8 +265,8 @@ def define_op(
     written = tuple(leaf.name for leaf in taken.leaves if leaf.written)
     if bool(written) == bool(made.leaves):
         raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
-    if backward is not None:
-        differentiable = differentiable or made.names[:1]
+    # Without a backward, a gradient that comes back to any output is an error, which has to be found.
+    differentiable = differentiable or (made.names if backward is None else made.names[:1])
     unknown = sorted(set(differentiable) - set(made.names))
     if unknown:
         raise ValueError(
@@ -255,7 +278,8 @@ def define_op(
     packet = getattr(torch.ops.weft, name)
     op = Op(
         name, taken, made, allocate, launch, reference, variants, present, keep, backward,
-        frozenset(made.names.index(output) for output in differentiable),
+        tuple(i for i, output in enumerate(made.names) if output in differentiable),
+        tuple(i for i, output in enumerate(made.names) if output not in differentiable),
         written, sharding, packet.default, packet.reference,
     )  # fmt: skip
     function, plain_function = _functions_of(op)
@@ -297,20 +321,29 @@ def _core_apply(function: type[Function]) -> Callable[..., Any]:
 # ---- autograd -------------------------------------------------------------------------------------------
 
 
-def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O, transformed: bool) -> None:
-    """Save what backward wants. Tensors go by way of autograd, which finds out if one has changed since."""
+class _Kept(NamedTuple):
+    """What an op's `keep` returned, without its tensors. Autograd saves those, and finds out if one has changed."""
+
+    fields: Fields[Any]
+    others: tuple[Any, ...]
+    backend: Backend
+    transformed: bool
+
+
+def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O, *, transformed: bool) -> None:
     assert op.keep is not None
     kept = op.keep(a, outputs)
-    ctx.fields = fields = Fields.of(type(kept))
+    fields = Fields.of(type(kept))
     ctx.save_for_backward(*fields.tensors(kept))
-    ctx.others, ctx.backend, ctx.transformed = fields.others(kept), chosen(), transformed
+    ctx.kept = _Kept(fields, fields.others(kept), chosen(), transformed)
     ctx.set_materialize_grads(False)
 
 
 def _mark(op: Op[A, O], ctx: Any, output: Sequence[Tensor | None]) -> None:
     """Tell autograd which outputs have no gradient."""
-    without = [t for i, t in enumerate(output) if t is not None and i not in op.differentiable_outputs]
-    ctx.mark_non_differentiable(*without)
+    without = [output[i] for i in op.other_outputs if output[i] is not None]
+    if without:
+        ctx.mark_non_differentiable(*without)
 
 
 def _gradients(
@@ -325,16 +358,17 @@ def _gradients(
     if all(flat[i] is None for i in op.differentiable_outputs):
         return (None for _ in op.arguments.tensor_names)
     saved = ctx.saved_tensors
-    if ctx.transformed:
+    kept: _Kept = ctx.kept
+    if kept.transformed:
         # The tensors are wrapped for a transform that may have ended, as it has for the function that
         # `torch.func.vjp` returns.
         unwrap = torch._C._functorch.unwrap_if_dead
         saved = tuple(t if t is None else unwrap(t) for t in saved)
-    call = Backward(ctx.fields.join(saved, ctx.others), grads, needs_type(*needs), ctx)
-    if ctx.backend == "auto":
+    call = Backward(kept.fields.join(saved, kept.others), grads, needs_type(*needs), ctx)
+    if kept.backend == "auto":
         found = op.backward(call)
     else:
-        with backend(ctx.backend):
+        with backend(kept.backend):
             found = op.backward(call)
     if not found.keys() <= op.arguments.tensor_name_set:
         wrong = sorted(found.keys() - op.arguments.tensor_name_set)
@@ -348,27 +382,45 @@ def _needs_type(op: Op[A, O]) -> Any:
 
 
 def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
-    """The op as an autograd node: for functorch's transforms, and for eager calls on plain tensors. It takes the
-    arguments as they are, and then the tensors among them once more: autograd looks at no other place."""
+    """The op as an autograd node: for functorch's transforms, and for eager calls on plain tensors. Beside the
+    arguments it takes the tensors among them once more: autograd looks at no other place."""
     needs_type = _needs_type(op)
-    build, flatten, only_one = op.outputs.build, op.outputs.flatten, len(op.outputs.leaves) == 1
+    build, flatten, places = op.outputs.build, op.outputs.flatten, op.differentiable_outputs
 
     def forward(a: A, *tensors: Any) -> tuple[Tensor | None, ...]:
         plain = not _is_watched() and _are_plain(t for t in tensors if t is not None)
         return flatten(op.run(a) if plain else op.dispatch(a))
 
-    def forward_plain(a: A, *tensors: Any) -> tuple[Tensor | None, ...]:
-        return flatten(op.run(a))
-
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         # An op computes what its backward wants only if a gradient is wanted; functorch asks again for every transform.
         if op.keep is not None and True in ctx.needs_input_grad:
-            _keep(op, ctx, inputs[0], build(*output), _is_transformed())
-            if not only_one:
-                _mark(op, ctx, output)
+            _keep(op, ctx, inputs[0], build(*output), transformed=_is_transformed())
+            _mark(op, ctx, output)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
+
+    # A plain call takes the outputs that have gradients through autograd, and no others.
+
+    def forward_plain(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
+        call.outputs = outputs = op.run(call.arguments)
+        flat = flatten(outputs)
+        call.differentiable = [flat[i] for i in places if flat[i] is not None]
+        return tuple(call.differentiable)
+
+    def setup_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        if op.keep is not None:
+            call = inputs[0]
+            _keep(op, ctx, call.arguments, call.outputs, transformed=False)
+            if len(places) > 1:
+                flat = flatten(call.outputs)
+                ctx.places = [i for i in places if flat[i] is not None]
+
+    def backward_plain(ctx: Any, *grads: Tensor | None) -> Any:
+        flat: list[Tensor | None] = [None] * len(op.outputs.leaves)
+        for i, grad in zip(getattr(ctx, "places", places), grads, strict=True):
+            flat[i] = grad
+        return None, *_gradients(op, needs_type, ctx, build(*flat), ctx.needs_input_grad[1:])
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(
@@ -385,7 +437,13 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
     # autograd names the node when the class is made
     function = type(f"weft_{op.name}", (Function,), methods)
-    return function, type(f"weft_{op.name}", (Function,), methods | {"forward": staticmethod(forward_plain)})
+    plain: dict[str, Any] = {
+        "forward": forward_plain,
+        "setup_context": setup_plain,
+        "backward": backward_plain,
+    }
+    methods |= {name: staticmethod(method) for name, method in plain.items()}
+    return function, type(f"weft_{op.name}", (Function,), methods)
 
 
 def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -399,7 +457,7 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
             a = op.arguments.build(*inputs)
             ctx.present = op.present_in(a)
             outputs = op.outputs.from_present(ctx.present, output)
-            _keep(op, ctx, a, outputs, _is_transformed())
+            _keep(op, ctx, a, outputs, transformed=_is_transformed())
             _mark(op, ctx, op.outputs.flatten(outputs))
 
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:

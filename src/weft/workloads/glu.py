@@ -102,7 +102,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        made["offsets"] = ends_of_experts(inputs, rows, settings.pop("experts"), settings["align"])
+        made["ends"] = ends_of_experts(inputs, rows, settings.pop("experts"), settings["align"])
     if "quant_scale" in settings:
         mean = settings.pop("quant_scale")
         made["quant_scale"] = inputs.normal(1, mean=mean, std=0.0, dtype=torch.float32)

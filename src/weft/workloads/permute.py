@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import RowMap, permute, quantize, row_map, unpermute
-from ..runtime import catalogue
-from .problem import Call, Inputs, Size, Workload
+from ..ops.moe.permute import UnpermuteNeeds
+from ..quant.qtensor import PLAIN
+from ..quant.straight import take_apart
+from .problem import Call, Inputs, Size, Workload, run_op
 
 
 class Layer(NamedTuple):
@@ -41,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "carried": {"align": 16, "carried": True},
     "mask": {"align": 16, "probs": True, "mask": True},
     "1x128": {"align": 16, "probs": True, "quantize": "1x128"},
+    "row-fp8": {"align": 16, "probs": True, "quantize": "row"},
     "1x128-both": {"align": 128, "probs": True, "quantize": "1x128", "columnwise": True},
     "mx-both": {"align": 32, "probs": True, "quantize": "mx", "columnwise": True},
     "1x128-payload": {"align": 16, "probs": True, "payload": "1x128"},
@@ -53,6 +57,7 @@ _USED: dict[str, dict[str, tuple[str, ...]]] = {
         "probs": ("linghe/hidden", "odd/33"),
         "mask": ("qwen3-30b-a3b/hidden", "odd/200"),
         "1x128": ("qwen3-30b-a3b/hidden", "odd/200"),
+        "row-fp8": ("qwen3-30b-a3b/hidden", "odd/200"),
         "1x128-both": ("mixtral-8x7b/hidden", "odd/200"),
         "mx-both": ("mixtral-8x7b/hidden", "odd/33"),
         "1x128-payload": ("deepseek-v3/hidden",),
@@ -123,33 +128,23 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     return Call(unpermute if back else permute, kwargs)
 
 
-def _backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["unpermute_backward"](*kwargs.values())
-
-
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of an unpermute with probabilities reads."""
     settings = dict(workload.settings)
     rows = _rows(workload, inputs, shape[0])
     values = inputs.activation(rows.slot_of_row.shape[0], shape[-1])
-    codes = scale = format = None
+    codes = PLAIN
     if "payload" in settings:
-        q = quantize(values, settings["payload"])
-        (codes, scale, _), format = q.rowwise, q.format.spec
+        _, codes = take_apart(quantize(values, settings["payload"]))
     kwargs: dict[str, Any] = {
         "dy": inputs.normal(*shape),
-        "rows": values if codes is None else None,
+        "rows": values if codes is PLAIN else None,
         "codes": codes,
-        "codes_scale": scale,
         "probs": _probs(inputs, rows),
-        "row_of_slot": rows.row_of_slot,
-        "slot_of_row": rows.slot_of_row,
-        "experts": rows.experts,
-        "format": format,
-        "needs": [True, True],
+        "map": rows,
+        "needs": UnpermuteNeeds(True, True),
     }
-    return Call(_backward, kwargs)
+    return Call(functools.partial(run_op, "unpermute_backward"), kwargs)
 
 
 def _build_map(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -185,6 +180,11 @@ def _rereads(op: str, options: str) -> dict[str, Any]:
     """How many times the least bytes move, and why, where that is more than once."""
     if OPTIONS[options].get("columnwise"):
         return {"moves": 1.33, "rereads": _GATHERED}
+    if options == "row-fp8":
+        return {
+            "moves": 1.2,
+            "rereads": "the amax of a row comes before its first code: the row is read twice",
+        }
     if op.startswith("unpermute") and options == "1x128-payload":
         return {"moves": 3.9, "rereads": _LANES}
     return {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from ..ops import route, router_linear
-from ..runtime import catalogue
-from .problem import Call, Inputs, Size, Workload
+from ..ops.moe.route import Weighing
+from ..ops.moe.router_linear import RouterLinearNeeds
+from .problem import Call, Inputs, Size, Workload, run_op
 
 # The hidden state and the number of experts of a model.
 HIDDEN: dict[str, tuple[int, int]] = {
@@ -68,17 +70,13 @@ def _build_linear(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) ->
     return Call(router_linear, _linear_inputs(workload, inputs, shape))
 
 
-def _linear_backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["router_linear_backward"](*kwargs.values())
-
-
 def _build_linear_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     settings = dict(workload.settings)
     kwargs = _linear_inputs(workload, inputs, shape)
     kwargs["dy"] = inputs.normal(*shape[:-1], settings["experts"], dtype=_as(torch.float32, inputs))
-    kwargs["needs"] = list(settings.get("needs", (True, True, kwargs["bias"] is not None)))
-    return Call(_linear_backward, kwargs)
+    needs = settings.get("needs", (True, True, kwargs["bias"] is not None))
+    kwargs["needs"] = RouterLinearNeeds(*needs)
+    return Call(functools.partial(run_op, "router_linear_backward"), kwargs)
 
 
 def _linear(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str) -> list[Workload]:
@@ -170,11 +168,6 @@ def _build_route(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> 
     return Call(route, _route_arguments(workload, inputs, shape))
 
 
-def _route_backward(**kwargs: Any) -> Any:
-    """The op takes its arguments by position."""
-    return catalogue["route_backward"](*kwargs.values())
-
-
 def _build_route_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     """What the backward of the same call reads: logits, indices, the gradients that there are."""
     settings = dict(workload.settings)
@@ -192,13 +185,15 @@ def _build_route_backward(workload: Workload, inputs: Inputs, shape: tuple[int, 
         "dweights": inputs.normal(*shape[:-1], k),
         "dscore_sums": inputs.normal(experts, std=1e-3) if "balance_coefficient" in settings else None,
         "dz": inputs.normal(1, std=1e-3).reshape(()) if "z_coefficient" in settings else None,
-        "score": score,
-        "post": post,
-        "renormalize": settings.get("renormalize", score != "softmax"),
-        "eps": 1e-20,
-        "scale": settings.get("scale", 1.0),
+        "weighing": Weighing(
+            score=score,
+            post_softmax=post,
+            renormalize=settings.get("renormalize", score != "softmax"),
+            eps=1e-20,
+            scale=settings.get("scale", 1.0),
+        ),
     }
-    return Call(_route_backward, kwargs)
+    return Call(functools.partial(run_op, "route_backward"), kwargs)
 
 
 def _route(used: dict[str, tuple[str, ...]], rows: tuple[int, ...], *tags: str) -> list[Workload]:

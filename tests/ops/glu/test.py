@@ -53,7 +53,7 @@ def draw(*shape: int, dtype: torch.dtype = BF16, std: float = 1.5) -> Tensor:
 
 
 def experts(align: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
-    return {"offsets": torch.tensor(ENDS[align], dtype=dtype), "align": align}
+    return {"ends": torch.tensor(ENDS[align], dtype=dtype), "align": align}
 
 
 def call_of(rows: int = 6, cols: int = 96, lead: int | None = None, **options: Any) -> Call:
@@ -242,11 +242,11 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
     """Each expert's rows are those of a call of its own; the padding, full of NaN, is not read, and zero comes out."""
     call = call_of(300, **experts(align, dtype))
     real = torch.zeros(300, dtype=torch.bool)
-    spans = [(s, e) for s, e, _ in truth_glu.regions(300, call["offsets"], align) if e > s]
+    spans = [(s, e) for s, e, _ in truth_glu.regions(300, call["ends"], align) if e > s]
     assert len(spans) == 4
     for start, end in spans:
         real[start:end] = True
-    assert torch.equal(real_rows_reference(call["offsets"], 300, align), real)
+    assert torch.equal(real_rows_reference(call["ends"], 300, align), real)
     x, prob, dy = call["x"], call["prob"], draw(300, 96)
     for t in (x, prob, dy):
         t[~real] = torch.nan
@@ -267,12 +267,11 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
 )
 def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     """None, one, more than a program looks at together; a buffer longer than its experts (bug A9)."""
-    offsets = torch.tensor(ends, dtype=torch.int64)
-    call = call_of(300, offsets=offsets)
+    call = call_of(300, ends=torch.tensor(ends, dtype=torch.int64))
     x = call["x"].clone()
     last = ends[-1] if ends else 0
     x[last:] = torch.nan
-    y = weft.glu(x, prob=call["prob"], offsets=offsets)
+    y = weft.glu(x, prob=call["prob"], ends=call["ends"])
     assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), prob=call["prob"][:last].contiguous()))
     assert not bits(y[last:]).count_nonzero()
 
@@ -292,7 +291,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
 def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     """Bytes of both copies, forward and backward, on a CPU and as they are cut on a GPU; NaN in the padding."""
     call = call_of(300, 128, **experts(align), quantize=format, columnwise=True, return_amax=True)
-    real = real_rows_reference(call["offsets"], 300, align)
+    real = real_rows_reference(call["ends"], 300, align)
     call["x"][~real] = torch.nan
     dy = draw(300, 128)
     dy[~real] = torch.nan
@@ -301,9 +300,9 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     with choosing_for(target):
         q, amax = call()
         got = gradients()
-    truth_glu.assert_copies(q, values["y"], call["offsets"], align)
+    truth_glu.assert_copies(q, values["y"], call["ends"], align)
     assert amax == values["y"].abs().max()
-    truth_glu.assert_copies(got.x, wanted["dx"], call["offsets"], align)
+    truth_glu.assert_copies(got.x, wanted["dx"], call["ends"], align)
     near(got.prob, truth_glu.glu(call.with_(return_amax=False), dy)["dprob"])
     assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
     assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
@@ -317,9 +316,9 @@ def test_many_experts_in_slots() -> None:
         ends.append(start + count)
         start = -(-ends[-1] // 16) * 16
     rows = start + 50
-    call = call_of(rows, 128, offsets=torch.tensor(ends), align=16, quantize="1x128", columnwise=True)
-    call["x"][~real_rows_reference(call["offsets"], rows, 16)] = torch.nan
-    truth_glu.assert_copies(call(), own_numbers(call)["y"], call["offsets"], 16)
+    call = call_of(rows, 128, ends=torch.tensor(ends), align=16, quantize="1x128", columnwise=True)
+    call["x"][~real_rows_reference(call["ends"], rows, 16)] = torch.nan
+    truth_glu.assert_copies(call(), own_numbers(call)["y"], call["ends"], 16)
 
 
 # ---- quantised results and gradients -------------------------------------------------------------------
@@ -433,9 +432,7 @@ def test_no_columns_and_no_rows() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.shape == shape
-    q = weft.glu(
-        torch.randn(0, 256), offsets=torch.tensor([0, 0]), align=16, quantize="1x128", columnwise=True
-    )
+    q = weft.glu(torch.randn(0, 256), ends=torch.tensor([0, 0]), align=16, quantize="1x128", columnwise=True)
     assert q.columnwise.data.shape == (128, 0)
 
 
@@ -499,13 +496,13 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     call = call_of(300, 96, **experts(16), **options)
     if op == "glu_backward":
         call = backward_of(call, draw(300, 96), **options)
-    args = arguments_of(call, op)[0]
-    torch.library.opcheck(weft.catalogue[op].overload, args)
+    (args,) = arguments_of(call, op)[0]
+    torch.library.opcheck(weft.catalogue[op].overload, weft.catalogue[op].arguments.flatten(args))
 
 
 def grouped(x: Tensor, prob: Tensor, up: Tensor) -> Any:
-    offsets = torch.tensor([5, 5, 40])
-    return weft.glu(x, up, prob=prob, offsets=offsets, align=16, limit=2.0)
+    ends = torch.tensor([5, 5, 40])
+    return weft.glu(x, up, prob=prob, ends=ends, align=16, limit=2.0)
 
 
 def quantized(x: Tensor, prob: Tensor) -> Any:
@@ -570,12 +567,12 @@ def test_gradcheck_of_the_reference(act: str, layout: str) -> None:
     alone = layout in ("pair", "none")
     inputs = [torch.randn(6, 5 if alone else 10, dtype=torch.float64), torch.rand(6, dtype=torch.float64)]
     inputs += [torch.randn(6, 5, dtype=torch.float64)] if layout == "pair" else []
-    offsets = torch.tensor([2, 5])
+    ends = torch.tensor([2, 5])
 
     def f(x: Tensor, prob: Tensor, up: Tensor | None = None) -> Any:
         return weft.glu(
             x, up, act=act, layout="concat" if layout == "pair" else layout, prob=prob, limit=1.0, up_offset=0.5,
-            alpha=1.3 if act in ("silu", "sigmoid") else 1.0, offsets=offsets,
+            alpha=1.3 if act in ("silu", "sigmoid") else 1.0, ends=ends,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
@@ -605,7 +602,7 @@ def test_second_derivatives_are_refused() -> None:
 
 # ---- what is refused -----------------------------------------------------------------------------------
 
-OFFSETS = torch.tensor([3, 6])
+SOME_ENDS = torch.tensor([3, 6])
 
 
 @pytest.mark.parametrize(
@@ -623,24 +620,24 @@ OFFSETS = torch.tensor([3, 6])
         ({"limit": 0.0}, "limit must be positive"),
         ({"limit": -1.0}, "limit must be positive"),
         ({"act": "relu", "alpha": 2.0}, "alpha is the steepness of a sigmoid"),
-        ({"align": 16}, "goes with offsets"),
-        ({"offsets": OFFSETS, "align": 0}, "positive number"),
-        ({"offsets": OFFSETS.float()}, "offsets must be int32 or int64"),
-        ({"offsets": OFFSETS[None]}, r"offsets must be \[groups\]"),
+        ({"align": 16}, "goes with ends"),
+        ({"ends": SOME_ENDS, "align": 0}, "positive number"),
+        ({"ends": SOME_ENDS.float()}, "ends must be int32 or int64"),
+        ({"ends": SOME_ENDS[None]}, r"ends must be \[experts\]"),
         ({"columnwise": True}, "go with quantize"),
         ({"quantize": "1x128", "rowwise": False}, "at least one copy"),
         ({"quantize": "row", "columnwise": True}, "1x128"),
         ({"quantize": "1x128", "quant_scale": torch.ones(1)}, "for block 'tensor'"),
         ({"quantize": "1x128", "out_dtype": torch.float32}, "out_dtype is for a plain result"),
-        ({"offsets": OFFSETS, "align": 8, "quantize": "1x128", "columnwise": True}, "multiples of 16"),
-        ({"offsets": OFFSETS, "align": 16, "quantize": "nvfp4", "columnwise": True}, "multiples of 32"),
-        ({"offsets": OFFSETS, "align": 64, "quantize": "128x128"}, "pad them to align=128"),
+        ({"ends": SOME_ENDS, "align": 8, "quantize": "1x128", "columnwise": True}, "multiples of 16"),
+        ({"ends": SOME_ENDS, "align": 16, "quantize": "nvfp4", "columnwise": True}, "multiples of 32"),
+        ({"ends": SOME_ENDS, "align": 64, "quantize": "128x128"}, "pad them to align=128"),
         (
-            {"offsets": OFFSETS, "align": 16, "quantize": "1x128", "columnwise": True, "rowwise": False},
+            {"ends": SOME_ENDS, "align": 16, "quantize": "1x128", "columnwise": True, "rowwise": False},
             "need the row-wise copy",
         ),
-        ({"offsets": OFFSETS, "align": 32, "quantize_grad": "nvfp4"}, "would mix experts"),
-        ({"offsets": OFFSETS, "align": 128, "quantize_grad": "row"}, "would mix experts"),
+        ({"ends": SOME_ENDS, "align": 32, "quantize_grad": "nvfp4"}, "would mix experts"),
+        ({"ends": SOME_ENDS, "align": 128, "quantize_grad": "row"}, "would mix experts"),
     ],
 )
 def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:

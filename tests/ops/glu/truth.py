@@ -63,12 +63,12 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
     return FEW * F.relu(a).maximum(F.relu(a).square()), FEW * F.relu(a)
 
 
-def regions(rows: int, offsets: Tensor | None, align: int) -> list[tuple[int, int, int]]:
+def regions(rows: int, ends: Tensor | None, align: int) -> list[tuple[int, int, int]]:
     """(first row, end of the rows, end of the padding) of every expert, and of what follows the last."""
-    if offsets is None:
+    if ends is None:
         return [(0, rows, rows)]
     found, start = [], 0
-    for end in offsets.tolist():
+    for end in ends.tolist():
         following = min(-(-end // align) * align, rows)
         found.append((start, max(end, start), max(following, start)))
         start = max(following, start)
@@ -95,7 +95,7 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     lead, hidden = gate.shape[:-1], gate.shape[-1]
     rows = gate.numel() // max(hidden, 1)
     real = torch.zeros(rows, dtype=torch.bool)
-    for start, end, _ in regions(rows, a["offsets"], a["align"]):
+    for start, end, _ in regions(rows, a["ends"], a["align"]):
         real[start:end] = True
     real = real.view(*lead, 1)
     gate = torch.where(real, gate, 0.0)  # nobody reads the padding
@@ -144,7 +144,7 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
 
 
 def assert_copies(
-    q: QTensor, value: Tensor, offsets: Tensor | None = None, align: int = 1, scale: Tensor | None = None
+    q: QTensor, value: Tensor, ends: Tensor | None = None, align: int = 1, scale: Tensor | None = None
 ) -> None:
     """The copies of q are the oracle's of the fp32 numbers `value`, and no column-wise block has two experts."""
     f = q.format
@@ -165,7 +165,7 @@ def assert_copies(
             assert torch.equal(q.rowwise.global_scale, wanted.global_scale), "global scale"
     if q.columnwise is None:
         return
-    if offsets is None or align % 128 == 0 or not f.group:
+    if ends is None or align % 128 == 0 or not f.group:
         wanted = oracle.quantize(value, transpose=True, **options)
         _same(q.columnwise.data, wanted.data, "column-wise codes")
         _same(q.columnwise.scale, wanted.scale.reshape(q.columnwise.scale.shape), "column-wise scales")
@@ -173,7 +173,7 @@ def assert_copies(
     if f.block == "nvfp4":
         options["amax"] = value.abs().max()
     used = torch.zeros(q.columnwise.scale.shape[1], dtype=torch.bool)
-    for expert, (start, _, end) in enumerate(regions(len(value), offsets, align)):
+    for expert, (start, _, end) in enumerate(regions(len(value), ends, align)):
         if start == end:
             continue
         wanted = oracle.quantize(value[start:end], transpose=True, **options)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/route.py"
+FILE = "ops/moe/route_kernels.py"
 R = "ops/moe/test_route.py::"
 
 SIZES, SMALL, SIZES_GPU = (
@@ -28,43 +28,43 @@ BALANCE = f"{R}test_balance_loss_counts_a_plain_top_k"
 PADDED = f"{R}test_layouts[padded]"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
-    "_route_kernel": [
-        ("the bias in the weights", "_route_kernel", "tl.where(hit, value, 0.0)", "tl.where(hit, choice, 0.0)", (BIAS,)),
-        ("the highest index among equals", "_route_kernel", "_, at = best_of(key, place[None, :], 1)  # [ROWS]", "_, at = best_of(key, -place[None, :], 1); at = -at  # [ROWS]", (EQUAL,)),
-        ("one choice too few", "_route_kernel", "for j in range(k):\n            _, at", "for j in range(k - 1):\n            _, at", (SIZES,)),
-        ("places for experts", "_route_kernel", "((at // TILE) * group_size + at % TILE).to(tl.int32)", "at", (GROUPED,)),
-        ("not renormalised", "_route_kernel", "weights / (tl.sum(weights, axis=1) + eps)[:, None]", "weights / (tl.sum(weights, axis=1) * 0.0 + 1.0)[:, None]", (SIGMOID,)),
-        ("no scale", "_route_kernel", "weights = weights * scale", "weights = weights", (SIGMOID,)),
-        ("rows past the end counted", "_route_kernel", "chosen = there[:, None] & (key == TAKEN)\n        counts", "chosen = key == TAKEN\n        counts", (SMALL,)),
+    "route_kernel": [
+        ("the bias in the weights", "route_kernel", "tl.where(hit, value, 0.0)", "tl.where(hit, choice, 0.0)", (BIAS,)),
+        ("the highest index among equals", "route_kernel", "_, at = best_of(key, place[None, :], 1)  # [ROWS]", "_, at = best_of(key, -place[None, :], 1); at = -at  # [ROWS]", (EQUAL,)),
+        ("one choice too few", "route_kernel", "for j in range(k):\n            _, at", "for j in range(k - 1):\n            _, at", (SIZES,)),
+        ("places for experts", "route_kernel", "((at // TILE) * group_size + at % TILE).to(tl.int32)", "at", (GROUPED,)),
+        ("not renormalised", "route_kernel", "weights / (tl.sum(weights, axis=1) + eps)[:, None]", "weights / (tl.sum(weights, axis=1) * 0.0 + 1.0)[:, None]", (SIGMOID,)),
+        ("no scale", "route_kernel", "weights = weights * scale", "weights = weights", (SIGMOID,)),
+        ("rows past the end counted", "route_kernel", "chosen = there[:, None] & (key == TAKEN)\n        counts", "chosen = key == TAKEN\n        counts", (SMALL,)),
         ("a group worth the last of its best", "_in_best_groups", "worth += number_of(best)", "worth = number_of(best)", (TWO_BEST,)),
-        ("the bias in the counts of the balance loss", "_route_kernel", "key_of(value), NOTHING)", "key_of(choice), NOTHING)", (BALANCE,)),
-        ("z loss of the logarithm, not its square", "_route_kernel", "lse * lse", "lse", (POST,)),
-        ("partial sums of all programs in one place", "_route_kernel", "total_off = program * experts + expert", "total_off = program * 0 + expert", (SIZES_GPU,)),
+        ("the bias in the counts of the balance loss", "route_kernel", "key_of(value), NOTHING)", "key_of(choice), NOTHING)", (BALANCE,)),
+        ("z loss of the logarithm, not its square", "route_kernel", "lse * lse", "lse", (POST,)),
+        ("partial sums of all programs in one place", "route_kernel", "total_off = program * experts + expert", "total_off = program * 0 + expert", (SIZES_GPU,)),
     ],
-    "_route_totals_kernel": [
-        ("counts of the last programs alone", "_route_totals_kernel", "        counts += tl.sum(tl.load(counts_ptr", "        counts = tl.sum(tl.load(counts_ptr", (SIZES_GPU,)),
-        ("scores of the last programs alone", "_route_totals_kernel", "score_sums += tl.sum(tl.load(", "score_sums = tl.sum(tl.load(", (SIZES_GPU,)),
-        ("z of the last programs alone", "_route_totals_kernel", "z_sum += tl.load(", "z_sum = tl.load(", (SIZES_GPU,)),
-        ("tokens that were sent for those of a plain top-k", "_route_totals_kernel", "tl.load(score_counts_ptr + off", "tl.load(counts_ptr + off", (BALANCE,)),
-        ("one program too few", "_route_totals_kernel", "(program < programs)[:, None]", "(program < programs - 1)[:, None]", (SIZES_GPU,)),
-        ("z of one program too few", "_route_totals_kernel", "mask=program < programs, other", "mask=program < programs - 1, other", (SIZES_GPU,)),
-        ("the last programs left out", "_route_totals_kernel", "range(0, programs, ROWS)", "range(0, programs - ROWS, ROWS)", (SIZES_GPU,)),
-        ("the program before", "_route_totals_kernel", "(program.to(tl.int64) * experts)", "((program // 2 * 2).to(tl.int64) * experts)", (SIZES_GPU,)),
-        ("the first tile alone", "_route_totals_kernel", "tl.program_id(0) * TILE + tl.arange(0, TILE)", "tl.program_id(0) * 0 + tl.arange(0, TILE)", (SIZES_GPU,)),
-        ("the mean over programs, not the sum", "_route_totals_kernel", "total_score_sums_ptr + expert, score_sums,", "total_score_sums_ptr + expert, score_sums / programs,", (SIZES_GPU,)),
-        ("the largest z, not the sum", "_route_totals_kernel", "tl.store(total_z_ptr, tl.sum(z_sum, axis=0))", "tl.store(total_z_ptr, tl.max(z_sum, axis=0))", (SIZES_GPU,)),
+    "route_totals_kernel": [
+        ("counts of the last programs alone", "route_totals_kernel", "        counts += tl.sum(tl.load(counts_ptr", "        counts = tl.sum(tl.load(counts_ptr", (SIZES_GPU,)),
+        ("scores of the last programs alone", "route_totals_kernel", "score_sums += tl.sum(tl.load(", "score_sums = tl.sum(tl.load(", (SIZES_GPU,)),
+        ("z of the last programs alone", "route_totals_kernel", "z_sum += tl.load(", "z_sum = tl.load(", (SIZES_GPU,)),
+        ("tokens that were sent for those of a plain top-k", "route_totals_kernel", "tl.load(score_counts_ptr + off", "tl.load(counts_ptr + off", (BALANCE,)),
+        ("one program too few", "route_totals_kernel", "(program < programs)[:, None]", "(program < programs - 1)[:, None]", (SIZES_GPU,)),
+        ("z of one program too few", "route_totals_kernel", "mask=program < programs, other", "mask=program < programs - 1, other", (SIZES_GPU,)),
+        ("the last programs left out", "route_totals_kernel", "range(0, programs, ROWS)", "range(0, programs - ROWS, ROWS)", (SIZES_GPU,)),
+        ("the program before", "route_totals_kernel", "(program.to(tl.int64) * experts)", "((program // 2 * 2).to(tl.int64) * experts)", (SIZES_GPU,)),
+        ("the first tile alone", "route_totals_kernel", "tl.program_id(0) * TILE + tl.arange(0, TILE)", "tl.program_id(0) * 0 + tl.arange(0, TILE)", (SIZES_GPU,)),
+        ("the mean over programs, not the sum", "route_totals_kernel", "total_score_sums_ptr + expert, score_sums,", "total_score_sums_ptr + expert, score_sums / programs,", (SIZES_GPU,)),
+        ("the largest z, not the sum", "route_totals_kernel", "tl.store(total_z_ptr, tl.sum(z_sum, axis=0))", "tl.store(total_z_ptr, tl.max(z_sum, axis=0))", (SIZES_GPU,)),
     ],
-    "_route_backward_kernel": [
-        ("no scale", "_route_backward_kernel", "gradient[:, None] * scale", "gradient[:, None]", (SIGMOID,)),
-        ("the last slot left out", "_route_backward_kernel", "for j in range(k):\n            at =", "for j in range(k - 1):\n            at =", (SIGMOID,)),
-        ("logits as if contiguous", "_route_backward_kernel", "\n    off = tl.multiple_of(row * stride, ALIGN)", "\n    off = tl.multiple_of(row * experts, ALIGN)", (PADDED,)),
-        ("a softmax after the choice over all", "_route_backward_kernel", "tl.where(chosen != 0, x, -float(\"inf\"))", "tl.where(chosen >= 0, x, -float(\"inf\"))", (POST,)),
-        ("the weights' gradient lost to the balance loss'", "_route_backward_kernel", "dx += s * (ds", "dx = s * (ds", (POST,)),
-        ("a softmax's sum with the wrong sign", "_route_backward_kernel", "(ds - tl.sum(s * ds, axis=1)[:, None])", "(ds + tl.sum(s * ds, axis=1)[:, None])", (PRE,)),
-        ("half the gradient of z with softmax", "_route_backward_kernel", "2.0 * lse[:, None] * s", "lse[:, None] * s", (POST,)),
-        ("shares' sum with the wrong sign", "_route_backward_kernel", "(share_grad - tl.sum(", "(share_grad + tl.sum(", (SIGMOID,)),
-        ("sigmoid for 1 - sigmoid", "_route_backward_kernel", "s * sigmoid(-x)", "s * sigmoid(x)", (SIGMOID,)),
-        ("a root without its 2", "_route_backward_kernel", "sigmoid(x) / (2.0 * tl.where(", "sigmoid(x) / (1.0 * tl.where(", (ROOT,)),
+    "route_backward_kernel": [
+        ("no scale", "route_backward_kernel", "gradient[:, None] * scale", "gradient[:, None]", (SIGMOID,)),
+        ("the last slot left out", "route_backward_kernel", "for j in range(k):\n            at =", "for j in range(k - 1):\n            at =", (SIGMOID,)),
+        ("logits as if contiguous", "route_backward_kernel", "\n    off = tl.multiple_of(row * stride, ALIGN)", "\n    off = tl.multiple_of(row * experts, ALIGN)", (PADDED,)),
+        ("a softmax after the choice over all", "route_backward_kernel", "tl.where(chosen != 0, x, -float(\"inf\"))", "tl.where(chosen >= 0, x, -float(\"inf\"))", (POST,)),
+        ("the weights' gradient lost to the balance loss'", "route_backward_kernel", "dx += s * (ds", "dx = s * (ds", (POST,)),
+        ("a softmax's sum with the wrong sign", "route_backward_kernel", "(ds - tl.sum(s * ds, axis=1)[:, None])", "(ds + tl.sum(s * ds, axis=1)[:, None])", (PRE,)),
+        ("half the gradient of z with softmax", "route_backward_kernel", "2.0 * lse[:, None] * s", "lse[:, None] * s", (POST,)),
+        ("shares' sum with the wrong sign", "route_backward_kernel", "(share_grad - tl.sum(", "(share_grad + tl.sum(", (SIGMOID,)),
+        ("sigmoid for 1 - sigmoid", "route_backward_kernel", "s * sigmoid(-x)", "s * sigmoid(x)", (SIGMOID,)),
+        ("a root without its 2", "route_backward_kernel", "sigmoid(x) / (2.0 * tl.where(", "sigmoid(x) / (1.0 * tl.where(", (ROOT,)),
         ("the sum a constant to the gradient", "_through_sum", "(ds - tl.sum(ds * s, axis=1)[:, None] / total)", "ds", (DIVIDED,)),
     ],
 }  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/router_linear.py"
+FILE = "ops/moe/router_linear.py"
 SPLIT = "tiles/split.py"
 R = "ops/moe/test_router_linear.py::"
 
@@ -49,7 +49,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
     "_router_linear_dweight_kernel": [
         ("splits without an end", "_router_linear_dweight_kernel", "tl.minimum(first + split_rows, rows)", "tl.minimum(rows + split * 0, rows)", (ERROR,)),
         ("partial sums in one place", "_router_linear_dweight_kernel", "(split * experts + expert)", "(split * 0 + expert)", (ERROR,)),
-        ("the last split not launched", f"{FILE}:_launch_router_linear_backward", "launch((tiles, splits, 1)", "launch((tiles, max(splits - 1, 1), 1)", (ERROR,)),
+        ("the last split not launched", f"{FILE}:_launch_dweight", "launch((tiles, splits, 1)", "launch((tiles, max(splits - 1, 1), 1)", (ERROR,)),
         ("the last rows alone", "_router_linear_dweight_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
         ("dbias of the last rows alone", "_router_linear_dweight_kernel", "total_bias += tl.sum", "total_bias = tl.sum", (MANY,)),
         ("without the last row of dy", "_router_linear_dweight_kernel", "dy_mask = (row < last)", "dy_mask = (row < last - 1)", (SMALL,)),

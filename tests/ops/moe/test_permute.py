@@ -19,7 +19,9 @@ import weft
 from tests.catalogue.test_catalogue import LAYOUTS, arguments_of, assert_same, far_apart, near
 from tests.ops.moe import truth_permute
 from weft import Format, QTensor, RowMap
+from weft.ops.moe.permute import UnpermuteBackwardArgs, UnpermuteNeeds
 from weft.quant import Copy
+from weft.quant.qtensor import PLAIN
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call, for_op
 
@@ -147,7 +149,7 @@ def test_too_few_rows_for_every_consumer(align: int, room: int, dense: bool) -> 
     dz = torch.randn(64, 32)
     with triton_loom.sanitize() as seen:
         y, prob = weft.permute(leaves[0], rows, leaves[1])
-        h = weft.glu(y, prob=prob, offsets=rows.ends, align=align)
+        h = weft.glu(y, prob=prob, ends=rows.ends, align=align)
         got = [weft.unpermute(h, rows)]
         got += torch.autograd.grad(got[0], leaves, dz)
         weft.permute(leaves[0].detach(), rows, quantize="mx", columnwise=align == 128)
@@ -349,6 +351,7 @@ def test_every_configuration_gives_the_same_bits(target: str, cols: int) -> None
         return {
             **found,
             "codes": weft.permute(x, rows, quantize="1x128"),
+            "codes of rows": weft.permute(x, rows, quantize="row"),
             "sum": weft.unpermute(moved, rows, probs),
         }
 
@@ -377,12 +380,12 @@ def test_dtypes(dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
 
 # ---- quantised rows --------------------------------------------------------------------------------------
 
-MADE = [("1x128", 301), ("mx", 301), ("e2m1:mx:torchao", 96)]
+MADE = [("1x128", 301), ("mx", 301), ("e2m1:mx:torchao", 96), ("row", 1030)]
 MADE_SLOWLY = [
     (format, cols)
     for format in (
         "1x128", "mx", "e2m1:mx:torchao", "e5m2:1x128:deepgemm", "e4m3:1x128:vllm", "int8:1x128:sglang",
-        "e5m2:mx:deepgemm",
+        "e5m2:mx:deepgemm", "row", "int8:row:vllm", "e5m2:row:te",
     )
     for cols in (96, 301, 1030)
     if (format, cols) not in MADE
@@ -396,7 +399,9 @@ def test_quantised_on_the_way(format: str, cols: int) -> None:
     """The bytes of quantising afterwards, pads and tails included, by either copy alone or both."""
     x, rows, probs = layer(cols=cols, align=128)
     wanted = weft.quantize(weft.permute(x, rows), format, columnwise=True)
-    for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+    # One scale to a row has no column-wise copy here: a column's scale would belong to several experts.
+    by_columns = [] if wanted.format.block == "row" else [(False, True), (True, True)]
+    for rowwise, columnwise in [(True, False), *by_columns]:
         q, row_probs = weft.permute(x, rows, probs, quantize=format, rowwise=rowwise, columnwise=columnwise)
         assert torch.equal(row_probs, weft.permute(x, rows, probs)[1])
         copies = (wanted.rowwise if rowwise else None, wanted.columnwise if columnwise else None)
@@ -468,12 +473,13 @@ def test_gradients_pass_through_quantised_rows() -> None:
     for f in (
         lambda x: weft.permute(x, rows),
         lambda x: weft.permute(x, rows, quantize="1x128").dequantize(),
+        lambda x: weft.permute(x, rows, quantize="row").dequantize(),
         lambda x: weft.permute(weft.quantize(x, "1x128"), rows).dequantize(),
     ):
         leaf = x.clone().requires_grad_()
         found.append(torch.autograd.grad(f(leaf), leaf, gradient)[0])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    for gradient_of_quantised in found[1:]:
+        assert torch.equal(found[0], gradient_of_quantised)
     call = Call(weft.permute, {"x": x, "rows": rows})
     near(found[0], truth_permute.permute(call, {"y": gradient})["dx"])  # type: ignore[arg-type]
 
@@ -481,7 +487,7 @@ def test_gradients_pass_through_quantised_rows() -> None:
 # ---- nothing at all --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [None, "1x128", "mx"])
+@pytest.mark.parametrize("format", [None, "1x128", "mx", "row"])
 @pytest.mark.parametrize("room", [0, 32])
 def test_a_rank_without_tokens(format: str | None, room: int) -> None:
     """Bug C9: the shapes that were promised, and gradients for everything."""
@@ -490,10 +496,11 @@ def test_a_rank_without_tokens(format: str | None, room: int) -> None:
     rows = weft.row_map(torch.zeros(0, 2, dtype=torch.int64), 4, align=128, rows=room)
     assert rows.offsets.tolist() == rows.counts.tolist() == [0] * 4
     assert rows.slot_of_row.tolist() == [-1] * room
-    y, row_probs = weft.permute(x, rows, probs, quantize=format, columnwise=format is not None)
+    columnwise = format in ("1x128", "mx")
+    y, row_probs = weft.permute(x, rows, probs, quantize=format, columnwise=columnwise)
     assert y.shape == (room, 96)
     if format is not None:
-        zeros = weft.quantize(torch.zeros(room, 96).bfloat16(), format, columnwise=True)
+        zeros = weft.quantize(torch.zeros(room, 96).bfloat16(), format, columnwise=columnwise)
         assert_same({"y": y}, {"y": zeros}, "pads")
         y = y.dequantize()
     assert not y.count_nonzero()
@@ -598,7 +605,7 @@ def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
 def test_offsets_have_64_bits() -> None:
     x = far_apart(4, 96)
     rows = weft.row_map(routing(4, 2, 3), 3, align=128)
-    for options in ({}, {"quantize": "1x128"}, {"quantize": "mx", "columnwise": True}):
+    for options in ({}, {"quantize": "1x128"}, {"quantize": "row"}, {"quantize": "mx", "columnwise": True}):
         got = weft.permute(x, rows, **options)
         assert_same({"y": got}, {"y": weft.permute(x.contiguous(), rows, **options)}, "far apart")
     few = weft.row_map(torch.tensor([[0, 1], [1, 0]]), 2)
@@ -711,8 +718,9 @@ def test_compiled_is_eager(function: Callable[..., tuple[Tensor, ...]]) -> None:
 
 def opchecked(name: str, call: Call, **options: Any) -> None:
     leaves = {n: t.detach().requires_grad_() for n, t in call.tensors().items() if t.is_floating_point()}
-    for args in arguments_of(call.with_(**leaves), name)[:1]:
-        torch.library.opcheck(weft.catalogue[name].overload, args, **options)
+    op = weft.catalogue[name]
+    (a,) = arguments_of(call.with_(**leaves), name)[0]
+    torch.library.opcheck(op.overload, op.arguments.flatten(a), **options)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -729,8 +737,9 @@ def test_opcheck(dense: bool) -> None:
     opchecked(
         "unpermute", Call(weft.unpermute, {"y": y, "rows": rows, "probs": probs, "carried": y[:, 0].clone()})
     )
-    args = (torch.randn(37, 96), y, None, None, probs, rows.row_of_slot, rows.slot_of_row, rows.experts, None)
-    torch.library.opcheck(weft.catalogue["unpermute_backward"].overload, (*args, [True, True]))
+    op = weft.catalogue["unpermute_backward"]
+    a = UnpermuteBackwardArgs(torch.randn(37, 96), y, PLAIN, probs, rows, UnpermuteNeeds(True, True))
+    torch.library.opcheck(op.overload, op.arguments.flatten(a))
 
 
 def test_opcheck_of_fp8() -> None:
@@ -763,7 +772,8 @@ def test_what_is_refused() -> None:
         (r"probs must have the shape \(37, 3\)", lambda: weft.permute(x, rows, probs[:, :2])),
         ("go with quantize", lambda: weft.permute(x, rows, columnwise=True)),
         ("align=128", lambda: weft.permute(x, rows, quantize="1x128", columnwise=True)),
-        ("blocks 1x128, mx", lambda: weft.permute(x, rows, quantize="tensor")),
+        ("blocks 1x128, mx, row", lambda: weft.permute(x, rows, quantize="tensor")),
+        ("one scale to a whole column", lambda: weft.permute(x, rows, quantize="row", columnwise=True)),
         ("at least one copy", lambda: weft.permute(x, rows, quantize="1x128", rowwise=False)),
         ("quantised already", lambda: weft.permute(q, rows, quantize="1x128")),
         ("row-wise copy", lambda: weft.permute(weft.quantize(x, "128x128"), rows)),

@@ -18,6 +18,7 @@ from tests.catalogue.test_catalogue import LAYOUTS, assert_same, far_apart
 from tests.ops.moe import truth_router
 from tests.ops.moe.truth_router import Rule
 from weft.ops import CONVENTIONS, Routing
+from weft.ops.moe.route import Groups, RouteArgs, RouteBackwardArgs, Weighing
 from weft.runtime import choosing_for, recording
 
 # ---- the peers, in plain PyTorch, with the lowest index first among equals ----------------------------------
@@ -795,14 +796,14 @@ def test_deterministic(target: str) -> None:
 
 def test_launches() -> None:
     """One launch and the sums over programs; one alone for what one program holds; one backward."""
-    for rows, kernels in ((8192, ["_route_kernel", "_route_totals_kernel"]), (2, ["_route_kernel"])):
+    for rows, kernels in ((8192, ["route_kernel", "route_totals_kernel"]), (2, ["route_kernel"])):
         x = torch.empty(rows, 256, device="meta", requires_grad=True)
         with recording("sm_90") as seen:
             got = weft.route(x, 8, balance_coefficient=1.0, z_coefficient=1.0)
         assert [v.kernel for v in seen] == kernels
         with recording("sm_90") as seen:
             (got.weights.sum() + got.balance_loss + got.z_loss).backward()
-        assert [v.kernel for v in seen] == ["_route_backward_kernel"]
+        assert [v.kernel for v in seen] == ["route_backward_kernel"]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -818,22 +819,15 @@ def test_gradcheck_of_the_reference(rule: str) -> None:
 
 def test_opcheck() -> None:
     x = torch.randn(9, 48, requires_grad=True)
-    fixed = (1e-20, 1.5, torch.float32, torch.int64, True, True)
-    args = (x, torch.randn(48), 4, "sigmoid", False, 4, 2, 2, False, True, *fixed)
-    torch.library.opcheck(weft.catalogue["route"].overload, args)
-    indices = weft.catalogue["route"](*args)[1]
-    args = (
-        x.detach(),
-        indices,
-        torch.randn(9, 4),
-        torch.randn(48),
-        torch.randn(()),
-        "sigmoid",
-        False,
-        True,
-        *fixed[:2],
-    )
-    torch.library.opcheck(weft.catalogue["route_backward"].overload, args)
+    how = Weighing("sigmoid", post_softmax=False, renormalize=True, eps=1e-20, scale=1.5)
+    groups = Groups(number=4, topk=2, best=2, masked_is_zero=False)
+    a = RouteArgs(x, torch.randn(48), 4, how, groups, torch.float32, torch.int64, True, True)
+    op = weft.catalogue["route"]
+    torch.library.opcheck(op.overload, op.arguments.flatten(a))
+    gradients = (torch.randn(9, 4), torch.randn(48), torch.randn(()))
+    backward = weft.catalogue["route_backward"]
+    b = RouteBackwardArgs(x.detach(), op(a).indices, *gradients, how)
+    torch.library.opcheck(backward.overload, backward.arguments.flatten(b))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

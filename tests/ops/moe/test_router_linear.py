@@ -282,7 +282,7 @@ def test_opcheck() -> None:
     x, weight, bias, dy = inputs(9, 48, 12)
     tracked = tuple(t.requires_grad_() for t in (x, weight, bias))
     torch.library.opcheck(weft.catalogue["router_linear"].overload, tracked)
-    args = (*(t.detach() for t in tracked), dy, [True, True, True])
+    args = (*(t.detach() for t in tracked), dy, True, True, True)
     torch.library.opcheck(weft.catalogue["router_linear_backward"].overload, args)
 
 

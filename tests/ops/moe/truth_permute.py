@@ -156,15 +156,11 @@ def unpermute(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
 
 
 def unpermute_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    rows = RowMap(
-        call["row_of_slot"], call["slot_of_row"], call["probs"][0], call["probs"][0], 1, call["experts"]
-    )
-    y = call["rows"]
+    y, codes = call["rows"], call["codes"]
     if y is None:
-        shape = (len(call["codes"]), call["dy"].shape[-1])
-        copy = Copy(call["codes"], call["codes_scale"])
-        y = QTensor(shape, call["dy"].dtype, Format.of(call["format"]), copy)
-    forward = Call(unpermute, {"y": y, "rows": rows, "probs": call["probs"]})
+        shape = (len(codes.data), call["dy"].shape[-1])
+        y = QTensor(shape, call["dy"].dtype, Format.of(codes.format), Copy(codes.data, codes.scale))
+    forward = Call(unpermute, {"y": y, "rows": call["map"], "probs": call["probs"]})
     found = unpermute(forward, {"y": call["dy"]})
     return {"y": found["dy"], "output1": found["dprobs"]}
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from tests.support.mutation import Mutant
 
-NORM, QUANTIZE, COPIES, ROWS = (f"ops/{name}.py" for name in ("norm", "quantize", "copies", "rows"))
-GLU, GROUPS, ACTIVATIONS = "ops/glu.py", "ops/groups.py", "tiles/activations.py"
+NORM, QUANTIZE, COPIES, ROWS = (
+    f"ops/{name}.py" for name in ("norm/kernels", "quantize", "common/copies", "common/rows")
+)
 NUMBERS, TILE, REDUCE, SCALES = (f"tiles/{name}.py" for name in ("numbers", "quantize", "reduce", "scales"))
 
 # ---- tests that catch things quickly ----------------------------------------------------------------------------
@@ -129,8 +130,8 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("tensor amax of a tile's first row", "_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(y, axis=1), 0.0), axis=0)", (f"{TILES}[cpu-300]",)),
     ("all tiles of a stripe keep amax in one place", "_norm_stripe_kernel", "amax_ptr + tl.program_id(0)", "amax_ptr + tl.program_id(0) // tiles", (f"{TILES}[cpu-300]",)),
     ("transposed copy not transposed", f"{COPIES}:store_transposed", "codes = tl.trans(codes)", "codes = codes", (BOTH,)),
-    ("scales of all stripes in the first one's place", f"{COPIES}:store_stripe", "group = stripe * (STRIPE // G) + tl.arange", "group = stripe * 0 + tl.arange", (BOTH,)),
-    ("given scale taken for an amax", "_norm_stripe_kernel", "CAST, STATIC, ALIGN", "CAST, False, ALIGN", (f"{B}test_norms_with_a_given_scale",)),
+    ("scales of all stripes in the first one's place", f"{COPIES}:store_stripe", "group = stripe.number * (STRIPE // G) + tl.arange", "group = stripe.number * 0 + tl.arange", (BOTH,)),
+    ("given scale taken for an amax", "_norm_stripe_kernel", "CAST, STATIC)", "CAST, False)", (f"{B}test_norms_with_a_given_scale",)),
 ]  # fmt: skip
 
 _BACKWARD: list[tuple[Any, ...]] = [
@@ -225,7 +226,7 @@ _QROWS: list[tuple[Any, ...]] = [
     ("x times MAX / amax where it is x / d", f"{SCALES}:scaled", "tl.div_rn(x, factor)", "x * tl.div_rn(1.0, factor)", (f"{EVERY}[e4m3:1x128:vllm-rows]",)),
     ("mx exponent rounded down", f"{SCALES}:mx_scale", "exponent + tl.where(mantissa != 0, 1, 0)", "exponent", (f"{EVERY}[e4m3:mx:te-rows]",)),
     ("nvfp4 multiplied in another order", f"{SCALES}:nvfp4_scale", "amax * (encode * 0.1666666716337204)", "amax * 0.1666666716337204 * encode", (f"{B}test_nvfp4_scales_next_to_a_boundary[te]",)),
-    ("scales of a row all in the first tile's place", f"{COPIES}:store_rows", "group = start // FORMAT.group + tl.arange", "group = start * 0 + tl.arange", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
+    ("scales of a row all in the first tile's place", f"{COPIES}:store_rows", "group = tile.start // G + tl.arange", "group = tile.start * 0 + tl.arange", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("scale of the next group", f"{TILE}:quantize_rows", "scaled(groups, factor[:, :, None], FORMAT)", "scaled(groups, tl.flip(factor, 1)[:, :, None], FORMAT)", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("32-bit row offsets", "_quantize_rows_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{B}test_large_strides[offsets]",)),
     ("odd rows end in half a code of nothing", f"{COPIES}:store_codes", "[None, :], codes, 0)", "[None, :], codes, 1)", (f"{SHAPES}[e2m1:mx:te]",)),
@@ -233,16 +234,16 @@ _QROWS: list[tuple[Any, ...]] = [
 
 _QSTRIPE: list[tuple[Any, ...]] = [
     ("transposed copy not transposed", f"{COPIES}:store_transposed", "codes = tl.trans(codes)", "codes = codes", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
-    ("pads of transposed rows left unwritten", f"{COPIES}:store_transposed", "bound = (((rows + PACKED - 1) // PACKED + 15) // 16) * 16", "bound = (rows + PACKED - 1) // PACKED", (f"{PADS}[e4m3:1x128:te:pow2-auto]",)),
+    ("pads of transposed rows left unwritten", f"{COPIES}:store_transposed", "bound = (((stripe.rows + PACKED - 1) // PACKED + 15) // 16) * 16", "bound = (stripe.rows + PACKED - 1) // PACKED", (f"{PADS}[e4m3:1x128:te:pow2-auto]",)),
     ("transposed rows end in half a code of nothing", f"{COPIES}:store_transposed", "[None, :], codes, 0)", "[None, :], codes, 1)", (f"{SHAPES}[e2m1:mx:te]",)),
-    ("transposed bytes counted as codes", f"{COPIES}:store_transposed", "byte = stripe * (STRIPE // PACKED)", "byte = stripe * STRIPE", (f"{EVERY}[e2m1:mx:te-both]",)),
+    ("transposed bytes counted as codes", f"{COPIES}:store_transposed", "byte = stripe.number * (STRIPE // PACKED)", "byte = stripe.number * STRIPE", (f"{EVERY}[e2m1:mx:te-both]",)),
     ("scales of columns written by the second stripe", "_quantize_stripe_kernel", "(stripe == 0)", "(stripe == 1)", (f"{SHAPES}[int8:row:te]",)),
     ("scales of rows not written", "_quantize_stripe_kernel", "(start == 0)", "(start < 0)", (f"{SHAPES}[int8:row:te]",)),
     ("all columns scaled like the first", "_quantize_stripe_kernel", "col_amax_ptr + col,", "col_amax_ptr + col * 0,", (f"{SHAPES}[int8:row:te]",)),
     ("both copies draw the same", "_quantize_stripe_kernel", "random_t = _draw(seed_low, seed_high, row, col, 1)", "random_t = _draw(seed_low, seed_high, row, col, 0)", (f"{B}test_stochastic_rounding[e4m3:1x128:te:pow2]",)),
-    ("scales of squares all in the first tile's place", f"{COPIES}:store_stripe", "square = start // STRIPE + tl.arange", "square = start * 0 + tl.arange", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
-    ("strides of a square's transposed scale swapped", f"{COPIES}:store_stripe", "square * scale_t_row_stride + stripe * scale_t_col_stride", "square * scale_t_col_stride + stripe * scale_t_row_stride", (f"{EVERY}[e4m3:128x128:torchao:pow2-both]",)),
-    ("strides of transposed scales swapped", f"{COPIES}:store_stripe", "(group * scale_t_col_stride)[:, None] + (col.to(tl.int64) * scale_t_row_stride)", "(group * scale_t_row_stride)[:, None] + (col.to(tl.int64) * scale_t_col_stride)", (f"{SHAPES}[e2m1:mx:te]",)),
+    ("scales of squares all in the first tile's place", f"{COPIES}:store_stripe", "square = stripe.start // STRIPE + tl.arange", "square = stripe.start * 0 + tl.arange", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
+    ("strides of a square's transposed scale swapped", f"{COPIES}:store_stripe", "square * copy_t.scale_row_stride + stripe.number * copy_t.scale_col_stride", "square * copy_t.scale_col_stride + stripe.number * copy_t.scale_row_stride", (f"{EVERY}[e4m3:128x128:torchao:pow2-both]",)),
+    ("strides of transposed scales swapped", f"{COPIES}:store_stripe", "tl.store(copy_t.scale + (group_off[:, None] + col_off[None, :])", "tl.store(copy_t.scale + (group * copy_t.scale_row_stride)[:, None] + (col.to(tl.int64) * copy_t.scale_col_stride)[None, :]", (f"{SHAPES}[e2m1:mx:te]",)),
     ("32-bit row offsets", "_quantize_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", (f"{B}test_large_strides[offsets]",)),
     ("tiles counted without the last", "_quantize_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("last tile not launched", f"{QUANTIZE}:_launch_quantize", "launch(\n            (stripes * tiles, 1, 1),", "launch(\n            (max(stripes * tiles - 1, 1), 1, 1),", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
@@ -315,89 +316,6 @@ _TENSOR: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
-# ---- gated linear units ---------------------------------------------------------------------------------------------
-
-SILU, RELU2, GELU, TANH, SIGMOID = (
-    f"{G}test_gated_activations_are_pytorchs[{act}]"
-    for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
-)
-GELU_TAIL = f"{G}test_gelu_keeps_its_digits_in_the_tail[triton]"
-ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
-PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
-SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
-STRIPES_OF = f"{G}test_blocks_never_mix_experts[cpu-256-1x128]"
-SLOTS_GPU = f"{G}test_blocks_never_mix_experts[sm_90-16-1x128]"
-MANY = f"{G}test_many_experts_in_slots"
-GPT = f"{G}test_gpt_oss"
-LIMITS = f"{G}test_limits_include_their_ends[concat]"
-PROB = f"{G}test_probabilities"
-GLU_SIZES = f"{G}test_sizes[3-1025]"
-
-_GLU: list[tuple[Any, ...]] = [
-    ("up and gate swapped", "_value", "y = activate(gate, alpha, ACT)", "gate, up = up, gate; y = activate(gate, alpha, ACT)", (GPT,)),
-    ("no limit of the gate", "_value", "gate = at_most(gate, limit)", "gate = gate", (GPT, LIMITS)),
-    ("up limited on one side", "_value", "_at_least(at_most(up, limit), -limit)", "at_most(up, limit)", (GPT, LIMITS)),
-    ("limit swallows NaN", f"{SCALES}:at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
-    ("no alpha", f"{ACTIVATIONS}:activate", "a * _sigmoid(alpha * a)", "a * _sigmoid(a)", (GPT,)),
-    ("no up_offset", "_value", "y * (up + up_offset)", "y * up", (GPT,)),
-    ("not weighted", "_value", "y = y * prob[:, None]", "y = y", (PROB,)),
-    ("every row weighted like the first", "_glu_kernel", "prob_ptr + row * prob_stride", "prob_ptr + row * 0 * prob_stride", (PROB,)),
-    ("y cut, not rounded", "_glu_kernel", "y.to(y_ptr.dtype.element_ty)", DOWN_TO_BF16.format("y") + ".to(y_ptr.dtype.element_ty)", (f"{G}test_swiglu_in_bf16_is_rounded_once",)),
-    ("pairs split at the wrong place", "_load_parts", "pair = 2 * start + ", "pair = start + ", (workload("accuracy", "glu:gpt-oss-20b/experts:gpt-oss:32768"),)),
-    ("tiles after the first left out", "_glu_kernel", "tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)", "1", (GLU_SIZES,)),
-    ("row amax of the last tile alone", "_glu_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:row-fp8:1"),)),
-    ("tensor amax of the last tile alone", "_glu_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:nvfp4:1"),)),
-    ("up before the gate's end", "_glu_kernel", "up_off + up_shift", "up_off", (f"{G}test_layouts_are_one_maths",)),
-    ("32-bit row offsets", "_glu_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
-    ("padding is read", "_place", "read = written & real_rows(row, ends_ptr, groups, align)", "read = written", (ONE_BY_ONE,)),
-    ("padding begins with the next expert", f"{GROUPS}:real_rows", "start = (before + align - 1) // align * align", "start = before", (PADDED,)),
-    ("rows after the last expert are real", f"{GROUPS}:real_rows", " & (row < last)", "", (ONE_BY_ONE,)),
-    ("one chunk of experts", f"{GROUPS}:real_rows", "range(0, groups, CHUNK)", "range(0, 1, CHUNK)", (f"{G}test_experts_of_any_number_and_size",)),
-    ("slots of the wrong expert", f"{GROUPS}:group_stripe", "group = passed - 1", "group = passed", (SLOTS,)),
-    ("experts share a slot", f"{GROUPS}:group_stripe", "(start // ROWS + group <= stripe)", "(start // ROWS <= stripe)", (SLOTS,)),
-    ("one chunk of slots", f"{GROUPS}:group_stripe", "range(0, groups + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
-    ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),
-    ("experts begin in padding", f"{GROUPS}:group_stripe", "(before + align - 1) // align * align <= first_row", "before <= first_row", (STRIPES_OF,)),
-    ("scales of all slots in one place", "_glu_kernel", "data_t_scale_ptr += block * ", "data_t_scale_ptr += 0 * block * ", (SLOTS,)),
-    ("codes of all slots in one place", "_glu_kernel", "data_t_ptr += first // PACKED", "data_t_ptr += 0 * first // PACKED", (SLOTS,)),
-    ("padding of a slot is another expert's", "_glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),
-    ("given scale taken for an amax", "_glu_kernel", "FORMAT, STATIC)", "FORMAT, False)", (f"{G}test_amax_is_that_of_y[tensor]", workload("quantized_bytes", "glu:llama3-8b/ffn:static-fp8:1"))),
-    ("last rows left out", f"{GLU}:_blocks", "return -(-rows // config.rows)", "return -(-(rows - 1) // config.rows)", (GLU_SIZES,)),
-]  # fmt: skip
-
-_GLU_BACKWARD: list[tuple[Any, ...]] = [
-    ("upstream gradient of ones", "_gradients_of", "w = dy\n", "w = dy * 0.0 + 1.0\n", (SILU,)),
-    ("slope of the unlimited gate", "_gradients_of", "activate_with_slope(a, alpha, ACT)", "activate_with_slope(gate, alpha, ACT)", (GPT,)),
-    ("gradient of a limited gate", "_gradients_of", "dgate = tl.where(gate > limit, 0.0, dgate)", "dgate = dgate", (LIMITS,)),
-    ("no gradient at the limit", "_gradients_of", "tl.where(gate > limit, 0.0, dgate)", "tl.where(gate >= limit, 0.0, dgate)", (LIMITS,)),
-    ("no gradient of up at the limit", "_gradients_of", "tl.where(tl.abs(up) > limit, 0.0, dup)", "tl.where(tl.abs(up) >= limit, 0.0, dup)", (LIMITS,)),
-    ("gradient of a limited up", "_gradients_of", "tl.where(tl.abs(up) > limit, 0.0, dup)", "tl.where(up > limit, 0.0, dup)", (LIMITS,)),
-    ("gradient not weighted", "_gradients_of", "w = dy * prob[:, None]", "w = dy", (PROB,)),
-    ("dprob weighted", "_gradients_of", "dy * (f * g)", "w * (f * g)", (PROB,)),
-    ("dprob of one tile", "_glu_backward_kernel", "dprob += tl.sum(terms, axis=1)", "dprob = tl.sum(terms, axis=1)", (GLU_SIZES,)),
-    ("no up_offset", "_gradients_of", "g = g + up_offset", "g = g", (GPT,)),
-    ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
-    ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
-    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{G}test_sigmoid_with_alpha",)),
-    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + (0.3989422804014327 * a) * power", "cdf", (GELU,)),
-    ("gelu's exponent rounded", f"{ACTIVATIONS}:_exp_of_half_square", "tl.fma(power, -0.6931471805599453 * exponent_low, power)", "power", (GELU_TAIL,)),
-    ("gelu's square rounded", f"{ACTIVATIONS}:_exp_of_half_square", "exponent_low += square_low * 0.7213475108146667", "", (GELU_TAIL,)),
-    ("gelu by erf", f"{ACTIVATIONS}:_normal_cdf", "tl.where(a < 0.0, power * m, 1.0 - power * m)", "0.5 * (1.0 + tl.erf(a * 0.7071067811865476))", (GELU_TAIL,)),
-    ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
-    ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
-    ("relu2's slope halved", f"{ACTIVATIONS}:activate_with_slope", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),
-    ("dup in dgate's place", "_glu_backward_kernel", "shift = (up_shift // ALIGN) * ALIGN", "shift = up_shift * 0", (f"{G}test_layouts_are_one_maths",)),
-    ("dup and dgate in turn, swapped", "_glu_backward_kernel", "tl.interleave(dgate, dup)", "tl.interleave(dup, dgate)", (GPT,)),
-    ("gradient's rows at dy's stride", "_store_gradient", "row * stride", "row * (width if ROWS > 1 else stride - 1)", (GLU_SIZES,)),
-    ("dy read without a mask", "_glu_backward_kernel", "dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], mask)", "dy = load_stored(dy_ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
-    ("32-bit row offsets", "_glu_backward_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
-    ("partial sums of dprob in one place", "_glu_backward_kernel", "part.to(tl.int64) * rows + row", "part.to(tl.int64) * 0 * rows + row", (f"{G}test_configuration_of[sm_90-256-options3]",)),
-    ("codes of all slots in one place", "_glu_backward_kernel", "gate_data_t_ptr += first // PACKED", "gate_data_t_ptr += 0 * first // PACKED", (SLOTS,)),
-    ("dup's scales of all slots in one place", "_glu_backward_kernel", "up_scale_t_ptr += block * ", "up_scale_t_ptr += 0 * block * ", (SLOTS,)),
-    ("row-wise copy where blocks meet", f"{GLU}:_in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
-]  # fmt: skip
-
-
 def _made(kernel: str, file: str, lines: list[tuple[Any, ...]]) -> list[Mutant]:
     found = []
     for what, where, old, new, tests, *which in lines:
@@ -420,8 +338,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("_amax_kernel", QUANTIZE, _AMAX),
     *_made("_dequantize_kernel", QUANTIZE, _DEQUANTIZE),
     *_made("_tensor_scale_kernel", COPIES, _TENSOR),
-    *_made("_glu_kernel", GLU, _GLU),
-    *_made("_glu_backward_kernel", GLU, _GLU_BACKWARD),
     *(
         m
         for module in FAMILIES

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
-from ...quant.flat import count_copies
 from ...runtime import Capabilities, Launch, kernel
 from ...tiles import (
     CONVERT,
@@ -62,35 +61,6 @@ def check_quantize(
     if out_dtype is not None:
         raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
     return format
-
-
-def blocks_over_rows(
-    spec: str | None, rowwise: bool, columnwise: bool, scale_given: bool
-) -> tuple[dict[str, str], int]:
-    """For `Sharding`: why the rows of a result in this format cannot be sharded, if so, and how many a block has."""
-    if spec is None:
-        return {}, 1
-    f = Format.of(spec)
-    if f.needs_tensor_amax and not scale_given:
-        given = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
-        why = f"{spec} has a scale that depends on the largest number of all ranks. {given}"
-    elif columnwise and not f.group and f.block != "tensor":
-        why = f"a column-wise copy of {spec} has one scale for a column of all ranks. Q"
-    else:
-        return {}, max(f.block_rows if rowwise else 1, f.group if columnwise else 1, 1)
-    return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
-
-
-def copies_and_amax(
-    spec: str | None, rowwise: bool, columnwise: bool, return_amax: bool
-) -> dict[str, str | None]:
-    """For `Sharding`: the outputs after a quantised result. Copies stay with their rank, in the QTensor that is its
-    shard."""
-    if spec is None:
-        return {}
-    count = count_copies(Format.of(spec), rowwise=rowwise, columnwise=columnwise)
-    copies: dict[str, str | None] = {f"copy{i}": None for i in range(count)}
-    return copies | {"amax": "max:"} if return_amax else copies
 
 
 def count_stripes(rows: int, cols: int) -> int:

@@ -13,19 +13,51 @@ which leaves at most one number unused between groups, and none of `count_slots`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...language import tl, triton
+from ...quant import Copy, Format
+from ...quant.copies import empty_scale
+from ...quant.reference import quantize_copies
+from .copies import STRIPE
 
 CHUNK = tl.constexpr(128)  # ends that a program looks at together
 
 
-def count_slots(rows: int, groups: int, stripe: int) -> int:
+class Groups(NamedTuple):
+    """The groups of an op's rows. Without groups `ends` is None."""
+
+    ends: Tensor | None  # [groups]
+    align: int
+
+    def begin_anew(self) -> bool:
+        """Whether blocks of rows begin anew with every group, rather than where they would without groups."""
+        return self.ends is not None and self.align % STRIPE != 0
+
+    def have_slots(self, format: Format, columnwise: bool) -> bool:
+        """Whether a column-wise copy has such blocks, and then a scale for each of their numbers."""
+        return columnwise and format.group != 0 and self.begin_anew()
+
+
+NO_GROUPS = Groups(None, 1)
+
+
+def count_slots(rows: int, groups: int) -> int:
     """How many numbers blocks may have that begin anew with every group."""
-    return -(-rows // stripe) + groups
+    return -(-rows // STRIPE) + groups
+
+
+def empty_slots(format: Format, rows: int, cols: int, ends: Tensor) -> Tensor:
+    """Room for the scales of a column-wise copy whose blocks begin anew with every group."""
+    return empty_scale(format, cols, count_slots(rows, ends.numel()) * STRIPE, ends.device)
+
+
+def clear_slots(scale: Tensor) -> None:
+    """Blocks without rows have the scale zero, and no kernel writes it."""
+    (scale if scale.element_size() > 1 else scale.view(torch.uint8)).zero_()
 
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -41,14 +73,39 @@ def real_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
     return (row >= start) & (passed < ends.numel())
 
 
-def slot_rows_reference(ends: Tensor, rows: int, align: int, stripe: int) -> Tensor:
+def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
     """int64 [rows]: where rows lie if the blocks of each group are laid out by their numbers."""
     row = torch.arange(rows, device=ends.device)
     starts = torch.cat([ends.new_zeros(1), ends]).long()
     starts = ((starts + align - 1) // align * align).clamp(max=rows)
     group = torch.searchsorted(starts, row, right=True) - 1
     begin = starts[group]
-    return (begin // stripe + group) * stripe + row - begin
+    return (begin // STRIPE + group) * STRIPE + row - begin
+
+
+def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Copy, **options: Any) -> Copy:
+    """The column-wise copy of y [M, K] whose blocks begin anew with every group; `plain` is the one whose blocks do
+    not, and `options` are those of `quantize_copies`."""
+    assert groups.ends is not None
+    rows, cols = y.shape
+    slot = slot_rows_reference(groups.ends, rows, groups.align)
+    spread = y.new_zeros(count_slots(rows, groups.ends.numel()) * STRIPE, cols)
+    used = torch.zeros(len(spread), dtype=torch.bool, device=y.device)
+    spread[slot], used[slot] = y, True
+    _, found = quantize_copies(spread, format, rowwise=False, columnwise=True, **options)
+    assert found is not None
+    codes = found.data.view(torch.uint8)
+    if format.packed == 2:
+        codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
+    codes = codes[:, slot]
+    if format.packed == 2:
+        codes = torch.nn.functional.pad(codes, (0, rows % 2))
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    plain.data.view(torch.uint8).copy_(codes)
+    # Blocks without rows have the scale zero.
+    scale, empty = found.scale, ~used.view(-1, format.group).any(1)
+    (scale if scale.element_size() > 1 else scale.view(torch.uint8))[:, empty] = 0
+    return Copy(plain.data, scale, plain.global_scale)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -57,8 +114,8 @@ def slot_rows_reference(ends: Tensor, rows: int, align: int, stripe: int) -> Ten
 class GroupEnds(NamedTuple):
     """Groups as kernels take them. Without groups `ends` is None."""
 
-    ends: Tensor | None  # [count]
-    count: int
+    ends: Tensor | None  # [number]
+    number: int
     align: int
 
 
@@ -73,9 +130,9 @@ def real_rows(row, groups):
     """Which rows are no padding: int64 [R] -> bool [R]."""
     before = tl.zeros_like(row)  # the last end that is not past the row
     last = tl.zeros_like(row)
-    for first in range(0, groups.count, CHUNK):
+    for first in range(0, groups.number, CHUNK):
         index = first + tl.arange(0, CHUNK)
-        end = tl.load(groups.ends + index, mask=index < groups.count, other=0).to(tl.int64)  # [CHUNK]
+        end = tl.load(groups.ends + index, mask=index < groups.number, other=0).to(tl.int64)  # [CHUNK]
         before = tl.maximum(before, tl.max(tl.where(end[None, :] <= row[:, None], end[None, :], 0), axis=1))
         last = tl.maximum(last, tl.max(end, axis=0))
     start = _begin_after(before, groups.align)
@@ -92,29 +149,29 @@ def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexp
         begin = stripe * 0
         following = stripe * 0 + rows
         passed = stripe * 0
-        for first in range(0, groups.count + 1, CHUNK):
+        for first in range(0, groups.number + 1, CHUNK):
             group = first + tl.arange(0, CHUNK)  # the last one is what follows all groups
-            known = (group > 0) & (group <= groups.count)
+            known = (group > 0) & (group <= groups.number)
             end = tl.load(groups.ends + group - 1, mask=known, other=0).to(tl.int64)
             start = tl.minimum(_begin_after(end, groups.align), rows)
-            mine = (start // ROWS + group <= stripe) & (group <= groups.count)
+            mine = (start // ROWS + group <= stripe) & (group <= groups.number)
             passed += tl.sum(mine.to(tl.int64), axis=0)
             begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
-            later = (group <= groups.count) & (mine == 0)
+            later = (group <= groups.number) & (mine == 0)
             following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
         group = passed - 1
         first_row = begin + (stripe - begin // ROWS - group) * ROWS
         exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
-        end = tl.load(groups.ends + group, mask=group < groups.count, other=0).to(tl.int64)
+        end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
         return first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)
     else:
         first_row = stripe * ROWS
         before = stripe * 0
         NOWHERE: tl.constexpr = 1 << 62
         after = stripe * 0 + NOWHERE
-        for first in range(0, groups.count, CHUNK):
+        for first in range(0, groups.number, CHUNK):
             group = first + tl.arange(0, CHUNK)
-            end = tl.load(groups.ends + group, mask=group < groups.count, other=0).to(tl.int64)
+            end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
             before = tl.maximum(before, tl.max(tl.where(end <= first_row, end, 0), axis=0))
             after = tl.minimum(after, tl.min(tl.where(end > first_row, end, NOWHERE), axis=0))
         exist = tl.minimum(rows - first_row, ROWS)

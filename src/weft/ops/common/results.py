@@ -22,7 +22,9 @@ from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
 from ...runtime import Op
 from .checks import FLOATS, check_out_dtype, check_tensor
-from .copies import blocks_over_rows, reduce_amax
+from .copies import reduce_amax
+from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
+from .rows import empty_like
 
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -50,7 +52,17 @@ class ResultOptions(NamedTuple):
 
     def blocks(self) -> tuple[dict[str, str], int]:
         """For `Sharding`: why the rows of the result cannot be sharded, if so, and how many rows a block has."""
-        return blocks_over_rows(self.format, self.rowwise, self.columnwise, self.scale is not None)
+        if self.format is None:
+            return {}, 1
+        f = Format.of(self.format)
+        if f.needs_tensor_amax and self.scale is None:
+            given = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
+            why = f"{self.format} has a scale that depends on the largest number of all ranks. {given}"
+        elif self.columnwise and not f.group and f.block != "tensor":
+            why = f"a column-wise copy of {self.format} has one scale for a column of all ranks. Q"
+        else:
+            return {}, max(f.block_rows if self.rowwise else 1, f.group if self.columnwise else 1, 1)
+        return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
 
 
 class Result(NamedTuple):
@@ -154,16 +166,23 @@ def stand_in(shape: tuple[int, ...], x: Tensor) -> Tensor:
     return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
 
-def allocate_result(options: ResultOptions, shape: tuple[int, ...], x: Tensor) -> Result:
-    """Room for a result of this shape, on x's device."""
+def allocate_result(
+    options: ResultOptions, x: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
+) -> Result:
+    """Room for a result of this shape, by default x's, on x's device."""
     if options.format is None:
-        return Result(torch.empty(shape, dtype=options.dtype, device=x.device))
-    copies = allocate_copies(
-        Format.of(options.format), count(shape), shape[-1], x.device, rowwise=options.rowwise,
-        columnwise=options.columnwise,
-    )  # fmt: skip
+        if shape is None:
+            return Result(empty_like(x, options.dtype))
+        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
+    shape = x.shape if shape is None else shape
+    f, rows, cols = Format.of(options.format), count(shape), shape[-1]
+    row, col = allocate_copies(
+        f, rows, cols, x.device, rowwise=options.rowwise, columnwise=options.columnwise
+    )
+    if col is not None and groups.ends is not None and groups.have_slots(f, True):
+        col = col._replace(scale=empty_slots(f, rows, cols, groups.ends))
     amax = torch.empty((), dtype=torch.float32, device=x.device) if options.return_amax else None
-    return Result.of(stand_in(shape, x), copies, amax)
+    return Result.of(stand_in(shape, x), (row, col), amax)
 
 
 def count(shape: tuple[int, ...]) -> int:
@@ -174,16 +193,19 @@ def count(shape: tuple[int, ...]) -> int:
     return rows
 
 
-def result_reference(options: ResultOptions, y: Tensor, shape: tuple[int, ...], x: Tensor) -> Result:
-    """The definition: y [M, K], not rounded yet, as the result of this shape. x is what it was computed from."""
+def result_reference(
+    options: ResultOptions, y: Tensor, shape: tuple[int, ...], x: Tensor, groups: Groups = NO_GROUPS
+) -> Result:
+    """The definition: y [M, K], not rounded yet, as the result of this shape. x is what it was computed from. No block
+    of a column-wise copy mixes groups."""
     if options.format is None:
         return Result(y.to(options.dtype).view(shape))
     f = Format.of(options.format)
     amax = amax_reference(y) if f.needs_tensor_amax or options.return_amax else None
-    row, col = quantize_copies(
-        y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, tensor_amax=amax, scale=options.scale,
-        input_dtype=torch.float32,
-    )  # fmt: skip
+    known: dict[str, Any] = {"tensor_amax": amax, "scale": options.scale, "input_dtype": torch.float32}
+    row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
+    if col is not None and groups.have_slots(f, True):
+        col = slots_reference(y.float(), f, groups, col, **known)
     return Result.of(stand_in(shape, x), (row, col), amax if options.return_amax else None)
 
 
@@ -290,4 +312,10 @@ def _parts_of(out: Tensor, options: ResultOptions, room: Result) -> Result:
             f"out is a {out!r}; the result is {options.format} of shape {tuple(room.y.shape)} on {room.y.device}, with "
             f"{' and '.join(['rowwise'] * options.rowwise + ['columnwise'] * options.columnwise)}"
         )
-    return Result.of(room.y, copies, None)
+    found = Result.of(room.y, copies, None)
+    for name, given, wanted in zip(Result._fields, found, room, strict=True):
+        if given is not None and wanted is not None and given.shape != wanted.shape:
+            raise ValueError(
+                f"the {name} of out has the shape {tuple(given.shape)}; that of the result is {tuple(wanted.shape)}"
+            )
+    return found

@@ -14,45 +14,72 @@ are added up in order: the same bits every run.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Capabilities, Launch, Sharding, capabilities_of, define_flat_op, kernel
+from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, kernel, warp_size_of
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor
-from ..common.rows import align_of, compute_dtype, count_rows, flat_rows
-from ..common.sums import _sum_kernel
+from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows
+from ..common.sums import sum_partials
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class RouterLinearArgs(NamedTuple):
+    x: Tensor  # [..., H]
+    weight: Tensor  # [E, H]
+    bias: Tensor | None  # [E]
+
+
+class RouterLinearOutputs(NamedTuple):
+    y: Tensor  # fp32 [..., E]
+
+
+class RouterLinearNeeds(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+class RouterLinearGradients(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class RouterLinearBackwardArgs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dy: Tensor
+    needs: RouterLinearNeeds
+
 
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def router_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-    """The definition: x [..., H], weight [E, H], bias [E]."""
-    dtype = compute_dtype(x)
-    y = x.to(dtype) @ weight.to(dtype).t()
-    return [y if bias is None else y + bias.to(dtype)]
+def router_linear_reference(a: RouterLinearArgs) -> RouterLinearOutputs:
+    """The definition."""
+    dtype = compute_dtype(a.x)
+    y = a.x.to(dtype) @ a.weight.to(dtype).t()
+    return RouterLinearOutputs(y if a.bias is None else y + a.bias.to(dtype))
 
 
-def router_linear_backward_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
-) -> list[Tensor]:
-    """Of dx, dweight and dbias those that are needed."""
-    dtype = compute_dtype(x)
+def router_linear_backward_reference(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
+    x, weight, dtype = a.x, a.weight, compute_dtype(a.x)
     rows = count_rows(x)
-    flat, d = x.reshape(rows, x.shape[-1]).to(dtype), dy.reshape(rows, weight.shape[0]).to(dtype)
-    gradients = []
-    if needs[0]:
-        gradients.append((d @ weight.to(dtype)).to(x.dtype).view(x.shape))
-    if needs[1]:
-        gradients.append((d.t() @ flat).to(weight.dtype))
-    if needs[2]:
-        assert bias is not None
-        gradients.append(d.sum(0).to(bias.dtype))
-    return gradients
+    flat, d = x.reshape(rows, x.shape[-1]).to(dtype), a.dy.reshape(rows, weight.shape[0]).to(dtype)
+    return RouterLinearGradients(
+        (d @ weight.to(dtype)).to(x.dtype).view(x.shape) if a.needs.x else None,
+        (d.t() @ flat).to(weight.dtype) if a.needs.weight else None,
+        d.sum(0).to(a.bias.dtype) if a.needs.bias and a.bias is not None else None,
+    )
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -218,8 +245,7 @@ def _router_linear_dweight_kernel(
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProductConfig:
+class ProductConfig(NamedTuple):
     """How a product [M, K] x [K, N] is cut: tiles of `m` x `n`, summed `k` at a time."""
 
     m: int
@@ -239,7 +265,7 @@ class ProductConfig:
         # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
         # 124 KB of shared memory; twice the columns at a time spill.
         n = _side(experts, 256 if products < 6 else 64)
-        narrow = products > 1 and not target.startswith("gfx")
+        narrow = products > 1 and warp_size_of(target) == 32
         tile, stages = (32, 3) if narrow else (64, 2)
         return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
 
@@ -285,136 +311,167 @@ def _four(*sizes: int) -> int:
     return min(4, align_of(*sizes, least=4))
 
 
-def _add_up(partial: Tensor, out: Tensor, target: Capabilities) -> None:
-    """Partial sums [splits, ...] to out, in order."""
-    count, cols = partial.shape[0], out.numel()
-    rows, tile = (1, 256) if target.target == "cpu" else (8, 256)
-    launch = Launch.of(_sum_kernel, num_warps=4, ROWS=rows, TILE=tile, ALIGN=align_of(cols))
-    launch((-(-cols // tile), 1, 1), (partial, out), (count, cols))
+def _add_up(partials: Tensor, out: Tensor) -> None:
+    """Partial sums [splits, ...] to out, in order. There are few splits and many numbers."""
+    sum_partials(partials.view(len(partials), -1), out, tile=(8, 256))
+
+
+class _Constants(NamedTuple):
+    """What decides the code of a kernel, beside how the product is cut."""
+
+    align: int
+    expert_align: int
+    cols_masked: bool
 
 
 @functools.cache
-def _forward_launch(config: ProductConfig, align: int, expert_align: int, masked: bool) -> Launch:
+def _forward_launch(config: ProductConfig, c: _Constants) -> Launch:
     return Launch.of(
-        _router_linear_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
-        ROWS=config.m, EXPERTS=config.n, TILE=config.k, ALIGN=align, EXPERT_ALIGN=expert_align, COLS_MASKED=masked,
-    )  # fmt: skip
+        _router_linear_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        ROWS=config.m,
+        EXPERTS=config.n,
+        TILE=config.k,
+        ALIGN=c.align,
+        EXPERT_ALIGN=c.expert_align,
+        COLS_MASKED=c.cols_masked,
+    )
 
 
-def _allocate_router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-    return [torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)]
+def _allocate_router_linear(a: RouterLinearArgs) -> RouterLinearOutputs:
+    shape = (*a.x.shape[:-1], a.weight.shape[0])
+    return RouterLinearOutputs(torch.empty(shape, dtype=torch.float32, device=a.x.device))
 
 
-def _launch_router_linear(outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    experts, cols = weight.shape
-    target = capabilities_of(x.device)
-    x, weight = flat_rows(x), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
+    experts, cols = a.weight.shape
+    target = capabilities_of(a.x.device)
+    x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
     rows, stride = x.shape[0], x.stride(0)
     # Parts of x need room as well, on sm_100 that of the sums: the smallest tiles for all but bf16.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
     config = ProductConfig.forward(experts, products, target.target)
     grid = (-(-rows // config.m), -(-experts // config.n))
-    splits = 1
-    if target.target != "cpu" and 2 * grid[0] * grid[1] <= target.multiprocessors:
-        splits = -(-cols // SPLIT_COLS)
-    y = outputs[0]
-    if splits > 1:
+    y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
+    if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
+        splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
         y = torch.empty((splits, rows, experts), dtype=torch.float32, device=x.device)
-    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
-    split_cols = SPLIT_COLS if splits > 1 else -(-cols // config.k) * config.k
+    launch = _forward_launch(config, _Constants(align_of(cols, stride), _four(experts), cols % config.k != 0))
     launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
     if splits > 1:
-        _add_up(y, outputs[0], target)
+        _add_up(y, o.y)
 
 
-def _allocate_router_linear_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
-) -> list[Tensor]:
-    return [
-        torch.empty(t.shape, dtype=t.dtype, device=x.device)
-        for t, need in zip((x, weight, bias), needs, strict=True)
-        if need and t is not None
-    ]
+def _allocate_router_linear_backward(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
+    return RouterLinearGradients(
+        *(
+            torch.empty(t.shape, dtype=t.dtype, device=a.x.device) if t is not None and needed else None
+            for t, needed in zip((a.x, a.weight, a.bias), a.needs, strict=True)
+        )
+    )
 
 
-def _launch_router_linear_backward(
-    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool]
-) -> None:
+def _launch_router_linear_backward(o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
+    dy = flat_rows(a.dy)
+    if o.x is not None:
+        _launch_dx(o.x, dy, a.weight.contiguous())
+    if o.weight is not None or o.bias is not None:
+        _launch_dweight(o, flat_rows(a.x), dy)
+
+
+def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
+    rows, dy_stride = dy.shape[0], dy.stride(0)
     experts, cols = weight.shape
+    products = _products(dy.dtype, weight.dtype)
+    config = ProductConfig.dx(experts, cols, products, capabilities_of(dy.device).target)
+    launch = Launch.of(
+        _router_linear_dx_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        ROWS=config.m,
+        COLS=config.n,
+        TILE=config.k,
+        ALIGN=align_of(cols),
+        EXPERT_ALIGN=_four(experts, dy_stride),
+        COLS_MASKED=cols % config.n != 0,
+    )
+    programs = -(-rows // config.m) * -(-cols // config.n)
+    launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
+
+
+def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
+    """The sums over rows, of weight and bias."""
+    rows, cols, experts, stride, dy_stride = *x.shape, dy.shape[1], x.stride(0), dy.stride(0)
     target = capabilities_of(x.device)
-    results = iter(outputs)
-    dx, dweight, dbias = (next(results) if need else None for need in needs)
-    x, dy = flat_rows(x), flat_rows(dy)
-    rows, stride, dy_stride = x.shape[0], x.stride(0), dy.stride(0)
-    if dx is not None:
-        weight = weight.contiguous()
-        config = ProductConfig.dx(experts, cols, _products(dy.dtype, weight.dtype), target.target)
-        launch = Launch.of(
-            _router_linear_dx_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
-            ROWS=config.m, COLS=config.n, TILE=config.k, ALIGN=align_of(cols),
-            EXPERT_ALIGN=_four(experts, dy_stride), COLS_MASKED=cols % config.n != 0,
-        )  # fmt: skip
-        programs = -(-rows // config.m) * -(-cols // config.n)
-        launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
-    if dweight is None and dbias is None:
-        return
     config = ProductConfig.dweight(experts, cols, _products(x.dtype, dy.dtype), target.target)
-    tiles = -(-experts // config.m) * (1 if dweight is None else -(-cols // config.n))
+    tiles = -(-experts // config.m) * (1 if o.weight is None else -(-cols // config.n))
     # As many splits of the rows as fill the device twice, of at least four steps each.
     splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
     split_rows = -(-rows // splits)
     split_rows = -(-split_rows // config.k) * config.k
     splits = -(-rows // split_rows)
-    sums = [
-        grad if grad is None or splits == 1
-        else torch.empty((splits, *grad.shape), dtype=torch.float32, device=x.device)
-        for grad in (dweight, dbias)
-    ]  # fmt: skip
+
+    def room(grad: Tensor | None) -> Tensor | None:
+        if grad is None or splits == 1:
+            return grad
+        return torch.empty((splits, *grad.shape), dtype=torch.float32, device=x.device)
+
+    dweight, dbias = room(o.weight), room(o.bias)
     launch = Launch.of(
-        _router_linear_dweight_kernel, num_warps=config.num_warps, num_stages=config.num_stages, SPLIT=config.split,
-        EXPERTS=config.m, COLS=config.n, TILE=config.k, ALIGN=align_of(cols, stride),
-        EXPERT_ALIGN=_four(experts, dy_stride), COLS_MASKED=cols % config.n != 0,
-    )  # fmt: skip
-    launch((tiles, splits, 1), (x, dy, *sums), (rows, cols, experts, stride, dy_stride, split_rows))
-    for grad, partial in zip((dweight, dbias), sums, strict=True):
-        if grad is not None and partial is not None and partial is not grad:
-            _add_up(partial, grad, target)
+        _router_linear_dweight_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        EXPERTS=config.m,
+        COLS=config.n,
+        TILE=config.k,
+        ALIGN=align_of(cols, stride),
+        EXPERT_ALIGN=_four(experts, dy_stride),
+        COLS_MASKED=cols % config.n != 0,
+    )
+    integers = (rows, cols, experts, stride, dy_stride, split_rows)
+    launch((tiles, splits, 1), (x, dy, dweight, dbias), integers)
+    for grad, partials in ((o.weight, dweight), (o.bias, dbias)):
+        if grad is not None and partials is not None and partials is not grad:
+            _add_up(partials, grad)
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, grads: Any) -> Any:
-    needs = list(ctx.needs_input_grad)
-    rest = iter(router_linear_backward_op(*ctx.saved_tensors, grads[0], needs))
-    return tuple(next(rest) if need else None for need in needs)
+def _gradients(b: Backward) -> Gradients:
+    kept: RouterLinearArgs = b.kept
+    needs = RouterLinearNeeds(*b.needs)
+    args = RouterLinearBackwardArgs(kept.x, kept.weight, kept.bias, b.grads.y, needs)
+    return router_linear_backward_op(args)._asdict()
 
 
 _SHARDING = Sharding(
-    {"x": "... h", "weight": "e h", "bias": "e"},
-    {"y": "... e"},
-    {"h": "products are summed along it"},
+    {"x": "... h", "weight": "e h", "bias": "e"}, {"y": "... e"}, {"h": "products are summed along it"}
 )
 
-router_linear_backward_op = define_flat_op(
-    "router_linear_backward(Tensor x, Tensor weight, Tensor? bias, Tensor dy, bool[] needs) -> Tensor[]",
+router_linear_backward_op = define_op(
+    "router_linear_backward",
+    RouterLinearBackwardArgs,
+    RouterLinearGradients,
     allocate=_allocate_router_linear_backward,
     launch=_launch_router_linear_backward,
     reference=router_linear_backward_reference,
+    present=lambda a: a.needs,
     variants=96,
 )
 
-router_linear_op = define_flat_op(
-    "router_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor[]",
+router_linear_op = define_op(
+    "router_linear",
+    RouterLinearArgs,
+    RouterLinearOutputs,
     allocate=_allocate_router_linear,
     launch=_launch_router_linear,
     reference=router_linear_reference,
-    setup_context=_setup,
+    keep=lambda a, o: a,
     backward=_gradients,
     sharding=lambda a: _SHARDING,
     variants=32,
@@ -447,4 +504,4 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         raise ValueError("weight must have a row for each of one or more experts; it has none")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, weight.shape[:1])
-    return router_linear_op(x, weight, bias)[0]
+    return router_linear_op(RouterLinearArgs(x, weight, bias)).y

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...quant import Copy, Format
 from ...runtime import LATER, Backward, Gradients, Launch, Sharding, capabilities_of, define_op
+from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import (
@@ -39,7 +40,6 @@ from ..common.results import (
 )
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, empty_where, tile_warps
 from ..common.sums import sum_partials
-from ..glu.glu import _activated
 from ..quantize import quantize_into
 from .gated_kernels import gated_norm_backward_kernel, gated_norm_kernel, gated_norm_stripe_kernel
 
@@ -114,7 +114,7 @@ def gated_norm_reference(a: GatedNormArgs) -> GatedNormOutputs:
     y = (h * rstd[:, :, None]).reshape(len(h), a.gate.shape[-1])
     if a.weight is not None:
         y = y * (a.weight.to(dtype) + a.weight_offset)
-    y = y * _activated(a.gate.reshape(y.shape).to(dtype), a.act, 1.0)[0]
+    y = y * activation_reference(a.gate.reshape(y.shape).to(dtype), a.act)[0]
     return GatedNormOutputs(
         result_reference(a.result, y, a.gate.shape, a.x), rstd.flatten() if a.stats else None
     )
@@ -126,7 +126,7 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
     r = a.rstd.to(dtype).view(len(h), groups, 1)
     z = h * r
     w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
-    f, slope = _activated(g, a.act, 1.0)
+    f, slope = activation_reference(g, a.act)
     dx = dgate = dweight = None
     if a.needs.x:
         t = d * f * w
@@ -218,7 +218,7 @@ def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
     rstd = None
     if a.stats:
         rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
-    return GatedNormOutputs(allocate_result(a.result, a.gate.shape, a.x), rstd)
+    return GatedNormOutputs(allocate_result(a.result, a.x, a.gate.shape), rstd)
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:

@@ -55,6 +55,7 @@ from ..common.rows import (
     contiguous,
     count_rows,
     cpu_tile,
+    empty_like,
     empty_where,
     one_stride,
     row_strides,
@@ -242,11 +243,11 @@ def _allocate_norm(a: NormArgs) -> NormOutputs:
     x = a.x
     residual = rstd = mean = None
     if a.residual is not None:
-        residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        residual = empty_like(x)
     if a.stats:
         rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if a.kind == "layer" else None
-    return NormOutputs(allocate_result(a.result, x.shape, x), residual, rstd, mean)
+    return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
 
 
 def _present(a: NormArgs) -> Any:

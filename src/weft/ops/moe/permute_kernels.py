@@ -1,0 +1,484 @@
+"""The kernels that move rows to the experts and back; see `permute` for what they compute."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles import amax, decode, fp32_scale, larger, quantize_rows, round_to, scaled
+from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe
+from ..common.rows import load_stored, load_tile, tile_mask
+
+PADS = tl.constexpr(32)  # rows of a program that looks for pads
+
+
+class Probs(NamedTuple):
+    """Probabilities of slots: [tokens, slots], or with experts_ptr [tokens, experts]."""
+
+    ptr: Any
+    experts_ptr: Any  # int32 [tokens, slots], or None
+    slots: Any
+    stride: Any
+
+
+@triton.jit
+def _load_probs(probs, token, slot, mask):
+    """Probabilities of slots, zero where the mask is."""
+    if probs.experts_ptr is not None:
+        column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=0)
+    else:
+        column = slot
+    return tl.load(probs.ptr + token * probs.stride + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _write_pads(
+    y,
+    slot_of_row_ptr,
+    row_probs_ptr,
+    block,  # number of PADS rows
+    rows,
+    cols,
+    scale_cols,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Zeros in the pads among PADS rows, as numbers or as codes, and their scales and probabilities."""
+    PIECE: tl.constexpr = TILE if TILE < 256 else 256
+    row = block.to(tl.int64) * PADS + tl.arange(0, PADS)  # [PADS]
+    pad = tl.load(slot_of_row_ptr + row, mask=row < rows, other=0) < 0
+    if tl.max(pad.to(tl.int32), axis=0) > 0:
+        row = tl.where(pad, row, rows)  # past the last one, where nothing is stored
+        for start in range(0, cols, PIECE):
+            if FORMAT is None:
+                zeros = tl.zeros((PADS, PIECE), y.data.dtype.element_ty)
+                _store_numbers(zeros, y, row, start, rows, cols, ALIGN, COLS_MASKED)
+            elif FORMAT.group == 0:
+                zeros = tl.zeros((PADS, PIECE), tl.uint8)
+                store_codes(zeros, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
+            else:
+                zeros = tl.zeros((PADS, PIECE), tl.float32)
+                codes, scale = quantize_rows(zeros, None, 0.0, INPUT_MAX, FORMAT, CAST)
+                _store_groups(codes, scale, y, row, start, rows, cols, FORMAT, ALIGN, COLS_MASKED)
+        if FORMAT is None and y.scale is not None:
+            for start in range(0, scale_cols, 4):
+                col = start + tl.arange(0, 4)
+                scale_off = (row * y.scale_row_stride)[:, None] + (col.to(tl.int64) * y.scale_col_stride)[
+                    None, :
+                ]
+                KIND: tl.constexpr = y.scale.dtype.element_ty
+                ones = tl.full((PADS, 4), 1.0 if tl.float32 == KIND else 127, KIND)  # 127 is e8m0's 1
+                tl.store(y.scale + scale_off, ones, mask=pad[:, None] & (col < scale_cols)[None, :])
+        elif FORMAT is not None and FORMAT.group == 0:
+            scale, _ = fp32_scale(tl.zeros((PADS,), tl.float32), INPUT_MAX, FORMAT)
+            tl.store(y.scale + row * y.scale_row_stride, scale, mask=pad)
+        if row_probs_ptr is not None:
+            tl.store(row_probs_ptr + row, tl.zeros((PADS,), row_probs_ptr.dtype.element_ty), mask=pad)
+
+
+@triton.jit
+def _store_numbers(x, y, row, start, rows, cols, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """x [R, C] as it is, to rows [R]; `rows` where nothing is to be stored."""
+    col = start + tl.arange(0, x.shape[1])
+    y_off = tl.multiple_of(row * y.stride, ALIGN)
+    exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    tl.store(y.data + y_off[:, None] + col[None, :], x, mask=exists)
+
+
+@triton.jit
+def _store_groups(
+    codes,  # uint8 [R, C]
+    scale,  # [R, C // group]
+    y,
+    row,  # int64 [R]; `rows` where nothing is to be stored
+    start,
+    rows,
+    cols,
+    FORMAT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    store_codes(codes, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
+    group = start // FORMAT.group + tl.arange(0, codes.shape[1] // FORMAT.group)
+    groups = (cols + FORMAT.group - 1) // FORMAT.group
+    scale_off = (row * y.scale_row_stride)[:, None] + (group.to(tl.int64) * y.scale_col_stride)[None, :]
+    mask = tile_mask(row, group, rows, groups, True, COLS_MASKED)
+    tl.store(y.scale + scale_off, scale, mask=mask)
+
+
+@triton.jit
+def _store_to_slots(
+    x,  # [R, C]: numbers as they are stored; codes with FORMAT
+    scale,  # [R, C // group] of formats with groups
+    y,
+    row_of_slot_ptr,
+    token,  # int64 [R]
+    there,
+    slots,
+    start,
+    rows,
+    cols,
+    FORMAT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A tile of tokens to the rows of their slots."""
+    # The next row's number is on its way while this one's numbers are stored.
+    ahead = tl.load(row_of_slot_ptr + token * slots, mask=there, other=-1)
+    for slot in range(slots):
+        row = tl.where(ahead < 0, rows, ahead).to(tl.int64)  # without a row: past the last one
+        ahead = tl.load(row_of_slot_ptr + token * slots + slot + 1, mask=there & (slot + 1 < slots), other=-1)
+        if FORMAT is None:
+            _store_numbers(x, y, row, start, rows, cols, ALIGN, COLS_MASKED)
+        elif FORMAT.group == 0:
+            store_codes(x, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
+        else:
+            _store_groups(x, scale, y, row, start, rows, cols, FORMAT, ALIGN, COLS_MASKED)
+
+
+@kernel
+def permute_kernel(
+    x_ptr,  # [tokens, cols]; codes are bytes
+    x_scale_ptr,  # [tokens, scale_cols] if x is quantised, or None
+    probs_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts]; or None
+    experts_ptr,  # int32 [tokens, slots], or None
+    row_of_slot_ptr,  # int32 [tokens, slots]
+    slot_of_row_ptr,  # int32 [rows]
+    y_ptr,  # [rows, cols]
+    y_scale_ptr,  # [rows, scale_cols], or None
+    row_probs_ptr,  # [rows], or None
+    tokens,
+    rows,
+    cols,
+    slots,
+    token_programs,
+    scale_cols,
+    x_stride,
+    x_scale_row_stride,
+    x_scale_col_stride,
+    probs_stride,
+    y_stride,
+    y_scale_row_stride,
+    y_scale_col_stride,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,  # to quantise to, or None
+    CAST: tl.constexpr,
+    ROWS: tl.constexpr,  # tokens of a program
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,  # cols and row strides are multiples of it
+    COLS_MASKED: tl.constexpr,
+):
+    """Each token's row is read once, and written to the rows of its slots; further programs write the pads. With one
+    scale to a row, a program has whole rows, and reads them a second time."""
+    cols = (cols // ALIGN) * ALIGN
+    y = Codes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
+    if tl.program_id(0) < token_programs:
+        WHOLE: tl.constexpr = FORMAT is not None and FORMAT.group == 0
+        tiles = 1 if WHOLE else tl.cdiv(cols, TILE)
+        tile = tl.program_id(0) % tiles
+        token = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        there = token < tokens
+        x_off = tl.multiple_of(token * x_stride, ALIGN)
+        if WHOLE:
+            largest = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, cols, TILE):
+                col = start + tl.arange(0, TILE)
+                mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
+                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+                largest = larger(largest, amax(x, axis=1))
+            scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
+            for start in range(0, cols, TILE):
+                start = tl.multiple_of(start, TILE)
+                col = start + tl.arange(0, TILE)
+                mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
+                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+                codes = round_to(scaled(x, factor[:, None], FORMAT), None, FORMAT, CAST)
+                _store_to_slots(
+                    codes, None, y, row_of_slot_ptr, token, there, slots, start, rows, cols, FORMAT, ALIGN, COLS_MASKED
+                )  # fmt: skip
+        else:
+            start = tile * TILE
+            col = start + tl.arange(0, TILE)  # [TILE]
+            mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
+            scale = None
+            if FORMAT is not None:
+                x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+                x, scale = quantize_rows(x, None, 0.0, INPUT_MAX, FORMAT, CAST)
+            else:
+                x = load_stored(x_ptr + x_off[:, None] + col[None, :], mask)
+            _store_to_slots(
+                x, scale, y, row_of_slot_ptr, token, there, slots, start, rows, cols, FORMAT, ALIGN, COLS_MASKED
+            )  # fmt: skip
+        if (row_probs_ptr is not None or x_scale_ptr is not None or WHOLE) and tile == 0:
+            for slot in range(slots):
+                row = tl.load(row_of_slot_ptr + token * slots + slot, mask=there, other=-1).to(tl.int64)
+                if row_probs_ptr is not None:
+                    probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
+                    prob = _load_probs(probs, token, slot, row >= 0)
+                    tl.store(row_probs_ptr + row, prob, mask=row >= 0)
+                if WHOLE:
+                    tl.store(y_scale_ptr + row * y_scale_row_stride, scale, mask=row >= 0)
+                if x_scale_ptr is not None:
+                    for first in range(0, scale_cols, 32):
+                        group = first + tl.arange(0, 32)
+                        moves = (row >= 0)[:, None] & (group < scale_cols)[None, :]
+                        group_off = group.to(tl.int64)
+                        moved = tl.load(
+                            x_scale_ptr
+                            + (token * x_scale_row_stride)[:, None]
+                            + (group_off * x_scale_col_stride)[None, :],
+                            mask=moves,
+                            other=0,
+                        )
+                        tl.store(
+                            y_scale_ptr
+                            + (row * y_scale_row_stride)[:, None]
+                            + (group_off * y_scale_col_stride)[None, :],
+                            moved,
+                            mask=moves,
+                        )
+    else:
+        _write_pads(
+            y, slot_of_row_ptr, row_probs_ptr, tl.program_id(0) - token_programs, rows, cols, scale_cols, INPUT_MAX,
+            FORMAT, CAST, TILE, ALIGN, COLS_MASKED,
+        )  # fmt: skip
+
+
+@kernel
+def permute_stripe_kernel(
+    x_ptr,  # [tokens, cols]
+    probs_ptr,  # as in `_permute_kernel`
+    experts_ptr,
+    slot_of_row_ptr,  # int32 [rows]
+    row_probs_ptr,
+    rows,
+    cols,
+    slots,
+    x_stride,
+    probs_stride,
+    copy: Codes,  # row-wise
+    copy_t: Codes,  # column-wise
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """The column-wise copy, and the row-wise one from the same read: groups along the rows are those of an expert, so
+    a token's row is read once for each of its slots."""
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    stripe = (tl.program_id(0) // tiles).to(tl.int64)
+    start = (tl.program_id(0) % tiles) * TILE
+    row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = start + tl.arange(0, TILE)  # [TILE]
+    slot = tl.load(slot_of_row_ptr + row, mask=row < rows, other=-1)
+    taken = slot >= 0
+    token = (tl.where(taken, slot, 0) // slots).to(tl.int64)
+    mask = taken[:, None] & (col < cols)[None, :]
+    x_off = tl.multiple_of(token * x_stride, ALIGN)
+    x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+    store_stripe(
+        x,
+        copy,
+        copy_t,
+        Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+        Encoding(0.0, INPUT_MAX, FORMAT, CAST, False),
+    )
+    if row_probs_ptr is not None and start == 0:
+        own = slot - (token * slots).to(tl.int32)
+        prob = _load_probs(Probs(probs_ptr, experts_ptr, slots, probs_stride), token, own, taken)
+        tl.store(row_probs_ptr + row, prob, mask=row < rows)
+
+
+@triton.jit
+def _load_values(
+    source,  # Rows
+    row,  # int64 [R]
+    start,
+    there,
+    cols,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """fp32 [R, TILE] of rows [R], decoded if they are quantised; zero where there is none."""
+    R: tl.constexpr = row.shape[0]
+    col = start + tl.arange(0, TILE)
+    row_off = tl.multiple_of(row * source.stride, ALIGN)
+    mask = there[:, None] & (col >= 0)[None, :]
+    if COLS_MASKED:
+        mask = there[:, None] & (col < cols)[None, :]
+    if FORMAT is None:
+        return load_tile(source.data + row_off[:, None] + col[None, :], mask)
+    else:
+        codes = tl.load(source.data + row_off[:, None] + col[None, :], mask=mask, other=0)
+        values = decode(codes.to(tl.uint8, bitcast=True), FORMAT)
+        if FORMAT.group == 0:
+            scale = tl.load(source.scale + row * source.scale_row_stride, mask=there, other=0.0)
+            return values * scale[:, None]
+        else:
+            G: tl.constexpr = FORMAT.group
+            group = start // G + tl.arange(0, TILE // G)
+            exists = there[:, None] & (group < (cols + G - 1) // G)[None, :]
+            row_off = (row * source.scale_row_stride)[:, None]
+            group_off = (group.to(tl.int64) * source.scale_col_stride)[None, :]
+            scale = tl.load(source.scale + row_off + group_off, mask=exists, other=0)  # [R, TILE // G]
+            if FORMAT.block == "mx":
+                bits = scale.to(tl.int32)
+                bits = tl.where(bits == 255, 0x7FC00000, tl.where(bits == 0, 0x00400000, bits << 23))
+                scale = bits.to(tl.float32, bitcast=True)
+            groups = tl.reshape(values, (R, TILE // G, G)) * scale[:, :, None]
+            return tl.reshape(groups, (R, TILE))
+
+
+@kernel
+def unpermute_kernel(
+    rows_ptr,  # [rows, cols]; codes are bytes
+    scale_ptr,  # scales of codes, or None
+    probs_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts]; or None
+    experts_ptr,  # int32 [tokens, slots], or None
+    carried_ptr,  # [rows], or None
+    row_of_slot_ptr,  # int32 [tokens, slots]
+    y_ptr,  # [tokens, cols]
+    back_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts], zero; or None
+    tokens,
+    cols,
+    slots,
+    rows_stride,
+    scale_row_stride,
+    scale_col_stride,
+    probs_stride,
+    back_stride,
+    FORMAT: tl.constexpr,  # of the rows, or None
+    AT_ONCE: tl.constexpr,  # slots whose rows are on their way at the same time
+    ROWS: tl.constexpr,  # tokens of a program
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """The rows of a token's slots, added up in their order."""
+    cols = (cols // ALIGN) * ALIGN
+    source = Codes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
+    probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
+    tiles = tl.cdiv(cols, TILE)
+    tile = tl.program_id(0) % tiles
+    token = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = tile * TILE
+    col = start + tl.arange(0, TILE)  # [TILE]
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    for first in range(0, slots, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            slot = first + j
+            exists = (token < tokens) & (slot < slots)
+            row = tl.load(row_of_slot_ptr + token * slots + slot, mask=exists, other=-1)
+            taken = row >= 0
+            value = _load_values(
+                source, row.to(tl.int64), start, taken, cols, FORMAT, TILE, ALIGN, COLS_MASKED
+            )
+            if probs_ptr is not None:
+                weight = _load_probs(probs, token, slot, taken)
+                weight = tl.broadcast_to(weight.to(tl.float32)[:, None], (ROWS, TILE))
+                total = tl.fma(value, weight, total)
+            else:
+                total += value
+    mask = tile_mask(token, col, tokens, cols, ROWS > 1, COLS_MASKED)
+    y_off = tl.multiple_of(token * cols, ALIGN)
+    tl.store(y_ptr + y_off[:, None] + col[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
+    if back_ptr is not None and tile == 0:
+        for first in range(0, slots, AT_ONCE):
+            slot = first + tl.arange(0, AT_ONCE)
+            exists = (token < tokens)[:, None] & (slot < slots)[None, :]
+            slot_off = (token * slots)[:, None] + slot[None, :]
+            row = tl.load(row_of_slot_ptr + slot_off, mask=exists, other=-1)  # [ROWS, AT_ONCE]
+            taken = row >= 0
+            carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
+            if experts_ptr is not None:
+                expert = tl.load(experts_ptr + slot_off, mask=taken, other=0)
+                tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=taken)
+            else:
+                tl.store(back_ptr + slot_off, carried, mask=exists)
+
+
+@kernel
+def unpermute_backward_kernel(
+    dy_ptr,  # [tokens, cols]
+    rows_ptr,  # [rows, cols] as in the forward, for dprobs; or None
+    scale_ptr,
+    probs_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts]
+    experts_ptr,
+    row_of_slot_ptr,  # int32 [tokens, slots]
+    slot_of_row_ptr,  # int32 [rows]
+    drows_ptr,  # [rows, cols], or None
+    dprobs_ptr,  # like probs, zero if dense; or None
+    tokens,
+    rows,
+    cols,
+    slots,
+    dy_stride,
+    rows_stride,
+    scale_row_stride,
+    scale_col_stride,
+    probs_stride,
+    dprobs_stride,
+    FORMAT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """A token's gradient is read once for every AT_ONCE of its slots; further programs write the pads."""
+    cols = (cols // ALIGN) * ALIGN
+    source = Codes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
+    probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
+    if tl.program_id(0) < tokens:
+        token = tl.program_id(0).to(tl.int64)
+        for first in range(0, slots, AT_ONCE):
+            slot = first + tl.arange(0, AT_ONCE)  # [AT_ONCE]
+            row = tl.load(row_of_slot_ptr + token * slots + slot, mask=slot < slots, other=-1).to(tl.int64)
+            taken = row >= 0
+            weight = _load_probs(probs, token, slot, taken)
+            weight = weight.to(tl.float32)[:, None]
+            dots = tl.zeros((AT_ONCE,), tl.float32)
+            dy_off = tl.multiple_of(token * dy_stride, ALIGN)
+            for start in range(0, cols, TILE):
+                start = tl.multiple_of(start, TILE)
+                col = start + tl.arange(0, TILE)  # [TILE]
+                if COLS_MASKED:
+                    dy = tl.load(dy_ptr + dy_off + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+                else:
+                    dy = tl.load(dy_ptr + dy_off + col).to(tl.float32)[None, :]
+                if dprobs_ptr is not None:
+                    value = _load_values(source, row, start, taken, cols, FORMAT, TILE, ALIGN, COLS_MASKED)
+                    dots += tl.sum(value * dy, axis=1)  # [AT_ONCE, TILE]
+                if drows_ptr is not None:
+                    mask = taken[:, None] & (col >= 0)[None, :]
+                    if COLS_MASKED:
+                        mask = taken[:, None] & (col < cols)[None, :]
+                    row_off = tl.multiple_of(row * cols, ALIGN)
+                    tl.store(
+                        drows_ptr + row_off[:, None] + col[None, :],
+                        (weight * dy).to(drows_ptr.dtype.element_ty),
+                        mask=mask,
+                    )
+            if dprobs_ptr is not None:
+                dots = dots.to(dprobs_ptr.dtype.element_ty)
+                if experts_ptr is not None:
+                    expert = tl.load(experts_ptr + token * slots + slot, mask=taken, other=0)
+                    tl.store(dprobs_ptr + token * dprobs_stride + expert, dots, mask=taken)
+                else:
+                    tl.store(dprobs_ptr + token * dprobs_stride + slot, dots, mask=slot < slots)
+    elif drows_ptr is not None:
+        drows = Codes(drows_ptr, None, cols, 0, 0)
+        block = tl.program_id(0) - tokens
+        _write_pads(
+            drows, slot_of_row_ptr, None, block, rows, cols, 0, 1.0, None, 0, TILE, ALIGN, COLS_MASKED
+        )

@@ -1,0 +1,100 @@
+"""The ways in which the kernels of the gated linear units are broken; the lines are those of `mutants`."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+FILE = "ops/glu/kernels.py"
+GLU, GROUPS = "ops/glu/glu.py", "ops/common/groups.py"
+ACTIVATIONS, SCALES = "tiles/activations.py", "tiles/scales.py"
+G = "ops/glu/test.py::"
+DOWN_TO_BF16 = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # cut, not rounded
+
+
+def workload(check: str, name: str) -> str:
+    return f"catalogue/test_catalogue.py::test_workload[{check}-{name}]"
+
+
+SILU, RELU2, GELU, TANH, SIGMOID = (
+    f"{G}test_gated_activations_are_pytorchs[{act}]"
+    for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
+)
+GELU_TAIL = f"{G}test_gelu_keeps_its_digits_in_the_tail[triton]"
+ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
+PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
+SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
+STRIPES_OF = f"{G}test_blocks_never_mix_experts[cpu-256-1x128]"
+SLOTS_GPU = f"{G}test_blocks_never_mix_experts[sm_90-16-1x128]"
+MANY = f"{G}test_many_experts_in_slots"
+GPT = f"{G}test_gpt_oss"
+LIMITS = f"{G}test_limits_include_their_ends[concat]"
+PROB = f"{G}test_probabilities"
+GLU_SIZES = f"{G}test_sizes[3-1025]"
+
+_GLU: list[tuple[Any, ...]] = [
+    ("up and gate swapped", "_value", "y = activate(gate, unit.alpha, unit.ACT)", "gate, up = up, gate; y = activate(gate, unit.alpha, unit.ACT)", (GPT,)),
+    ("no limit of the gate", "_value", "gate = at_most(gate, unit.limit)", "gate = gate", (GPT, LIMITS)),
+    ("up limited on one side", "_value", "at_least(at_most(up, unit.limit), -unit.limit)", "at_most(up, unit.limit)", (GPT, LIMITS)),
+    ("limit swallows NaN", f"{SCALES}:at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
+    ("no alpha", f"{ACTIVATIONS}:activate", "a * _sigmoid(alpha * a)", "a * _sigmoid(a)", (GPT,)),
+    ("no up_offset", "_value", "y * (up + unit.up_offset)", "y * up", (GPT,)),
+    ("not weighted", "_value", "y = y * inputs.prob[:, None]", "y = y", (PROB,)),
+    ("every row weighted like the first", "_load_prob", "prob_ptr + row * prob_stride", "prob_ptr + row * 0 * prob_stride", (PROB,)),
+    ("y cut, not rounded", "_store", "y.to(to.plain.dtype.element_ty)", DOWN_TO_BF16.format("y") + ".to(to.plain.dtype.element_ty)", (f"{G}test_swiglu_in_bf16_is_rounded_once",)),
+    ("pairs split at the wrong place", "_load_parts", "pair = 2 * start + ", "pair = start + ", (workload("accuracy", "glu:gpt-oss-20b/experts:gpt-oss:32768"),)),
+    ("tiles after the first left out", "glu_kernel", "tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)", "1", (GLU_SIZES,)),
+    ("row amax of the last tile alone", "glu_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:row-fp8:1"),)),
+    ("tensor amax of the last tile alone", "glu_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "glu:llama3-8b/ffn:nvfp4:1"),)),
+    ("up before the gate's end", "glu_kernel", "up_off + up_shift", "up_off", (f"{G}test_layouts_are_one_maths",)),
+    ("32-bit row offsets", "glu_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
+    ("padding is read", "_rows_of_block", "read = written & real_rows(row, groups)", "read = written", (ONE_BY_ONE,)),
+    ("padding begins with the next expert", f"{GROUPS}:real_rows", "start = _begin_after(before, groups.align)", "start = before", (PADDED,)),
+    ("rows after the last expert are real", f"{GROUPS}:real_rows", " & (row < last)", "", (ONE_BY_ONE,)),
+    ("one chunk of experts", f"{GROUPS}:real_rows", "range(0, groups.number, CHUNK)", "range(0, 1, CHUNK)", (f"{G}test_experts_of_any_number_and_size",)),
+    ("slots of the wrong expert", f"{GROUPS}:group_stripe", "group = passed - 1", "group = passed", (SLOTS,)),
+    ("experts share a slot", f"{GROUPS}:group_stripe", "(start // ROWS + group <= stripe)", "(start // ROWS <= stripe)", (SLOTS,)),
+    ("one chunk of slots", f"{GROUPS}:group_stripe", "range(0, groups.number + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
+    ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),
+    ("experts begin in padding", f"{GROUPS}:group_stripe", "_begin_after(before, groups.align) <= first_row", "before <= first_row", (STRIPES_OF,)),
+    ("scales of all slots in one place", "_from_slot", "copy_t.scale + slot * ", "copy_t.scale + 0 * slot * ", (SLOTS,)),
+    ("codes of all slots in one place", "_from_slot", "copy_t.data + first // FORMAT.packed", "copy_t.data + 0 * first // FORMAT.packed", (SLOTS,)),
+    ("padding of a slot is another expert's", "glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),
+    ("given scale taken for an amax", "glu_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", (f"{G}test_amax_is_that_of_y[tensor]", workload("quantized_bytes", "glu:llama3-8b/ffn:static-fp8:1"))),
+    ("last rows left out", f"{GLU}:_Call.count_blocks", "return -(-self.rows // config.rows)", "return -(-(self.rows - 1) // config.rows)", (GLU_SIZES,)),
+]  # fmt: skip
+
+_GLU_BACKWARD: list[tuple[Any, ...]] = [
+    ("upstream gradient of ones", "_gradients_of", "w = dy\n", "w = dy * 0.0 + 1.0\n", (SILU,)),
+    ("slope of the unlimited gate", "_gradients_of", "activate_with_slope(a, unit.alpha, unit.ACT)", "activate_with_slope(gate, unit.alpha, unit.ACT)", (GPT,)),
+    ("gradient of a limited gate", "_gradients_of", "dgate = tl.where(gate > unit.limit, 0.0, dgate)", "dgate = dgate", (LIMITS,)),
+    ("no gradient at the limit", "_gradients_of", "tl.where(gate > unit.limit, 0.0, dgate)", "tl.where(gate >= unit.limit, 0.0, dgate)", (LIMITS,)),
+    ("no gradient of up at the limit", "_gradients_of", "tl.where(tl.abs(up) > unit.limit, 0.0, dup)", "tl.where(tl.abs(up) >= unit.limit, 0.0, dup)", (LIMITS,)),
+    ("gradient of a limited up", "_gradients_of", "tl.where(tl.abs(up) > unit.limit, 0.0, dup)", "tl.where(up > unit.limit, 0.0, dup)", (LIMITS,)),
+    ("gradient not weighted", "_gradients_of", "w = dy * prob[:, None]", "w = dy", (PROB,)),
+    ("dprob weighted", "_gradients_of", "dy * (f * g)", "w * (f * g)", (PROB,)),
+    ("dprob of one tile", "glu_backward_kernel", "dprob += tl.sum(terms, axis=1)", "dprob = tl.sum(terms, axis=1)", (GLU_SIZES,)),
+    ("no up_offset", "_gradients_of", "g = g + unit.up_offset", "g = g", (GPT,)),
+    ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
+    ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
+    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{G}test_sigmoid_with_alpha",)),
+    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + (0.3989422804014327 * a) * power", "cdf", (GELU,)),
+    ("gelu's exponent rounded", f"{ACTIVATIONS}:_exp_of_half_square", "tl.fma(power, -0.6931471805599453 * exponent_low, power)", "power", (GELU_TAIL,)),
+    ("gelu's square rounded", f"{ACTIVATIONS}:_exp_of_half_square", "exponent_low += square_low * 0.7213475108146667", "", (GELU_TAIL,)),
+    ("gelu by erf", f"{ACTIVATIONS}:_normal_cdf", "tl.where(a < 0.0, power * m, 1.0 - power * m)", "0.5 * (1.0 + tl.erf(a * 0.7071067811865476))", (GELU_TAIL,)),
+    ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
+    ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
+    ("relu2's slope halved", f"{ACTIVATIONS}:activate_with_slope", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),
+    ("dup in dgate's place", "glu_backward_kernel", "shift = (up_shift // ALIGN) * ALIGN", "shift = up_shift * 0", (f"{G}test_layouts_are_one_maths",)),
+    ("dup and dgate in turn, swapped", "glu_backward_kernel", "tl.interleave(dgate, dup)", "tl.interleave(dup, dgate)", (GPT,)),
+    ("gradient's rows at dy's stride", "_store", "place.row * to.stride", "place.row * (cols if ROWS_MASKED else to.stride - 1)", (GLU_SIZES,)),
+    ("dy read without a mask", "glu_backward_kernel", "load_stored(dy.ptr + dy_off[:, None] + col[None, :], mask)", "load_stored(dy.ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
+    ("32-bit row offsets", "glu_backward_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
+    ("partial sums of dprob in one place", "glu_backward_kernel", "part.to(tl.int64) * rows + row", "part.to(tl.int64) * 0 * rows + row", (f"{G}test_configuration_of[sm_90-256-options3]",)),
+    ("codes of all slots in one place", "glu_backward_kernel", "copy_t = _from_slot(copy_t, first, ", "copy_t = _from_slot(copy_t, 0 * first, ", (SLOTS,)),
+    ("dup's scales of all slots in one place", "glu_backward_kernel", "_from_slot(up_copy_t, first, block, ", "_from_slot(up_copy_t, first, 0 * block, ", (SLOTS,)),
+    ("row-wise copy where blocks meet", f"{GLU}:_in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
+]  # fmt: skip
+
+LINES: dict[str, list[tuple[Any, ...]]] = {"glu_kernel": _GLU, "glu_backward_kernel": _GLU_BACKWARD}
