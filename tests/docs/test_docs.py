@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,30 @@ def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
         for size in re.findall(r"\[[\d, ]+\]", comment):
             assert size in printed, f"{block}: {size} is promised, printed was\n{printed}"
+
+
+def test_distributed_block_runs_on_two_ranks(tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "docs/sharding.md", "python")
+    script = tmp_path / "block.py"
+    script.write_text(block.text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        printed, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, printed
+        for promised in re.findall(r"print\(.*\)  # (.*?)(?: …)?$", block.text, re.MULTILINE):
+            assert promised in printed, f"{promised} is promised, printed was\n{printed}"
 
 
 def test_there_are_python_blocks() -> None:

@@ -24,7 +24,18 @@ from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
 from ..quant.qtensor import register_decoder
 from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
-from ..runtime import Backward, Gradients, Launch, capabilities_of, define_op, kernel
+from ..runtime import (
+    Backward,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    define_op,
+    is_distributed,
+    kernel,
+    local_of,
+    place_like,
+)
 from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
@@ -527,6 +538,25 @@ def _gradients(b: Backward) -> Gradients:
     return {"x": b.grads.result.y}
 
 
+def _shard(a: QuantizeArgs) -> Sharding:
+    of_scale, scale = "", a.result.scale
+    joint, block = a.result.blocks()
+    if a.seed is not None:
+        joint["..."] = (
+            "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
+        )
+    if scale is not None and scale.numel() > 1:
+        of_scale = "... _" if scale.dim() == 2 else "..."
+        if a.x.dim() > 2:
+            joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
+    return Sharding(
+        {"x": "... k", "result_scale": of_scale},
+        {"result_y": "... k", "result_amax": "max:"},
+        {"k": "blocks reach along it", **joint},
+        block,
+    )
+
+
 quantize_op = define_op(
     "quantize",
     QuantizeArgs,
@@ -537,6 +567,7 @@ quantize_op = define_op(
     present=lambda a: QuantizeOutputs(a.result.present()),
     keep=lambda a, o: _NothingKept(),
     backward=_gradients,
+    sharding=_shard,
     variants=32,
 )
 
@@ -622,6 +653,9 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()
     tensor(256.)
     """
+    if is_distributed(q):
+        shard = local_of(q)
+        return place_like(dequantize(shard, dtype), q)  # type: ignore[arg-type]
     if not isinstance(q, QTensor):
         raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
     return q.dequantize(dtype)

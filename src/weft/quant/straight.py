@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..runtime import apply
+from ..runtime import apply, is_distributed, local_of, place_like
 from .copies import Copy
 from .formats import Format
 from .qtensor import PLAIN, Codes, QTensor, stand_in
@@ -32,7 +32,10 @@ class _Wrap(torch.autograd.Function):
 
 
 def wrap(plain: Tensor, format: Format, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
-    """A QTensor whose gradient becomes that of `plain`, a tensor of its shape and dtype that nobody reads."""
+    """A QTensor whose gradient becomes that of `plain`, a tensor of its shape and dtype that nobody reads. If `plain`
+    is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are QTensors."""
+    if is_distributed(plain):
+        return place_like(wrap(local_of(plain), format, rowwise, columnwise), plain)  # type: ignore[return-value]
     if not (torch.compiler.is_compiling() or plain.requires_grad):
         return QTensor(plain.shape, plain.dtype, format, rowwise, columnwise)
     nothing = (None, None, None)

@@ -3,10 +3,10 @@
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
-from .flat_ops import define_flat_op
 from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import LATER, Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
+from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
 
 __all__ = [
     "LATER",
@@ -21,6 +21,7 @@ __all__ = [
     "Launch",
     "Nothing",
     "Op",
+    "Sharding",
     "Variant",
     "Written",
     "apply",
@@ -29,13 +30,17 @@ __all__ = [
     "catalogue",
     "choosing_for",
     "compile_all",
-    "define_flat_op",
     "define_op",
+    "is_distributed",
     "is_readable",
     "kernel",
     "launch_device",
+    "local_of",
+    "local_rows",
+    "place_like",
     "recording",
     "serves",
     "set_backend",
+    "summed",
     "warp_size_of",
 ]

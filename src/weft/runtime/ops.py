@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from .backend import Backend, backend, chosen, serves
 from .fields import Fields
+from .sharding import Sharding, cut, is_distributed, refuse
 
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -78,6 +79,7 @@ class Op(Generic[A, O]):
     - `backward(b)`: gradients by the names of the arguments. `differentiable` are the outputs that have a gradient.
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
+    - `sharding(a)`: how it is cut for DTensors; without it they are refused.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Op(Generic[A, O]):
     differentiable_outputs: tuple[int, ...] = ()  # as leaves of the outputs are counted
     other_outputs: tuple[int, ...] = ()
     written: tuple[str, ...] = ()  # arguments that the op writes to
+    sharding: Callable[[A], Sharding] | None = None
     overload: Any = field(default=None, compare=False)
     reference_overload: Any = field(default=None, compare=False)
     function: type[Function] = field(default=Function, compare=False)
@@ -137,12 +140,34 @@ class Op(Generic[A, O]):
 
     def dispatch(self, a: A) -> O:
         """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
+        if is_distributed(*self.arguments.tensors(a)):
+            return self.over_mesh(a)
         overload = self.reference_overload if chosen() == "reference" else self.overload
         found = overload(*self.arguments.flatten(a))
         return self.outputs.from_present(self.present_in(a), found or ())
 
+    def over_mesh(self, a: A) -> O:
+        """Call with DTensors: each rank computes with its shards."""
+        if self.sharding is None:
+            raise refuse(f"weft::{self.name}")
+        rule = self.sharding(a)
+        given = self.arguments.flatten(a)
+        shards = cut(self.name, rule, dict(zip(self.arguments.names, given, strict=True)))
+        local = (
+            shards.local.get(name, value) for name, value in zip(self.arguments.names, given, strict=True)
+        )
+        found = self.outputs.flatten(self(self.arguments.build(*local)))
+        return self.outputs.build(
+            *(
+                None if t is None else shards.place(t, rule.outputs.get(name))
+                for name, t in zip(self.outputs.names, found, strict=True)
+            )
+        )
+
     def into(self, given: O, a: A) -> O:
         """Compute into the tensors of `given`, and into new ones where it has None. Not for autograd."""
+        if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(given)):
+            raise refuse(f"weft::{self.name} with out=")
         places = self.outputs.flatten(given)
         if self.is_traced(a) or not self.serves(a[0]):
             outputs = [
@@ -219,6 +244,7 @@ def define_op(
     keep: Callable[[A, O], tuple[Any, ...]] | None = None,
     backward: Callable[[Backward], Gradients] | None = None,
     differentiable: tuple[str, ...] = (),
+    sharding: Callable[[A], Sharding] | None = None,
 ) -> Op[A, O]:
     """Register an op under `torch.ops.weft` and in the catalogue.
 
@@ -254,7 +280,7 @@ def define_op(
         name, taken, made, allocate, launch, reference, variants, present, keep, backward,
         tuple(i for i, output in enumerate(made.names) if output in differentiable),
         tuple(i for i, output in enumerate(made.names) if output not in differentiable),
-        written, packet.default, packet.reference,
+        written, sharding, packet.default, packet.reference,
     )  # fmt: skip
     function, plain_function = _functions_of(op)
     object.__setattr__(op, "function", function)

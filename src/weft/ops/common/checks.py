@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, TypeGuard, TypeVar
@@ -43,14 +42,6 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
     """`isinstance(value, Tensor)`, and fast for parameters too."""
     kind = type(value)
     return kind is Tensor or kind is Parameter or isinstance(value, Tensor)
-
-
-def is_distributed(*tensors: Tensor | None) -> bool:
-    """Whether any of them is a DTensor."""
-    if all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors):
-        return False
-    tensor_module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
-    return tensor_module is not None and any(isinstance(t, tensor_module.DTensor) for t in tensors)
 
 
 def check_tensors(names: str, *values: object) -> None:

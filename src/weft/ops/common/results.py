@@ -50,6 +50,20 @@ class ResultOptions(NamedTuple):
         row, col = self.rowwise, self.columnwise
         return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
 
+    def blocks(self) -> tuple[dict[str, str], int]:
+        """For `Sharding`: why the rows of the result cannot be sharded, if so, and how many rows a block has."""
+        if self.format is None:
+            return {}, 1
+        f = Format.of(self.format)
+        if f.needs_tensor_amax and self.scale is None:
+            given = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
+            why = f"{self.format} has a scale that depends on the largest number of all ranks. {given}"
+        elif self.columnwise and not f.group and f.block != "tensor":
+            why = f"a column-wise copy of {self.format} has one scale for a column of all ranks. Q"
+        else:
+            return {}, max(f.block_rows if self.rowwise else 1, f.group if self.columnwise else 1, 1)
+        return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
+
 
 class Result(NamedTuple):
     """A result: y, or its copies with a stand-in for y that autograd holds on to."""

@@ -29,7 +29,17 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...runtime import LATER, Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
+from ...runtime import (
+    LATER,
+    Backward,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    define_op,
+    is_distributed,
+    warp_size_of,
+)
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
@@ -581,6 +591,26 @@ def _present(a: GluBackwardArgs) -> Any:
     )
 
 
+def _shard(a: GluArgs) -> Sharding:
+    whole, block = a.result.blocks()
+    of_gradient, rows = a.gradient.blocks()
+    whole |= of_gradient
+    if a.groups.ends is not None:
+        whole["..."] = "ends= counts the rows of all experts. Give x.to_local() and each rank's own ends"
+        whole["e"] = "ends= is needed for every expert"
+    of_x = "... h"
+    if a.unit.layout in ("concat", "interleaved"):
+        of_x, whole["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
+    elif a.result.format is not None or a.gradient.format is not None:
+        whole["h"] = "a block of the quantised result may reach over it"
+    return Sharding(
+        {"x": of_x, "up": "... h", "prob": "(...)", "groups_ends": "e", "result_scale": ""},
+        {"result_y": "... h", "result_amax": "max:"},
+        whole,
+        max(block, rows),
+    )
+
+
 glu_backward_op = define_op(
     "glu_backward",
     GluBackwardArgs,
@@ -602,6 +632,7 @@ glu_op = define_op(
     present=lambda a: GluOutputs(a.result.present()),
     keep=_keep,
     backward=_gradients,
+    sharding=_shard,
     variants=48,
 )
 
@@ -834,7 +865,10 @@ def _checked_rows(
     if prob is not None:
         lead = x.shape[:-1]
         check_tensor("prob", prob, FLOATS, x.device, lead, (*lead, 1))
-        prob = prob.reshape(-1)
+        if not is_distributed(x, prob):
+            prob = prob.reshape(-1)
+        elif prob.dim() == x.dim():
+            prob = prob.squeeze(-1)  # the shards are joined into rows, by each rank its own
     if whole("align", align) < 1 or (ends is None and align != 1):
         raise ValueError(f"align is a positive number that goes with ends=…; got {align}")
     if ends is None:

@@ -38,6 +38,7 @@ from .launch import launch_backward, launch_forward
 from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from .norm import HeadNorm, check_norm
 from .reference import qkv_prepare_backward_reference, qkv_prepare_cached_reference, qkv_prepare_reference
+from .sharding import shard_prepare
 
 # ---- ops ------------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ qkv_prepare_op = define_op(
     keep=_keep,
     backward=_gradients,
     differentiable=("q", "k", "v", "gate"),
+    sharding=shard_prepare,
     variants=64,
 )
 

@@ -13,6 +13,7 @@ from .launch import launch_forward
 from .layout import LAYOUTS, Cut, Layout, layout_of, shape_of, sizes
 from .norm import NO_NORM
 from .reference import rope_reference
+from .sharding import shard_rope
 
 
 def _allocate(a: Rope) -> Rotated:
@@ -46,6 +47,7 @@ rope_op = define_op(
     allocate=_allocate,
     launch=_launch,
     reference=rope_reference,
+    sharding=shard_rope,
     keep=_keep,
     backward=_gradients,
     variants=64,

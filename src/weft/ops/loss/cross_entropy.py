@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
-from ..common.checks import check_input, is_distributed
+from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, is_distributed, warp_size_of
+from ..common.checks import check_input
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, row_strides
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,

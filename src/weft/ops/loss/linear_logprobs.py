@@ -45,9 +45,10 @@ from ...runtime import (
     Launch,
     capabilities_of,
     define_op,
+    is_distributed,
     warp_size_of,
 )
-from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, is_distributed, real
+from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, real
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows
 from .linear_logprobs_kernels import (
     linear_dhidden_kernel,

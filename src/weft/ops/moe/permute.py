@@ -25,7 +25,7 @@ from ...quant.copies import empty_scale
 from ...quant.qtensor import PLAIN, Codes, register_codes
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
+from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, local_rows, warp_size_of
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import Result, ResultOptions, allocate_result, result_options, stand_in
@@ -596,7 +596,7 @@ def permute(
 
     x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved as
     they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also that of each row,
-    0 in pads.
+    0 in pads. Of DTensors, sharded along tokens, it takes this rank's tokens; y is a plain tensor of this rank.
 
     - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which the result has.
     - `quantize`: a format with blocks 1x128, mx or row; y is then a `QTensor` with the bytes of `quantize(y)`.
@@ -611,6 +611,7 @@ def permute(
     (torch.Size([96, 256]), torch.Size([96]), [32, 64, 96])
     """
     _check_rows(rows)
+    x, probs = local_rows("permute", x=x, probs=probs)
     plain, codes = _take_apart(x)
     _check(plain, rows, "x", rows.row_of_slot.shape[:-1])
     _check_probs(probs, rows)
@@ -665,6 +666,7 @@ def unpermute(
     True
     """
     _check_rows(rows)
+    (probs,) = local_rows("unpermute", probs=probs)
     plain, codes = _take_apart(y)
     if codes.format is not None and Format.of(codes.format).packed == 2:
         raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {codes.format} first")

@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, warp_size_of
+from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, summed, warp_size_of
 from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows, one_stride
 from .route_kernels import route_backward_kernel, route_kernel, route_totals_kernel
@@ -407,6 +407,19 @@ def _gradients(b: Backward) -> Gradients:
     return {"logits": route_backward_op(args).logits}
 
 
+_SHARDING = Sharding(
+    {"logits": "... e", "bias": "e"},
+    {
+        "weights": "... j",
+        "indices": "... j",
+        "counts": "sum: e",
+        "score_sums": "sum: e",
+        "score_counts": "sum: e",
+        "z": "sum:",
+    },
+    {"e": "a token chooses among all experts"},
+)
+
 route_backward_op = define_op(
     "route_backward",
     RouteBackwardArgs,
@@ -428,6 +441,7 @@ route_op = define_op(
     keep=_keep,
     backward=_gradients,
     differentiable=("weights", "score_sums", "z"),
+    sharding=lambda a: _SHARDING,
     variants=72,
 )
 
@@ -468,7 +482,8 @@ def route(
       groups are chosen from. `group_score`: what a group is worth, "share", "top2" or "max".
     - `renormalize`: divide a token's weights by their sum. `scale`: multiplies them at last.
     - `balance_coefficient`, `z_coefficient`: compute the load-balance loss and the z loss of these tokens, times the
-      coefficient. Add them to the model's loss.
+      coefficient. Add them to the model's loss. Of a DTensor they are those of all ranks' tokens; for the load-balance
+      loss the counts of the experts are added up over the ranks, an all-reduce of E numbers.
     - `out_dtype`: of the weights; `index_dtype`: int32 or int64.
 
     Equal scores: the lowest index wins. Every row has k different indices, also if its logits are all equal, minus
@@ -546,7 +561,7 @@ def route(
     tokens = max(1, logits.numel() // experts)
     if balance_coefficient is not None and o.score_sums is not None and o.score_counts is not None:
         factor = balance_coefficient * experts / (k * tokens * tokens)
-        balance_loss = (o.score_sums * o.score_counts).sum() * factor
+        balance_loss = (o.score_sums * summed(o.score_counts)).sum() * factor
     if z_coefficient is not None and o.z is not None:
         z_loss = o.z * (z_coefficient / tokens)
     return Routing(o.weights, o.indices, o.counts, balance_loss, z_loss, o.score_sums, o.score_counts)

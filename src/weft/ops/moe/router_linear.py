@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, kernel, warp_size_of
+from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, kernel, warp_size_of
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows
@@ -442,6 +442,10 @@ def _gradients(b: Backward) -> Gradients:
     return router_linear_backward_op(args)._asdict()
 
 
+_SHARDING = Sharding(
+    {"x": "... h", "weight": "e h", "bias": "e"}, {"y": "... e"}, {"h": "products are summed along it"}
+)
+
 router_linear_backward_op = define_op(
     "router_linear_backward",
     RouterLinearBackwardArgs,
@@ -462,6 +466,7 @@ router_linear_op = define_op(
     reference=router_linear_reference,
     keep=lambda a, o: a,
     backward=_gradients,
+    sharding=lambda a: _SHARDING,
     variants=32,
 )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Launch, capabilities_of, define_op, kernel
+from ...runtime import Launch, capabilities_of, define_op, kernel, local_rows
 from ..common.checks import INTEGERS, check_input, whole
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
@@ -331,6 +331,8 @@ def row_map(
 
     An expert without tokens has no rows. The result is the same in every run.
 
+    A row map of a DTensor is that of this rank's tokens: plain tensors, with rows that are counted on this rank alone.
+
     >>> import torch, weft
     >>> rows = weft.row_map(torch.tensor([[2, 0], [2, 1], [0, 2]]), 4, align=2, rows=8)
     >>> rows.counts.tolist(), rows.offsets.tolist()
@@ -341,6 +343,7 @@ def row_map(
     [[4, 0], [5, 2], [1, 6]]
     """
     check_input("routing", routing, (*INTEGERS, torch.bool))
+    (routing,) = local_rows("row_map", routing=routing)
     last = routing.shape[-1]
     if routing.dtype == torch.bool:
         experts = last if experts is None else experts

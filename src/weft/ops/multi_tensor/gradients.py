@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ...quant import QTensor
-from ..common.checks import is_distributed
+from ...runtime import is_distributed
 
 
 class Shards(NamedTuple):

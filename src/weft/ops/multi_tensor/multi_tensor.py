@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Launch, Nothing, Written, capabilities_of, define_op
-from ..common.checks import is_distributed
+from ...runtime import Launch, Nothing, Written, capabilities_of, define_op, is_distributed
 from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
 from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
 from .table import check_writable, is_dense, refuse_expanded, shared_memory, table_of

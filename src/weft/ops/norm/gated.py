@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import LATER, Backward, Gradients, Launch, capabilities_of, define_op
+from ...runtime import LATER, Backward, Gradients, Launch, Sharding, capabilities_of, define_op
 from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
@@ -458,6 +458,17 @@ def _gradients(b: Backward) -> Gradients:
     return gated_norm_backward_op(args._replace(dy=b.grads.result.y, needs=needs))._asdict()
 
 
+def _shard(a: GatedNormArgs) -> Sharding:
+    joint, block = a.result.blocks()
+    of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
+    return Sharding(
+        {"gate": "... k", "x": of_x, "weight": "k", "result_scale": ""},
+        {"result_y": "... k", "result_amax": "max:"},
+        {"k": "the norm is taken over it", **joint},
+        block,
+    )
+
+
 gated_norm_backward_op = define_op(
     "gated_norm_backward",
     GatedNormBackwardArgs,
@@ -479,6 +490,7 @@ gated_norm_op = define_op(
     present=lambda a: GatedNormOutputs(a.result.present(), a.stats),  # type: ignore[arg-type]
     keep=_keep,
     backward=_gradients,
+    sharding=_shard,
     variants=72,
 )
 

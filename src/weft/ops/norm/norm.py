@@ -28,7 +28,16 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import LATER, Backward, Gradients, Launch, capabilities_of, define_op
+from ...runtime import (
+    LATER,
+    Backward,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    define_op,
+    is_distributed,
+)
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import (
@@ -561,6 +570,32 @@ def _gradients(b: Backward) -> Gradients:
     }
 
 
+def _shard(a: NormArgs) -> Sharding:
+    rows = "... k"
+    joint, block = a.result.blocks()
+    return Sharding(
+        {
+            "x": rows,
+            "residual": rows,
+            "weight": "k",
+            "bias": "k",
+            "scale": _modulation_dims(a.scale),
+            "shift": _modulation_dims(a.shift),
+            "result_scale": "",
+        },
+        {"result_y": rows, "result_amax": "max:", "residual": rows},
+        {"k": "the norm is taken over it", **joint},
+        block,
+    )
+
+
+def _modulation_dims(part: Tensor | None) -> str:
+    """One row for all samples, or one for each, which has the first few of x's dimensions."""
+    if part is None or len(part) == 1:
+        return "(_) k"
+    return f"({' '.join(map(str, range(part.dim() - 1)))}) k"
+
+
 norm_backward_op = define_op(
     "norm_backward",
     NormBackwardArgs,
@@ -583,6 +618,7 @@ norm_op = define_op(
     keep=_keep,
     backward=_gradients,
     differentiable=("result_y", "residual"),
+    sharding=_shard,
     variants=72,
 )
 
@@ -773,7 +809,8 @@ def _split_modulation(
                 f"modulation's {name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the "
                 f"first of them (per sample); got {tuple(part.shape)}"
             )
-        flat.append(part.reshape(-1, cols))
+        # Of DTensors the shards are joined into rows, by each rank its own.
+        flat.append(part.reshape(*(lead if is_distributed(x, part) else [-1]), cols))
     if flat[0] is not None and flat[1] is not None and flat[0].shape != flat[1].shape:
         raise ValueError(
             f"scale and shift must have one shape; got {tuple(flat[0].shape)}, {tuple(flat[1].shape)}"

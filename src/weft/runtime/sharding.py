@@ -1,0 +1,332 @@
+"""How an op is cut into shards, and the call with DTensors that follows from it.
+
+An op describes the dimensions of its tensors by names, as einops does:
+
+    Sharding({"x": "... k", "weight": "k"}, {"y": "... k"}, whole={"k": "the norm is taken over whole rows"})
+
+`...` are the leading dimensions of the first tensor, one name each. Each dimension of a mesh cuts at most one named
+dimension, that of the tensors it shards. Then every rank computes with its shards, and without any communication:
+
+- A tensor that has the dimension must be sharded along it. A replicated one that wants no gradient is cut: that moves
+  nothing.
+- A tensor that does not have it must be replicated, and its gradient is a partial sum: `Partial()`.
+- An output that has it is sharded along it. One that does not have it is what the ranks' values add up to, and says so:
+  "sum: e" is `Partial("sum")`, "max:" is `Partial("max")`.
+
+A rank's shard of a result is that part of the unsharded result, bit for bit. What can't be computed so is refused, with
+the redistribution that would help: nothing is moved without a word. A gradient comes in as DTensor's autograd gives it:
+`DTensor.from_local` redistributes it to the placement of the result that it belongs to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+
+class Sharding(NamedTuple):
+    """The dimensions of an op's tensors, by their names.
+
+    - `inputs`: of each tensor among the arguments; the first one that is there has all leading dimensions. "_" is a
+      dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0 1) k", are joined into
+      one when the shard is taken.
+    - `outputs`: of each output; None for what stays with the rank and is no DTensor.
+    - `whole`: dimensions that can't be sharded, with the reason, and in another sentence what to do about it, if there
+      is something besides redistributing; "..." for all the leading ones.
+    - `block`: so many consecutive rows, counted over all leading dimensions, lie on one rank.
+    - `counted`: tensors of indices along a dimension that may be absent, where they count from 0.
+    - `sizes`: arguments that are the size of a dimension, and become that of the shard.
+    """
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str | None]
+    whole: Mapping[str, str] = {}
+    block: int = 1
+    counted: Mapping[str, str] = {}
+    sizes: Mapping[str, str] = {}
+
+
+class Shards(NamedTuple):
+    """What a rank computes with, and how its results are placed."""
+
+    mesh: DeviceMesh
+    cuts: list[str | None]  # for each dimension of the mesh, the dimension that it cuts
+    extents: dict[str, tuple[int, int]]  # of each dimension: its size, and that of this rank's shard
+    leading: list[str]
+    local: dict[str, Any]  # arguments that differ from those of the call
+
+    def place(self, value: Tensor, dims: str | None) -> Tensor:
+        """This rank's part of an output as a DTensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        if dims is None:
+            return value
+        reduction, _, rest = dims.rpartition(":")
+        names = dimensions(rest, self.leading, value.ndim)
+        placements: list[Placement] = []
+        shape = list(value.shape)
+        for cut in self.cuts:
+            if cut is None:
+                placements.append(Replicate())
+            elif cut in names:
+                dim = names.index(cut)
+                placements.append(Shard(dim))
+                whole, part = self.extents[cut]
+                shape[dim] = whole if value.shape[dim] == part else value.shape[dim] * whole // part
+            elif reduction:
+                placements.append(Partial(reduction))
+            else:
+                raise AssertionError(f"an output {dims!r} without the dimension {cut} has no reduction")
+        return DTensor.from_local(
+            value,
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_stride_like(value, shape),
+        )
+
+
+def is_distributed(*tensors: object) -> bool:
+    """Whether any of them is a DTensor."""
+    if all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def place_like(local: Tensor, like: Tensor) -> Tensor:
+    """A rank's tensor as its shard of a DTensor of the shape and placements of another."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, with a gradient that is placed as x is."""
+    local: Tensor = x.to_local(grad_placements=x.placements)  # type: ignore[attr-defined]
+    return local
+
+
+def local_rows(op: str, **tensors: Tensor | None) -> list[Any]:
+    """This rank's rows of tensors that have the same leading dimensions; without DTensors among them, all rows."""
+    if not is_distributed(*tensors.values()):
+        return [*tensors.values()]
+    described = {name: f"... {name}" for name in tensors}
+    shards = cut(op, Sharding(described, {}, dict.fromkeys(tensors, "a row is taken as a whole")), tensors)
+    return [shards.local.get(name) for name in tensors]
+
+
+def summed(x: Tensor) -> Tensor:
+    """The numbers that a DTensor stands for, on every rank: those of a partial sum are added up, with a collective."""
+    if not is_distributed(x):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)  # type: ignore[attr-defined]
+    return whole
+
+
+def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
+    """This rank's part of a call. `arguments` are all of the op, by name; those that are tensors have a name in
+    `sharding.inputs`, or belong to the rank."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for name, value in arguments.items():
+        if name not in sharding.inputs and is_distributed(value):
+            raise ValueError(f"{op}: {name} belongs to a rank: give {name}.to_local()")
+    tensors = {name: arguments[name] for name in sharding.inputs if arguments[name] is not None}
+    mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
+    first = next(iter(tensors))
+    leading = [str(i) for i in range(tensors[first].ndim - len(sharding.inputs[first].split()) + 1)]
+    dims = {name: dimensions(sharding.inputs[name], leading, t.ndim) for name, t in tensors.items()}
+    call = _Call(op, sharding, tensors, dims, mesh)
+    cuts = [call.cut_along(i) for i in range(mesh.ndim)]
+    call.check_blocks(first, cuts)
+    local: dict[str, Any] = {}
+    extents: dict[str, tuple[int, int]] = {}
+    for name, t in tensors.items():
+        part = call.part(name, cuts)
+        for dim, whole, size in zip(dims[name], t.shape, part.shape, strict=True):
+            extents.setdefault(dim, (whole, size))
+        _, bracket, after = sharding.inputs[name].partition(")")
+        local[name] = part.flatten(0, part.ndim - 1 - len(after.split())) if bracket else part
+    for name, dim in sharding.counted.items():
+        if arguments[name] is None and dim in cuts:
+            numbers = torch.arange(extents[dim][0], device=tensors[first].device)
+            local[name] = _cut_plain(numbers, [Shard(0) if c == dim else Replicate() for c in cuts], mesh)
+    for name, dim in sharding.sizes.items():
+        if dim in cuts:
+            parts = call.parts(dim, cuts)
+            if arguments[name] % parts:
+                raise ValueError(
+                    f"{op}: {name}={arguments[name]} must be a multiple of the {parts} ranks it is sharded over"
+                )
+            local[name] = arguments[name] // parts
+    return Shards(mesh, cuts, extents, leading, local)
+
+
+def dimensions(described: str, leading: list[str], count: int) -> list[str]:
+    """The names of a tensor's dimensions; of one number, however many it has."""
+    words = described.replace("(", "").replace(")", "").split() or ["_"] * count
+    return [name for word in words for name in (leading if word == "..." else [word])]
+
+
+def refuse(op: str) -> ValueError:
+    """What to say where an op that has no `Sharding` is given DTensors."""
+    return ValueError(
+        f"{op} takes no DTensors: give it this rank's tensors, x.to_local(), and place what it returns with "
+        "DTensor.from_local"
+    )
+
+
+class _Call(NamedTuple):
+    """A call with DTensors that is being cut: its tensors, the names of their dimensions, and the mesh."""
+
+    op: str
+    sharding: Sharding
+    tensors: dict[str, Any]
+    dims: dict[str, list[str]]
+    mesh: DeviceMesh
+
+    def cut_along(self, mesh_dim: int) -> str | None:
+        """The dimension that a dimension of the mesh cuts."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        found: str | None = None
+        by = ""
+        for name, t in self.tensors.items():
+            if not isinstance(t, DTensor):
+                continue
+            if t.device_mesh != self.mesh:
+                raise ValueError(
+                    f"{self.op}: all DTensors must be on one mesh; got {self.mesh} and {t.device_mesh}"
+                )
+            placement = t.placements[mesh_dim]
+            if placement.is_replicate():
+                continue
+            if type(placement) is not Shard:
+                has = "terms of a sum" if placement.is_partial() else "pieces of several shards"
+                raise self.refusal(name, f"each rank has {has}", self.possible(name))
+            dim = self.dims[name][placement.dim]
+            if not self.is_free(dim):
+                why = self.sharding.whole.get(dim) or self.sharding.whole.get("...", "it is broadcast")
+                raise self.refusal(
+                    name, f"its dimension {placement.dim} is not to be cut, since {why}", self.possible(name)
+                )
+            if found is None:
+                found, by = dim, name
+            elif found != dim:
+                to = f"Shard({self.dims[name].index(found)})" if found in self.dims[name] else "Replicate()"
+                placements = _words(self.tensors[by].placements)
+                raise self.refusal(name, f"that does not go with {by}, which is placed as {placements}", to)
+        return found
+
+    def is_free(self, dim: str) -> bool:
+        """Whether the dimension may be cut."""
+        whole = self.sharding.whole
+        return dim not in whole and dim != "_" and not (dim.isdigit() and "..." in whole)
+
+    def possible(self, name: str) -> str:
+        shards = [f"Shard({i})" for i, dim in enumerate(self.dims[name]) if self.is_free(dim)]
+        return " or ".join(["Replicate()", *shards])
+
+    def parts(self, dim: str, cuts: list[str | None]) -> int:
+        """How many shards a dimension is cut into."""
+        count = 1
+        for mesh_dim, cut in enumerate(cuts):
+            if cut == dim:
+                count *= self.mesh.size(mesh_dim)
+        return count
+
+    def check_blocks(self, name: str, cuts: list[str | None]) -> None:
+        """Complain about shards that begin within a block of rows. Every rank comes to the same answer."""
+        block, shape = self.sharding.block, self.tensors[name].shape
+        for i, dim in enumerate(self.dims[name]):
+            if block == 1 or dim not in cuts or not dim.isdigit():
+                continue
+            rows = shape[i + 1 : -1].numel()  # to a step along this dimension
+            shard, all_shards = -(-shape[i] // self.parts(dim, cuts)) * rows, shape[i] * rows
+            if shard % block or (shape[:i].numel() > 1 and all_shards % block):
+                raise self.refusal(
+                    name,
+                    f"a block of the quantised result has {block} rows, and shards have {shard} at a time. Pad it so "
+                    f"that these are multiples of {block}, choose blocks that lie in one row (1x128, mx or row, and no "
+                    "column-wise copy), quantise each rank's shard by itself with x.to_local()",
+                    "Replicate()",
+                )
+
+    def part(self, name: str, cuts: list[str | None]) -> Tensor:
+        """This rank's part of a tensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        t, dims = self.tensors[name], self.dims[name]
+        wanted = [Shard(dims.index(cut)) if cut in dims else Replicate() for cut in cuts]
+        wants_gradient = torch.is_grad_enabled() and t.requires_grad
+        if not isinstance(t, DTensor):
+            # It is the same on all ranks, as what a module keeps in a buffer is.
+            if wants_gradient:
+                raise ValueError(
+                    f"{self.op}: {name} is a plain tensor that requires a gradient, among DTensors: each rank would "
+                    f"have a part of that. Give a DTensor, distribute_tensor({name}, mesh, {_words(wanted)})"
+                )
+            return _cut_plain(t, wanted, self.mesh)
+        if any(old != new for old, new in zip(t.placements, wanted, strict=True)):
+            if wants_gradient:
+                raise self.refusal(
+                    name, "if it were cut here, its gradient would have to be gathered", _words(wanted)
+                )
+            return t.redistribute(self.mesh, wanted).to_local()
+        gradients = [
+            Partial() if cut is not None and cut not in dims else new
+            for cut, new in zip(cuts, wanted, strict=True)
+        ]
+        return t.to_local(grad_placements=gradients)
+
+    def refusal(self, name: str, why: str, to: str) -> ValueError:
+        placements = _words(self.tensors[name].placements)
+        advice = f"{why}, or redistribute it to {to}" if ". " in why else f"{why}. Redistribute it to {to}"
+        return ValueError(f"{self.op}: {name} is placed as {placements}; {advice}")
+
+
+def _cut_plain(t: Tensor, wanted: Sequence[Placement], mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a tensor that all ranks have."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if all(placement.is_replicate() for placement in wanted):
+        return t
+    whole = DTensor.from_local(t.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, wanted).to_local()
+
+
+def _stride_like(value: Tensor, shape: list[int]) -> tuple[int, ...]:
+    """Strides of a larger tensor whose dimensions lie in memory in the order of those of `value`."""
+    if value.is_contiguous():
+        return tuple(torch.empty(shape, device="meta").stride())
+    stride, step = list(value.stride()), 1
+    for dim in sorted(range(len(shape)), key=lambda i: value.stride(i)):
+        if stride[dim]:
+            stride[dim], step = step, step * max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _words(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(_word(p) for p in placements)}]"
+
+
+def _word(placement: Any) -> str:
+    if placement.is_replicate():
+        return "Replicate()"
+    return f"Shard({placement.dim})" if placement.is_shard() else repr(placement)

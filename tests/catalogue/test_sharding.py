@@ -1,0 +1,73 @@
+"""DTensors: what every op says about its sharding, on two and four ranks; see `ranks_sharding`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from triton_loom.testing import Results, results_of
+
+import weft
+
+SHARDED = [name for name, op in weft.catalogue.items() if op.sharding is not None]
+
+# What is refused, and what is to be done about it.
+REFUSED = {
+    "columns": "norm: x is placed as [Shard(1)]; its dimension 1 is not to be cut, since the norm is taken over it. "
+    "Redistribute it to Replicate() or Shard(0)",
+    "partial": "x is placed as [Partial(sum)]; each rank has terms of a sum. Redistribute it to Replicate() or "
+    "Shard(0)",
+    "a sharded weight": "weight is placed as [Shard(0)]; its dimension 0 is not to be cut, since the norm is taken "
+    "over it. Redistribute it to Replicate()",
+    "another placement": "residual is placed as [Replicate()]; if it were cut here, its gradient would have to be "
+    "gathered. Redistribute it to [Shard(0)]",
+    "two placements": "up is placed as [Shard(1)]; that does not go with x, which is placed as [Shard(0)]. "
+    "Redistribute it to Shard(0)",
+    "a plain weight": "Give a DTensor, distribute_tensor(weight, mesh, [Replicate()])",
+    "one scale": "since e4m3:tensor:te has a scale that depends on the largest number of all ranks. Give the scale (a "
+    "delayed or static one), quantise each rank's shard by itself with x.to_local(), or redistribute it to Replicate()",
+    "nvfp4": "Quantise each rank's shard by itself with x.to_local(), or redistribute it to Replicate()",
+    "whole columns": "a column-wise copy of e4m3:row:te has one scale for a column of all ranks",
+    "a block on two ranks": "a block of the quantised result has 128 rows, and shards have {rows} at a time. Pad it so "
+    "that these are multiples of 128",
+    "random": "seed= draws by the number of a row",
+    "gate and up": "gate and up lie in it. Give them apart, as glu(gate, up), or redistribute it to Replicate() or "
+    "Shard(0)",
+    "experts": "Give x.to_local() and each rank's own ends",
+    "q, k and v": "Give them apart, or with packing='groups', or redistribute it to Replicate() or Shard(0) or "
+    "Shard(1)",
+    "kv_heads": "cut_kv=1 must be a multiple of the {world} ranks it is sharded over",
+    "no rule": "weft::glu_backward takes no DTensors: give it this rank's tensors, x.to_local()",
+    "out": "weft::norm with out= takes no DTensors",
+    "rows of a rank": "weft::unpermute takes no DTensors",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(Path(__file__).parent / "ranks_sharding.py", tmp_path_factory)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("op", SHARDED)
+def test_a_shard_of_a_result_is_the_result_of_shards(op: str, world: int, ranks: Results) -> None:
+    for rank in ranks(world):
+        tried = {name: wrong for name, wrong in rank["ops"].items() if name.startswith(f"{op}:")}
+        assert tried, f"no workload of {op} can be cut"
+        assert not any(tried.values()), next(wrong for wrong in tried.values() if wrong)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_functions_take_distributed_tensors_eager_and_compiled(world: int, ranks: Results) -> None:
+    for rank in ranks(world):
+        wrong = {name: wrong for name, wrong in rank["calls"].items() if wrong}
+        assert not wrong, "\n".join([*wrong, *wrong.values()])
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_what_to_do(what: str, ranks: Results) -> None:
+    for world in (2, 4):
+        for rank in ranks(world):
+            assert rank["refusals"].keys() == REFUSED.keys()
+            said = REFUSED[what].format(world=world, rows=8 // world)
+            assert said in rank["refusals"][what], rank["refusals"][what]
