@@ -15,7 +15,7 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
 from ..quant.qtensor import register_decoder
 from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
+from ..quant.straight import wrap
 from ..runtime import (
     Backward,
     Gradients,
@@ -63,6 +64,9 @@ from .common.results import (
     stand_in,
 )
 from .common.rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
 
@@ -592,6 +596,31 @@ register_decoder(_decode)
 # ---- public functions -----------------------------------------------------------------------------------
 
 
+class CopyOptions(TypedDict, total=False):
+    """The options of `quantize` that do not decide what it returns."""
+
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None
+    seed: int | None
+
+
+@overload
+def quantize(
+    x: Tensor,
+    format: Format | str = ...,
+    *,
+    return_amax: Literal[False] = False,
+    **options: Unpack[CopyOptions],
+) -> QTensor: ...
+@overload
+def quantize(
+    x: Tensor, format: Format | str = ..., *, return_amax: Literal[True], **options: Unpack[CopyOptions]
+) -> tuple[QTensor, Tensor]: ...
+@overload
+def quantize(
+    x: Tensor, format: Format | str = ..., *, return_amax: bool, **options: Unpack[CopyOptions]
+) -> QTensor | tuple[QTensor, Tensor]: ...
 def quantize(
     x: Tensor,
     format: Format | str = "1x128",
@@ -601,7 +630,7 @@ def quantize(
     scale: Tensor | None = None,
     return_amax: bool = False,
     seed: int | None = None,
-) -> Any:
+) -> QTensor | tuple[QTensor, Tensor]:
     """Quantise x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
 
     - `format`: a `Format`, a block's name or a spec such as "e5m2:1x128:deepgemm".
@@ -641,7 +670,7 @@ def quantize(
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result
-    q = result.value(options)
+    q = wrap(result.y, f, result.rowwise, result.columnwise)
     return q if result.amax is None else (q, result.amax)
 
 

@@ -20,12 +20,12 @@ steps are passed straight through.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format
+from ...quant import Copy, Format, QTensor
 from ...runtime import LATER, Backward, Gradients, Launch, Sharding, capabilities_of, define_op
 from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
@@ -42,6 +42,9 @@ from ..common.rows import align_of, compute_dtype, contiguous, count_rows, cpu_t
 from ..common.sums import sum_partials
 from ..quantize import quantize_into
 from .gated_kernels import gated_norm_backward_kernel, gated_norm_kernel, gated_norm_stripe_kernel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Activation = Literal["sigmoid", "silu"]
 
@@ -498,6 +501,40 @@ gated_norm_op = define_op(
 # ---- public function ------------------------------------------------------------------------------------
 
 
+class GatedNormOptions(TypedDict, total=False):
+    """The options of `gated_norm` that do not decide what it returns."""
+
+    groups: int
+    act: Activation
+    eps: float | None
+    weight_offset: float
+    transpose: bool
+    out_dtype: torch.dtype | None
+    rowwise: bool
+    columnwise: bool
+    quant_scale: Tensor | None
+
+
+@overload
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, quantize: None = None,
+    **options: Unpack[GatedNormOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, quantize: Format | str,
+    return_amax: Literal[False] = False, **options: Unpack[GatedNormOptions],
+) -> QTensor: ...  # fmt: skip
+@overload
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, quantize: Format | str,
+    return_amax: Literal[True], **options: Unpack[GatedNormOptions],
+) -> tuple[QTensor, Tensor]: ...  # fmt: skip
+@overload
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, quantize: Format | str | None = None,
+    return_amax: bool = False, **options: Unpack[GatedNormOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_norm(
     x: Tensor,
     gate: Tensor,
@@ -514,7 +551,7 @@ def gated_norm(
     columnwise: bool = False,
     quant_scale: Tensor | None = None,
     return_amax: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm of x times a gate: `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) * f(gate)`.
 
     x: [..., K], or the heads [..., H, d] of an attention with H * d = K; gate: [..., K]; weight: [K]. All in bf16,

@@ -88,9 +88,9 @@ def norm_kernel(
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     y_ptr,  # [rows, cols], or None
     residual_out_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows], or None; written, or read if KNOWN
-    mean_ptr,  # so too
-    amax_ptr,  # [programs], or None
+    rstd_ptr,  # [rows]: 1 / rms or 1 / deviation of each row, written, or read if KNOWN; or None
+    mean_ptr,  # [rows]: mean of each row of a LayerNorm, written, or read if KNOWN; or None
+    amax_ptr,  # [programs]: the largest |y| of each, or None
     rows,
     cols,
     inner,
@@ -309,10 +309,10 @@ def norm_backward_kernel(
     rstd_ptr,  # [rows]
     mean_ptr,  # [rows], or None
     dx_ptr,  # [rows, cols], or None
-    dweight_ptr,  # partial sums [programs, cols] in fp32, or None; so the next
-    dbias_ptr,
-    dscale_ptr,  # partial sums like dweight; with PER_ROW the gradients themselves, [rows, cols]
-    dshift_ptr,
+    dweight_ptr,  # partial sums in fp32 [programs, cols], or None
+    dbias_ptr,  # partial sums in fp32 [programs, cols], or None
+    dscale_ptr,  # partial sums in fp32 [programs, cols]; with PER_ROW the gradient, [rows, cols]; or None
+    dshift_ptr,  # partial sums in fp32 [programs, cols]; with PER_ROW the gradient, [rows, cols]; or None
     sample_rows,  # rows of a sample; all rows are one, unless they are modulated by sample
     sample_programs,  # programs of a sample
     program_rows,  # rows of a program

@@ -63,6 +63,7 @@ from ..common.rows import (
 )
 from ..common.sums import sum_partials
 from .kernels import norm_backward_kernel, norm_kernel, norm_stripe_kernel
+from .signatures import Modulation, NormResult, norm_like
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
 
@@ -327,9 +328,9 @@ _PLAIN = _Pass()
 
 @functools.lru_cache(maxsize=4096)
 def _rows_launch(
-    layout: _Layout, align: int, kind: str, casting: str, target: str, made: _Pass
+    layout: _Layout, kind: str, casting: str, target: str, made: _Pass, align: int | None = None
 ) -> tuple[Launch, tuple[int, int, int]]:
-    """(launch, grid) of a pass over rows."""
+    """(launch, grid) of a pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
     config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
     launch = Launch.of(
@@ -345,7 +346,7 @@ def _rows_launch(
         TILE=config.tile,
         LOOP=config.loop,
         NESTED=layout.inner > 1,
-        ALIGN=align,
+        ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
     return launch, (-(-layout.rows // config.rows), 1, 1)
@@ -357,7 +358,7 @@ def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device).target
-    launch, grid = _rows_launch(layout, layout.align, a.kind, a.casting, target, _PLAIN)
+    launch, grid = _rows_launch(layout, a.kind, a.casting, target, _PLAIN)
     launch(
         grid,
         (*operands, None, o.result.y, o.residual, o.rstd, o.mean, None, None, None),
@@ -403,7 +404,7 @@ class _Quantized:
             self._read_h()
         a, operands = self.a, self.operands
         made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
-        launch, grid = _rows_launch(self.layout, self.align, a.kind, a.casting, self.target.target, made)
+        launch, grid = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
         partials = self._empty(grid[0]) if wants_amax else None
         if copy is None and partials is None:  # no more than the statistics
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
@@ -625,15 +626,14 @@ norm_op = define_op(
 
 # ---- public functions -----------------------------------------------------------------------------------
 
-Modulation = Tensor | tuple[Tensor | None, Tensor | None]
 
-
-def rms_norm(
+def _norm(
+    kind: str,
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
     *,
-    eps: float | None = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     modulation: Modulation | None = None,
@@ -646,7 +646,60 @@ def rms_norm(
     return_amax: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
-) -> Any:
+) -> NormResult:
+    shape, device = x.shape, x.device
+    if weight is not None:
+        check_tensor("weight", weight, FLOATS, device, shape[-1:], note=_ORDER)
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
+    if residual is not None:
+        check_tensor("residual", residual, (x.dtype,), device, shape)
+    elif residual_out is not None:
+        raise ValueError("residual_out= needs residual=")
+    if casting not in ("fp32", "llama"):
+        raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
+    scale = shift = gate = None
+    if modulation is not None:
+        scale, shift, gate = _split_modulation(modulation, x)
+    stats = torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+        or (scale is not None and scale.requires_grad)
+        or (shift is not None and shift.requires_grad)
+    )
+    options = result_options(
+        x,
+        quantize,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        quant_scale=quant_scale,
+        return_amax=return_amax,
+        out_dtype=out_dtype,
+    )
+    weight_offset = real("weight_offset", weight_offset)
+    a = NormArgs(x, weight, bias, residual, scale, shift, eps, weight_offset, kind, casting, stats, options)
+    if out is None and residual_out is None:
+        o = norm_op(a)
+    else:
+        o = result_into(norm_op, a, out, residual=residual_out)
+    if residual is None and gate is None and options.format is None:
+        return o.result.y
+    results = (o.result.value(options), o.residual, gate, o.result.amax)
+    found = tuple(result for result in results if result is not None)
+    return found[0] if len(found) == 1 else found
+
+
+@norm_like(_norm)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    **options: Any,
+) -> NormResult:
     """RMSNorm over the last dimension: `y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`.
 
     x: [..., K] in bf16, fp16 or fp32, of any strides (heads of a packed QKV included). weight, bias: [K], in any
@@ -676,35 +729,13 @@ def rms_norm(
     (torch.Size([8, 256]), torch.Size([256, 8]))
     """
     check_input("x", x)
-    options = result_options(
-        x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
-        out_dtype=out_dtype,
-    )  # fmt: skip
-    return _norm(
-        "rms", x, weight, bias, epsilon(eps, x), weight_offset, residual, modulation, casting, options, out,
-        residual_out,
-    )  # fmt: skip
+    return _norm("rms", x, weight, bias, epsilon(eps, x), **options)
 
 
+@norm_like(_norm)
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
-    residual: Tensor | None = None,
-    modulation: Modulation | None = None,
-    casting: Literal["fp32", "llama"] = "fp32",
-    out_dtype: torch.dtype | None = None,
-    quantize: Format | str | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    quant_scale: Tensor | None = None,
-    return_amax: bool = False,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> Any:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, **options: Any
+) -> NormResult:
     """LayerNorm over the last dimension: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
 
     Arguments and results are those of `rms_norm`; eps is a number.
@@ -717,54 +748,7 @@ def layer_norm(
     torch.Size([2, 128])
     """
     check_input("x", x)
-    options = result_options(
-        x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
-        out_dtype=out_dtype,
-    )  # fmt: skip
-    return _norm(
-        "layer", x, weight, bias, epsilon(real("eps", eps), x), weight_offset, residual, modulation, casting, options,
-        out, residual_out,
-    )  # fmt: skip
-
-
-def _norm(
-    kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
-    residual: Tensor | None, modulation: Modulation | None, casting: str, options: ResultOptions,
-    out: Tensor | None, residual_out: Tensor | None,
-) -> Any:  # fmt: skip
-    shape, device = x.shape, x.device
-    if weight is not None:
-        check_tensor("weight", weight, FLOATS, device, shape[-1:], note=_ORDER)
-    if bias is not None:
-        check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
-    if residual is not None:
-        check_tensor("residual", residual, (x.dtype,), device, shape)
-    if casting not in ("fp32", "llama"):
-        raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
-    scale = shift = gate = None
-    if modulation is not None:
-        scale, shift, gate = _split_modulation(modulation, x)
-    stats = torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-        or (scale is not None and scale.requires_grad)
-        or (shift is not None and shift.requires_grad)
-    )
-    weight_offset = real("weight_offset", weight_offset)
-    a = NormArgs(x, weight, bias, residual, scale, shift, eps, weight_offset, kind, casting, stats, options)
-    if out is None and residual_out is None:
-        o = norm_op(a)
-    else:
-        if residual_out is not None and residual is None:
-            raise ValueError("residual_out= needs residual=")
-        o = result_into(norm_op, a, out, residual=residual_out)
-    if residual is None and gate is None and options.format is None:
-        return o.result.y
-    results = [o.result.value(options), o.residual, gate, o.result.amax]
-    found = [result for result in results if result is not None]
-    return found[0] if len(found) == 1 else tuple(found)
+    return _norm("layer", x, weight, bias, epsilon(real("eps", eps), x), **options)
 
 
 # What to do about another library's order of arguments.

@@ -1,0 +1,99 @@
+"""The norms as type checkers see them: what a call returns follows from its options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, cast, overload
+
+import torch
+from torch import Tensor
+
+from ...quant import Format, QTensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ScaleAndShift = tuple[Tensor | None, Tensor | None]
+Modulation = Tensor | ScaleAndShift
+
+# What a call returns whose number of results mypy cannot tell: a packed modulation may have a gate in it.
+NormResult = Tensor | tuple[Tensor, ...]
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that do not decide what a norm returns."""
+
+    eps: float | None
+    weight_offset: float
+    casting: Literal["fp32", "llama"]
+    out_dtype: torch.dtype | None
+    rowwise: bool
+    columnwise: bool
+    quant_scale: Tensor | None
+    out: Tensor | None
+    residual_out: Tensor | None
+
+
+class NormOptions(CommonOptions, total=False):
+    """The same, with a modulation that adds no result."""
+
+    modulation: ScaleAndShift | None
+
+
+class Norm(Protocol):
+    """The type of `rms_norm` and `layer_norm`."""
+
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: None = None, quantize: None = None, **options: Unpack[NormOptions],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: Tensor, quantize: None = None, **options: Unpack[NormOptions],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: None = None, quantize: Format | str, **options: Unpack[NormOptions],
+    ) -> QTensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: Tensor, quantize: Format | str, **options: Unpack[NormOptions],
+    ) -> tuple[QTensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: None = None, quantize: Format | str, return_amax: Literal[True], **options: Unpack[NormOptions],
+    ) -> tuple[QTensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: Tensor, quantize: Format | str, return_amax: Literal[True], **options: Unpack[NormOptions],
+    ) -> tuple[QTensor, Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: Tensor | None = None, modulation: Modulation | None = None, quantize: Format | str | None = None,
+        return_amax: bool = False, **options: Unpack[CommonOptions],
+    ) -> NormResult: ...  # fmt: skip
+
+
+def norm_like(shared: Callable[..., NormResult]) -> Callable[[Callable[..., NormResult]], Norm]:
+    """The decorator of a norm that passes its `**options` on to `shared`. Whoever looks at its signature sees them, by
+    name and with their defaults."""
+    options = [
+        parameter
+        for parameter in inspect.signature(shared).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+
+    def typed(function: Any) -> Norm:
+        own = list(inspect.signature(function).parameters.values())[:-1]
+        function.__signature__ = inspect.Signature([*own, *options])
+        return cast(Norm, function)
+
+    return typed
