@@ -116,7 +116,7 @@ def test_the_process_may_choose_and_a_block_overrides_it() -> None:
         weft.set_backend("reference")
         assert launched_by(weft.rms_norm, x)[1] == []
         with weft.backend("triton"):
-            assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+            assert launched_by(weft.rms_norm, x)[1] == ["norm_kernel"]
         seen = []
         thread = threading.Thread(target=lambda: seen.append(launched_by(weft.rms_norm, x)[1]))
         thread.start()
@@ -124,7 +124,7 @@ def test_the_process_may_choose_and_a_block_overrides_it() -> None:
         assert seen == [[]]
     finally:
         weft.set_backend("auto")
-    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+    assert launched_by(weft.rms_norm, x)[1] == ["norm_kernel"]
     with pytest.raises(ValueError, match="'auto', 'triton' or 'reference'"):
         weft.set_backend("cuda")  # type: ignore[arg-type]
 
@@ -157,7 +157,7 @@ def test_a_block_may_be_a_decorator_and_entered_twice() -> None:
         with block:
             pass
         assert launched_by(weft.rms_norm, x)[1] == []
-    assert launched_by(weft.rms_norm, x)[1] == ["_norm_kernel"]
+    assert launched_by(weft.rms_norm, x)[1] == ["norm_kernel"]
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
@@ -173,19 +173,19 @@ def test_a_compiled_graph_holds_its_backend(compiler: str) -> None:
     x = torch.randn(3, 64, requires_grad=True)
     compiled = torch.compile(half_and_half, fullgraph=True, backend=compiler)
     both, names = launched_by(compiled, x)
-    assert names == ["_norm_kernel"], "the layer norm alone"
+    assert names == ["norm_kernel"], "the layer norm alone"
     (gradient,), names = launched_by(torch.autograd.grad, both[0].sum() + both[1].sum(), x)
-    assert names == ["_norm_backward_kernel"]
+    assert names == ["norm_backward_kernel"]
     (wanted,) = torch.autograd.grad(sum(y.sum() for y in half_and_half(x)), x)
     assert torch.equal(gradient, wanted)
 
     compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend=compiler)
-    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+    assert launched_by(compiled, x)[1] == ["norm_kernel"]
     with weft.backend("reference"):
         y, names = launched_by(compiled, x)
     assert names == []
     assert launched_by(y.sum().backward)[1] == []
-    assert launched_by(compiled, x)[1] == ["_norm_kernel"]
+    assert launched_by(compiled, x)[1] == ["norm_kernel"]
 
 
 @pytest.mark.parametrize("transform", ["jvp", "vmap"])
@@ -650,7 +650,7 @@ def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_no_jit_with_an_op() -> None:
     done = python("import torch, weft; weft.rms_norm(torch.randn(3, 64))", WEFT_NO_JIT="1")
-    assert "RuntimeError: _norm_kernel has no compiled variant" in done.stderr
+    assert "RuntimeError: norm_kernel has no compiled variant" in done.stderr
 
 
 def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -885,7 +885,7 @@ def test_recording_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with recording("gfx950") as inner:
             weft.quantize(torch.empty(8, 64, device="meta"), "mx")
         weft.layer_norm(torch.empty(8, 64, device="meta"))
-    assert [v.kernel for v in outer] == ["_norm_kernel", "_norm_kernel"]
+    assert [v.kernel for v in outer] == ["norm_kernel", "norm_kernel"]
     assert [v.kernel for v in inner] == ["_quantize_rows_kernel"]
     assert not launch.is_recording()
 

@@ -4,18 +4,16 @@ A dispatcher takes flat lists. The leaves of a NamedTuple are its members, and t
 themselves: `a.to.format` is the leaf `to_format`. The functions that lead from one form to the other are generated,
 as those of NamedTuples are: they run in every call.
 
->>> from typing import NamedTuple
->>> class To(NamedTuple):
-...     format: str | None
-...     columnwise: bool
->>> class Args(NamedTuple):
-...     x: Tensor
-...     to: To
->>> fields = Fields(Args)
->>> fields.schema
-'Tensor x, str? to_format, bool to_columnwise'
->>> fields.build(None, "1x128", True)
-Args(x=None, to=To(format='1x128', columnwise=True))
+    class To(NamedTuple):
+        format: str | None
+        columnwise: bool
+
+    class Args(NamedTuple):
+        x: Tensor
+        to: To
+
+    Fields(Args).schema                             "Tensor x, str? to_format, bool to_columnwise"
+    Fields(Args).build(x, "1x128", True)            Args(x, To("1x128", True))
 """
 
 from __future__ import annotations

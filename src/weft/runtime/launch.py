@@ -291,7 +291,7 @@ def recording(target: str) -> Iterator[list[Variant]]:
     >>> with recording("sm_90") as variants:
     ...     _ = weft.rms_norm(torch.empty(8, 128, device="meta"))
     >>> [v.kernel for v in variants]
-    ['_norm_kernel']
+    ['norm_kernel']
     """
     global _recorder
     previous = _recorder

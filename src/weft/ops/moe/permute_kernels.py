@@ -252,7 +252,7 @@ def permute_kernel(
 @kernel
 def permute_stripe_kernel(
     x_ptr,  # [tokens, cols]
-    probs_ptr,  # as in `_permute_kernel`
+    probs_ptr,  # as in `permute_kernel`
     experts_ptr,
     slot_of_row_ptr,  # int32 [rows]
     row_probs_ptr,
