@@ -338,7 +338,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert path.startswith("src/weft/"), f"{block}: the first line names the file"
         assert (path in files) == (continued == "continued"), f"{block}: {first}"
         files[path] = files[path] + "\n\n" + text if continued else text
-    assert len(files) == 2
+    assert len(files) == 3
     for path, text in files.items():
         assert not (root / path).exists()
         (root / path).write_text(text)
@@ -353,7 +353,7 @@ def in_extended(root: Path, *command: str) -> str:
 
 
 def test_added_op_is_in_style(extended: Path) -> None:
-    for path in ("ops/softplus_gate.py", "workloads/softplus_gate.py"):
+    for path in ("ops/glu/softplus_gate.py", "workloads/softplus_gate.py", "ops/scale_rows.py"):
         file = str(extended / "src" / "weft" / path)
         settings = ["--config", str(ROOT / "pyproject.toml"), "--no-cache", file]
         in_extended(extended, "-m", "ruff", "check", *settings)
@@ -379,7 +379,7 @@ for workload in for_op("softplus_gate"):
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         gradients = torch.autograd.grad(y, list(call.tensors().values()), dy)
         exact = [t.detach().double().requires_grad_() for t in call.tensors().values()]
-        (truth,) = op.reference(*exact)
+        truth = op.reference(op.arguments.build(*exact)).y
         wanted = [truth, *torch.autograd.grad(truth, exact, dy.double())]
         for got, right in zip([y, *gradients], wanted, strict=True):
             # exp, log, a quotient and three products.
@@ -397,7 +397,8 @@ for function in (weft.ops.softplus_gate, compiled):
     before = grads
 assert torch.equal(compiled(gate, x), weft.ops.softplus_gate(gate, x))
 special = torch.tensor([float("inf"), -float("inf"), float("nan"), -90.0, 90.0])
-got, right = weft.ops.softplus_gate(special, torch.ones(5)), op.reference(special, torch.ones(5))[0]
+ones = torch.ones(5)
+got, right = weft.ops.softplus_gate(special, ones), op.reference(op.arguments.build(special, ones)).y
 torch.testing.assert_close(got, right, rtol=1e-6, atol=0, equal_nan=True)
 assert weft.ops.softplus_gate(gate[:0], x[:0]).shape == (0, 40)
 assert torch.equal(weft.ops.softplus_gate(gate.t(), x.t()), weft.ops.softplus_gate(gate, x).t())
@@ -407,6 +408,43 @@ print("proven")
 
 def test_added_op_is_right(extended: Path) -> None:
     assert in_extended(extended, "-c", PROOF).endswith("proven\n")
+
+
+QUANTISED = """
+import torch
+
+import weft
+from triton_loom.testing import EPS32, assert_rounded_once, words
+from weft.ops.scale_rows import scale_rows
+
+generator = torch.Generator().manual_seed(2)
+for shape in ((5, 7, 200), (3, 256), (33, 1), (0, 64)):
+    x = torch.randn(shape, generator=generator).bfloat16()
+    factor = torch.randn(shape[:-1], generator=generator)
+    factor.view(-1)[:1] = float("inf")
+    assert torch.equal(scale_rows(x, factor), (x.float() * factor[..., None]).bfloat16())
+    for format in ("1x128", "mx", "row", "tensor", "128x128", "nvfp4"):
+        for columnwise in (False, True) if format != "row" else (False,):
+            q = scale_rows(x, factor, quantize=format, columnwise=columnwise)
+            wanted = weft.quantize(x.float() * factor[..., None], format, columnwise=columnwise)
+            for copy, right in ((q.rowwise, wanted.rowwise), (q.columnwise, wanted.columnwise)):
+                for got, part in zip(copy or (), right or (), strict=True):
+                    assert got is part is None or torch.equal(words(got), words(part)), format
+x, factor = torch.randn(6, 96, requires_grad=True), torch.randn(6, requires_grad=True)
+for function in (scale_rows, torch.compile(scale_rows, fullgraph=True, backend="aot_eager")):
+    for format in (None, "1x128"):
+        y = function(x, factor, quantize=format)
+        y = y if format is None else y.dequantize()
+        dx, dfactor = torch.autograd.grad(y.sum(), (x, factor))
+        assert torch.equal(dx, factor[:, None].expand(6, 96))
+        total = x.double().sum(1)
+        assert_rounded_once(dfactor, total, 96 * EPS32 * x.double().abs().sum(1))
+print("proven")
+"""
+
+
+def test_added_quantising_op_is_right(extended: Path) -> None:
+    assert in_extended(extended, "-c", QUANTISED).endswith("proven\n")
 
 
 BINARIES = """

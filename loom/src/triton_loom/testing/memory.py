@@ -90,7 +90,8 @@ class Guarded:
 
 @contextmanager
 def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
-    """What `torch.empty` and `torch.zeros` make on the CPU lies between guards, which are collected in the list."""
+    """What `torch.empty` and its relatives and `torch.zeros` make on the CPU lies between guards, which are collected in
+    the list. A tensor with a stride of 0, which stands for others, has none."""
     guards: list[Guarded] = []
     zeros = torch.zeros
 
@@ -105,7 +106,19 @@ def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
 
         return allocate
 
-    with _replaced({(torch, "empty"): guarded(None), (torch, "zeros"): guarded(0.0)}):
+    empty, strided = guarded(None), torch.empty_strided
+
+    def empty_like(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return empty(tuple(x.shape), dtype=dtype or x.dtype, device=device or x.device)
+
+    def empty_strided(size: Any, stride: Any, **options: Any) -> Tensor:
+        if 0 in stride or 0 in size:
+            return strided(size, stride, **options)
+        length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        return empty((length,), **options).as_strided(size, stride)
+
+    made = {"empty": empty, "empty_like": empty_like, "empty_strided": empty_strided, "zeros": guarded(0.0)}
+    with _replaced({(torch, name): function for name, function in made.items()}):
         yield guards
 
 
