@@ -15,8 +15,9 @@ from typing import Any
 
 from tests.support.mutation import Mutant
 
-NORM, QUANTIZE, COPIES, ROWS = (
-    f"ops/{name}.py" for name in ("norm/kernels", "quantize", "common/copies", "common/rows")
+NORM, HOST, QUANTIZE, COPIES, ROWS, SUMS = (
+    f"ops/{name}.py"
+    for name in ("norm/kernels", "norm/norm", "quantize", "common/copies", "common/rows", "common/sums")
 )
 NUMBERS, TILE, REDUCE, SCALES = (f"tiles/{name}.py" for name in ("numbers", "quantize", "reduce", "scales"))
 
@@ -95,23 +96,23 @@ _NORM: list[tuple[Any, ...]] = [
     ("tensor amax of the last tile alone", "norm_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "norm:llama3-70b/hidden:nvfp4:1"),)),
     ("inner rows at the outer stride", f"{ROWS}:row_offset", "(row % inner) * inner_stride", "(row % inner) * outer_stride", (workload("accuracy", "norm:qwen3-30b-a3b/k-heads:per-head:8192"),)),
     ("rows past the end in a tile of rows", "norm_kernel", "tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(row, piece, rows + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",)),
-    ("given scale taken for an amax", "norm_kernel", "FORMAT, STATIC)", "FORMAT, False)", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
-    ("last rows left out", f"{NORM}:_launch_norm", "(-(-rows // config.rows), 1, 1)", "(-(-(rows - 1) // config.rows), 1, 1)", (PLAIN_ODD,)),
-    ("amax pass without the residual", f"{NORM}:_launch_norm", "x, residual, *vectors,", "x, residual if spec else None, *vectors,", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
+    ("given scale taken for an amax", "norm_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
+    ("last rows left out", f"{HOST}:_rows_launch", "(-(-layout.rows // config.rows), 1, 1)", "(-(-(layout.rows - 1) // config.rows), 1, 1)", (PLAIN_ODD,)),
+    ("amax pass without the residual", f"{HOST}:_Quantized.rows_pass", "a, operands = self.a, self.operands", "a, operands = self.a, self.operands if copy else self.operands._replace(residual=None)", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
     ("statistics of the first row for all", "norm_kernel", "rstd = tl.load(rstd_ptr + row,", "rstd = tl.load(rstd_ptr + row * 0,", (KNOWN,)),
     ("mean not read", "norm_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (KNOWN,)),
-    ("residual added twice", f"{NORM}:_launch_norm", "x, residual, nested = residual_out, None, False", "x, nested = residual_out, False", (KNOWN,)),
-    ("statistics of x without the residual", f"{NORM}:_launch_norm", "x, residual, *vectors,", "x, residual if spec or partials is not None else None, *vectors,", ("ops/norm/test.py::test_columnwise_alone_is_that_of_both",)),
+    ("residual added twice", f"{HOST}:_Quantized._read_h", "_replace(x=self.o.residual, residual=None)", "_replace(x=self.o.residual)", (KNOWN,)),
+    ("statistics of x without the residual", f"{HOST}:_Quantized.rows_pass", "operands._replace(weight=None,", "operands._replace(residual=None, weight=None,", ("ops/norm/test.py::test_columnwise_alone_is_that_of_both",)),
     ("moments merged without the difference of means", f"{REDUCE}:merge_moments", " + delta * delta * count * share", "", (LAYER_LOOP,)),
 ]  # fmt: skip
 
 _STRIPE: list[tuple[Any, ...]] = [
     ("tiles counted without the last", "norm_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (BOTH,)),
-    ("last tile not launched", f"{NORM}:_launch_norm", "(tiles, 1, 1)", "(max(tiles - 1, 1), 1, 1)", (BOTH,)),
+    ("last tile not launched", f"{HOST}:_Quantized.stripes_pass", "(tiles, 1, 1)", "(max(tiles - 1, 1), 1, 1)", (BOTH,)),
     ("every tile the first", "norm_stripe_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (BOTH,)),
     ("every stripe the first", "norm_stripe_kernel", "(tl.program_id(0) // tiles)", "(tl.program_id(0) // tiles * 0)", (BOTH,)),
-    ("x read in place of h", f"{NORM}:_launch_norm", "x, residual, nested = residual_out, None, False", "x, residual, nested = x, None, False", (BOTH,)),
-    ("h read at x's stride", f"{NORM}:_launch_norm", "integers = (rows, cols, 1, cols, 0, 0,", "integers = (rows, cols, 1, outer_stride, 0, 0,", (f"{L}test_layout_of_inputs[both_copies-padded]",)),
+    ("x read in place of h", f"{HOST}:_Quantized._read_h", "_replace(x=self.o.residual, residual=None)", "_replace(residual=None)", (BOTH,)),
+    ("h read at x's stride", f"{HOST}:_Layout.of_h", "outer_stride=self.cols", "outer_stride=self.outer_stride", (f"{L}test_layout_of_inputs[both_copies-padded]",)),
     ("1 / rms of the first stripe for all", "norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row % ROWS,", (BOTH,)),
     ("1 / rms of the first row for all", "norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row * 0,", (BOTH,)),
     ("mean not read", "norm_stripe_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
@@ -179,12 +180,12 @@ _SUM: list[tuple[Any, ...]] = [
     ("last partial sum alone", "_sum_kernel", "total += tl.sum", "total = tl.sum", (PLAIN_ODD,)),
     ("partial sums of another sample", "_sum_kernel", "(outer * count + row)", "(outer + row)", (BY_SAMPLE,)),
     ("all samples to the first one's place", "_sum_kernel", "outer * cols, ALIGN) + col", "outer * 0, ALIGN) + col", (BY_SAMPLE,)),
-    ("last columns left out", f"{NORM}:_launch_norm_backward", "(-(-cols // tile) * (programs // count), 1, 1)", "(max(cols // tile, 1) * (programs // count), 1, 1)", (PLAIN_LOOP,)),
+    ("last columns left out", f"{SUMS}:sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(max(cols // width, 1) * (rows // count), 1, 1)", (PLAIN_LOOP,)),
     ("every piece the first", "_sum_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (PLAIN_LOOP,)),
-    ("first sample alone", f"{NORM}:_launch_norm_backward", "(-(-cols // tile) * (programs // count), 1, 1)", "(-(-cols // tile), 1, 1)", (BY_SAMPLE,)),
-    ("weight gradient of the first sample alone", f"{NORM}:_launch_norm_backward", "(0, programs, programs,", "(0, sample_programs, sample_programs,", (SAMPLES,)),
+    ("first sample alone", f"{SUMS}:sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(-(-cols // width), 1, 1)", (BY_SAMPLE,)),
+    ("weight gradient of the first sample alone", f"{HOST}:_launch_norm_backward", "(o.weight, dweight, programs)", "(o.weight, dweight, sample_programs)", (SAMPLES,)),
     ("summed in the weight's dtype", "_sum_kernel", "total += tl.sum(", "total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.sum(", (LAYER,)),
-    ("partial sums in bf16", f"{NORM}:_launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
+    ("partial sums in bf16", f"{HOST}:_launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
     ("last column left out", "_sum_kernel", "exists = col < cols", "exists = col < cols - 1", (PLAIN_ODD,)),
     ("columns past a multiple of 16 left out", "_sum_kernel", "cols = (cols // ALIGN) * ALIGN", "cols = (cols // 16) * 16", (PLAIN_LOOP,)),
     ("sums cut, not rounded", "_sum_kernel", "total.to(", DOWN_TO_BF16.format("total") + ".to(", (PLAIN_ODD,)),
@@ -242,7 +243,7 @@ _QSTRIPE: list[tuple[Any, ...]] = [
     ("strides of transposed scales swapped", f"{COPIES}:store_stripe", "tl.store(copy_t.scale + (group_off[:, None] + col_off[None, :])", "tl.store(copy_t.scale + (group * copy_t.scale_row_stride)[:, None] + (col.to(tl.int64) * copy_t.scale_col_stride)[None, :]", (f"{SHAPES}[e2m1:mx:te]",)),
     ("32-bit row offsets", "_quantize_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
     ("tiles counted without the last", "_quantize_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
-    ("last tile not launched", f"{QUANTIZE}:_launch_quantize", "launch(\n            (stripes * tiles, 1, 1),", "launch(\n            (max(stripes * tiles - 1, 1), 1, 1),", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
+    ("last tile not launched", f"{QUANTIZE}:_Quantize.stripes_pass", "launch(\n            (stripes * tiles, 1, 1),", "launch(\n            (max(stripes * tiles - 1, 1), 1, 1),", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("amax of the first row of a tile", "_quantize_stripe_kernel", "amax(amax(x, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(x, axis=1), 0.0), axis=0)", ("quant/test_norms.py::test_amax[e4m3:1x128:te:pow2]",)),
     ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(amax(x, axis=0), (C // 128, 128)), axis=1)", "amax(tl.reshape(amax(tl.where(tl.arange(0, C)[None, :] % 128 == 0, x, 0.0), axis=0), (C // 128, 128)), axis=1)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
     ("columns scaled by the group above", f"{TILE}:quantize_columns", "scaled(groups, factor[:, None, :], FORMAT)", "scaled(groups, tl.flip(factor, 0)[:, None, :], FORMAT)", (f"{EVERY}[e2m1:mx:te-both]",)),
@@ -257,8 +258,8 @@ _AMAX: list[tuple[Any, ...]] = [
     ("rows and columns swapped", "_amax_kernel", "amax(x, axis=1), mask=row < rows)", "amax(x, axis=0), mask=row < rows)", (f"{SHAPES}[int8:row:te]",)),
     ("amax drops NaN", f"{REDUCE}:amax", "return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)", "return tl.max(tl.where(bits > 0x7F800000, 0, bits), axis=axis).to(tl.float32, bitcast=True)", (f"{EVERY}[e4m3:row:deepep-both]",)),
     ("negative numbers ignored", f"{REDUCE}:amax", "& 0x7FFFFFFF", "", (f"{SHAPES}[int8:row:te]",)),
-    ("first piece of all", f"{QUANTIZE}:_launch_quantize", "piece.amax(0)", "piece[0]", (f"{SHAPES}[int8:row:te]",)),
-    ("smallest of the pieces", f"{QUANTIZE}:_launch_quantize", "piece.amax(0)", "piece.amin(0)", (f"{SHAPES}[int8:row:te]",)),
+    ("first piece of all", f"{QUANTIZE}:_Quantize.stripes_pass", "of_cols.amax(0)", "of_cols[0]", (f"{SHAPES}[int8:row:te]",)),
+    ("smallest of the pieces", f"{QUANTIZE}:_Quantize.stripes_pass", "of_cols.amax(0)", "of_cols.amin(0)", (f"{SHAPES}[int8:row:te]",)),
     ("x read at the wrong stride", "_amax_kernel", "row * x_stride", "row * cols", ("quant/test_strides.py::test_strided_inputs[e4m3:row:te]",)),
     ("last row left out", "_amax_kernel", "mask=row < rows)", "mask=row < rows - 1)", (f"{SHAPES}[int8:row:te]",)),
     ("last column left out", "_amax_kernel", "mask=col < cols)", "mask=col < cols - 1)", (f"{SHAPES}[int8:row:te]",)),
@@ -266,7 +267,7 @@ _AMAX: list[tuple[Any, ...]] = [
     ("columns past the end read", "_amax_kernel", "tile_mask(row, col, rows, cols, True, COLS_MASKED)", "tile_mask(row, col, rows, cols + 1, True, COLS_MASKED)", (f"{SHAPES}[int8:row:te]",)),
     ("rows past the end read", "_amax_kernel", "tile_mask(row, col, rows, cols, True, COLS_MASKED)", "tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", ("quant/test_strides.py::test_strided_inputs[e4m3:row:te]",)),
     ("32-bit row offsets", "_amax_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
-    ("last tile not launched", f"{QUANTIZE}:_launch_quantize", "find((stripes * tiles, 1, 1)", "find((max(stripes * tiles - 1, 1), 1, 1)", (f"{SHAPES}[int8:row:te]",)),
+    ("last tile not launched", f"{QUANTIZE}:_Quantize.stripes_pass", "find((stripes * tiles, 1, 1)", "find((max(stripes * tiles - 1, 1), 1, 1)", (f"{SHAPES}[int8:row:te]",)),
     ("every tile the first", "_amax_kernel", "col = tile * TILE + ", "col = tile * 0 + ", (f"{SHAPES}[int8:row:te]",)),
 ]  # fmt: skip
 
@@ -328,7 +329,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_made("norm_kernel", NORM, _NORM),
     *_made("norm_stripe_kernel", NORM, _STRIPE),
     *_made("norm_backward_kernel", NORM, _BACKWARD),
-    *_made("_sum_kernel", NORM, _SUM),
+    *_made("_sum_kernel", SUMS, _SUM),
     *_made("_quantize_rows_kernel", QUANTIZE, _QROWS),
     *_made("_quantize_stripe_kernel", QUANTIZE, _QSTRIPE),
     *_made("_amax_kernel", QUANTIZE, _AMAX),

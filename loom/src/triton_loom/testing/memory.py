@@ -90,8 +90,8 @@ class Guarded:
 
 @contextmanager
 def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
-    """What `torch.empty` and its relatives and `torch.zeros` make on the CPU lies between guards, which are collected in
-    the list. A tensor with a stride of 0, which stands for others, has none."""
+    """What `torch.empty`, its relatives and `torch.zeros` make on the CPU lies between guards, collected in the
+    list. A tensor with a stride of 0, which stands for others, has none."""
     guards: list[Guarded] = []
     zeros = torch.zeros
 
@@ -117,7 +117,12 @@ def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
         length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         return empty((length,), **options).as_strided(size, stride)
 
-    made = {"empty": empty, "empty_like": empty_like, "empty_strided": empty_strided, "zeros": guarded(0.0)}
+    made: dict[str, Callable[..., Tensor]] = {
+        "empty": empty,
+        "empty_like": empty_like,
+        "empty_strided": empty_strided,
+        "zeros": guarded(0.0),
+    }
     with _replaced({(torch, name): function for name, function in made.items()}):
         yield guards
 
