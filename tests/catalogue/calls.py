@@ -77,7 +77,8 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) ->
 
 def handed_through(value: Tensor) -> bool:
     """Whether a result is part of an input, as the gate of a modulation is."""
-    return value._base is not None and value._base.is_leaf
+    base = value._base
+    return base is not None and base.is_leaf and base.requires_grad
 
 
 def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
