@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
+import weft
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
@@ -27,8 +30,15 @@ from weft.workloads.published import BANDWIDTH, PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
-WITNESS, TRAFFIC = ROOT / "loom/docs/witness.md", ROOT / "docs/traffic.md"
-ROWS = ROOT / "docs/published.md"
+FORMATS, PROOF, ROWS, TRAFFIC = (
+    ROOT / "docs" / f"{name}.md" for name in ("formats", "proof", "published", "traffic")
+)
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+]  # their Python blocks are scripts; CONTRIBUTING's are parts of files
+DOCUMENTS = [*PAGES, CONTRIBUTING]
+WITNESS = ROOT / "loom/docs/witness.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
 
@@ -81,7 +91,11 @@ def run(command: list[str] | str, **environment: str) -> str:
 # ---- Python ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", blocks(README, "python") + blocks(WITNESS, "python"), ids=str)
+SCRIPTS = [block for document in (*PAGES, WITNESS) for block in blocks(document, "python")]
+DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
+
+
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in DISTRIBUTED], ids=str)
 def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"  # kernels have to be defined in a file
     script.write_text(block.text)
@@ -92,8 +106,8 @@ def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
             assert size in printed, f"{block}: {size} is promised, printed was\n{printed}"
 
 
-def test_distributed_block_runs_on_two_ranks(tmp_path: Path) -> None:
-    (block,) = blocks(ROOT / "docs/sharding.md", "python")
+@pytest.mark.parametrize("block", DISTRIBUTED, ids=str)
+def test_distributed_block_runs_on_two_ranks(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.text)
     with socket.socket() as free:
@@ -118,6 +132,8 @@ def test_distributed_block_runs_on_two_ranks(tmp_path: Path) -> None:
 
 def test_there_are_python_blocks() -> None:
     assert len(blocks(README, "python")) >= 4
+    assert len(blocks(ROOT / "docs/guide.md", "python")) >= 8
+    assert DISTRIBUTED
 
 
 # ---- commands ----------------------------------------------------------------------------------------------
@@ -127,12 +143,7 @@ QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
 
 @pytest.mark.parametrize(
     "command",
-    dict.fromkeys(
-        c
-        for document in (README, CONTRIBUTING, TRAFFIC, ROWS)
-        for c, _ in lines(document)
-        if c.startswith(QUICK)
-    ),
+    dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document) if c.startswith(QUICK)),
 )
 def test_quick_command_runs(command: str) -> None:
     assert run(command)
@@ -182,7 +193,7 @@ def check_pytest(arguments: list[str]) -> None:
             assert (ROOT / word).exists(), word
 
 
-@pytest.mark.parametrize("document", [README, CONTRIBUTING], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_slow_commands_name_what_exists(document: Path) -> None:
     for command, place in lines(document):
         if command.startswith(QUICK):
@@ -209,11 +220,22 @@ def test_slow_commands_name_what_exists(document: Path) -> None:
 # ---- what is said --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("document", [README, CONTRIBUTING, CHANGELOG], ids=lambda path: path.name)
+def anchors(document: Path) -> set[str]:
+    """What GitHub calls the headings: in lower case, hyphens for spaces, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, CHANGELOG], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        page = document.parent / path if path else document
+        assert page.exists(), link
+        assert not heading or heading in anchors(page), link
     for path in re.findall(r"`((?:src|loom|tests|examples|\.ci)/[\w./]*)`", text):
         assert (ROOT / path).exists() or "softplus" in path, path
 
@@ -256,9 +278,9 @@ def test_published_table_has_every_row() -> None:
         assert float(measured[row.number][5]) >= 0.8
 
 
-def rows(heading: str) -> Iterator[list[str]]:
-    """The cells of the README's table under the header line that begins like this."""
-    text = README.read_text()
+def rows(document: Path, heading: str) -> Iterator[list[str]]:
+    """The cells of the document's table under the header line that begins like this."""
+    text = document.read_text()
     table = text[text.index(f"| {heading} |") :].split("\n\n")[0]
     for line in table.splitlines()[2:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -266,7 +288,7 @@ def rows(heading: str) -> Iterator[list[str]]:
 
 def test_table_of_formats() -> None:
     stated = {}
-    for block, _, elements, scale in rows("block"):
+    for block, _, elements, scale in rows(FORMATS, "block"):
         formats = [f for f in Format.all() if f.block == block.strip("`")]
         stated[block.strip("`")] = set(re.findall(r"`(\w+)`", elements))
         assert stated[block.strip("`")] == {f.element for f in formats}
@@ -279,7 +301,7 @@ def test_table_of_formats() -> None:
 
 def test_table_of_conventions() -> None:
     stated = set()
-    for name, floor, scale, data, on in rows("convention"):
+    for name, floor, scale, data, on in rows(FORMATS, "convention"):
         rule = CONVENTIONS[name.strip("`")]
         stated.add(rule.name)
         assert (float(floor), scale.replace("MAX", "max"), data.replace("MAX", "max")) == (
@@ -294,12 +316,28 @@ def test_table_of_conventions() -> None:
     assert stated == set(CONVENTIONS)
 
 
+def test_table_of_ops() -> None:
+    """It has every function of the package that computes, and no other."""
+    listed = [name for cells in rows(README, "op") for name in re.findall(r"`(\w+)`", cells[0])]
+    public = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == public - {"backend", "set_backend", "scale_from_amax", "glu_backward"}
+
+
 def test_targets_and_places_for_figures() -> None:
-    text = README.read_text()
+    text = PROOF.read_text()
     assert ", ".join(TARGETS) in text
-    assert len(TARGETS) == 7  # the README says seven
+    assert len(TARGETS) == 7
+    assert "seven GPU targets" in README.read_text()
     for place in ("speed", "host"):
         assert text.index(f"<!-- {place} -->") < text.index(f"<!-- /{place} -->")
+
+
+def test_geometric_mean_is_that_of_the_table() -> None:
+    speeds = [float(cells[-1]) for cells in rows(PROOF, "op")]
+    mean = f"{statistics.geometric_mean(speeds):.2f}"
+    assert f"Geometric mean of the last column {mean}," in PROOF.read_text()
+    assert f"{mean} times `torch.compile`" in README.read_text()
 
 
 # ---- "Adding an op" --------------------------------------------------------------------------------------------
@@ -361,7 +399,7 @@ def test_added_op_is_in_style(extended: Path) -> None:
 
 
 # What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
-PROOF = """
+ADDED = """
 import torch
 from triton_loom.testing import EPS32, assert_rounded_once
 from torch.library import opcheck
@@ -407,7 +445,7 @@ print("proven")
 
 
 def test_added_op_is_right(extended: Path) -> None:
-    assert in_extended(extended, "-c", PROOF).endswith("proven\n")
+    assert in_extended(extended, "-c", ADDED).endswith("proven\n")
 
 
 QUANTISED = """
