@@ -24,6 +24,13 @@ def test_norms() -> None:
         assert (type(q), amax.shape) == (QTensor, ())
         three = norm(x, residual=x, quantize="1x128", return_amax=True)
         assert len(assert_type(three, tuple[QTensor, Tensor, Tensor])) == 3
+        three = norm(x, residual=x, quantize="1x128", return_plain=True)
+        assert [type(t) for t in assert_type(three, tuple[QTensor, Tensor, Tensor])] == [
+            QTensor,
+            Tensor,
+            Tensor,
+        ]
+        assert_type(norm(x, quantize="1x128", return_plain=True), tuple[QTensor, Tensor])
         packed = norm(x, modulation=torch.cat([x, x, x], 1))
         assert len(assert_type(packed, Tensor | tuple[Tensor, ...])) == 2
 

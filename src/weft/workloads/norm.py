@@ -60,6 +60,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nvfp4": {"tensors": ("weight", "residual"), "quantize": "nvfp4"},
     "row-fp8": {"tensors": ("weight", "residual"), "quantize": "row"},
     "static-fp8": {"tensors": ("weight", "residual"), "quantize": "tensor", "quant_scale": 0.02},
+    "static-fp8-plain": {
+        "tensors": ("weight", "residual"),
+        "quantize": "tensor",
+        "quant_scale": 0.02,
+        "return_plain": True,
+    },
+    "1x128-both-plain": {
+        "function": layer_norm,
+        "tensors": ("weight", "bias"),
+        "quantize": "1x128",
+        "columnwise": True,
+        "return_plain": True,
+    },
     "adaln-row-fp8": {
         "function": layer_norm,
         "tensors": (),
@@ -97,6 +110,7 @@ _TRAINED: dict[str, tuple[str, ...]] = {
     "1x128-both": ("linghe/hidden", "llama3-8b/hidden", "odd/200"),
     "1x128-residual-both": ("qwen3-30b-a3b/hidden", "deepseek-v3/hidden"),
     "mx-both": ("llama3-8b/hidden", "odd/760"),
+    "1x128-both-plain": ("odd/200",),
 }
 _SERVED: dict[str, tuple[str, ...]] = {
     "residual": ("llama3-8b/hidden", "llama3-70b/hidden", "qwen3-30b-a3b/hidden"),
@@ -105,6 +119,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
     "nvfp4": ("llama3-70b/hidden", "odd/33"),
     "row-fp8": ("llama3-8b/hidden", "odd/1025"),
     "static-fp8": ("llama3-70b/hidden",),
+    "static-fp8-plain": ("llama3-8b/hidden",),
     "adaln-row-fp8": ("flux/hidden",),
 }
 
@@ -137,7 +152,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         kwargs["modulation"] = inputs.normal(shape[0], 3 * cols, std=0.3)
     elif settings.get("modulation") == "row":
         kwargs["modulation"] = inputs.normal(*shape[:-1], 2 * cols, std=0.3)
-    for name in ("weight_offset", "casting", "quantize", "columnwise"):
+    for name in ("weight_offset", "casting", "quantize", "columnwise", "return_plain"):
         if name in settings:
             kwargs[name] = settings[name]
     if "quant_scale" in settings:

@@ -268,6 +268,7 @@ def test_out_under_torch_compile() -> None:
         ({"casting": "gemma"}, "casting must be 'fp32' or 'llama'"),
         ({"columnwise": True}, "go with quantize"),
         ({"return_amax": True}, "go with quantize"),
+        ({"return_plain": True}, "go with quantize"),
         ({"quantize": "1x64"}, "unknown format '1x64'"),
         ({"quantize": "1x128", "rowwise": False}, "at least one copy"),
         ({"quantize": "row", "columnwise": True}, "1x128"),
@@ -305,6 +306,43 @@ def test_amax_is_that_of_y(format: str) -> None:
         q, amax = weft.rms_norm(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
         assert amax == y.abs().max()
         assert q.rowwise.scale == torch.tensor(0.01)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize("format", ["e4m3:1x128:te", "mx", "128x128", "nvfp4", "tensor", "row"])
+def test_plain_beside_quantised(format: str, columnwise: bool) -> None:
+    """However many passes a format takes: codes as without it, and y as of the plain call."""
+    if format == "row" and columnwise:
+        return
+    x, residual, weight = draw(130, 96), draw(130, 96), draw(96)
+    options: dict[str, Any] = {"quantize": format, "columnwise": columnwise}
+    wanted, h = weft.layer_norm(x, weight, residual=residual)
+    q, y, r, amax = weft.layer_norm(
+        x, weight, residual=residual, return_plain=True, return_amax=True, **options
+    )
+    assert torch.equal(y, wanted)
+    assert torch.equal(r, h)
+    assert amax.to(BF16) == y.abs().max()
+    assert_same_copies(q, weft.layer_norm(x, weight, residual=residual, **options)[0])
+    q, y = weft.rms_norm(x, return_plain=True, out_dtype=torch.float32, **options)
+    assert torch.equal(y, weft.rms_norm(x, out_dtype=torch.float32))
+    assert q.dtype == y.dtype
+    if columnwise:
+        _, y = weft.rms_norm(x, return_plain=True, rowwise=False, **options)
+        assert torch.equal(y, weft.rms_norm(x))
+
+
+def test_gradients_of_plain_and_quantised_add_up() -> None:
+    x, weight, one, two = draw(6, 96), draw(96), draw(6, 96), draw(6, 96)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    plain = weft.rms_norm(x, weight)
+    q, y = weft.rms_norm(x, weight, quantize="1x128", return_plain=True)
+    for gradients in ({"y": one}, {"q": two}, {"y": one, "q": two}):
+        outputs = [{"y": y, "q": q.dequantize()}[name] for name in gradients]
+        got = torch.autograd.grad(outputs, leaves, list(gradients.values()), retain_graph=True)
+        wanted = torch.autograd.grad(plain, leaves, sum(gradients.values()), retain_graph=True)  # type: ignore[arg-type]
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_amax_of_no_rows() -> None:

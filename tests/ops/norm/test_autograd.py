@@ -70,6 +70,11 @@ def quantized_both(x: Tensor, weight: Tensor) -> Any:
     return q.dequantize(), h
 
 
+def quantized_and_plain(x: Tensor, weight: Tensor) -> Any:
+    q, y = weft.rms_norm(x, weight, quantize="1x128", return_plain=True)
+    return q.dequantize(), y
+
+
 def quantized_alone(x: Tensor) -> Any:
     q = weft.quantize(x, "mx", columnwise=True)
     return weft.dequantize(q) * 2
@@ -87,6 +92,7 @@ def packed_heads(qkv: Tensor, weight: Tensor) -> Any:
 COMPILED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "everything": (layer_with_everything, ((6, 1, 96), (96,), (96,), (6, 1, 96), (6, 1, 192))),
     "quantized_both": (quantized_both, ((130, 96), (96,))),
+    "quantized_and_plain": (quantized_and_plain, ((6, 96), (96,))),
     "quantized_alone": (quantized_alone, ((130, 96),)),
     "two_norms": (two_norms, ((6, 96), (96,))),
     "packed_heads": (packed_heads, ((2, 3, 256), (32,))),

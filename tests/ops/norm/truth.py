@@ -106,8 +106,12 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
 
 
 def _forward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    found: dict[str, Near | Tensor] = {**norm(call, gradients.get("y"), gradients.get("residual"))}
-    a = arguments(call)
+    a, dy = arguments(call), gradients.get("y")
+    if "plain" in gradients:  # the sum that autograd makes of both results' gradients
+        dy = gradients["plain"] if dy is None else dy + gradients["plain"]
+    found: dict[str, Near | Tensor] = {**norm(call, dy, gradients.get("residual"))}
+    if a["return_plain"]:
+        found["plain"] = found["y"]
     cols = a["x"].shape[-1]
     if a["modulation"] is not None and a["modulation"].shape[-1] == 3 * cols:
         found["gate"] = a["modulation"].split(cols, -1)[2]
@@ -151,13 +155,14 @@ def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
 def _names(call: Call) -> list[str]:
     a = arguments(call)
     gated = a["modulation"] is not None and a["modulation"].shape[-1] == 3 * a["x"].shape[-1]
-    there = {"y": True, "residual": a["residual"] is not None, "gate": gated, "amax": a["return_amax"]}
+    there = {"y": True, "plain": a["return_plain"], "residual": a["residual"] is not None, "gate": gated}
+    there["amax"] = a["return_amax"]
     return [name for name, is_there in there.items() if is_there]
 
 
 def own_value(call: Call) -> Tensor:
     """The fp32 y that a quantising norm encodes: that of a plain norm whose rows are added up in the same pieces."""
-    dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax")
+    dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax", "return_plain")
     plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
     config, group = importlib.import_module("weft.ops.norm.norm").RowConfig, Format.of(call["quantize"]).group
     choose = config.choose

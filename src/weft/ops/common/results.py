@@ -35,12 +35,13 @@ FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 class ResultOptions(NamedTuple):
     """How a result is stored."""
 
-    dtype: torch.dtype  # of a plain result
+    dtype: torch.dtype  # of a plain result, and that which a quantised one stands for
     format: str | None  # of a quantised one
     rowwise: bool
     columnwise: bool
     scale: Tensor | None  # given, for a format with one scale
     return_amax: bool
+    return_plain: bool = False  # a quantised result has the plain one beside it
 
     def present(self) -> Result:
         """Which parts there are."""
@@ -66,7 +67,8 @@ class ResultOptions(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result: y, or its copies with a stand-in for y that autograd holds on to."""
+    """A result: y, or its copies with a stand-in for y that autograd holds on to. With `return_plain`, y itself is
+    there in place of the stand-in, and its gradient is the sum of both results'."""
 
     y: Tensor
     data: Tensor | None = None  # codes and scales of the row-wise copy
@@ -103,6 +105,9 @@ class Result(NamedTuple):
 _ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
 
 
+_WITH_QUANTIZE = "columnwise, quant_scale, return_amax and return_plain go with quantize=…"
+
+
 def result_options(
     x: Tensor,
     quantize: Format | str | None,
@@ -111,15 +116,16 @@ def result_options(
     columnwise: bool = False,
     quant_scale: Tensor | None = None,
     return_amax: bool = False,
+    return_plain: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> ResultOptions:
     """The options of a result of x, checked. What is known without the tensors is checked once."""
     known = _unchecked if torch.compiler.is_compiling() else _checked
-    options = known(quantize, rowwise, columnwise, return_amax, out_dtype, x.dtype)
+    options = known(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, x.dtype)
     if quant_scale is None:
         return options
     if options.format is None:
-        raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+        raise ValueError(_WITH_QUANTIZE)
     check_tensor("quant_scale", quant_scale, FLOATS, x.device)
     block = Format.of(options.format).block
     if block != "tensor" or quant_scale.numel() != 1:
@@ -130,12 +136,12 @@ def result_options(
 
 
 def _unchecked(
-    quantize: Format | str | None, rowwise: bool, columnwise: bool, return_amax: bool, out_dtype: torch.dtype | None,
-    dtype: torch.dtype,
+    quantize: Format | str | None, rowwise: bool, columnwise: bool, return_amax: bool, return_plain: bool,
+    out_dtype: torch.dtype | None, dtype: torch.dtype,
 ) -> ResultOptions:  # fmt: skip
     if quantize is None:
-        if return_amax or columnwise:
-            raise ValueError("columnwise, quant_scale and return_amax go with quantize=…")
+        if return_amax or return_plain or columnwise:
+            raise ValueError(_WITH_QUANTIZE)
         check_out_dtype(out_dtype)
         return ResultOptions(out_dtype or dtype, None, True, False, None, False)
     format = Format.of(quantize)
@@ -145,9 +151,18 @@ def _unchecked(
             "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
             "quantise the result with weft.quantize, or take 1x128"
         )
-    if out_dtype is not None:
+    if out_dtype is not None and not return_plain:
         raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
-    return ResultOptions(dtype, format.spec, bool(rowwise), bool(columnwise), None, bool(return_amax))
+    check_out_dtype(out_dtype)
+    return ResultOptions(
+        out_dtype or dtype,
+        format.spec,
+        bool(rowwise),
+        bool(columnwise),
+        None,
+        bool(return_amax),
+        bool(return_plain),
+    )
 
 
 _checked = functools.lru_cache(maxsize=1024)(_unchecked)
@@ -182,7 +197,11 @@ def allocate_result(
     if col is not None and groups.ends is not None and groups.have_slots(f, True):
         col = col._replace(scale=empty_slots(f, rows, cols, groups.ends))
     amax = torch.empty((), dtype=torch.float32, device=x.device) if options.return_amax else None
-    return Result.of(stand_in(shape, x), (row, col), amax)
+    if options.return_plain:
+        y = torch.empty(tuple(shape), dtype=options.dtype, device=x.device)
+    else:
+        y = stand_in(shape, x)
+    return Result.of(y, (row, col), amax)
 
 
 def count(shape: tuple[int, ...]) -> int:
@@ -206,7 +225,8 @@ def result_reference(
     row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
     if col is not None and groups.have_slots(f, True):
         col = slots_reference(y.float(), f, groups, col, **known)
-    return Result.of(stand_in(shape, x), (row, col), amax if options.return_amax else None)
+    plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(shape, x)
+    return Result.of(plain, (row, col), amax if options.return_amax else None)
 
 
 # ---- making the copies ----------------------------------------------------------------------------------

@@ -406,13 +406,14 @@ class _Quantized:
         made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
         launch, grid = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
         partials = self._empty(grid[0]) if wants_amax else None
-        if copy is None and partials is None:  # no more than the statistics
+        y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
+        if copy is None and partials is None and y is None:  # no more than the statistics
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
         data, data_scale, *strides = copy_arguments(copy)
         h = None if known else self.o.residual
         launch(
             grid,
-            (*operands, given if copy else None, None, h, self.rstd, self.mean, partials, data, data_scale),
+            (*operands, given if copy else None, y, h, self.rstd, self.mean, partials, data, data_scale),
             (*self.layout, *strides),
             (a.eps, a.weight_offset),
         )
@@ -644,6 +645,7 @@ def _norm(
     columnwise: bool = False,
     quant_scale: Tensor | None = None,
     return_amax: bool = False,
+    return_plain: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> NormResult:
@@ -676,6 +678,7 @@ def _norm(
         columnwise=columnwise,
         quant_scale=quant_scale,
         return_amax=return_amax,
+        return_plain=return_plain,
         out_dtype=out_dtype,
     )
     weight_offset = real("weight_offset", weight_offset)
@@ -686,7 +689,8 @@ def _norm(
         o = result_into(norm_op, a, out, residual=residual_out)
     if residual is None and gate is None and options.format is None:
         return o.result.y
-    results = (o.result.value(options), o.residual, gate, o.result.amax)
+    plain = o.result.y if return_plain else None
+    results = (o.result.value(options), plain, o.residual, gate, o.result.amax)
     found = tuple(result for result in results if result is not None)
     return found[0] if len(found) == 1 else found
 
@@ -705,6 +709,7 @@ def rms_norm(
     x: [..., K] in bf16, fp16 or fp32, of any strides (heads of a packed QKV included). weight, bias: [K], in any
     of these dtypes. Returns y, or a tuple of y and those of the following that were asked for, in this order.
 
+    - `return_plain` (with `quantize`): y in `out_dtype` beside the quantised one, rounded from the same fp32 numbers.
     - `residual` [..., K]: h = x + residual, rounded to x's dtype, is normalised and also returned. Otherwise h = x.
     - `modulation`: `(scale, shift)`, each [..., K] with the leading dimensions of x (per row) or the first few of
       them (per sample): y = y * (1 + scale) + shift. Packed into one tensor [..., 2K], or [..., 3K] whose last
@@ -714,7 +719,7 @@ def rms_norm(
     - `eps`: None is what it is to `torch.nn.RMSNorm`, the eps of fp32 (of fp64 for an x in fp64).
     - `weight_offset`: 1 for weights stored around zero, as Gemma does.
     - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
-    - `out_dtype`: of y, x's by default.
+    - `out_dtype`: of y, x's by default. With `return_plain` also that which the `QTensor` stands for.
     - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
       `rowwise` and `columnwise` choose its copies; the row-wise one is the same with a column-wise one and without.
       `quant_scale` is a given scale (static or delayed) for block "tensor".

@@ -77,8 +77,18 @@ class Norm(Protocol):
     @overload
     def __call__(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: None = None, quantize: Format | str, return_plain: Literal[True], **options: Unpack[NormOptions],
+    ) -> tuple[QTensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
+        residual: Tensor, quantize: Format | str, return_plain: Literal[True], **options: Unpack[NormOptions],
+    ) -> tuple[QTensor, Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
         residual: Tensor | None = None, modulation: Modulation | None = None, quantize: Format | str | None = None,
-        return_amax: bool = False, **options: Unpack[CommonOptions],
+        return_amax: bool = False, return_plain: bool = False, **options: Unpack[CommonOptions],
     ) -> NormResult: ...  # fmt: skip
 
 
