@@ -14,7 +14,7 @@ DOWN_TO_BF16 = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcas
 
 
 def workload(check: str, name: str) -> str:
-    return f"catalogue/test_catalogue.py::test_workload[{check}-{name}]"
+    return f"catalogue/test_workloads.py::test_workload[{check}-{name}]"
 
 
 SILU, RELU2, GELU, TANH, SIGMOID = (
@@ -62,7 +62,7 @@ _GLU: list[tuple[Any, ...]] = [
     ("codes of all slots in one place", "_from_slot", "copy_t.data + first // FORMAT.packed", "copy_t.data + 0 * first // FORMAT.packed", (SLOTS,)),
     ("padding of a slot is another expert's", "glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),
     ("given scale taken for an amax", "glu_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", (f"{G}test_amax_is_that_of_y[tensor]", workload("quantized_bytes", "glu:llama3-8b/ffn:static-fp8:1"))),
-    ("last rows left out", f"{GLU}:_Call.count_blocks", "return -(-self.rows // config.rows)", "return -(-(self.rows - 1) // config.rows)", (GLU_SIZES,)),
+    ("last rows left out", f"{GLU}:_cut", "blocks = -(-layout.rows // config.rows)", "blocks = -(-(layout.rows - 1) // config.rows)", (GLU_SIZES,)),
 ]  # fmt: skip
 
 _GLU_BACKWARD: list[tuple[Any, ...]] = [
