@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE, HOST = "ops/norm/gated_kernels.py", "ops/norm/gated.py"
+FILE, LAUNCH = "ops/norm/gated_kernels.py", "ops/norm/gated.py"
 G = "ops/norm/test_gated.py::"
 
 SMALL, ODD, ODD_GPU, PIECES, WIDE_GPU, PIECES_GPU = (
@@ -50,33 +50,33 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("squares of the last piece", "gated_norm_kernel", "squares += tl.sum", "squares = tl.sum", (PIECES,)),
         ("the last piece left out", "gated_norm_kernel", "squares = tl.zeros((ROWS,), tl.float32)\n            for start in range(0, cols, TILE)", "squares = tl.zeros((ROWS,), tl.float32)\n            for start in range(0, cols - TILE, TILE)", (PIECES,)),
         ("rows of two programs overlap", "gated_norm_kernel", ".to(bound.dtype) * ROWS + tl.arange", ".to(bound.dtype) * (ROWS // 2 + 1) + tl.arange", (ODD_GPU,)),
-        ("rows left out at the end", f"{HOST}:_GatedNorm._over_groups", "programs = -(-self.rows // config.rows)", "programs = max(1, self.rows // config.rows)", (ODD_GPU, ROWS)),
+        ("rows left out at the end", f"{LAUNCH}:_GatedNorm._over_groups", "programs = -(-self.rows // config.rows)", "programs = max(1, self.rows // config.rows)", (ODD_GPU, ROWS)),
         ("32-bit offsets", "_row_offset", "(rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride", "((rest // second) * first_stride + (rest % second) * second_stride).to(tl.int64)", (FAR,)),
         ("32-bit offsets of the last dimension", "_row_offset", "(row % third).to(tl.int64) * third_stride", "(row % third) * third_stride", (FAR,)),
-        ("groups of another token", f"{HOST}:_levels", "before == size * step", "before >= size * step", (HEADS, FAR)),
+        ("groups of another token", f"{LAUNCH}:_levels", "before == size * step", "before >= size * step", (HEADS, FAR)),
         ("scales of groups in one place", "gated_norm_kernel", "((row % groups) * blocks)", "((row % 1) * blocks)", (ONE_PASS,)),
         ("scales of tokens at groups' stride", "gated_norm_kernel", "(row // groups).to(tl.int64)[:, None]", "row.to(tl.int64)[:, None]", (ONE_PASS,)),
         ("a row's scale from the first piece", "gated_norm_kernel", "largest = amax(y, axis=1)", "largest = amax(y, axis=1) * 0.5", (ROW,)),
-        ("blocks of two groups", f"{HOST}:_within_groups", 'format.block != "row" and cols % max(format.group, format.packed) == 0', 'format.block != "row"', (STRADDLING,)),
+        ("blocks of two groups", f"{LAUNCH}:_within_groups", 'format.block != "row" and cols % max(format.group, format.packed) == 0', 'format.block != "row"', (STRADDLING,)),
         ("amax of the first row", "gated_norm_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = larger(program_amax, amax(y, axis=1) * 0.75)", (ONE_PASS,)),
-        ("a given scale taken for an amax", f"{HOST}:_GatedNorm._over_groups", "a.result.scale is not None,", "False,", (STATIC,)),
+        ("a given scale taken for an amax", f"{LAUNCH}:_GatedNorm._over_groups", "a.result.scale is not None", "False", (STATIC,)),
         ("the stride of even codes", "gated_norm_kernel", "(cols + FORMAT.packed - 1) // FORMAT.packed", "cols // FORMAT.packed", (HALVES,)),
     ],
     "gated_norm_stripe_kernel": [
         ("statistics of the first group", "gated_norm_stripe_kernel", "(col // (cols // groups))[None, :]", "(col // cols)[None, :]", (STRADDLING,)),
         ("statistics of the tile's first group", "gated_norm_stripe_kernel", "(row + start // (cols // groups))", "(row + start // cols)", (f"{G}test_rowwise_copy_is_the_same_with_a_columnwise_one", ON_A_GPU)),
-        ("every tile in one group", f"{HOST}:_GatedNorm.stripes_pass", "WITHIN=self.cols % tile == 0", "WITHIN=True", (STRADDLING,)),
+        ("every tile in one group", f"{LAUNCH}:_GatedNorm.stripes_pass", "WITHIN=self.cols % tile == 0", "WITHIN=True", (STRADDLING,)),
         ("tokens counted as groups", "gated_norm_stripe_kernel", "row = token * groups", "row = token * 1", (COLUMNS,)),
         ("no weight", "gated_norm_stripe_kernel", "y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)", "y = y + 0.0 * weight_offset", (COLUMNS,)),
         ("a gate that is not activated", "gated_norm_stripe_kernel", "activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)", "load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask)", (COLUMNS,)),
-        ("the other activation", f"{HOST}:_GatedNorm.stripes_pass", "ACT=self.a.act", 'ACT="sigmoid"', (COLUMNS,)),
+        ("the other activation", f"{LAUNCH}:_GatedNorm.stripes_pass", "ACT=self.a.act", 'ACT="sigmoid"', (COLUMNS,)),
         ("gate where x lies", "gated_norm_stripe_kernel", "row, second, third, gate_first_stride, gate_second_stride", "row, second, third, x_first_stride, x_second_stride", (COLUMNS,)),
         ("x where the gate lies", "gated_norm_stripe_kernel", "x_off = _row_offset(row, second, third, x_first_stride, x_second_stride", "x_off = _row_offset(row, second, third, gate_first_stride, gate_second_stride", (COLUMNS,)),
         ("every tile the first", "gated_norm_stripe_kernel", "start = (tl.program_id(0) % tiles) * TILE", "start = (tl.program_id(0) % tiles) * 0", (STRADDLING,)),
         ("every stripe the first", "gated_norm_stripe_kernel", "stripe.to(bound.dtype) * ROWS", "stripe.to(bound.dtype) * 0", (COLUMNS,)),
-        ("the last stripe left out", f"{HOST}:_GatedNorm.stripes_pass", "tiles = stripes * -(-self.width // tile)", "tiles = max(1, stripes - 1) * -(-self.width // tile)", (COLUMNS,)),
+        ("the last stripe left out", f"{LAUNCH}:_GatedNorm.stripes_pass", "tiles = stripes * -(-self.width // tile)", "tiles = max(1, stripes - 1) * -(-self.width // tile)", (COLUMNS,)),
         ("amax of half", "gated_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(amax(y, axis=1), axis=0) * 0.5", (COLUMNS,)),
-        ("a given scale taken for an amax", f"{HOST}:_GatedNorm.stripes_pass", "STATIC=self.a.result.scale is not None", "STATIC=False", (f"{G}test_quantised[tensor-96-4-options13]",)),
+        ("a given scale taken for an amax", f"{LAUNCH}:_GatedNorm.stripes_pass", "STATIC=self.a.result.scale is not None", "STATIC=False", (f"{G}test_quantised[tensor-96-4-options13]",)),
     ],
     "gated_norm_backward_kernel": [
         ("the gate left out of dx", "_gradient_of_y", "d = dy * f", "d = dy * 1.0", (ODD,)),
@@ -99,6 +99,6 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("dy where the gate lies", "gated_norm_backward_kernel", "dy_off = _row_offset(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride", "dy_off = _row_offset(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride", (FAR, f"{G}test_layouts")),
         ("tokens of the next program", "gated_norm_backward_kernel", "last = tl.minimum(first + program_tokens, tokens)", "last = tl.minimum(first + program_tokens + 1, tokens)", (ODD_GPU, ODD)),
         ("t * z of the last piece", "gated_norm_backward_kernel", "tz += tl.sum", "tz = tl.sum", (PIECES,)),
-        ("a tile of tokens less", f"{HOST}:_launch_gated_norm_backward", "parts = -(-tokens // program_tokens)", "parts = max(1, tokens // program_tokens)", (ODD_GPU, ROWS)),
+        ("a tile of tokens less", f"{LAUNCH}:_launch_gated_norm_backward", "parts = -(-tokens // program_tokens)", "parts = max(1, tokens // program_tokens)", (ODD_GPU, ROWS)),
     ],
 }  # fmt: skip
