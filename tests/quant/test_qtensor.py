@@ -420,3 +420,17 @@ def test_fsdp_refuses(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "Pad the rows to a multiple of 128 for each rank" in found["a block on two ranks"]
         assert "5 does not divide by 2 ranks" in found["uneven"]
+
+
+@pytest.mark.parametrize("make", [weft.quantize, weft.rms_norm, weft.glu], ids=lambda f: f.__name__)
+def test_compiled_without_a_gradient(make: Callable[..., Any]) -> None:
+    """As for inference: a QTensor is made and read inside of a graph, and returned from it."""
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = make(x, format="1x128") if make is weft.quantize else make(x, quantize="1x128")
+        return q, q.dequantize()
+
+    x = torch.randn(8, 256).bfloat16()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(x), call(x), strict=True):
+        assert torch.equal(weft.dequantize(got) if isinstance(got, QTensor) else got, wanted.to(x.dtype))

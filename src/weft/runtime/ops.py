@@ -308,7 +308,13 @@ def define_op(
 
 def apply(function: type[Function], *args: Any) -> Any:
     """`function.apply`, for a function with a `setup_context`; where functorch is not at work, without its cost."""
-    if torch.compiler.is_compiling() or _is_transformed():
+    if torch.compiler.is_compiling():
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args) or not torch.is_grad_enabled():
+            return function.forward(
+                *args
+            )  # Dynamo would give it a context, which such a function does not take
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    if _is_transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return _core_apply(function)(*args)
 
