@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
-from ..quant.qtensor import register_decoder
+from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
 from ..quant.straight import wrap
 from ..runtime import (
@@ -61,7 +61,6 @@ from .common.results import (
     allocate_result,
     check_copies,
     make_copies,
-    stand_in,
 )
 from .common.rows import align_of, count_rows, cpu_tile, flat_rows, load_tile, tile_mask
 
@@ -115,7 +114,7 @@ def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
         row, _ = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=False, random=draws[0], **options)
         _, col = quantize_copies(flat, f, rowwise=False, columnwise=to.columnwise, random=draws[1], **options)
         copies = row, col
-    return QuantizeOutputs(Result.of(stand_in(x.shape, x), copies, amax if to.return_amax else None))
+    return QuantizeOutputs(Result.of(stand_in(x), copies, amax if to.return_amax else None))
 
 
 def _shares_codes(format: Format) -> bool:

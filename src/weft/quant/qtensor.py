@@ -304,9 +304,11 @@ def register_codes(op: Op[Any, Any], tensor: str, codes: str) -> None:
     _taking_codes[op.overload] = _taking_codes[op.reference_overload] = where
 
 
-def stand_in(x: Tensor) -> Tensor:
-    """What autograd holds on to in place of a quantised tensor: of x's shape and dtype, and one element."""
-    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+def stand_in(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """What autograd holds on to in place of a quantised tensor: of x's dtype and one element, and of this shape, by
+    default x's."""
+    shape = x.shape if shape is None else shape
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
 
 # ---- what operations do with a QTensor; NotImplemented for what they do with its numbers ----------------

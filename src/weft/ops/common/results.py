@@ -8,7 +8,7 @@ format takes.
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from torch import Tensor
 from ...language import tl
 from ...quant import Copy, Format, QTensor
 from ...quant.copies import allocate_copies
+from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
 from ...runtime import Op
-from .checks import FLOATS, check_out_dtype, check_tensor
+from .checks import FLOATS, check_out_dtype, check_tensor, checked_once
 from .copies import reduce_amax
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
@@ -120,8 +121,7 @@ def result_options(
     out_dtype: torch.dtype | None = None,
 ) -> ResultOptions:
     """The options of a result of x, checked. What is known without the tensors is checked once."""
-    known = _unchecked if torch.compiler.is_compiling() else _checked
-    options = known(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, x.dtype)
+    options = _options(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, x.dtype)
     if quant_scale is None:
         return options
     if options.format is None:
@@ -135,7 +135,8 @@ def result_options(
     return options._replace(scale=quant_scale)
 
 
-def _unchecked(
+@checked_once
+def _options(
     quantize: Format | str | None, rowwise: bool, columnwise: bool, return_amax: bool, return_plain: bool,
     out_dtype: torch.dtype | None, dtype: torch.dtype,
 ) -> ResultOptions:  # fmt: skip
@@ -165,20 +166,12 @@ def _unchecked(
     )
 
 
-_checked = functools.lru_cache(maxsize=1024)(_unchecked)
-
-
 def check_copies(rowwise: bool, columnwise: bool) -> None:
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
 
 
 # ---- room and definition --------------------------------------------------------------------------------
-
-
-def stand_in(shape: tuple[int, ...], x: Tensor) -> Tensor:
-    """What autograd holds on to in place of a quantised tensor of this shape and of x's dtype: one element."""
-    return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
 
 def allocate_result(
@@ -190,7 +183,7 @@ def allocate_result(
             return Result(empty_like(x, options.dtype))
         return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
     shape = x.shape if shape is None else shape
-    f, rows, cols = Format.of(options.format), count(shape), shape[-1]
+    f, rows, cols = Format.of(options.format), math.prod(shape[:-1]), shape[-1]
     row, col = allocate_copies(
         f, rows, cols, x.device, rowwise=options.rowwise, columnwise=options.columnwise
     )
@@ -200,16 +193,8 @@ def allocate_result(
     if options.return_plain:
         y = torch.empty(tuple(shape), dtype=options.dtype, device=x.device)
     else:
-        y = stand_in(shape, x)
+        y = stand_in(x, shape)
     return Result.of(y, (row, col), amax)
-
-
-def count(shape: tuple[int, ...]) -> int:
-    """Rows of a tensor of this shape."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
 
 
 def result_reference(
@@ -225,7 +210,7 @@ def result_reference(
     row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
     if col is not None and groups.have_slots(f, True):
         col = slots_reference(y.float(), f, groups, col, **known)
-    plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(shape, x)
+    plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(x, shape)
     return Result.of(plain, (row, col), amax if options.return_amax else None)
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
 from ...quant.copies import empty_scale
-from ...quant.qtensor import PLAIN, Codes, register_codes
+from ...quant.qtensor import PLAIN, Codes, register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
 from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, local_rows, warp_size_of
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
-from ..common.results import Result, ResultOptions, allocate_result, result_options, stand_in
+from ..common.results import Result, ResultOptions, allocate_result, result_options
 from ..common.rows import align_of, compute_dtype, contiguous, cpu_tile, flat_rows
 from ..quantize import QuantizeArgs, quantize_reference
 from .permute_kernels import (
@@ -146,7 +146,7 @@ def permute_reference(a: PermuteArgs) -> PermuteOutputs:
     """The definition."""
     token, cols = _token_of_row(a.map), a.x.shape[-1]
     if a.codes.data is not None:
-        result = Result(stand_in((len(token), cols), a.x), *_moved(a.codes, token, cols))
+        result = Result(stand_in(a.x, (len(token), cols)), *_moved(a.codes, token, cols))
     else:
         y = _pick(a.x.reshape(len(_by_token(a.map.row_of_slot)), cols), token)
         plain = a.result.format is None
