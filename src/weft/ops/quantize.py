@@ -24,7 +24,6 @@ from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
 from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
-from ..quant.straight import wrap
 from ..runtime import (
     Backward,
     Gradients,
@@ -669,7 +668,7 @@ def quantize(
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result
-    q = wrap(result.y, f, result.rowwise, result.columnwise)
+    q = result.value(options)
     return q if result.amax is None else (q, result.amax)
 
 

@@ -7,6 +7,7 @@ the column-wise copy: K) contiguous and padded to 4, the others row by row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -28,32 +29,74 @@ class Copy(NamedTuple):
 Copies = tuple[Copy | None, Copy | None]  # row-wise, column-wise
 
 
+# ---- room -----------------------------------------------------------------------------------------------
+
+
+class Room(NamedTuple):
+    """How a tensor of a copy lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    padded: int = 0  # numbers in memory, if there are more than the shape has
+    zeroed: bool = False  # the pads are zero
+
+    def allocate(self, device: torch.device) -> Tensor:
+        if not self.padded:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        allocate = torch.zeros if self.zeroed else torch.empty
+        return allocate(self.padded, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
+
+
+def rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
+    """Those of the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
+    of the column-wise one, and nvfp4's scale of the whole tensor; None for what there is not."""
+    known = (
+        type(rows) is int and type(cols) is int
+    )  # the sizes of a traced call may be symbols, which no cache takes
+    return (_known_rooms if known else _rooms)(spec, rows, cols, rowwise, columnwise)
+
+
+def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
+    format = Format.of(spec)
+    dtype = format.number.dtype
+    data = scale = data_t = scale_t = last = None
+    if rowwise:
+        _, width = format.data_shape(rows, cols)
+        data, scale = Room((rows, width), (width, 1), dtype), scale_room(format, rows, cols)
+    if columnwise:
+        _, width = format.data_shape(cols, rows)
+        step = -(-width // 16) * 16
+        data_t = Room((cols, width), (step, 1), dtype, cols * step if step > width else 0)
+        scale_t = scale_room(format, cols, rows)
+    if format.block == "nvfp4":
+        last = Room((), (), torch.float32)
+    return data, scale, data_t, scale_t, last
+
+
+_known_rooms = functools.lru_cache(maxsize=4096)(_rooms)
+
+
+def scale_room(format: Format, rows: int, cols: int) -> Room:
+    """That of the scales of a [rows, cols] copy."""
+    height, width = format.scale_shape(rows, cols)
+    if format.block != "1x128":
+        return Room((height, width), (width, 1), format.scale_dtype)
+    padded = -(-height // 4) * 4
+    pads = padded * width if padded > height else 0
+    return Room((height, width), (1, padded), format.scale_dtype, pads, zeroed=True)
+
+
 def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> Copies:
     """Room for the copies of a [rows, cols] tensor that are asked for."""
-    dtype, row, col = format.number.dtype, None, None
-    last = torch.empty((), dtype=torch.float32, device=device) if format.block == "nvfp4" else None
-    if rowwise:
-        data = torch.empty(format.data_shape(rows, cols), dtype=dtype, device=device)
-        row = Copy(data, empty_scale(format, rows, cols, device), last)
-    if columnwise:
-        _, width = format.data_shape(cols, rows)
-        data = torch.empty((cols, -(-width // 16) * 16), dtype=dtype, device=device)
-        col = Copy(data[:, :width], empty_scale(format, cols, rows, device), last)
-    return row, col
-
-
-def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
-    """Room for the scales of a [rows, cols] copy; pads are zero."""
-    scale_rows, scale_cols = format.scale_shape(rows, cols)
-    dtype = format.scale_dtype
-    if format.block != "1x128":
-        return torch.empty((scale_rows, scale_cols), dtype=dtype, device=device)
-    padded = -(-scale_rows // 4) * 4
-    if padded == scale_rows:
-        return torch.empty_strided((scale_rows, scale_cols), (1, padded), dtype=dtype, device=device)
-    return torch.zeros((scale_cols, padded), dtype=dtype, device=device).t()[:scale_rows]
+    data, scale, data_t, scale_t, last = (
+        None if room is None else room.allocate(device)
+        for room in rooms(format.spec, rows, cols, rowwise, columnwise)
+    )
+    row = None if data is None or scale is None else Copy(data, scale, last)
+    return row, None if data_t is None or scale_t is None else Copy(data_t, scale_t, last)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------

@@ -324,3 +324,7 @@ def _all() -> tuple[Format, ...]:
 def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+# The formats as `Format.spec` spells them.
+SPECS = frozenset(format.spec for format in _all())

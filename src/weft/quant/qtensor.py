@@ -20,7 +20,7 @@ from .copies import (
     row_unit,
     shard_bytes,
 )
-from .formats import Format
+from .formats import SPECS, Format
 
 if TYPE_CHECKING:
     from .layouts import Buffers
@@ -72,7 +72,7 @@ class QTensor(Tensor):
         cls,
         shape: Any,
         dtype: torch.dtype,
-        format: Format,
+        format: Format | str,
         rowwise: Copy | None,
         columnwise: Copy | None = None,
     ) -> QTensor:
@@ -80,7 +80,8 @@ class QTensor(Tensor):
         if held is None:
             raise ValueError("a QTensor needs its row-wise copy, its column-wise copy, or both")
         self: QTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.data.device)
-        self.rowwise, self.columnwise, self.spec = rowwise, columnwise, format.spec
+        self.rowwise, self.columnwise = rowwise, columnwise
+        self.spec = format if format in SPECS else Format.of(format).spec  # type: ignore[assignment]
         return self
 
     @property

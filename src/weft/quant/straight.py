@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 
 from ..runtime import apply, is_distributed, local_of, place_like
 from .copies import Copy
-from .formats import Format
 from .qtensor import PLAIN, Codes, QTensor, stand_in
 
 
@@ -20,7 +19,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(plain: Tensor, spec: str, *parts: Tensor | None) -> QTensor:
         copies = [None if p[0] is None else Copy(*p) for p in (parts[:3], parts[3:])]  # type: ignore[arg-type]
-        return QTensor(plain.shape, plain.dtype, Format.of(spec), *copies)
+        return QTensor(plain.shape, plain.dtype, spec, *copies)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -31,15 +30,16 @@ class _Wrap(torch.autograd.Function):
         return grad, *[None] * 7
 
 
-def wrap(plain: Tensor, format: Format, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
-    """A QTensor whose gradient becomes that of `plain`, a tensor of its shape and dtype that nobody reads. If `plain`
-    is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are QTensors."""
+def wrap(plain: Tensor, spec: str, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
+    """A QTensor of the format `spec` whose gradient becomes that of `plain`, a tensor of its shape and dtype that
+    nobody reads. If `plain` is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are
+    QTensors."""
     if is_distributed(plain):
-        return place_like(wrap(local_of(plain), format, rowwise, columnwise), plain)  # type: ignore[return-value]
+        return place_like(wrap(local_of(plain), spec, rowwise, columnwise), plain)  # type: ignore[return-value]
     if not (torch.compiler.is_compiling() or plain.requires_grad):
-        return QTensor(plain.shape, plain.dtype, format, rowwise, columnwise)
+        return QTensor(plain.shape, plain.dtype, spec, rowwise, columnwise)
     nothing = (None, None, None)
-    return apply(_Wrap, plain, format.spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
+    return apply(_Wrap, plain, spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
 
 
 class _StandIn(torch.autograd.Function):

@@ -135,7 +135,9 @@ def launch_device() -> str | None:
 
 def serves(device: torch.device) -> bool:
     """Whether Triton serves a call on `device`, as things stand and as the caller chose."""
-    choice = chosen()
+    choice = _block.choice or _process
+    if choice == "auto" and TRITON and _device_types.get(drivers._active) == device.type:
+        return True  # the most common answer first: it is asked in every call
     if choice == "reference":
         return False
     if launch_device() == device.type or is_recording():

@@ -133,7 +133,7 @@ class Launch:
     floats; where structs make it hard to say which these are, `kernel.arguments(...)` does.
     """
 
-    __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps")
+    __slots__ = ("_known", "_read", "constants", "kernel", "num_stages", "num_warps")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
         if set(constants) != kernel.constants:
@@ -142,6 +142,7 @@ class Launch:
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
         self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...], bool]] = {}
+        self._read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
 
     @staticmethod
     @functools.cache
@@ -162,7 +163,7 @@ class Launch:
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
             return
-        dtypes, addresses, low_bits = _reader(len(pointers))(*pointers)
+        dtypes, addresses, low_bits = self._read(*pointers)
         driver = drivers.active
         index = pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)

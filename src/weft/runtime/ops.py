@@ -37,6 +37,9 @@ LATER: Any = None
 
 _PLAIN = frozenset({Tensor, Parameter})
 
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
+
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
 catalogue: dict[str, Any] = {}
 
@@ -109,9 +112,10 @@ class Op(Generic[A, O]):
         if torch.compiler.is_compiling():
             return self.dispatch(a)
         tensors = self.arguments.tensors(a)
-        if _is_transformed():
+        # `_is_transformed()` and `_is_watched()`, written out: this runs in every call.
+        if _functorch_level() is not None or forward_ad._current_level >= 0:
             return self.outputs.build(*apply(self.function, a, *tensors))
-        if _is_watched():
+        if _count_dispatch_modes():
             return self.dispatch(a)
         requires_grad = False
         for tensor in tensors:
@@ -193,7 +197,7 @@ class Op(Generic[A, O]):
     def serves(self, x: Tensor | list[Tensor]) -> bool:
         """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
         of a list are on one device, and in float64 all or none."""
-        if isinstance(x, list):
+        if type(x) is list:
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
@@ -410,21 +414,18 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
 
-    # A plain call takes the outputs that have gradients through autograd, and no others.
+    # A plain call takes the outputs that have gradients through autograd, and no others. Its forward is given the node:
+    # a separate `setup_context`, which functorch wants, would cost a call more.
 
-    def forward_plain(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward_plain(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         call.outputs = outputs = op.run(call.arguments)
         flat = flatten(outputs)
         call.differentiable = [flat[i] for i in places if flat[i] is not None]
-        return tuple(call.differentiable)
-
-    def setup_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         if op.keep is not None:
-            call = inputs[0]
-            _keep(op, ctx, call.arguments, call.outputs, transformed=False)
+            _keep(op, ctx, call.arguments, outputs, transformed=False)
             if len(places) > 1:
-                flat = flatten(call.outputs)
                 ctx.places = [i for i in places if flat[i] is not None]
+        return tuple(call.differentiable)
 
     def backward_plain(ctx: Any, *grads: Tensor | None) -> Any:
         if op.backward is None:
@@ -446,16 +447,14 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
             "ops take leading dimensions as they are, so call it once on the whole batch, or in a loop"
         )
 
-    methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
-    # autograd names the node when the class is made
-    function = type(f"weft_{op.name}", (Function,), methods)
-    plain: dict[str, Any] = {
-        "forward": forward_plain,
-        "setup_context": setup_plain,
-        "backward": backward_plain,
-    }
-    methods |= {name: staticmethod(method) for name, method in plain.items()}
-    return function, type(f"weft_{op.name}", (Function,), methods)
+    def node_class(**methods: Callable[..., Any]) -> type[Function]:
+        # autograd names the node when the class is made
+        return type(f"weft_{op.name}", (Function,), {name: staticmethod(f) for name, f in methods.items()})
+
+    return (
+        node_class(forward=forward, setup_context=setup_context, backward=backward, jvp=jvp, vmap=vmap),
+        node_class(forward=forward_plain, backward=backward_plain, jvp=jvp, vmap=vmap),
+    )
 
 
 def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -491,12 +490,12 @@ def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
 
 def _is_watched() -> bool:
     """Whether something sees every call that the dispatcher makes: a dispatch mode, such as that of fake tensors."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(_count_dispatch_modes())
 
 
 def _is_transformed() -> bool:
     """Whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_readable(x: Tensor) -> bool:

@@ -98,7 +98,10 @@ class Shards(NamedTuple):
 
 def is_distributed(*tensors: object) -> bool:
     """Whether any of them is a DTensor."""
-    if all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors):
+    for t in tensors:
+        if not (t is None or type(t) is Tensor or type(t) is Parameter):
+            break
+    else:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)

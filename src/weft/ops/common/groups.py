@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
-from ...quant.copies import empty_scale
+from ...quant.copies import scale_room
 from ...quant.reference import quantize_copies
 from .copies import STRIPE
 
@@ -52,7 +52,7 @@ def count_slots(rows: int, groups: int) -> int:
 
 def empty_slots(format: Format, rows: int, cols: int, ends: Tensor) -> Tensor:
     """Room for the scales of a column-wise copy whose blocks begin anew with every group."""
-    return empty_scale(format, cols, count_slots(rows, ends.numel()) * STRIPE, ends.device)
+    return scale_room(format, cols, count_slots(rows, ends.numel()) * STRIPE).allocate(ends.device)
 
 
 def clear_slots(scale: Tensor) -> None:

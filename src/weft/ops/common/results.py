@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...language import tl
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import allocate_copies
+from ...quant.copies import rooms
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
@@ -100,7 +100,7 @@ class Result(NamedTuple):
         """What the caller gets: a tensor, or a `QTensor`."""
         if options.format is None:
             return self.y
-        return wrap(self.y, Format.of(options.format), self.rowwise, self.columnwise)
+        return wrap(self.y, options.format, self.rowwise, self.columnwise)
 
 
 _ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
@@ -183,18 +183,21 @@ def allocate_result(
             return Result(empty_like(x, options.dtype))
         return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
     shape = x.shape if shape is None else shape
-    f, rows, cols = Format.of(options.format), math.prod(shape[:-1]), shape[-1]
-    row, col = allocate_copies(
-        f, rows, cols, x.device, rowwise=options.rowwise, columnwise=options.columnwise
-    )
-    if col is not None and groups.ends is not None and groups.have_slots(f, True):
-        col = col._replace(scale=empty_slots(f, rows, cols, groups.ends))
-    amax = torch.empty((), dtype=torch.float32, device=x.device) if options.return_amax else None
+    rows, cols, device = math.prod(shape[:-1]), shape[-1], x.device
+    data, scale, data_t, scale_t, global_scale = [
+        None if room is None else room.allocate(device)
+        for room in rooms(options.format, rows, cols, options.rowwise, options.columnwise)
+    ]
+    if data_t is not None and groups.ends is not None:
+        f = Format.of(options.format)
+        if groups.have_slots(f, True):
+            scale_t = empty_slots(f, rows, cols, groups.ends)
+    amax = torch.empty((), dtype=torch.float32, device=device) if options.return_amax else None
     if options.return_plain:
-        y = torch.empty(tuple(shape), dtype=options.dtype, device=x.device)
+        y = torch.empty(tuple(shape), dtype=options.dtype, device=device)
     else:
         y = stand_in(x, shape)
-    return Result.of(y, (row, col), amax)
+    return Result(y, data, scale, data_t, scale_t, global_scale, amax)
 
 
 def result_reference(

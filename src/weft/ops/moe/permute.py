@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import empty_scale
+from ...quant.copies import scale_room
 from ...quant.qtensor import PLAIN, Codes, register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
@@ -160,7 +160,7 @@ def _moved(codes: Codes, token: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     assert codes.scale is not None
     assert codes.format is not None
     data = _pick(codes.data.view(torch.uint8), token).view(codes.data.dtype)
-    scale = empty_scale(Format.of(codes.format), len(token), cols, data.device)
+    scale = scale_room(Format.of(codes.format), len(token), cols).allocate(data.device)
     kind, one = (torch.uint8, 127) if scale.element_size() == 1 else (torch.float32, 1.0)
     scale.view(kind).copy_(_pick(codes.scale.view(kind), token).masked_fill((token < 0)[:, None], one))
     return data, scale
