@@ -668,7 +668,7 @@ def quantize(
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result
-    q = result.value(options)
+    q = result.quantized(f.spec)
     return q if result.amax is None else (q, result.amax)
 
 

@@ -81,7 +81,7 @@ class QTensor(Tensor):
             raise ValueError("a QTensor needs its row-wise copy, its column-wise copy, or both")
         self: QTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.data.device)
         self.rowwise, self.columnwise = rowwise, columnwise
-        self.spec = format if format in SPECS else Format.of(format).spec  # type: ignore[assignment]
+        self.spec = format if format in SPECS else Format.of(format).spec
         return self
 
     @property
@@ -305,11 +305,11 @@ def register_codes(op: Op[Any, Any], tensor: str, codes: str) -> None:
     _taking_codes[op.overload] = _taking_codes[op.reference_overload] = where
 
 
-def stand_in(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """What autograd holds on to in place of a quantised tensor: of x's dtype and one element, and of this shape, by
-    default x's."""
+def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """What autograd holds on to in place of a quantised tensor: of one element, and of this shape and dtype, by default
+    x's."""
     shape = x.shape if shape is None else shape
-    return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype or x.dtype, device=x.device)
 
 
 # ---- what operations do with a QTensor; NotImplemented for what they do with its numbers ----------------

@@ -197,7 +197,7 @@ class Op(Generic[A, O]):
     def serves(self, x: Tensor | list[Tensor]) -> bool:
         """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
         of a list are on one device, and in float64 all or none."""
-        if type(x) is list:
+        if isinstance(x, list):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 

@@ -98,9 +98,11 @@ class Result(NamedTuple):
 
     def value(self, options: ResultOptions) -> Tensor:
         """What the caller gets: a tensor, or a `QTensor`."""
-        if options.format is None:
-            return self.y
-        return wrap(self.y, options.format, self.rowwise, self.columnwise)
+        return self.y if options.format is None else self.quantized(options.format)
+
+    def quantized(self, spec: str) -> QTensor:
+        """The result in this format."""
+        return wrap(self.y, spec, self.rowwise, self.columnwise)
 
 
 _ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
@@ -175,15 +177,15 @@ def check_copies(rowwise: bool, columnwise: bool) -> None:
 
 
 def allocate_result(
-    options: ResultOptions, x: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
+    options: ResultOptions, like: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
 ) -> Result:
-    """Room for a result of this shape, by default x's, on x's device."""
+    """Room for a result of this shape, by default that of `like`, on its device."""
     if options.format is None:
         if shape is None:
-            return Result(empty_like(x, options.dtype))
-        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
-    shape = x.shape if shape is None else shape
-    rows, cols, device = math.prod(shape[:-1]), shape[-1], x.device
+            return Result(empty_like(like, options.dtype))
+        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=like.device))
+    shape = like.shape if shape is None else shape
+    rows, cols, device = math.prod(shape[:-1]), shape[-1], like.device
     data, scale, data_t, scale_t, global_scale = [
         None if room is None else room.allocate(device)
         for room in rooms(options.format, rows, cols, options.rowwise, options.columnwise)
@@ -196,7 +198,7 @@ def allocate_result(
     if options.return_plain:
         y = torch.empty(tuple(shape), dtype=options.dtype, device=device)
     else:
-        y = stand_in(x, shape)
+        y = stand_in(like, shape, options.dtype)
     return Result(y, data, scale, data_t, scale_t, global_scale, amax)
 
 
