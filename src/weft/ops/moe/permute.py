@@ -233,21 +233,46 @@ class MoveConfig(NamedTuple):
         return MoveConfig(numbers // tile, tile, 128 // warp_size_of(target))
 
 
-@functools.cache
+Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
+
+
+class _Layout(NamedTuple):
+    """Sizes of a permutation, and where what it reads and writes lies."""
+
+    tokens: int
+    rows: int
+    cols: int
+    slots: int  # of a token
+    x: Strides
+    x_scales: int  # of a row
+    probs_stride: int
+    y: Strides
+
+
+@functools.lru_cache(maxsize=4096)
 def _permute_launch(
-    made: str | None, dtype: torch.dtype, cast: int, config: MoveConfig, align: int, masked: bool
-) -> Launch:
-    return Launch.of(
+    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: str
+) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
+    """(launch, grid, integers) of a permutation that makes codes in the format `made` of numbers of this dtype, or
+    moves what there is."""
+    tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
+    config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target)
+    format = None if made is None else Format.of(made)
+    launch = Launch.of(
         permute_kernel,
         num_warps=config.num_warps,
         INPUT_MAX=1.0 if made is None else torch.finfo(dtype).max,
-        FORMAT=None if made is None else Format.of(made),
+        FORMAT=format,
         CAST=cast,
         ROWS=config.rows,
         TILE=config.tile,
-        ALIGN=align,
-        COLS_MASKED=masked,
+        ALIGN=align_of(cols, x[0], y[0]),
+        COLS_MASKED=cols % config.tile != 0,
     )
+    whole = format is not None and format.block == "row"  # rows are not cut
+    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    grid = (token_programs - (-rows // PADS.value), 1, 1)
+    return launch, grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y)
 
 
 @functools.cache
@@ -275,9 +300,6 @@ def _sizes(map: RowMap) -> tuple[int, int, int]:
     """Tokens, rows, and slots of a token."""
     slots = map.row_of_slot.shape[-1]
     return map.row_of_slot.numel() // slots, map.slot_of_row.shape[0], slots
-
-
-Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
 
 
 def _strides(data: Tensor, scale: Tensor | None) -> Strides:
@@ -318,21 +340,20 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     tokens, rows, slots = _sizes(a.map)
     target = capabilities_of(a.x.device)
     x, x_scale, x_strides = _source(a.x, a.codes)
-    cols, probs = x.shape[1], contiguous(a.probs)
-    made = a.result.format if a.codes.data is None else None
+    probs = contiguous(a.probs)
     y, y_scale = o.result.data, o.result.scale
     if y is None:
         y = o.result.y
-    y_strides = _strides(y, y_scale)
-    config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target.target)
-    whole = made is not None and Format.of(made).block == "row"  # rows are not cut
-    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    layout = _Layout(
+        tokens, rows, x.shape[1], slots, x_strides, _last(x_scale), _last(probs), _strides(y, y_scale)
+    )
+    made = a.result.format if a.codes.data is None else None
     cast = 0 if made is None else cast_mode(target)
-    align, masked = align_of(cols, x_strides[0], y_strides[0]), cols % config.tile != 0
-    _permute_launch(made, x.dtype, cast, config, align, masked)(
-        (token_programs - (-rows // PADS.value), 1, 1),
+    launch, grid, integers = _permute_launch(layout, made, x.dtype, cast, target.target)
+    launch(
+        grid,
         (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs),
-        (tokens, rows, cols, slots, token_programs, _last(x_scale), *x_strides, _last(probs), *y_strides),
+        integers,
     )
 
 
