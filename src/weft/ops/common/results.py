@@ -183,7 +183,7 @@ def allocate_result(
     if options.format is None:
         if shape is None:
             return Result(empty_like(like, options.dtype))
-        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=like.device))
+        return Result(torch.empty(*shape, dtype=options.dtype, device=like.device))
     shape = like.shape if shape is None else shape
     rows, cols, device = math.prod(shape[:-1]), shape[-1], like.device
     data, scale, data_t, scale_t, global_scale = [
@@ -196,7 +196,7 @@ def allocate_result(
             scale_t = empty_slots(f, rows, cols, groups.ends)
     amax = torch.empty((), dtype=torch.float32, device=device) if options.return_amax else None
     if options.return_plain:
-        y = torch.empty(tuple(shape), dtype=options.dtype, device=device)
+        y = torch.empty(*shape, dtype=options.dtype, device=device)
     else:
         y = stand_in(like, shape, options.dtype)
     return Result(y, data, scale, data_t, scale_t, global_scale, amax)

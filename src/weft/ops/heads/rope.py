@@ -19,7 +19,7 @@ from .sharding import shard_rope
 def _allocate(a: Rope) -> Rotated:
     batch, tokens = sizes(a.x, a.layout)
     shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
-    return Rotated(torch.empty(shape, dtype=a.x.dtype, device=a.x.device))
+    return Rotated(torch.empty(*shape, dtype=a.x.dtype, device=a.x.device))
 
 
 def _launch(outputs: Rotated, a: Rope) -> None:

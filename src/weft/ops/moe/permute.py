@@ -395,9 +395,7 @@ def _allocate_unpermute(a: UnpermuteArgs) -> UnpermuteOutputs:
         else:
             shape = (*lead, a.map.counts.shape[0])
             carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
-    return UnpermuteOutputs(
-        torch.empty((*lead, a.rows.shape[-1]), dtype=a.rows.dtype, device=device), carried
-    )
+    return UnpermuteOutputs(torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried)
 
 
 def _launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
@@ -422,7 +420,7 @@ def _allocate_unpermute_backward(a: UnpermuteBackwardArgs) -> UnpermuteGradients
     dy, probs = a.dy, a.probs
     drows = dprobs = None
     if a.needs.rows:
-        drows = torch.empty((a.map.slot_of_row.shape[0], dy.shape[-1]), dtype=dy.dtype, device=dy.device)
+        drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
     if a.needs.probs:
         make = torch.empty if a.map.experts is None else torch.zeros
         dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)

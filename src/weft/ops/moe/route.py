@@ -319,11 +319,11 @@ def _allocate_route(a: RouteArgs) -> RouteOutputs:
     device = a.logits.device
     sums = compute_dtype(a.logits)
     return RouteOutputs(
-        torch.empty((*lead, a.k), dtype=a.weight_dtype, device=device),
-        torch.empty((*lead, a.k), dtype=a.index_dtype, device=device),
-        torch.empty((experts,), dtype=torch.int32, device=device),
-        torch.empty((experts,), dtype=sums, device=device) if a.balance else None,
-        torch.empty((experts,), dtype=torch.int32, device=device) if a.balance else None,
+        torch.empty(*lead, a.k, dtype=a.weight_dtype, device=device),
+        torch.empty(*lead, a.k, dtype=a.index_dtype, device=device),
+        torch.empty(experts, dtype=torch.int32, device=device),
+        torch.empty(experts, dtype=sums, device=device) if a.balance else None,
+        torch.empty(experts, dtype=torch.int32, device=device) if a.balance else None,
         torch.empty((), dtype=sums, device=device) if a.z else None,
     )
 

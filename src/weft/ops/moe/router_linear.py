@@ -335,7 +335,7 @@ def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_m
 
 def _allocate_router_linear(a: RouterLinearArgs) -> RouterLinearOutputs:
     shape = (*a.x.shape[:-1], a.weight.shape[0])
-    return RouterLinearOutputs(torch.empty(shape, dtype=torch.float32, device=a.x.device))
+    return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
 
 
 def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:

@@ -252,11 +252,11 @@ def _place_kernel(
 def _allocate_row_map(a: RowMapArgs) -> RowMapOutputs:
     device, shape = a.routing.device, (*a.routing.shape[:-1], a.slots)
     return RowMapOutputs(
-        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(*shape, dtype=torch.int32, device=device),
         torch.empty(a.rows, dtype=torch.int32, device=device),
         torch.empty(a.experts, dtype=torch.int32, device=device),
         torch.empty(a.experts, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device) if a.masked else None,
+        torch.empty(*shape, dtype=torch.int32, device=device) if a.masked else None,
     )
 
 
