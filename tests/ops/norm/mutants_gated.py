@@ -74,7 +74,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("x where the gate lies", "gated_norm_stripe_kernel", "x_off = _row_offset(row, second, third, x_first_stride, x_second_stride", "x_off = _row_offset(row, second, third, gate_first_stride, gate_second_stride", (COLUMNS,)),
         ("every tile the first", "gated_norm_stripe_kernel", "start = (tl.program_id(0) % tiles) * TILE", "start = (tl.program_id(0) % tiles) * 0", (STRADDLING,)),
         ("every stripe the first", "gated_norm_stripe_kernel", "stripe.to(bound.dtype) * ROWS", "stripe.to(bound.dtype) * 0", (COLUMNS,)),
-        ("the last stripe left out", f"{LAUNCH}:_GatedNorm.stripes_pass", "tiles = stripes * -(-self.width // tile)", "tiles = max(1, stripes - 1) * -(-self.width // tile)", (COLUMNS,)),
+        ("the last stripe left out", f"{LAUNCH}:_GatedNorm.stripes_pass", "tiles = stripes * -(-width // tile)", "tiles = max(1, stripes - 1) * -(-width // tile)", (COLUMNS,)),
         ("amax of half", "gated_norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(amax(y, axis=1), axis=0) * 0.5", (COLUMNS,)),
         ("a given scale taken for an amax", f"{LAUNCH}:_GatedNorm.stripes_pass", "STATIC=self.a.result.scale is not None", "STATIC=False", (f"{G}test_quantised[tensor-96-4-options13]",)),
     ],
