@@ -1,4 +1,5 @@
-"""RMSNorm of an attention's output, times a gate: over the whole of a row or each of its groups, transposed on the way.
+"""RMSNorm of the output of an attention, times a gate: over whole rows or groups of their columns, transposed on the
+way.
 
     r = 1 / sqrt(mean(x^2) + eps)              over each of the `groups` equal parts of a row
     z = x * r
@@ -100,7 +101,7 @@ class GatedNormBackwardArgs(NamedTuple):
 
 
 def _in_order(x: Tensor, transpose: bool) -> Tensor:
-    """x with its rows in the order of y's: a view."""
+    """A view of x with its rows in the order of the rows of y."""
     return x.transpose(0, 1) if transpose else x
 
 
@@ -146,7 +147,7 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
 
 
 class GroupConfig(NamedTuple):
-    """How groups are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+    """How groups are cut: a program has `rows` of them, `tile` columns at a time, in a loop if a group has more."""
 
     rows: int
     tile: int
@@ -159,12 +160,12 @@ class GroupConfig(NamedTuple):
         if target == "cpu":
             tile = cpu_tile(cols, 128, 4096 if backward else 1024)  # 128: a block of any format
             return GroupConfig(1, tile, tile < cols, 4)
-        # A power of two that holds the group, up to what registers hold: backward has three tiles and a sum.
+        # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
         tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
         most = 8192 if backward else 16384
         loop = tile > most
         tile = min(tile, most // 2 if loop else most)
-        # Where an access has one element, its address is longer than it.
+        # Where accesses are one element wide, addresses take more registers than the elements.
         rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
         return GroupConfig(
             rows, tile, loop, tile_warps(rows * tile * (2 if loop and backward else 1), target)
@@ -174,7 +175,7 @@ class GroupConfig(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _levels(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """(second, third, three strides of each tensor): how kernels count rows that have these leading sizes, and where
-    the rows of each tensor lie; None if that takes more than three dimensions."""
+    the rows of each tensor lie. None if it takes more than three dimensions."""
     merged: list[tuple[int, list[int]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
         if size == 1:
@@ -195,8 +196,8 @@ def _levels(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...
 def _laid_out(
     groups: int, read: tuple[Tensor, ...], written: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Tensors of one shape [..., K] that are read, and the `_levels` of all; copies of those that lie in too many
-    ways. The one that is written has no gaps."""
+    """The tensors of one shape [..., K] that a kernel reads, and the `_levels` of all. If these take too many
+    dimensions, the tensors are copied. The tensor that is written has no gaps."""
     shape = read[0].shape
     cols = shape[-1]
     sizes = (*shape[:-1], groups)
@@ -225,7 +226,7 @@ def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
-    """Whether the row-wise copy comes from groups alone: no block of it has two."""
+    """Whether no block of the row-wise copy reaches from one group into the next."""
     if format.block == "128x128":
         return False
     if groups == 1:
@@ -288,14 +289,16 @@ class _GatedNorm:
         self.format = f = Format.of(a.result.format)
         self.cast = cast_mode(self.target)
         direct = _within_groups(f, a.groups, self.cols)
-        if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
+        if (
+            f.block == "row" and not direct
+        ):  # one scale for several groups: y is stored in fp32 and then quantised
             y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
             self._over_groups(self._config(f.group), None, None, y, None, False)
             quantize_into(o.result, a.result, y)
             return
         by_tensor = f.needs_tensor_amax and a.result.scale is None
         if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
-            # There is more than one pass: the later ones read the statistics.
+            # There is more than one pass, and the later ones read the statistics that the first one writes.
             self.rstd = torch.empty(self.rows, dtype=torch.float32, device=self.x.device)
         make_copies(o.result, a.result, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
 
@@ -317,7 +320,7 @@ class _GatedNorm:
         partials: Tensor | None, known: bool,
     ) -> None:  # fmt: skip
         a = self.a
-        idle = copy is None and partials is None and y is None  # no more than the statistics
+        idle = copy is None and partials is None and y is None  # computes the statistics alone
         programs = -(-self.rows // config.rows)
         data, data_scale, _, *strides = copy_arguments(copy)
         constants = _Constants(
@@ -408,7 +411,8 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
     config = GroupConfig.choose(cols, 1, True, align, target.target)
-    # Four programs to a multiprocessor. Each group has its own, as many as it has tiles of tokens at most.
+    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
+    # tokens.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
     program_tokens = -(-tokens // parts)
     program_tokens = -(-program_tokens // config.rows) * config.rows
@@ -558,10 +562,10 @@ def gated_norm(
     fp16 or fp32, x and gate of any strides. Returns y in the shape of the gate, and the largest |y| with
     `return_amax`.
 
-    - `groups`: the mean is taken over each of so many equal parts of the last dimension. For heads with a weight
-      [d] in common, give x and gate as [..., H, d] and leave groups=1.
+    - `groups`: the mean is taken over each of this many equal parts of the last dimension. For heads that share a
+      weight [d], give x and gate as [..., H, d] and leave groups=1.
     - `act`: f, "sigmoid" or "silu".
-    - `eps`: None as for `weft.rms_norm`.
+    - `eps`: None means the same as for `weft.rms_norm`.
     - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
       layers around it want them.
     - `weight_offset`: 1 for weights stored around zero.
