@@ -1,8 +1,8 @@
 """The copies that a `QTensor` holds: how they lie in memory, cutting rows out of them, and joining shards of rows.
 
-Row-wise codes are [M, K], tight. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
-stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie with M (of
-the column-wise copy: K) contiguous and padded to 4, the others row by row.
+Row-wise codes are [M, K] without padding. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
+stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie column by column,
+with M (in the column-wise copy K) contiguous and padded to a multiple of 4; other scales lie row by row.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def allocate_copies(
 
 
 class _Part(NamedTuple):
-    """A tensor of a copy, and where the rows of [M, K] are in it: `each` of them to an index of `dim`, or all of them
-    to all of it (0)."""
+    """A tensor of a copy, and where it has the rows of [M, K]: each index of its dimension `dim` belongs to `each`
+    rows. If `each` is 0, the whole tensor belongs to all rows."""
 
     tensor: Tensor
     dim: int
@@ -125,7 +125,7 @@ def _parts(format: Format, copies: Copies) -> list[_Part]:
 
 
 def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
-    """Copies like these, of tensors in the order of `_parts`."""
+    """Copies with the same members as these, made of tensors in the order of `_parts`."""
     rest = list(tensors)
     last = rest.pop() if len(rest) % 2 else None
     pairs = [Copy(data, scale, last) for data, scale in zip(rest[::2], rest[1::2], strict=True)]
@@ -133,16 +133,16 @@ def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
 
 
 def row_unit(format: Format, copies: Copies, rows: int) -> int:
-    """Rows can be cut at multiples of it, where no block and no byte of these copies is cut in two."""
+    """The smallest number of rows such that cuts at its multiples split no block and no byte of these copies."""
     columnwise = copies[1]
     if columnwise is not None and format.group and columnwise.scale.shape[1] != -(-rows // format.group):
-        return max(rows, 1)  # blocks that begin anew with each expert
+        return max(rows, 1)  # blocks begin with each expert, so that rows cannot be cut anywhere
     return math.lcm(*(part.each for part in _parts(format, copies) if part.each))
 
 
 def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
-    """The rows from `start` to `stop`, as views. `start` is a multiple of `row_unit`; so is `stop`, or it is the end.
-    What belongs to all rows, a scale of the whole tensor or of a whole column, belongs to these as well."""
+    """The rows from `start` up to `stop`, as views. Both are multiples of `row_unit`, except that `stop` may be the
+    end. A scale of the whole tensor or of a whole column is the same for the cut rows."""
     cut = [
         tensor.narrow(dim, start // each, -(-stop // each) - start // each) if each else tensor
         for tensor, dim, each in _parts(format, copies)
@@ -154,7 +154,8 @@ def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
 
 
 def shard_bytes(format: Format, copies: Copies) -> list[Tensor]:
-    """What ranks exchange: each part that has rows, rows first and contiguous; 8-bit types as uint8."""
+    """The tensors that ranks exchange: the parts of copies that have rows, with rows as the first dimension and
+    contiguous; 8-bit types as uint8."""
     sent = []
     for tensor, dim, each in _parts(format, copies):
         if each:
@@ -171,11 +172,11 @@ def join_shards(
     cols: int,
     into: Copies | None = None,
 ) -> tuple[Copies, list[Tensor]]:
-    """The copies of [rows, cols] from what `shard_bytes` of all ranks became, one behind the other, and the tensors
-    that had to be allocated for them: parts that lie otherwise in memory are copied, the others are views.
+    """(copies, allocated): the copies of [rows, cols] from the gathered `shard_bytes` of all ranks, and the tensors
+    that had to be allocated for them. Parts with another memory layout are copied; the others are views.
 
-    With `into`, copies that this function returned before are filled again. The memory behind the gathered tensors
-    and the allocated ones may have been given back in between.
+    With `into`, the copies that an earlier call returned are filled again. The memory of the gathered tensors and of
+    the allocated ones may have been freed in between.
     """
     wanted = {"rowwise": shard[0] is not None, "columnwise": shard[1] is not None}
     meta = [

@@ -43,7 +43,7 @@ def wrap(plain: Tensor, spec: str, rowwise: Copy | None, columnwise: Copy | None
 
 
 class _StandIn(torch.autograd.Function):
-    """What autograd sees of a QTensor: its shape and dtype. The gradient passes through."""
+    """A plain tensor of the QTensor's shape and dtype for autograd, which passes the gradient through."""
 
     @staticmethod
     def forward(q: QTensor) -> Tensor:
@@ -59,11 +59,14 @@ class _StandIn(torch.autograd.Function):
 
 
 def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
-    """A tensor as an op takes it that reads codes: x itself and none; or, of a QTensor, its codes with a tensor of its
-    shape and dtype that nobody reads, and whose gradient becomes that of x. The opposite of `wrap`."""
+    """x in the form for ops that read codes. A plain x is returned with no codes. A QTensor is returned as its codes,
+    with a tensor of its shape and dtype that nobody reads and whose gradient becomes that of x. The opposite of
+    `wrap`."""
     if not isinstance(x, QTensor):
         return x, PLAIN
-    if torch.compiler.is_compiling():  # which does not see inside; the dispatcher takes it apart
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler cannot look inside a QTensor; the dispatcher takes it apart later
         return x, Codes(None, None, x.spec)
     if x.rowwise is None:
         raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
@@ -120,7 +123,7 @@ class DenseGradient(Tensor):
 
 
 def become_dense(q: QTensor, dense: Tensor) -> Tensor:
-    """Turn the object that q is into a `DenseGradient` of these numbers."""
+    """Turn the object q itself into a `DenseGradient` of these numbers."""
     q.__dict__.clear()
     q.__class__ = DenseGradient  # type: ignore[assignment]
     q.dense = dense  # type: ignore[attr-defined]

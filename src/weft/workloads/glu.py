@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops import glu, glu_backward
 from .problem import Call, Inputs, Size, Workload
 
-# Where a shape comes from -> the shape of y. "rows" are tokens, or pairs of a token and an expert.
+# The shape of y, by the model it comes from. "rows" are tokens, or pairs of a token and an expert.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/shared-expert": ("rows", 512),
     "linghe/experts": ("rows", 1024),
@@ -25,9 +25,9 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "odd/200": (2, "rows", 200),
 }
 
-# The sets of options: what `settings` of a workload may hold, besides arguments that go to the function as they are.
+# The sets of options: arguments of the function, and these settings of a workload:
 #   tensors     which of up and prob to make
-#   experts     how many; their sizes are drawn, the last but one has no rows
+#   experts     how many there are; their numbers of rows are random, and the last but one has none
 OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "geglu-tanh": {"act": "gelu_tanh", "tensors": ("up",)},
@@ -75,7 +75,8 @@ _SERVED: dict[str, tuple[str, ...]] = {
 
 
 def ends_of_experts(inputs: Inputs, rows: int, experts: int, align: int) -> Tensor:
-    """Where experts end that fill `rows` rows, or all but a few: about as many rows to each, and none to one."""
+    """The ends of experts that share `rows` rows, or nearly all of them: about the same number each, and one has
+    none."""
     if inputs.device.type == "meta":
         return torch.empty(experts, dtype=torch.int32, device="meta")
     share = torch.rand(experts, generator=torch.Generator().manual_seed(experts)) + 0.5
@@ -118,7 +119,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(op: str, settings: dict[str, Any], hidden: Size) -> dict[str, Any]:
-    """How many times the least bytes move, and why, where that is more than once."""
+    """`moves` and `rereads` of a workload that moves more than the least bytes."""
     assert isinstance(hidden, int)
     apart = settings.get("layout") or "up" in settings.get("tensors", ())
     moves, why = 1.02, ""

@@ -18,7 +18,7 @@ from ..ops.heads.rope import rope
 from ..runtime import catalogue
 from .problem import Call, Inputs, Size, Workload
 
-# Where a shape comes from -> (batch and sequence, numbers of a head). "rows" are the positions of a sequence.
+# (batch and sequence, numbers of a head), by the model it comes from. "rows" are the positions of a sequence.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/qkv": ("rows", 2, 128),
     "qwen3-30b-a3b/qkv": (2, "rows", 128),
@@ -32,12 +32,12 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 }
 
 # The sets of options:
-#   heads      how a projection is cut, but for `dim`; of a single tensor of heads, how many they are
-#   norm       of a HeadNorm, and `vectors`: which weights and biases of it to make
-#   rotation   of a Rotation, but for its tables; `turned` is the share of a head that is rotated, in quarters
-#   angles     "table": cos and sin of all positions; "samples": those of every sample; "packed": positions that begin
-#              again, with a base; "three": positions of three axes; "none": a base alone
-#   layouts    of the call
+#   heads      the arguments of `Heads` except `dim`; for a single tensor of heads, their number
+#   norm       the arguments of `HeadNorm`, and `vectors`: which of its weights and biases to make
+#   rotation   the arguments of `Rotation` except its tables; `turned`: how many quarters of a head are rotated
+#   angles     "table": cos and sin of all positions; "samples": tables of their own for every sample; "packed": a base,
+#              with positions that begin again; "three": a base, with positions of three axes; "none": a base alone
+#   layouts    the layouts of input and results
 BOTH = ("q_weight", "k_weight")
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups-half": {
@@ -92,7 +92,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # ---- calls ----------------------------------------------------------------------------------------------------
 #
-# The tensors of norms, rotations and caches are arguments of their own here: those of a workload are those of its call.
+# The functions below take the tensors of norms, rotations and caches as arguments, so that the tensors of a workload
+# are arguments of its call.
 
 
 def prepare(
@@ -106,7 +107,7 @@ def prepare(
     cache: dict[str, Any] | None = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, ...]:
-    """`qkv_prepare`, and its results that there are."""
+    """The results of `qkv_prepare` that are not None."""
     found = qkv_prepare(
         qkv,
         heads=heads,
@@ -120,7 +121,7 @@ def prepare(
 
 
 def prepare_cached(slots: Tensor, heads: Heads, **kwargs: Any) -> tuple[Tensor, ...]:
-    """With paged caches in FP8 of its own, which are results like the others: as many slots as there are tokens."""
+    """`qkv_prepare` with paged caches in FP8, one slot for each token, which are returned with the other results."""
     shape, device = (2, -(-slots.shape[0] // PAGE), PAGE, heads.kv), slots.device
     codes = torch.zeros((*shape, heads.dim), dtype=torch.uint8, device=device).unbind()
     scales = torch.zeros(shape, dtype=torch.float32, device=device).unbind()
@@ -132,7 +133,7 @@ def prepare_cached(slots: Tensor, heads: Heads, **kwargs: Any) -> tuple[Tensor, 
 def prepare_backward(
     cut: Cut, norm: dict[str, Any], rotation: dict[str, Any], batch: int, **tensors: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of the packed projection and of all vectors."""
+    """The gradients of the packed projection and of all weights and biases."""
     made, turning = _norm(norm, tensors), _rotation(rotation, tensors)
     a = PrepareBackward(
         dq=tensors["dq"],
@@ -179,7 +180,7 @@ def _rotation(options: dict[str, Any], tensors: dict[str, Any]) -> Rotation:
 
 
 def _positions(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
-    """Sequences one after the other, of lengths that nothing divides; far from the beginning too."""
+    """Positions of several sequences one after the other, of odd lengths; some are far from the beginning."""
     tokens = shape[-1]
     made = torch.arange(tokens, dtype=torch.int32) % 1021
     made[tokens // 2 :] += 1 << 19
@@ -187,7 +188,7 @@ def _positions(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
 
 
 def _sizes(settings: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, sequence, numbers of a head); those of a head are even, and four or more."""
+    """(batch, sequence, numbers of a head); a head has an even number of them, at least four."""
     *lead, cols = shape
     if settings.get("layouts", {}).get("layout") == "sbhd":
         lead.reverse()
@@ -196,7 +197,7 @@ def _sizes(settings: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int, 
 
 
 def _objects(inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, dim: int) -> dict[str, Any]:
-    """What a norm and a rotation are made of: their options, and their tensors beside them."""
+    """The arguments that norm and rotation are made of: their options, and their tensors."""
     norm = settings.get("norm", {})
     mean = 1.0 - norm.get("weight_offset", 0.0)
     made: dict[str, Any] = {
@@ -236,13 +237,13 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def _build_cached(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     call = _build(workload, inputs, shape)
-    # in the last place first, as if pages were handed out from behind
+    # The last slot comes first, as if pages were handed out from the end.
     slots = torch.arange(shape[0] - 1, -1, -1, dtype=torch.int32, device=inputs.device)
     return Call(prepare_cached, {**call.kwargs, "slots": slots})
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads."""
+    """The backward of the same call."""
     settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
     heads = Heads(**settings["heads"], dim=dim)
@@ -264,7 +265,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 class Backward(Workload):
-    """A backward whose x is read as far as it was normed: the values of the heads and the gates are not."""
+    """A backward that reads only the part of x that was normed: not the value heads, and not the gates."""
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
         call = self.make("meta", dtype, rows)

@@ -1,4 +1,4 @@
-"""Sums over rows, the same bits in every run: programs leave partial sums in fp32, and one kernel adds them up."""
+"""Sums over rows with the same bits in every run: programs leave partial sums in fp32, and one kernel adds them up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rows import align_of
 
 @triton.jit
 def add_to(sums_ptr, value, more, col, cols):
-    """Add a piece to a sum in memory, or begin the sum with it."""
+    """Add `value` to a sum in memory, or store it as the beginning of the sum if not `more`."""
     exists = col < cols
     before = tl.load(sums_ptr + col, mask=exists & more, other=0.0)
     tl.store(sums_ptr + col, before + value, mask=exists)
@@ -47,9 +47,9 @@ def _sum_kernel(
 def sum_partials(
     partials: Tensor, out: Tensor, count: int | None = None, *, tile: tuple[int, int] = (32, 64)
 ) -> None:
-    """The sums of partials [any, count, cols] over the middle dimension, to out [any, cols]; without `count`, over all
-    rows. `tile` is (rows, columns) at a time on a GPU: few columns and hundreds of rows, so that many loads are under
-    way at once."""
+    """Sum partials [any, count, cols] over the middle dimension into out [any, cols]; without `count`, over all rows.
+    `tile` is (rows, columns) at a time on a GPU: few columns and hundreds of rows, so that many loads are under way at
+    once."""
     cols = partials.shape[-1]
     rows = partials.numel() // cols
     count = rows if count is None else count

@@ -33,8 +33,8 @@ class Prepare(NamedTuple):
 
 
 class PrepareCached(NamedTuple):
-    """The same, with caches to write to. The results are arguments, as the caches are: PyTorch's compiler takes no op
-    that writes to some tensors and returns others."""
+    """The arguments of `qkv_prepare` with caches to write to. The results are arguments too, since PyTorch's compiler
+    does not take an op that writes to some tensors and returns others."""
 
     x: Tensor
     k: Tensor | None
@@ -48,8 +48,8 @@ class PrepareCached(NamedTuple):
     scaled: (
         str  # "none"; "head": the caches hold a scale for each head; "tensor": k_scale and v_scale are given
     )
-    outputs: Written  # those of QKV that there are
-    caches: Written  # k, v if it is cached, and then the scales of heads in the same order
+    outputs: Written  # the members of QKV that are not None
+    caches: Written  # k, then v if it is cached, then the scales of heads in the same order
 
     @property
     def prepare(self) -> Prepare:
@@ -57,7 +57,7 @@ class PrepareCached(NamedTuple):
 
 
 class PrepareNeeds(NamedTuple):
-    """Which of the gradients are there; k and v are, with x, where they are tensors of their own."""
+    """Which gradients the backward computes. Those of separate q, k and v are computed all three if one is wanted."""
 
     x: bool
     k: bool

@@ -21,13 +21,13 @@ from .norm import Norm
 
 
 class Choice(NamedTuple):
-    """What a kernel does, whatever the strides are."""
+    """What decides the code of a kernel, apart from strides."""
 
     cut: Cut
-    v_dim: int  # 0: no value heads are handled
+    v_dim: int  # 0 if value heads are not part of the call
     norm: str
     after: bool
-    turned: int  # numbers of a head; 0: no rotation
+    turned: int  # how many numbers of a head are rotated; 0 without a rotation
     style: str
     first: bool
     sections: str
@@ -36,7 +36,8 @@ class Choice(NamedTuple):
 
     @property
     def halves(self) -> tuple[int, int]:
-        """(half, rest): without a rotation, the halves of the head and what is odd of it."""
+        """(half, rest): how many pairs are rotated, and how many numbers are not. Without a rotation they are half of
+        the head and its odd number, if it has one."""
         if self.turned:
             return self.turned // 2, self.cut.dim - self.turned
         return self.cut.dim // 2, self.cut.dim % 2
@@ -66,7 +67,7 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
     )
     tokens, at_once, num_warps = 1, 1, 4
     if not target.is_cpu:
-        # 128 threads with 16 bytes of bf16 each in the narrowest tile: every access can have 128 bits.
+        # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
         narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
         rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
         at_once = min(4, _tile(heads), rows)
@@ -94,7 +95,7 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
 
 
 def _tile(size: int) -> int:
-    """The power of two that holds so many; 0 holds none."""
+    """`size` rounded up to a power of two; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -108,7 +109,7 @@ def _align(choice: Choice, angles: AngleStrides, *places: Strides, more: tuple[i
 
 
 def _norms(norm: Norm, x: Tensor) -> tuple[Affine, Affine]:
-    """Those of q and of k."""
+    """The norm of q heads and that of k heads, as kernels take them."""
     if norm.kind == "none":
         return NO_AFFINE, NO_AFFINE
     eps, offset = norm.eps_for(x), norm.weight_offset
@@ -122,7 +123,7 @@ NO_AFFINE = Affine(None, None, 0.0, 0.0)
 
 
 def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float]:
-    """(turns per position, magnitude) where angles are computed."""
+    """(turns per position, magnitude) if angles are computed in the kernel; (None, ...) with tables."""
     if not turning.dim or turning.cos is not None:
         return None, 1.0
     magnitude = frequencies(turning.base, turning.dim, turning.scaling)[1]
@@ -147,7 +148,7 @@ class Forms(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A launch, and where everything is."""
+    """A launch, and the strides of everything it reads and writes."""
 
     launch: Launch
     grid: tuple[int, int, int]
@@ -162,7 +163,7 @@ _known: dict[Forms, Forward] = {}
 
 
 def _forward(forms: Forms, target: Capabilities) -> Forward:
-    """Found once for all calls with tensors of these forms."""
+    """The launch for these forms, computed once for all calls that have them."""
     choice, cut = forms.choice, forms.choice.cut
     source = PartStrides.of(forms.inputs, cut)
     to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
@@ -181,7 +182,7 @@ def _forward(forms: Forms, target: Capabilities) -> Forward:
 def launch_forward(
     outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", inverse: bool = False
 ) -> None:
-    """q, k, v and gate of `a`, those that are in `outputs`."""
+    """Compute q, k, v and gate of `a`, those that are not None in `outputs`."""
     cut, turning, device = a.cut, a.turning, a.x.device
     x, k, v = with_neighbours(a.x), a.k, a.v
     inputs: tuple[tuple[int, ...] | None, ...] = (x.stride(), None, None)
@@ -209,7 +210,7 @@ def launch_forward(
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
     source, to, kept = found.source, found.to, found.cache
-    # A plain tuple does for a struct, and takes a tenth of the time of a NamedTuple.
+    # A launch takes plain tuples for structs, and a tuple takes a tenth of the time that a NamedTuple takes.
     found.launch(
         found.grid,
         *qkv_kernel.arguments(
@@ -255,7 +256,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     program_tiles = 1
     vectors = (outputs.q_weight, outputs.k_weight, outputs.q_bias, outputs.k_bias)
     if any(vector is not None for vector in vectors):
-        # Sums over rows: as many programs as run at the same time, each with a row of partial sums.
+        # Each program leaves a row of partial sums: only as many programs as run at the same time.
         program_tiles = -(-tiles // min(tiles, target.multiprocessors * 4))
     programs = -(-tiles // program_tiles)
     partial = [

@@ -18,7 +18,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def rotated(x: Tensor, angles: CosSin | None, turning: Turning, inverse: bool = False) -> Tensor:
-    """x [batch, sequence, heads, numbers]"""
+    """x [batch, sequence, heads, numbers] with its pairs turned by the angles, or back by them."""
     if angles is None:
         return x
     cos, sin = angles

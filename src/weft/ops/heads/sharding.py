@@ -19,7 +19,8 @@ def _dimensions(layout: str) -> str:
 
 
 def _of_turning(turning: Turning) -> tuple[dict[str, str], dict[str, str]]:
-    """The dimensions of tables and positions; and what counts from 0 along the sequence, if positions are absent."""
+    """(inputs, counted) of `Sharding` for a rotation: the dimensions of its tables and positions; and, without
+    positions, the dimension along which they count from 0."""
     inputs = {}
     if turning.positions is not None:
         lead = ["three"] if turning.sections else []

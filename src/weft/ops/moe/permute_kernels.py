@@ -10,7 +10,7 @@ from ...tiles import amax, decode, fp32_scale, larger, quantize_rows, round_to, 
 from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe
 from ..common.rows import load_stored, load_tile, tile_mask
 
-PADS = tl.constexpr(32)  # rows of a program that looks for pads
+PADS = tl.constexpr(32)  # rows that a program searches for pads
 
 
 class Probs(NamedTuple):
@@ -24,7 +24,7 @@ class Probs(NamedTuple):
 
 @triton.jit
 def _load_probs(probs, token, slot, mask):
-    """Probabilities of slots, zero where the mask is."""
+    """The probabilities of slots, zero where the mask is False."""
     if probs.experts_ptr is not None:
         column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=0)
     else:
@@ -37,7 +37,7 @@ def _write_pads(
     y,
     slot_of_row_ptr,
     row_probs_ptr,
-    block,  # number of PADS rows
+    block,  # the number of this block of PADS rows
     rows,
     cols,
     scale_cols,
@@ -48,12 +48,13 @@ def _write_pads(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Zeros in the pads among PADS rows, as numbers or as codes, and their scales and probabilities."""
+    """Fill the pads among PADS rows with zeros, as numbers or as codes with scales 1, and their probabilities with
+    0."""
     PIECE: tl.constexpr = TILE if TILE < 256 else 256
     row = block.to(tl.int64) * PADS + tl.arange(0, PADS)  # [PADS]
     pad = tl.load(slot_of_row_ptr + row, mask=row < rows, other=0) < 0
     if tl.max(pad.to(tl.int32), axis=0) > 0:
-        row = tl.where(pad, row, rows)  # past the last one, where nothing is stored
+        row = tl.where(pad, row, rows)  # other rows are moved past the end, where nothing is stored
         for start in range(0, cols, PIECE):
             if FORMAT is None:
                 zeros = tl.zeros((PADS, PIECE), y.data.dtype.element_ty)
@@ -83,7 +84,7 @@ def _write_pads(
 
 @triton.jit
 def _store_numbers(x, y, row, start, rows, cols, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """x [R, C] as it is, to rows [R]; `rows` where nothing is to be stored."""
+    """Store x [R, C] to rows `row` [R] as it is; an index of `rows`, past the end, stores nothing."""
     col = start + tl.arange(0, x.shape[1])
     y_off = tl.multiple_of(row * y.stride, ALIGN)
     exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
@@ -127,11 +128,11 @@ def _store_to_slots(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A tile of tokens to the rows of their slots."""
-    # The next row's number is on its way while this one's numbers are stored.
+    """Store a tile of tokens to the rows of all their slots."""
+    # The index of the next row is loaded while this row is stored.
     ahead = tl.load(row_of_slot_ptr + token * slots, mask=there, other=-1)
     for slot in range(slots):
-        row = tl.where(ahead < 0, rows, ahead).to(tl.int64)  # without a row: past the last one
+        row = tl.where(ahead < 0, rows, ahead).to(tl.int64)  # past the end for a slot without a row
         ahead = tl.load(row_of_slot_ptr + token * slots + slot + 1, mask=there & (slot + 1 < slots), other=-1)
         if FORMAT is None:
             _store_numbers(x, y, row, start, rows, cols, ALIGN, COLS_MASKED)
@@ -174,7 +175,7 @@ def permute_kernel(
     COLS_MASKED: tl.constexpr,
 ):
     """Each token's row is read once, and written to the rows of its slots; further programs write the pads. With one
-    scale to a row, a program has whole rows, and reads them a second time."""
+    scale for each row, a program has whole rows and reads them twice, first for their amax."""
     cols = (cols // ALIGN) * ALIGN
     y = Codes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
     if tl.program_id(0) < token_programs:
@@ -271,8 +272,8 @@ def permute_stripe_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The column-wise copy, and the row-wise one from the same read: groups along the rows are those of an expert, so
-    a token's row is read once for each of its slots."""
+    """Make the column-wise copy, and the row-wise one from the same read. Blocks along the rows hold rows of one
+    expert, so a token's row is read once for each of its slots."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -310,7 +311,7 @@ def _load_values(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """fp32 [R, TILE] of rows [R], decoded if they are quantised; zero where there is none."""
+    """fp32 [R, TILE]: a piece of each row of `row` [R], decoded if the rows are quantised; zero for a row of -1."""
     R: tl.constexpr = row.shape[0]
     col = start + tl.arange(0, TILE)
     row_off = tl.multiple_of(row * source.stride, ALIGN)
@@ -359,7 +360,7 @@ def unpermute_kernel(
     probs_stride,
     back_stride,
     FORMAT: tl.constexpr,  # of the rows, or None
-    AT_ONCE: tl.constexpr,  # slots whose rows are on their way at the same time
+    AT_ONCE: tl.constexpr,  # slots whose rows are loaded together
     ROWS: tl.constexpr,  # tokens of a program
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,

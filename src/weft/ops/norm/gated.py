@@ -1,4 +1,5 @@
-"""RMSNorm of an attention's output, times a gate: over the whole of a row or each of its groups, transposed on the way.
+"""RMSNorm of the output of an attention, times a gate: over whole rows or groups of their columns, transposed on the
+way.
 
     r = 1 / sqrt(mean(x^2) + eps)              over each of the `groups` equal parts of a row
     z = x * r
@@ -100,7 +101,7 @@ class GatedNormBackwardArgs(NamedTuple):
 
 
 def _in_order(x: Tensor, transpose: bool) -> Tensor:
-    """x with its rows in the order of y's: a view."""
+    """A view of x with its rows in the order of the rows of y."""
     return x.transpose(0, 1) if transpose else x
 
 
@@ -146,7 +147,7 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
 
 
 class GroupConfig(NamedTuple):
-    """How groups are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+    """How groups are cut: a program has `rows` of them, `tile` columns at a time, in a loop if a group has more."""
 
     rows: int
     tile: int
@@ -159,12 +160,12 @@ class GroupConfig(NamedTuple):
         if target == "cpu":
             tile = cpu_tile(cols, 128, 4096 if backward else 1024)  # 128: a block of any format
             return GroupConfig(1, tile, tile < cols, 4)
-        # A power of two that holds the group, up to what registers hold: backward has three tiles and a sum.
+        # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
         tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
         most = 8192 if backward else 16384
         loop = tile > most
         tile = min(tile, most // 2 if loop else most)
-        # Where an access has one element, its address is longer than it.
+        # Where accesses are one element wide, addresses take more registers than the elements.
         rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
         return GroupConfig(
             rows, tile, loop, tile_warps(rows * tile * (2 if loop and backward else 1), target)
@@ -227,7 +228,7 @@ def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
-    """Whether the row-wise copy comes from groups alone: no block of it has two."""
+    """Whether no block of the row-wise copy reaches from one group into the next."""
     if format.block == "128x128":
         return False
     if groups == 1:
@@ -315,14 +316,15 @@ class _GatedNorm:
         self.format = f = Format.of(a.result.format)
         self.cast = cast_mode(self.target)
         direct = _within_groups(f, a.groups, self.layout.cols)
-        if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
+        if f.block == "row" and not direct:
+            # One scale for several groups: y is stored in fp32 and then quantised.
             y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
             self.plain(y, _Pass(f.group, cast=self.cast, static=a.result.scale is not None))
             quantize_into(o.result, a.result, y)
             return
         by_tensor = f.needs_tensor_amax and a.result.scale is None
         if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
-            # There is more than one pass: the later ones read the statistics.
+            # There is more than one pass, and the later ones read the statistics that the first one writes.
             self.rstd = torch.empty(self.layout.rows, dtype=torch.float32, device=self.x.device)
         make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
 
@@ -336,7 +338,7 @@ class _GatedNorm:
         launch, grid, integers = _groups_launch(self.layout, a.act, self.target.target, made)
         partials = torch.empty(grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         gate, weight = self.gate, self.weight
-        if copy is None and partials is None:  # no more than the statistics
+        if copy is None and partials is None:  # computes the statistics alone
             gate = weight = None  # type: ignore[assignment]
         data, data_scale, _, *strides = copy_arguments(copy)
         launch(
@@ -412,7 +414,8 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
     config = GroupConfig.choose(cols, 1, True, align, target.target)
-    # Four programs to a multiprocessor. Each group has its own, as many as it has tiles of tokens at most.
+    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
+    # tokens.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
     program_tokens = -(-tokens // parts)
     program_tokens = -(-program_tokens // config.rows) * config.rows
@@ -562,10 +565,10 @@ def gated_norm(
     fp16 or fp32, x and gate of any strides. Returns y in the shape of the gate, and the largest |y| with
     `return_amax`.
 
-    - `groups`: the mean is taken over each of so many equal parts of the last dimension. For heads with a weight
-      [d] in common, give x and gate as [..., H, d] and leave groups=1.
+    - `groups`: the mean is taken over each of this many equal parts of the last dimension. For heads that share a
+      weight [d], give x and gate as [..., H, d] and leave groups=1.
     - `act`: f, "sigmoid" or "silu".
-    - `eps`: None as for `weft.rms_norm`.
+    - `eps`: None means the same as for `weft.rms_norm`.
     - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
       layers around it want them.
     - `weight_offset`: 1 for weights stored around zero.
