@@ -423,8 +423,8 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
 
-    # In a plain call only the outputs that have gradients go through autograd. Its forward is given the node: a separate
-    # `setup_context`, which functorch wants, would cost a call more.
+    # In a plain call only the outputs that have gradients go through autograd. Its forward is given the node: a
+    # separate `setup_context`, which functorch wants, would cost a call more.
 
     def forward_plain(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         call.outputs = outputs = op.run(call.arguments)
