@@ -310,6 +310,12 @@ HEADS = {
 CALLS = {
     "rms_norm": Call(weft.rms_norm, {"x": X, "weight": WEIGHT, "residual": X}, compiled=True),
     "modulated samples": Call(adaln, {"x": X, "modulation": ("b k", (BATCH, 3 * WIDTH))}, compiled=True),
+    "gated samples": Call(
+        weft.layer_norm,
+        {"x": X, "residual": X, "pre_bias": WEIGHT, "residual_gate": ("b k", (BATCH, WIDTH))},
+        compiled=True,
+    ),
+    "gated rows": Call(weft.rms_norm, {"x": X, "residual": X, "residual_gate": X}),
     "modulated rows": Call(adaln_of_rows, {"x": X, "scale": X, "shift": X}),
     "quantised rows": Call(quantized, {"x": X, "weight": WEIGHT}, {"quantize": "1x128"}, compiled=True),
     "quantised, scaled": Call(

@@ -228,7 +228,7 @@ def test_mistake(mistake: str) -> None:
 
 Y = weft.permute(X, ROWS)
 CALLS: dict[str, dict[str, Any]] = {
-    "rms_norm": {"x": X, "weight": W, "bias": W, "residual": X},
+    "rms_norm": {"x": X, "weight": W, "bias": W, "residual": X, "pre_bias": W, "residual_gate": W},
     "layer_norm": {"x": X, "weight": W, "bias": W, "modulation": torch.randn(8, 128)},
     "gated_norm": {"x": X, "gate": X, "weight": W},
     "glu": {"x": X, "prob": torch.rand(8), "ends": torch.tensor([3, 8])},

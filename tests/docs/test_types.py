@@ -17,6 +17,8 @@ def test_norms() -> None:
         y = assert_type(norm(x, x[0], eps=1e-3, modulation=(x, None)), Tensor)
         assert not isinstance(y, QTensor)
         assert len(assert_type(norm(x, residual=x), tuple[Tensor, Tensor])) == 2
+        assert_type(norm(x, pre_bias=x[0]), Tensor)
+        assert len(assert_type(norm(x, residual=x, residual_gate=x), tuple[Tensor, Tensor])) == 2
         assert isinstance(assert_type(norm(x, quantize="1x128", columnwise=True), QTensor), QTensor)
         q, h = assert_type(norm(x, residual=x, quantize="1x128"), tuple[QTensor, Tensor])
         assert (type(q), type(h)) == (QTensor, Tensor)

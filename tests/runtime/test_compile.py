@@ -25,9 +25,11 @@ from weft.workloads import WORKLOADS, Workload
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
 # The tensors that decide a kernel's time: all of a tile is read, or written.
 READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr"}
-READ |= {"logits_ptr", "gate.ptr", "up.ptr", "dy.ptr"}
+READ |= {"logits_ptr", "gate.ptr", "up.ptr", "dy.ptr", "source.x", "source.residual", "added.x"}
+READ |= {"upstream.h", "upstream.dy", "upstream.dresidual"}
 WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
 WRITTEN |= {"dlogits_ptr", "copy.data", "copy_t.data", "up_codes.data", "up_codes.data_t"}
+WRITTEN |= {"stored.y", "stored.h", "stored.codes.data", "codes_t.data", "gradients.x", "gradients.residual"}
 # Vectors of the tile's columns. They are short, and read once for many rows.
 VECTORS = {
     "weight_ptr",
@@ -38,6 +40,8 @@ VECTORS = {
     "dshift_ptr",
     "dscore_sums_ptr",
 }
+VECTORS |= {"source.pre_bias", "added.pre_bias", "formula.weight", "formula.bias"}
+VECTORS |= {f"gradients.{name}" for name in ("weight", "bias", "scale", "shift", "gate", "pre_bias")}
 # Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
 ODD_SPILLS = 160
 # Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256

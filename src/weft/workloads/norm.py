@@ -39,8 +39,9 @@ HIDDEN: dict[str, tuple[Size, ...]] = {
 
 # The sets of options: arguments of the function, and these settings of a workload:
 #   function   rms_norm unless it is layer_norm
-#   tensors    which of weight, bias, residual to make
+#   tensors    which of weight, bias, residual, pre_bias to make
 #   modulation "sample" or "row": [samples or rows, 3K or 2K] in one tensor
+#   residual_gate "sample" or "row": [samples or rows, K]
 #   packed     x is the first heads of a packed QKV projection
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"tensors": ("weight",)},
@@ -53,6 +54,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layer-residual": {"function": layer_norm, "tensors": ("weight", "bias", "residual")},
     "adaln-sample": {"function": layer_norm, "tensors": (), "modulation": "sample"},
     "adaln-row": {"function": rms_norm, "tensors": ("weight",), "modulation": "row"},
+    "pre-bias": {"tensors": ("weight", "pre_bias")},
+    "pre-bias-residual": {"function": layer_norm, "tensors": ("weight", "bias", "residual", "pre_bias")},
+    "gated-sample": {
+        "function": layer_norm,
+        "tensors": ("residual", "pre_bias"),
+        "modulation": "sample",
+        "residual_gate": "sample",
+    },
+    "gated-row": {"tensors": ("weight", "residual"), "residual_gate": "row"},
     "1x128": {"tensors": ("weight", "residual"), "quantize": "1x128"},
     "1x128-both": {"tensors": ("weight",), "quantize": "1x128", "columnwise": True},
     "1x128-residual-both": {"tensors": ("weight", "residual"), "quantize": "1x128", "columnwise": True},
@@ -72,6 +82,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "quantize": "1x128",
         "columnwise": True,
         "return_plain": True,
+    },
+    "pre-bias-1x128-both": {"tensors": ("weight", "pre_bias"), "quantize": "1x128", "columnwise": True},
+    "gated-fp8": {
+        "tensors": ("residual", "pre_bias"),
+        "modulation": "sample",
+        "residual_gate": "sample",
+        "quantize": "tensor",
+        "quant_scale": 0.02,
     },
     "adaln-row-fp8": {
         "function": layer_norm,
@@ -106,11 +124,16 @@ _TRAINED: dict[str, tuple[str, ...]] = {
     "layer-residual": ("dit-xl/hidden",),
     "adaln-sample": ("flux/hidden", "dit-xl/hidden"),
     "adaln-row": ("flux/hidden", "odd/200"),
+    "pre-bias": ("odd/1025",),
+    "pre-bias-residual": ("dit-xl/hidden",),
+    "gated-sample": ("flux/hidden", "dit-xl/hidden"),
+    "gated-row": ("odd/200",),
     "1x128": ("linghe/hidden", "deepseek-v3/hidden"),
     "1x128-both": ("linghe/hidden", "llama3-8b/hidden", "odd/200"),
     "1x128-residual-both": ("qwen3-30b-a3b/hidden", "deepseek-v3/hidden"),
     "mx-both": ("llama3-8b/hidden", "odd/760"),
     "1x128-both-plain": ("odd/200",),
+    "pre-bias-1x128-both": ("odd/200",),
 }
 _SERVED: dict[str, tuple[str, ...]] = {
     "residual": ("llama3-8b/hidden", "llama3-70b/hidden", "qwen3-30b-a3b/hidden"),
@@ -121,6 +144,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
     "static-fp8": ("llama3-70b/hidden",),
     "static-fp8-plain": ("llama3-8b/hidden",),
     "adaln-row-fp8": ("flux/hidden",),
+    "gated-fp8": ("dit-xl/hidden",),
 }
 
 
@@ -132,6 +156,8 @@ def _weights(inputs: Inputs, cols: int, settings: dict[str, Any]) -> dict[str, T
         made["weight"] = inputs.normal(cols, mean=1.0 - offset, std=0.2)
     if "bias" in settings["tensors"]:
         made["bias"] = inputs.normal(cols, std=0.2)
+    if "pre_bias" in settings["tensors"]:
+        made["pre_bias"] = inputs.normal(cols, std=0.2)
     return made
 
 
@@ -152,6 +178,10 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         kwargs["modulation"] = inputs.normal(shape[0], 3 * cols, std=0.3)
     elif settings.get("modulation") == "row":
         kwargs["modulation"] = inputs.normal(*shape[:-1], 2 * cols, std=0.3)
+    if settings.get("residual_gate") == "sample":
+        kwargs["residual_gate"] = inputs.normal(shape[0], cols, std=0.3)
+    elif settings.get("residual_gate") == "row":
+        kwargs["residual_gate"] = inputs.normal(*shape[:-1], cols, std=0.3)
     for name in ("weight_offset", "casting", "quantize", "columnwise", "return_plain"):
         if name in settings:
             kwargs[name] = settings[name]
@@ -168,9 +198,12 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     rows = h.numel() // max(cols, 1)
     weights = _weights(inputs, cols, settings)
     residual = "residual" in settings["tensors"]
-    scale = None
-    if "modulation" in settings:
-        scale = inputs.normal(shape[0] if settings["modulation"] == "sample" else rows, cols, std=0.3)
+    scale, gate = (
+        inputs.normal(shape[0] if settings[name] == "sample" else rows, cols, std=0.3)
+        if name in settings
+        else None
+        for name in ("modulation", "residual_gate")
+    )
     if h.device.type == "meta":
         rstd = torch.empty(rows, device="meta")
         mean = torch.empty(rows, device="meta") if layer else None
@@ -183,6 +216,9 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "h": h,
         "dy": inputs.normal(*shape),
         "dresidual": inputs.normal(*shape) if residual else None,
+        "x": inputs.activation(*shape) if gate is not None else None,
+        "pre_bias": weights.get("pre_bias"),
+        "residual_gate": gate,
         "weight": weights.get("weight"),
         "bias": weights.get("bias"),
         "scale": scale,
@@ -191,7 +227,14 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "weight_offset": settings.get("weight_offset", 0.0),
         "casting": settings.get("casting", "fp32"),
         "needs": NormNeeds(
-            True, "weight" in weights, "bias" in weights, scale is not None, scale is not None
+            x=True,
+            weight="weight" in weights,
+            bias="bias" in weights,
+            scale=scale is not None,
+            shift=scale is not None,
+            residual=gate is not None,
+            residual_gate=gate is not None,
+            pre_bias="pre_bias" in weights,
         ),
     }
     return Call(functools.partial(run_op, "norm_backward"), kwargs)
@@ -205,7 +248,8 @@ def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) 
         moves = 4.4 if layer else 3.05
         why = "a row longer than a program's registers is read twice, and its sums are kept in memory"
     elif backward and (settings["tensors"] or settings.get("modulation") == "sample"):
-        moves = 1.09 if layer and "bias" in settings["tensors"] else 1.05
+        several = {"bias", "pre_bias"} & {*settings["tensors"]} or settings.get("residual_gate") == "sample"
+        moves = 1.09 if several else 1.05
         why = "partial sums of the parameters' gradients are written and read back"
     elif settings.get("quantize") == "nvfp4":
         moves, why = 1.75, "the amax of the whole tensor comes before its first code"

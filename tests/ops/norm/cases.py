@@ -19,6 +19,8 @@ def everything(rows: int = 6, cols: int = 96, dtype: torch.dtype = torch.bfloat1
             "weight": draw(cols),
             "bias": draw(cols),
             "residual": draw(rows, 1, cols),
+            "pre_bias": draw(cols),
+            "residual_gate": draw(1, cols),  # one for all rows
             "modulation": draw(rows, 1, 2 * cols),
         },
     )

@@ -50,6 +50,12 @@ ROW_LOOP = "quant/test_norms.py::test_norms_of_other_lengths[1100-e4m3:row:te]"
 SHIFTED = f"{N}test_variance_of_rows_far_from_zero"
 FAR = f"{N}test_offsets_have_64_bits"
 ANY_TILE = f"{D}test_largest_number_in_any_tile_of_a_row"
+PRE_BIAS = workload("accuracy", "norm:odd/1025:pre-bias:8192")
+GATED = workload("accuracy", "norm:dit-xl/hidden:gated-sample:8192")
+GATED_SUM = "ops/norm/test.py::test_residual_gate_per_row_and_per_sample"
+PRE_BIAS_ALONE = "ops/norm/test.py::test_pre_bias_without_a_residual"
+QUANTISED_SUM = "ops/norm/test.py::test_quantised_sum_of_everything"
+TWO_SIZES = f"{D}test_gradients_over_samples_of_two_sizes"
 SAMPLES, SAMPLES_LOOP, SAMPLES_GPU = (
     f"{D}test_gradients_over_samples_of_many_rows[{case}]" for case in ("cpu-200", "cpu-1100", "sm_90-200")
 )
@@ -67,30 +73,48 @@ _NORM: list[tuple[Any, ...]] = [
     ("variance with lanes that have no element", "_statistics", "tl.where(mask, centred, 0.0)", "centred", (f"{SHIFTED}[1025-10000.0]",)),
     ("variance about 0", "_statistics", "centred = h - mean[:, None]", "centred = h", (f"{SHIFTED}[200-10000.0]",)),
     ("last tile counted as full", "norm_kernel", "tl.minimum(cols - start, TILE).to(tl.float32)", "tl.cast(TILE, tl.float32)", (LAYER_LOOP,)),
-    ("unrounded h", "_load_h", "h.to(x_ptr.dtype.element_ty).to(tl.float32)", "h", (RESIDUAL,)),
+    ("unrounded h", "_load_h", "_rounded(h, source.x)", "h", (RESIDUAL,)),
     ("residual subtracted", "_load_h", "h += load_tile", "h -= load_tile", (RESIDUAL,)),
+    ("no pre_bias", "_load_h", "h += _load_vector(", "h += 0.0 * _load_vector(", (PRE_BIAS,)),
+    ("pre_bias added after the gate", "_load_h", """    if source.pre_bias is not None:
+        h += _load_vector(source.pre_bias, piece)
+    if source.gate is not None:
+        h *= load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+""", """    if source.gate is not None:
+        h *= load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+    if source.pre_bias is not None:
+        h += _load_vector(source.pre_bias, piece)
+""", (GATED,)),
+    ("h without a residual not rounded", "_load_h", "source.residual is not None or source.pre_bias is not None", "source.residual is not None", (PRE_BIAS,)),
+    ("gate not applied", "_load_h", "h *= load_tile(", "h *= 1.0 + 0.0 * load_tile(", (GATED,)),
+    ("residual gated as well", "_load_h", "h += load_tile(source.residual", "h = h + load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask) * load_tile(source.residual", (f"{GATED_SUM}[rms_norm-lead0]",)),
+    ("every sample gated like the first", "norm_kernel", "_sample_offset(row, source.gated,", "_sample_offset(row * 0, source.gated,", (GATED,)),
+    ("gate read at the modulation's stride", "norm_kernel", "_sample_offset(row, source.gated,", "_sample_offset(row, formula.modulated,", (GATED,)),
+    ("h of a pre_bias alone not kept", f"{LAUNCH}:_keep", "a.x if o.residual is None else o.residual", "o.residual if a.residual is not None and o.residual is not None else a.x", (f"{PRE_BIAS_ALONE}[rms_norm]",)),
+    ("pre_bias added twice", f"{LAUNCH}:_Quantized._read_h", "pre_bias=None, ", "", (f"{QUANTISED_SUM}[128x128-rows]",)),
+    ("h gated twice", f"{LAUNCH}:_Quantized._read_h", ", gate=None", "", (f"{QUANTISED_SUM}[nvfp4-rows]",)),
     ("y rounded before it is encoded", "_affine", "return y", "return y.to(DTYPE).to(tl.float32)", ("quant/test_norms.py::test_norm_codes_are_those_of_the_fp32_result",)),
-    ("y cut, not rounded", "norm_kernel", "y.to(y_ptr.dtype.element_ty)", DOWN_TO_BF16.format("y") + ".to(y_ptr.dtype.element_ty)", (PLAIN_ODD,)),
-    ("weight and bias swapped", "norm_kernel", "value, mean, rstd, weight_ptr, bias_ptr,", "value, mean, rstd, bias_ptr, weight_ptr,", (LAYER,)),
-    ("no weight offset", "_affine", "COLS_MASKED) + weight_offset)", "COLS_MASKED))", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
-    ("llama without its rounding", "_affine", "y = y.to(DTYPE).to(tl.float32)", "y = y", (workload("accuracy", "norm:odd/200:llama:8192"),)),
+    ("y cut, not rounded", "norm_kernel", "col[None, :], y, exists)", f"col[None, :], {DOWN_TO_BF16.format('y')}, exists)", (PLAIN_ODD,)),
+    ("weight and bias swapped", "norm_kernel", "_affine(value, moments, formula,", "_affine(value, moments, Formula(formula.bias, formula.weight, formula.scale, formula.shift, formula.modulated, formula.weight_offset),", (LAYER,)),
+    ("no weight offset", "_affine", "piece) + formula.weight_offset)", "piece))", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
+    ("llama without its rounding", "_affine", "y = _rounded(y, x_ptr)", "y = y", (workload("accuracy", "norm:odd/200:llama:8192"),)),
     ("scaled by scale, not 1 + scale", "_affine", "y * (1.0 + load_tile(", "y * (load_tile(", (LAYER,)),
-    ("every sample modulated like the first", "norm_kernel", "(row // rows_per_sample)", "(row // rows_per_sample * 0)", (BY_SAMPLE,)),
+    ("every sample modulated like the first", "norm_kernel", "_sample_offset(row, formula.modulated,", "_sample_offset(row * 0, formula.modulated,", (BY_SAMPLE,)),
     ("32-bit row offsets", "norm_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0).to(tl.int32)", (f"{FAR}[plain]",)),
-    ("variance saved for 1 / rms", "norm_kernel", "tl.store(rstd_ptr + row, rstd,", "tl.store(rstd_ptr + row, rstd * rstd,", (LAYER,)),
-    ("mean not saved", "norm_kernel", "tl.store(mean_ptr + row, mean,", "tl.store(mean_ptr + row, mean * 0.0,", (LAYER,)),
-    ("residual written at x's stride", "norm_kernel", "y_off = tl.multiple_of(row * cols", "y_off = tl.multiple_of(row * x_outer_stride", (f"{L}test_layout_of_inputs[everything-padded]",)),
+    ("variance saved for 1 / rms", "norm_kernel", "tl.store(statistics.rstd + row, rstd,", "tl.store(statistics.rstd + row, rstd * rstd,", (LAYER,)),
+    ("mean not saved", "norm_kernel", "tl.store(statistics.mean + row, mean,", "tl.store(statistics.mean + row, mean * 0.0,", (LAYER,)),
+    ("residual written at x's stride", "norm_kernel", "tl.multiple_of(row * cols", "tl.multiple_of(row * source.outer_stride", (f"{L}test_layout_of_inputs[everything-padded]",)),
     ("row amax without the last tile", "norm_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (f"{ANY_TILE}[e4m3:row:te]",), 2, 2),
     ("row amax of the last tile alone", "norm_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (ROW_LOOP,)),
     ("tensor amax of the last tile alone", "norm_kernel", "program_amax = larger(program_amax, amax(y, axis=1))", "program_amax = amax(y, axis=1)", (workload("quantized_bytes", "norm:llama3-70b/hidden:nvfp4:1"),)),
     ("inner rows at the outer stride", f"{ROWS}:row_offset", "(row % inner) * inner_stride", "(row % inner) * outer_stride", (workload("accuracy", "norm:qwen3-30b-a3b/k-heads:per-head:8192"),)),
-    ("rows past the end in a tile of rows", "norm_kernel", "tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(row, piece, rows + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",)),
+    ("rows past the end in a tile of rows", "norm_kernel", "tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(row, lane, rows + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",)),
     ("given scale taken for an amax", "norm_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
     ("last rows left out", f"{LAUNCH}:_rows_launch", "(-(-layout.rows // config.rows), 1, 1)", "(-(-(layout.rows - 1) // config.rows), 1, 1)", (PLAIN_ODD,)),
-    ("amax pass without the residual", f"{LAUNCH}:_Quantized.rows_pass", "(*operands, given", "(*(operands if copy else operands._replace(residual=None)), given", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
-    ("statistics of the first row for all", "norm_kernel", "rstd = tl.load(rstd_ptr + row,", "rstd = tl.load(rstd_ptr + row * 0,", (KNOWN,)),
-    ("mean not read", "norm_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (KNOWN,)),
-    ("residual added twice", f"{LAUNCH}:_Quantized._read_h", "_replace(x=self.o.residual, residual=None)", "_replace(x=self.o.residual)", (KNOWN,)),
+    ("amax pass without the residual", f"{LAUNCH}:_Quantized.rows_pass", "(*operands, self.rstd", "(*(operands if copy else operands._replace(residual=None)), self.rstd", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
+    ("statistics of the first row for all", "norm_kernel", "rstd = tl.load(statistics.rstd + row,", "rstd = tl.load(statistics.rstd + row * 0,", (KNOWN,)),
+    ("mean not read", "norm_kernel", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0) * 0.0", (KNOWN,)),
+    ("residual added twice", f"{LAUNCH}:_Quantized._read_h", "residual=None, ", "", (KNOWN,)),
     ("statistics of x without the residual", f"{LAUNCH}:_Quantized.rows_pass", "_replace(weight=None,", "_replace(residual=None, weight=None,", ("ops/norm/test.py::test_columnwise_alone_is_that_of_both",)),
     ("moments merged without the difference of means", f"{REDUCE}:merge_moments", " + delta * delta * count * share", "", (LAYER_LOOP,)),
 ]  # fmt: skip
@@ -100,21 +124,22 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("last tile not launched", f"{LAUNCH}:_Quantized.stripes_pass", "(tiles, 1, 1)", "(max(tiles - 1, 1), 1, 1)", (BOTH,)),
     ("every tile the first", "norm_stripe_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (BOTH,)),
     ("every stripe the first", "norm_stripe_kernel", "(tl.program_id(0) // tiles)", "(tl.program_id(0) // tiles * 0)", (BOTH,)),
-    ("x read in place of h", f"{LAUNCH}:_Quantized._read_h", "_replace(x=self.o.residual, residual=None)", "_replace(residual=None)", (BOTH,)),
+    ("x read in place of h", f"{LAUNCH}:_Quantized._read_h", "x=self.o.residual, ", "", (BOTH,)),
     ("h read at x's stride", f"{LAUNCH}:_Layout.of_h", "inner=1, outer_stride=self.cols, ", "inner=1, ", (f"{L}test_layout_of_inputs[both_copies-padded]",)),
-    ("1 / rms of the first stripe for all", "norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row % ROWS,", (BOTH,)),
-    ("1 / rms of the first row for all", "norm_stripe_kernel", "rstd_ptr + row,", "rstd_ptr + row * 0,", (BOTH,)),
-    ("mean not read", "norm_stripe_kernel", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)", "mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
-    ("weight and bias swapped", "norm_stripe_kernel", "h, mean, rstd, weight_ptr, bias_ptr,", "h, mean, rstd, bias_ptr, weight_ptr,", (BOTH,)),
-    ("llama without its rounding", "norm_stripe_kernel", "LAYER, LLAMA, COLS_MASKED,", "LAYER, False, COLS_MASKED,", (f"{D}test_both_copies_with[rms_norm-llama]",)),
-    ("no weight offset", "norm_stripe_kernel", "weight_offset, h_ptr.dtype", "0.0, h_ptr.dtype", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
-    ("no shift", "norm_stripe_kernel", "scale_ptr, shift_ptr, modulation_off,", "scale_ptr, None, modulation_off,", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
-    ("every sample modulated like the first", "norm_stripe_kernel", "(row // rows_per_sample)", "(row // rows_per_sample * 0)", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
-    ("nested rows taken for plain ones", "norm_stripe_kernel", "h_inner_stride, NESTED, ALIGN)", "h_inner_stride, False, ALIGN)", (f"{L}test_layout_of_inputs[columns-permuted]",)),
+    ("1 / rms of the first stripe for all", "norm_stripe_kernel", "statistics.rstd + row,", "statistics.rstd + row % ROWS,", (BOTH,)),
+    ("1 / rms of the first row for all", "norm_stripe_kernel", "statistics.rstd + row,", "statistics.rstd + row * 0,", (BOTH,)),
+    ("mean not read", "norm_stripe_kernel", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
+    ("weight and bias swapped", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.bias, formula.weight, formula.scale, formula.shift, formula.modulated, formula.weight_offset),", (BOTH,)),
+    ("llama without its rounding", "norm_stripe_kernel", "source.x, LLAMA)", "source.x, False)", (f"{D}test_both_copies_with[rms_norm-llama]",)),
+    ("no weight offset", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.weight, formula.bias, formula.scale, formula.shift, formula.modulated, 0.0),", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
+    ("no shift", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.weight, formula.bias, formula.scale, None, formula.modulated, formula.weight_offset),", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
+    ("every sample modulated like the first", "norm_stripe_kernel", "_sample_offset(row, formula.modulated,", "_sample_offset(row * 0, formula.modulated,", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
+    ("nested rows taken for plain ones", "norm_stripe_kernel", "source.inner_stride, NESTED, ALIGN)", "source.inner_stride, False, ALIGN)", (f"{L}test_layout_of_inputs[columns-permuted]",)),
     ("32-bit row offsets", "norm_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", (f"{FAR}[1x128-both]",)),
     ("rows past the end read", "norm_stripe_kernel", "mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)", "mask = tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", (workload("guard_bands", "norm:odd/200:1x128-both:8192"),)),
     ("tensor amax of a tile's first row", "norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(y, axis=1), 0.0), axis=0)", (f"{TILES}[cpu-300]",)),
-    ("all tiles of a stripe keep amax in one place", "norm_stripe_kernel", "amax_ptr + tl.program_id(0)", "amax_ptr + tl.program_id(0) // tiles", (f"{TILES}[cpu-300]",)),
+    ("all tiles of a stripe keep amax in one place", "norm_stripe_kernel", "stored.amax + tl.program_id(0)", "stored.amax + tl.program_id(0) // tiles", (f"{TILES}[cpu-300]",)),
+    ("no pre_bias", "_load_h", "h += _load_vector(", "h += 0.0 * _load_vector(", (f"{QUANTISED_SUM}[1x128-both]",)),
     ("transposed copy not transposed", f"{COPIES}:store_transposed", "codes = tl.trans(codes)", "codes = codes", (BOTH,)),
     ("scales of all stripes in the first one's place", f"{COPIES}:store_stripe", "group = stripe.number * (STRIPE // G) + tl.arange", "group = stripe.number * 0 + tl.arange", (BOTH,)),
     ("given scale taken for an amax", "norm_stripe_kernel", "CAST, STATIC)", "CAST, False)", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
@@ -122,41 +147,56 @@ _STRIPE: list[tuple[Any, ...]] = [
 
 _BACKWARD: list[tuple[Any, ...]] = [
     ("upstream gradient of ones", "_gradient_of_z", "d = dy\n", "d = dy * 0.0 + 1.0\n", (LAYER,)),
-    ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)", "dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], None)", (PLAIN_ODD,)),
+    ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], None)", (PLAIN_ODD,)),
     ("no residual gradient", "norm_backward_kernel", "dh += load_tile(", "dh += 0.0 * load_tile(", (RESIDUAL,)),
-    ("residual gradient added before the norm's", "norm_backward_kernel", """dh = dh * rstd
-                if dresidual_ptr is not None:
-                    dh += load_tile(dresidual_ptr + dresidual_off[:, None] + col[None, :], mask)
+    ("residual gradient added before the norm's", "norm_backward_kernel", """dh = dh * rstd[:, None]
+            if upstream.dresidual is not None:
+                dh += load_tile(upstream.dresidual + at.dresidual[:, None] + col[None, :], mask)
 """, """
-                if dresidual_ptr is not None:
-                    dh += load_tile(dresidual_ptr + dresidual_off[:, None] + col[None, :], mask)
-                dh = dh * rstd
+            if upstream.dresidual is not None:
+                dh += load_tile(upstream.dresidual + at.dresidual[:, None] + col[None, :], mask)
+            dh = dh * rstd[:, None]
 """.removeprefix("\n").lstrip(), (RESIDUAL,)),
-    ("no weight gradient", "norm_backward_kernel", "sum_weight += tl.sum", "sum_weight += 0.0 * tl.sum", (PLAIN_ODD,)),
-    ("weight gradient a mean", "norm_backward_kernel", "sum_weight += tl.sum(d * z, axis=0)", "sum_weight += tl.sum(d * z, axis=0) / (last - first)", (f"{N}test_size_of_a_norm[127-129]",)),
-    ("weight gradient of the last row alone", "norm_backward_kernel", "sum_weight += tl.sum", "sum_weight = tl.sum", (LAYER,)),
-    ("bias gradient from z", "norm_backward_kernel", "sum_bias += tl.sum(d,", "sum_bias += tl.sum(d * z,", (LAYER,)),
+    ("no weight gradient", "norm_backward_kernel", "_add_rows(sum_weight, d * z,", "_add_rows(sum_weight, d * z * 0.0,", (PLAIN_ODD,)),
+    ("weight gradient a mean", "norm_backward_kernel", "_add_rows(sum_weight, d * z,", "_add_rows(sum_weight, d * z / (last - first),", (f"{N}test_size_of_a_norm[127-129]",)),
+    ("weight gradient of the last row alone", "norm_backward_kernel", "_add_rows(sum_weight, d", "_add_rows(sum_weight * 0.0, d", (LAYER,)),
+    ("bias gradient from z", "norm_backward_kernel", "_add_rows(sum_bias, d,", "_add_rows(sum_bias, d * z,", (LAYER,)),
     ("gradient through 1 / rms missing", "norm_backward_kernel", "dh = t - z * (", "dh = t - 0.0 * z * (", (PLAIN_ODD,)),
     ("gradient through the mean missing", "norm_backward_kernel", "dh -= (ts", "dh -= 0.0 * (ts", (LAYER,)),
-    ("sums begin with what was in memory", "norm_backward_kernel", "more = begin > first", "more = begin >= first", (PLAIN_LOOP,)),
-    ("sums begin anew with each row", "norm_backward_kernel", "more = begin > first", "more = begin < first", (SAMPLES_LOOP,)),
-    ("last row of a program skipped", "norm_backward_kernel", "tl.minimum(first + program_rows, sample_rows)", "tl.minimum(first + program_rows, sample_rows) - 1", (PLAIN_ODD,)),
-    ("last row of all skipped", "norm_backward_kernel", "tl.minimum(first + program_rows, sample_rows)", "tl.minimum(first + program_rows, sample_rows - 1)", (PLAIN_ODD,)),
-    ("all samples read the first one's rows", "norm_backward_kernel", "row = sample * sample_rows + local", "row = sample * 0 + local", (BY_SAMPLE,)),
-    ("every sample scaled like the first", "norm_backward_kernel", "row * 0 + sample)", "row * 0)", (BY_SAMPLE,)),
-    ("no weight offset", "_gradient_of_z", " + weight_offset)", ")", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
+    ("sums begin with what was in memory", "norm_backward_kernel", "begin > first,", "begin >= first,", (PLAIN_LOOP,)),
+    ("sums begin anew with each row", "norm_backward_kernel", "begin > first,", "begin < first,", (SAMPLES_LOOP,)),
+    ("last row of a program skipped", "norm_backward_kernel", "tl.minimum(first + programs.program_rows, programs.sample_rows)", "tl.minimum(first + programs.program_rows, programs.sample_rows) - 1", (PLAIN_ODD,)),
+    ("last row of all skipped", "norm_backward_kernel", "tl.minimum(first + programs.program_rows, programs.sample_rows)", "tl.minimum(first + programs.program_rows, programs.sample_rows - 1)", (PLAIN_ODD,)),
+    ("all samples read the first one's rows", "norm_backward_kernel", "row = sample_begin + local", "row = sample_begin * 0 + local", (BY_SAMPLE,)),
+    ("every sample scaled like the first", "norm_backward_kernel", "row * 0 + modulation_row)", "row * 0)", (BY_SAMPLE,)),
+    ("no weight offset", "_gradient_of_z", " + formula.weight_offset)", ")", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
     ("no weight", "_gradient_of_z", "t = t * (", "t = t + 0.0 * (", (PLAIN_ODD,)),
-    ("gradient of scale without the bias", "norm_backward_kernel", "y = y + load_vector(bias_ptr", "y = y + 0.0 * load_vector(bias_ptr", (LAYER,)),
-    ("llama's weight gradient from the exact z", "norm_backward_kernel", "z = z.to(DTYPE).to(tl.float32)", "z = z", (workload("accuracy", "norm:odd/200:llama:8192"),)),
+    ("gradient of scale without the bias", "norm_backward_kernel", "y = y + _load_vector(", "y = y + 0.0 * _load_vector(", (LAYER,)),
+    ("llama's weight gradient from the exact z", "norm_backward_kernel", "z = _rounded(z, upstream.h)", "z = z", (workload("accuracy", "norm:odd/200:llama:8192"),)),
     ("32-bit row offsets", "norm_backward_kernel", "program = tl.program_id(0).to(tl.int64)", "program = tl.program_id(0).to(tl.int32)", (f"{FAR}[plain]",)),
-    ("gradient of scale already scaled", "norm_backward_kernel", "sum_scale += tl.sum(dy * y", "sum_scale += tl.sum(d * y", (SAMPLES,)),
-    ("gradient of scale by row already scaled", "norm_backward_kernel", "scale_grad = (dy * y)", "scale_grad = (d * y)", (LAYER,)),
-    ("gradient of shift already scaled", "norm_backward_kernel", "shift_grad = dy.to", "shift_grad = d.to", (LAYER,)),
+    ("gradient of scale already scaled", "norm_backward_kernel", "_add_or_store(sum_scale, dy * y,", "_add_or_store(sum_scale, d * y,", (SAMPLES,)),
+    ("gradient of scale by row already scaled", "norm_backward_kernel", "_add_or_store(sum_scale, dy * y,", "_add_or_store(sum_scale, d * y,", (LAYER,)),
+    ("gradient of shift already scaled", "norm_backward_kernel", "_add_or_store(sum_shift, dy,", "_add_or_store(sum_shift, d,", (LAYER,)),
     ("programs of a sample share a partial sum", "norm_backward_kernel", "sums_off = tl.multiple_of(program * cols", "sums_off = tl.multiple_of(sample * cols", (LAYER,)),
-    ("mean not subtracted", "_gradient_of_z", "z = z - mean", "z = z", (LAYER,)),
-    ("upstream gradient read at h's stride", "norm_backward_kernel", "dy_outer_stride, dy_inner_stride, NESTED", "h_outer_stride, h_inner_stride, NESTED", (f"{L}test_layout_of_gradients[everything-expanded]",)),
-    ("dx cut, not rounded", "norm_backward_kernel", "dh.to(DTYPE)", DOWN_TO_BF16.format("dh") + ".to(DTYPE)", (PLAIN_ODD,)),
+    ("mean not subtracted", "_gradient_of_z", "z = z - moments.mean[:, None]", "z = z", (LAYER,)),
+    ("upstream gradient read at h's stride", "norm_backward_kernel", "upstream.dy_outer_stride, upstream.dy_inner_stride, NESTED", "upstream.h_outer_stride, upstream.h_inner_stride, NESTED", (f"{L}test_layout_of_gradients[everything-expanded]",)),
+    ("dx cut, not rounded", "norm_backward_kernel", "dx_off, dv, mask)", f"dx_off, {DOWN_TO_BF16.format('dv')}, mask)", (PLAIN_ODD,)),
     ("rows past the end of a tile of rows", "norm_backward_kernel", "tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(local, col, last + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",), 2, 2),
+    ("gate not applied", "norm_backward_kernel", "dv = dh * load_tile(", "dv = dh + 0.0 * load_tile(", (GATED,)),
+    ("residual's gradient gated", "norm_backward_kernel", "_store_tile(gradients.residual + dx_off, dh, mask)", "_store_tile(gradients.residual + dx_off, dh * load_tile(added.gate + at.gate[:, None] + col[None, :], mask), mask)", (GATED,)),
+    ("gradient of the gate gated", "norm_backward_kernel", "_add_or_store(sum_gate, dh * v,", "_add_or_store(sum_gate, dh * v * load_tile(added.gate + at.gate[:, None] + col[None, :], mask),", (GATED,)),
+    ("gradient of the gate without the norm's", "norm_backward_kernel", "_add_or_store(sum_gate, dh * v,", "_add_or_store(sum_gate, (dh - (t - z * (tz / count)[:, None]) * rstd[:, None]) * v,", (GATED,)),
+    ("gradient of the gate without pre_bias", "norm_backward_kernel", "v += _load_vector(added.pre_bias, piece)", "v += 0.0 * _load_vector(added.pre_bias, piece)", (GATED,)),
+    ("gradient of the gate from h", "norm_backward_kernel", "v = load_tile(added.x + at.x[:, None] + col[None, :], mask)", "v = load_tile(upstream.h + at.h[:, None] + col[None, :], mask)", (GATED,)),
+    ("gradient of the gate of the last row alone", "norm_backward_kernel", "_add_or_store(sum_gate, dh", "_add_or_store(sum_gate * 0.0, dh", (SAMPLES,)),
+    ("gradient of the gate at h's stride", "norm_backward_kernel", "row * added.x_stride", "row * upstream.h_outer_stride", (f"{L}test_layout_of_inputs[everything-padded]",)),
+    ("every sample gated like the first", "norm_backward_kernel", "row * 0 + gate_row)", "row * 0)", (GATED,)),
+    ("gate of the modulation's sample", "norm_backward_kernel", "sample_begin // added.gated.rows", "sample_begin // formula.modulated.rows", (f"{TWO_SIZES}[finer gate]",)),
+    ("modulation of the gate's sample", "norm_backward_kernel", "sample_begin // formula.modulated.rows", "sample_begin // added.gated.rows", (f"{TWO_SIZES}[finer gate]",)),
+    ("gradient of pre_bias without the gate", "norm_backward_kernel", "_add_rows(sum_pre_bias, dv,", "_add_rows(sum_pre_bias, dh,", (GATED,)),
+    ("gradient of pre_bias of the last row alone", "norm_backward_kernel", "_add_rows(sum_pre_bias, dv", "_add_rows(sum_pre_bias * 0.0, dv", (SAMPLES,)),
+    ("samples of the larger size", f"{LAUNCH}:_backward_launch", "sample_rows = min(", "sample_rows = max(", (f"{TWO_SIZES}[finer gate]",)),
+    ("gradient of a row's gate summed", f"{LAUNCH}:_backward_launch", "GATE_PER_ROW=layout.rows_per_gate == 1", "GATE_PER_ROW=False", (f"{TWO_SIZES}[gate by row]",)),
     ("sums over the row without the last tile", "norm_backward_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (PLAIN_LOOP,)),
 ]  # fmt: skip
 
@@ -172,7 +212,7 @@ _SUM: list[tuple[Any, ...]] = [
     ("last columns left out", "sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(max(cols // width, 1) * (rows // count), 1, 1)", (PLAIN_LOOP,)),
     ("every piece the first", "_sum_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (PLAIN_LOOP,)),
     ("first sample alone", "sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(-(-cols // width), 1, 1)", (BY_SAMPLE,)),
-    ("weight gradient of the first sample alone", f"{LAUNCH}:_launch_norm_backward", "(o.weight, dweight, programs)", "(o.weight, None if dweight is None else dweight[:sample_programs], sample_programs)", (SAMPLES,)),
+    ("weight gradient of the first sample alone", f"{LAUNCH}:_launch_norm_backward", "sum_partials(partials, grad, count // (grad.numel() // cols))", "sum_partials(partials[: count // 2] if grad is o.weight else partials, grad, count // 2 if grad is o.weight else count // (grad.numel() // cols))", (SAMPLES,)),
     ("summed in the weight's dtype", "_sum_kernel", "total += tl.sum(", "total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.sum(", (LAYER,)),
     ("partial sums in bf16", f"{LAUNCH}:_launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
     ("last column left out", "_sum_kernel", "exists = col < cols", "exists = col < cols - 1", (PLAIN_ODD,)),

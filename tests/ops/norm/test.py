@@ -162,6 +162,90 @@ def test_modulation_that_does_not_fit() -> None:
         weft.layer_norm(x, modulation=(draw(2, 96), draw(2, 5, 96)))
 
 
+# ---- what is added before the norm ---------------------------------------------------------------------
+
+
+def added(x: Tensor, pre_bias: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    """In fp32 and by PyTorch, rounded once."""
+    return (residual.float() + (x.float() + pre_bias.float()) * gate.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("lead", [(2, 5), (2,), (2, 1), (1,), ()])
+@pytest.mark.parametrize("function", NORMS)
+def test_residual_gate_per_row_and_per_sample(function: Any, lead: tuple[int, ...]) -> None:
+    """Bit for bit what it is without fusion."""
+    x, residual, weight, gate = draw(2, 5, 96), draw(2, 5, 96), draw(96), draw(*lead, 96)
+    pre_bias = draw(96, dtype=torch.float32)
+    wanted = added(x, pre_bias, residual, gate.view(*lead, *[1] * (2 - len(lead)), 96))
+    y, h = function(x, weight, residual=residual, pre_bias=pre_bias, residual_gate=gate)
+    assert torch.equal(h, wanted)
+    assert torch.equal(y, function(wanted, weight))
+
+
+@pytest.mark.parametrize("function", NORMS)
+def test_pre_bias_without_a_residual(function: Any) -> None:
+    x, pre_bias, weight, gradient = draw(6, 96), draw(96), draw(96), draw(6, 96)
+    y = function(x, weight, pre_bias=pre_bias)
+    assert torch.equal(y, function(x + pre_bias, weight))
+    h, bias, w = ((x + pre_bias).requires_grad_(), pre_bias.requires_grad_(), weight.requires_grad_())
+    wanted = torch.autograd.grad(function(h, w), (h, w), gradient)
+    got = torch.autograd.grad(function(x.requires_grad_(), w, pre_bias=bias), (x, w, bias), gradient)
+    for a, b in zip(got, wanted, strict=False):
+        assert torch.equal(a, b)
+    assert_not_worse(got[2], wanted[0].double().sum(0), wanted[0].sum(0))
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize("format", ["1x128", "128x128", "nvfp4", "tensor", "row"])
+def test_quantised_sum_of_everything(format: str, columnwise: bool) -> None:
+    """However many passes a format takes: the copies of a norm of h, with a residual and without one."""
+    if format == "row" and columnwise:
+        return
+    x, residual, pre_bias, gate = draw(2, 65, 96), draw(2, 65, 96), draw(96), draw(2, 96)
+    options: dict[str, Any] = {"quantize": format, "columnwise": columnwise}
+    h = added(x, pre_bias, residual, gate[:, None])
+    for requires_grad in (False, True):
+        x.requires_grad_(requires_grad)
+        q, r = weft.layer_norm(x, residual=residual, pre_bias=pre_bias, residual_gate=gate, **options)
+        assert torch.equal(r, h)
+        assert_same_copies(q, weft.layer_norm(h, **options))
+        q = weft.layer_norm(x, pre_bias=pre_bias, **options)
+        assert_same_copies(q, weft.layer_norm(x.detach() + pre_bias, **options))
+        q, y = weft.layer_norm(x, pre_bias=pre_bias, return_plain=True, **options)
+        assert torch.equal(y, weft.layer_norm(x.detach() + pre_bias))
+
+
+def test_gate_of_one_modulation_is_that_of_the_next_residual() -> None:
+    """A block of a diffusion transformer, as its parts: the gate is a view into the packed modulation."""
+    x, residual, packed = draw(2, 5, 96), draw(2, 5, 96), draw(2, 3 * 96).requires_grad_()
+    y, gate = weft.layer_norm(x, modulation=packed)
+    _, h = weft.layer_norm(y, residual=residual, residual_gate=gate)
+    assert torch.equal(h, added(y, torch.zeros(96), residual, gate[:, None]))
+    (gradient,) = torch.autograd.grad(h, packed, draw(2, 5, 96), retain_graph=True)
+    assert gradient[:, :192].count_nonzero()
+    assert gradient[:, 192:].count_nonzero()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_x_is_kept_for_the_gradient_of_the_gate_alone(wanted: bool) -> None:
+    x, residual, gate = draw(6, 96).requires_grad_(), draw(6, 96), draw(96).requires_grad_(wanted)
+    y, h = weft.rms_norm(x, residual=residual, residual_gate=gate)
+    kept = {t.data_ptr() for t in y.grad_fn.saved_tensors if t is not None}
+    assert h.data_ptr() in kept
+    assert (x.data_ptr() in kept) == wanted
+
+
+def test_residual_gate_that_does_not_fit() -> None:
+    x = draw(2, 5, 96)
+    with pytest.raises(ValueError, match="residual_gate= needs residual="):
+        weft.rms_norm(x, residual_gate=draw(96))
+    for shape in ((3, 96), (5, 96), (2, 4, 96), (95,)):
+        with pytest.raises(ValueError, match=r"residual_gate must be .*96"):
+            weft.rms_norm(x, residual=x, residual_gate=draw(*shape))
+    with pytest.raises(ValueError, match="residual_out= needs residual="):
+        weft.rms_norm(x, pre_bias=draw(96), residual_out=x)
+
+
 # ---- out= ----------------------------------------------------------------------------------------------
 
 
@@ -184,11 +268,15 @@ def test_out_and_residual_out() -> None:
 def test_in_place(cols: int) -> None:
     """What serving does: y over x, the new residual over the old one. Long rows are read more than once."""
     x, residual, weight = draw(6, cols), draw(6, cols), draw(cols)
-    wanted, h = weft.rms_norm(x, weight, residual=residual)
-    y, r = x.clone(), residual.clone()
-    weft.rms_norm(y, weight, residual=r, out=y, residual_out=r)
+    for options in ({}, {"pre_bias": draw(cols), "residual_gate": draw(cols)}):
+        wanted, h = weft.rms_norm(x, weight, residual=residual, **options)
+        y, r = x.clone(), residual.clone()
+        weft.rms_norm(y, weight, residual=r, out=y, residual_out=r, **options)
+        assert torch.equal(y, wanted)
+        assert torch.equal(r, h)
+    wanted, y = weft.rms_norm(x, pre_bias=weight), x.clone()
+    weft.rms_norm(y, pre_bias=weight, out=y)
     assert torch.equal(y, wanted)
-    assert torch.equal(r, h)
 
 
 @pytest.mark.parametrize(("format", "columnwise"), [("1x128", True), ("128x128", False), ("nvfp4", False)])
@@ -263,6 +351,7 @@ def test_out_under_torch_compile() -> None:
         ({"weight": torch.ones(95)}, r"weight must have the shape \(96,\)"),
         ({"weight": torch.ones(1, 96)}, r"weight must have the shape \(96,\)"),
         ({"bias": torch.ones(97)}, r"bias must have the shape \(96,\)"),
+        ({"pre_bias": torch.ones(6, 96)}, r"pre_bias must have the shape \(96,\)"),
         ({"residual": torch.ones(6, 95).bfloat16()}, r"residual must have the shape \(6, 96\)"),
         ({"residual": torch.ones(6, 96)}, "residual must be bfloat16 like the other tensors"),
         ({"casting": "gemma"}, "casting must be 'fp32' or 'llama'"),

@@ -59,10 +59,16 @@ def test_opcheck_of_fp8(make: Callable[[], Call], format: str) -> None:
 # ---- torch.compile ----------------------------------------------------------------------------------
 
 
-def layer_with_everything(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, modulation: Tensor
-) -> Any:
-    return weft.layer_norm(x, weight, bias, residual=residual, modulation=modulation)
+NAMES = ("x", "weight", "bias", "residual", "pre_bias", "residual_gate", "modulation")
+
+
+def layer_with_everything(*tensors: Tensor) -> Any:
+    return weft.layer_norm(**dict(zip(NAMES, tensors, strict=True)))
+
+
+def biased(x: Tensor, pre_bias: Tensor) -> Any:
+    """h is no result, but the backward reads it."""
+    return weft.rms_norm(x, pre_bias=pre_bias)
 
 
 def quantized_both(x: Tensor, weight: Tensor) -> Any:
@@ -90,7 +96,8 @@ def packed_heads(qkv: Tensor, weight: Tensor) -> Any:
 
 
 COMPILED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
-    "everything": (layer_with_everything, ((6, 1, 96), (96,), (96,), (6, 1, 96), (6, 1, 192))),
+    "everything": (layer_with_everything, ((6, 1, 96), (96,), (96,), (6, 1, 96), (96,), (96,), (6, 1, 192))),
+    "biased": (biased, ((6, 96), (96,))),
     "quantized_both": (quantized_both, ((130, 96), (96,))),
     "quantized_and_plain": (quantized_and_plain, ((6, 96), (96,))),
     "quantized_alone": (quantized_alone, ((130, 96),)),
@@ -135,8 +142,8 @@ def test_inductor_is_eager(name: str) -> None:
     "wanted",
     [
         # One alone, all but one, all, none; the rest of the combinations when there is time.
-        pytest.param(needs, marks=[] if sum(needs) in (0, 1, 4, 5) else [pytest.mark.slow])
-        for needs in itertools.product([False, True], repeat=5)
+        pytest.param(needs, marks=[] if sum(needs) in (0, 1, 6, 7) else [pytest.mark.slow])
+        for needs in itertools.product([False, True], repeat=7)
     ],
 )
 def test_gradients_of_a_subset(wanted: tuple[bool, ...]) -> None:
@@ -200,7 +207,7 @@ def test_y_is_x_plus_norm_of_norm() -> None:
 
 def test_gradients_are_not_aliases() -> None:
     """Bug K2: x and residual have equal gradients, but each its own."""
-    call = everything().requiring_grad()
+    call = everything().with_(residual_gate=None).requiring_grad()
     outputs = results(call)
     torch.autograd.backward([outputs["y"], outputs["residual"]], [*upstreams(outputs).values()])
     a, b = call["x"].grad, call["residual"].grad
@@ -213,13 +220,15 @@ def test_gradients_are_not_aliases() -> None:
 def test_gradcheck_of_the_reference(function: Any) -> None:
     inputs = [
         torch.randn(s, dtype=torch.float64, requires_grad=True)
-        for s in ((3, 2, 7), (7,), (7,), (3, 2, 7), (3, 21))
+        for s in ((3, 2, 7), (7,), (7,), (3, 2, 7), (7,), (3, 2, 7), (3, 21))
     ]
 
-    def f(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, modulation: Tensor) -> Any:
-        return function(x, weight, bias, residual=residual, modulation=modulation)
+    def f(*tensors: Tensor) -> Any:
+        return function(**dict(zip(NAMES, tensors, strict=True)))
 
     assert torch.autograd.gradcheck(f, inputs)
+    x, weight, _, _, pre_bias, *_ = inputs
+    assert torch.autograd.gradcheck(lambda x, w, b: function(x, w, pre_bias=b), (x, weight, pre_bias))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -122,11 +122,10 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
     calls: list[tuple[str, Any]] = []
     for format in (None, "1x128", "row", "nvfp4"):
         to = ResultOptions(torch.bfloat16, format, True, False, None, format is not None)
-        calls.append(
-            ("norm", NormArgs(x, weight, bias, x, scale, scale, 1e-5, 0.0, "layer", "fp32", True, to))
-        )
-    needs = NormNeeds(True, True, True, True, True)
-    gradients = NormBackwardArgs(x, x, x, weight, bias, scale, rstd, mean, 0.0, "fp32", needs)
+        sources = (x, weight, bias, x, bias, scale, scale, scale)
+        calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", True, to)))
+    needs = NormNeeds(*[True] * len(NormNeeds._fields))
+    gradients = NormBackwardArgs(x, x, x, x, bias, scale, weight, bias, scale, rstd, mean, 0.0, "fp32", needs)
     calls.append(("norm_backward", gradients))
     for format in ("1x128", "row"):
         to = ResultOptions(torch.bfloat16, format, True, False, None, True)
@@ -182,24 +181,41 @@ def test_largest_number_in_any_of_many_rows(spec: str) -> None:
 # ---- sums -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "cols"), [("cpu", 200), ("cpu", 1100), ("sm_90", 200)])
-def test_gradients_over_samples_of_many_rows(target: str, cols: int) -> None:
-    """Parameters and a modulation by sample, several rows to a program, rows within a tile and longer ones."""
+def check_gradients_over_samples(
+    target: str, cols: int, modulated: tuple[int, ...], gated: tuple[int, ...]
+) -> None:
     draw = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
     call = Call(
         weft.layer_norm,
         {
-            "x": draw(2, 70, cols),
+            "x": draw(2, 5, 14, cols),
             "weight": draw(cols),
             "bias": draw(cols),
-            "residual": draw(2, 70, cols),
-            "modulation": draw(2, 2 * cols),
+            "residual": draw(2, 5, 14, cols),
+            "pre_bias": draw(cols),
+            "residual_gate": draw(*gated, cols),
+            "modulation": draw(*modulated, 2 * cols),
         },
     ).requiring_grad()
     leaves = call.tensors()
-    dy, dh = draw(2, 70, cols), draw(2, 70, cols)
+    dy, dh = draw(2, 5, 14, cols), draw(2, 5, 14, cols)
     expected = truth.norm(call, dy, dh)
     with choosing_for(target):
         gradients = torch.autograd.grad(call(), list(leaves.values()), (dy, dh))
     for name, got in zip(leaves, gradients, strict=True):
         assert_rounded_once(got, expected[f"d{name}"].truth, expected[f"d{name}"].noise)
+
+
+@pytest.mark.parametrize(("target", "cols"), [("cpu", 200), ("cpu", 1100), ("sm_90", 200)])
+def test_gradients_over_samples_of_many_rows(target: str, cols: int) -> None:
+    """Parameters, a modulation and a gate by sample, several rows to a program, rows within a tile and longer ones."""
+    check_gradients_over_samples(target, cols, (2,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("modulated", "gated"),
+    [((2,), (2, 5)), ((2, 5), (2,)), ((2, 5, 14), (2, 5)), ((2,), (2, 5, 14))],
+    ids=["finer gate", "coarser gate", "modulation by row", "gate by row"],
+)
+def test_gradients_over_samples_of_two_sizes(modulated: tuple[int, ...], gated: tuple[int, ...]) -> None:
+    check_gradients_over_samples("cpu", 200, modulated, gated)

@@ -22,16 +22,22 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
     io, layer = a["x"].dtype, call.function is weft.layer_norm
     leaves = {
         name: a[name].detach().double().requires_grad_()
-        for name in ("x", "weight", "bias", "residual", "modulation")
+        for name in ("x", "weight", "bias", "residual", "pre_bias", "residual_gate", "modulation")
         if a[name] is not None
     }
     x = leaves["x"]
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-    h = x
+    h, exact, gate = x, a["x"].detach().float(), torch.ones(1, cols, dtype=torch.float64)
+    if "pre_bias" in leaves:
+        h, exact = h + leaves["pre_bias"], exact + a["pre_bias"].detach().float()
+    gated = h
+    if "residual_gate" in leaves:
+        gate = leaves["residual_gate"].reshape(-1, cols)
+        gate = gate.repeat_interleave(rows // gate.shape[0], 0).view(x.shape)
+        h, exact = h * gate, exact * gate.detach().float()
     if "residual" in leaves:
-        h = x + leaves["residual"]
-        exact = (a["x"].float() + a["residual"].float()).to(io).detach().double()
-        h = h + (exact - h.detach())
+        h, exact = h + leaves["residual"], exact + a["residual"].detach().float()
+    h = h + (exact.to(io).double() - h.detach())  # each step rounded to fp32, and the last one to x's dtype
     flat = h.reshape(rows, cols)
     mean = flat.mean(1, keepdim=True) if layer else torch.zeros(rows, 1, dtype=torch.float64)
     rstd = 1 / (flat - mean).square().mean(1, keepdim=True).add(a["eps"]).sqrt()
@@ -85,8 +91,8 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
     t = d * weight.detach().abs()
     r = rstd.detach()
     dh = r * (t + z_size * (t * z_size).mean(1, keepdim=True) + (t.mean(1, keepdim=True) if layer else 0.0))
-    noise = {"x": few * (dh.view(x.shape) + from_residual)}
-    noise["residual"] = noise["x"]
+    noise = {"residual": few * (dh.view(x.shape) + from_residual)}
+    noise |= noise_before(noise["residual"], gate.detach(), gated.detach(), leaves.get("residual_gate"))
     noise["weight"] = (d * (few * z_size + flips)).sum(0)
     noise["bias"] = few * d.sum(0)
     if "modulation" in leaves:
@@ -103,6 +109,17 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
         assert leaf.grad is not None
         found[f"d{name}"] = Near(leaf.grad, noise[name])
     return found
+
+
+def noise_before(dh: Tensor, gate: Tensor, v: Tensor, like: Tensor | None) -> dict[str, Tensor]:
+    """Noise of the gradients of x, pre_bias and residual_gate, from that of the gradient of h."""
+    cols = dh.shape[-1]
+    dv = dh * gate.abs()
+    noise = {"x": dv, "pre_bias": dv.reshape(-1, cols).sum(0)}
+    if like is not None:
+        samples = like.numel() // cols
+        noise["residual_gate"] = (dh * v.abs()).reshape(samples, -1, cols).sum(1).view(like.shape)
+    return noise
 
 
 def _forward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
@@ -141,15 +158,32 @@ def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
         lead = h.shape[:-1] if len(scale) == h.numel() // h.shape[-1] else h.shape[:1]
         forward = forward.with_(modulation=torch.cat([scale, torch.zeros_like(scale)], -1).view(*lead, -1))
     expected = norm(forward, call["dy"], call["dresidual"])
-    found = [
-        expected[name] for name, need in zip(("dx", "dweight", "dbias"), call["needs"], strict=False) if need
-    ]
-    for index, need in enumerate(call["needs"][3:]):  # of scale and of shift, halves of the modulation's
-        if need:
-            packed = expected["dmodulation"]
+    if scale is not None:  # halves of the modulation's
+        packed = expected["dmodulation"]
+        for index, name in enumerate(("dscale", "dshift")):
             halves = (t.view(scale.shape[0], 2, -1)[:, index] for t in (packed.truth, packed.noise))
-            found.append(Near(*halves))
-    return dict(zip(("y", *(f"output{i}" for i in range(1, len(found)))), found, strict=True))
+            expected[name] = Near(*halves)
+    expected |= _before(call, expected["dx"])
+    names = [f"d{name}" for name, need in call["needs"]._asdict().items() if need]
+    outputs = ("y", *(f"output{i}" for i in range(1, len(names))))
+    return {output: expected[name] for output, name in zip(outputs, names, strict=True)}
+
+
+def _before(call: Call, dh: Near) -> dict[str, Near]:
+    """Gradients of what h is made of."""
+    gate, rows, cols = call["residual_gate"], dh.truth.numel() // dh.truth.shape[-1], dh.truth.shape[-1]
+    v, by_row = torch.zeros_like(dh.truth), torch.ones(1, cols, dtype=torch.float64)
+    if gate is not None:
+        by_row = gate.double().repeat_interleave(rows // len(gate), 0).view(dh.truth.shape)
+        v = call["x"].double()
+    if call["pre_bias"] is not None:
+        v = v + call["pre_bias"].double()
+    truth = {"x": dh.truth * by_row, "residual": dh.truth}
+    truth["pre_bias"] = truth["x"].reshape(rows, cols).sum(0)
+    if gate is not None:
+        truth["residual_gate"] = (dh.truth * v).reshape(len(gate), -1, cols).sum(1)
+    noise = {"residual": dh.noise, **noise_before(dh.noise, by_row, v, gate)}
+    return {f"d{name}": Near(value, noise[name]) for name, value in truth.items()}
 
 
 def _names(call: Call) -> list[str]:

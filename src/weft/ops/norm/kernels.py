@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
@@ -19,24 +23,203 @@ from ..common.results import FP32_MAX
 from ..common.rows import load_tile, load_vector, row_offset, tile_mask
 from ..common.sums import add_to
 
+# ---- what kernels take ----------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    rows: int
+    cols: int
+
+
+class Samples(NamedTuple):
+    """How rows of a tensor [samples, cols] belong to those of x. A sample may be one row."""
+
+    stride: int
+    rows: int  # of x in a sample
+
+
+class Source(NamedTuple):
+    """What h is made of. Row r of x lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+
+    x: Tensor  # [rows, cols]
+    residual: Tensor | None  # [rows, cols]
+    pre_bias: Tensor | None  # [cols]
+    gate: Tensor | None  # [samples, cols], with a residual
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    residual_stride: int
+    gated: Samples
+
+
+class Formula(NamedTuple):
+    """How y is made of the normalised h."""
+
+    weight: Tensor | None  # [cols]
+    bias: Tensor | None  # [cols]
+    scale: Tensor | None  # [samples, cols]
+    shift: Tensor | None  # [samples, cols]
+    modulated: Samples
+    weight_offset: float
+
+
+class Statistics(NamedTuple):
+    rstd: Tensor | None  # [rows]: 1 / rms or 1 / deviation of each row
+    mean: Tensor | None  # [rows]: mean of each row of a LayerNorm
+
+
+class Stored(NamedTuple):
+    """What is made of h and y."""
+
+    given: Tensor | None  # a scalar: amax of y, or the scale with STATIC
+    y: Tensor | None  # [rows, cols]
+    h: Tensor | None  # [rows, cols]
+    amax: Tensor | None  # [programs]: the largest |y| of each
+    codes: Codes  # row-wise
+
+
+class Programs(NamedTuple):
+    """How rows are dealt out to the programs of a backward. Rows of a program belong to one sample."""
+
+    sample_rows: int  # rows of a sample; all rows are one, unless something belongs to samples
+    sample_programs: int  # programs of a sample
+    program_rows: int  # rows of a program
+    cols: int
+
+
+class Upstream(NamedTuple):
+    """What the gradient of h is made of."""
+
+    h: Tensor  # [rows, cols]
+    dy: Tensor  # [rows, cols]
+    dresidual: Tensor | None  # [rows, cols], the gradient of h itself
+    inner: int
+    h_outer_stride: int
+    h_inner_stride: int
+    dy_outer_stride: int
+    dy_inner_stride: int
+    dresidual_stride: int
+
+
+class Added(NamedTuple):
+    """What was multiplied by the gate and added to the residual: read for the gradient of the gate alone."""
+
+    x: Tensor | None  # [rows, cols]
+    pre_bias: Tensor | None  # [cols]
+    gate: Tensor | None  # [samples, cols]
+    x_stride: int
+    gated: Samples
+
+
+class StoredGradients(NamedTuple):
+    """Gradients [rows, cols], and partial sums in fp32 [programs, cols]. Of what belongs to samples these are partial
+    sums, unless each row is a sample."""
+
+    x: Tensor | None  # [rows, cols]
+    weight: Tensor | None  # partial sums
+    bias: Tensor | None  # partial sums
+    scale: Tensor | None  # of samples
+    shift: Tensor | None  # of samples
+    residual: Tensor | None  # [rows, cols]; without a gate it is that of x
+    gate: Tensor | None  # of samples
+    pre_bias: Tensor | None  # partial sums
+
+
+# ---- what functions of a kernel take --------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Columns of a tile, and which of its elements exist."""
+
+    col: Any  # [C]
+    mask: Any  # [R, C], or None if all do
+    cols: Any  # those from here on do not exist; None if all columns do
+
+
+class Offsets(NamedTuple):
+    """Where the rows of a tile begin in each tensor, int64 [R]."""
+
+    x: Any
+    residual: Any
+    gate: Any
+    modulation: Any
+    y: Any  # in tensors without gaps
+
+
+class BackwardOffsets(NamedTuple):
+    h: Any
+    dy: Any
+    dresidual: Any
+    x: Any
+    gate: Any
+    modulation: Any
+    dx: Any  # in tensors without gaps
+
+
+class Moments(NamedTuple):
+    """Of the rows of a tile, [R]."""
+
+    mean: Any  # None of an RMSNorm
+    rstd: Any
+
+
+class Sums(NamedTuple):
+    """Where a program has its partial sums."""
+
+    off: Any  # in memory, or None: in registers
+    more: Any  # some rows have been added up already
+    col: Any
+    cols: Any
+
 
 @triton.jit
-def _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask):
+def _load_vector(ptr, piece):
+    """Of a vector of cols numbers those of a tile's columns, as a row [1, C] in fp32."""
+    return load_vector(ptr, piece.col, piece.cols, piece.cols is not None)
+
+
+@triton.jit
+def _rounded(value, ptr):
+    """fp32 numbers rounded to the dtype that ptr points to."""
+    return value.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _store_tile(ptr, value, mask):
+    """fp32 numbers, with one rounding to the dtype that ptr points to."""
+    tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+# ---- forward --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_h(source, at, piece):
     """h [R, C] in fp32, rounded to x's dtype if it is a sum."""
-    h = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-    if residual_ptr is not None:
-        h += load_tile(residual_ptr + residual_off[:, None] + col[None, :], mask)
-        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
+    h = load_tile(source.x + at.x[:, None] + piece.col[None, :], piece.mask)
+    if source.pre_bias is not None:
+        h += _load_vector(source.pre_bias, piece)
+    if source.gate is not None:
+        h *= load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+    if source.residual is not None:
+        h += load_tile(source.residual + at.residual[:, None] + piece.col[None, :], piece.mask)
+    if source.residual is not None or source.pre_bias is not None:
+        h = _rounded(h, source.x)
     return h
 
 
 @triton.jit
-def _load_again(x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, mask):
+def _load_again(source, stored, at, piece):
     """The h that was loaded before: from where it was stored, if it was."""
-    if residual_out_ptr is not None:
-        return load_tile(residual_out_ptr + y_off[:, None] + col[None, :], mask)
+    if stored.h is not None:
+        return load_tile(stored.h + at.y[:, None] + piece.col[None, :], piece.mask)
     else:
-        return _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
+        return _load_h(source, at, piece)
+
+
+@triton.jit
+def _sample_offset(row, samples, ALIGN: tl.constexpr):
+    return tl.multiple_of((row // samples.rows) * samples.stride, ALIGN)
 
 
 @triton.jit
@@ -53,55 +236,35 @@ def _statistics(h, mask, count, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _affine(
-    h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask, weight_offset,
-    DTYPE: tl.constexpr, LAYER: tl.constexpr, LLAMA: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """y [R, C] from h, zero where there is no element."""
+def _affine(h, moments, formula, modulation_off, piece, x_ptr, LLAMA: tl.constexpr):
+    """y [R, C] from h, zero where there is no element. x_ptr is there for its dtype."""
     y = h
-    if LAYER:
-        y = y - mean[:, None]
-    y = y * rstd[:, None]
+    if moments.mean is not None:
+        y = y - moments.mean[:, None]
+    y = y * moments.rstd[:, None]
     if LLAMA:
-        y = y.to(DTYPE).to(tl.float32)
-    if weight_ptr is not None:
-        y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
-    if bias_ptr is not None:
-        y = y + load_vector(bias_ptr, col, cols, COLS_MASKED)
-    if scale_ptr is not None:
-        y = y * (1.0 + load_tile(scale_ptr + modulation_off[:, None] + col[None, :], mask))
-    if shift_ptr is not None:
-        y = y + load_tile(shift_ptr + modulation_off[:, None] + col[None, :], mask)
-    if mask is not None:
-        y = tl.where(mask, y, 0.0)
+        y = _rounded(y, x_ptr)
+    if formula.weight is not None:
+        y = y * (_load_vector(formula.weight, piece) + formula.weight_offset)
+    if formula.bias is not None:
+        y = y + _load_vector(formula.bias, piece)
+    if formula.scale is not None:
+        y = y * (1.0 + load_tile(formula.scale + modulation_off[:, None] + piece.col[None, :], piece.mask))
+    if formula.shift is not None:
+        y = y + load_tile(formula.shift + modulation_off[:, None] + piece.col[None, :], piece.mask)
+    if piece.mask is not None:
+        y = tl.where(piece.mask, y, 0.0)
     return y
 
 
 @kernel
 def norm_kernel(
-    x_ptr,  # [rows, cols]
-    residual_ptr,  # like x, or None
-    weight_ptr,  # [cols], or None
-    bias_ptr,  # [cols], or None
-    scale_ptr,  # [samples, cols], or None
-    shift_ptr,  # [samples, cols], or None
-    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    y_ptr,  # [rows, cols], or None
-    residual_out_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows]: 1 / rms or 1 / deviation of each row, written, or read if KNOWN; or None
-    mean_ptr,  # [rows]: mean of each row of a LayerNorm, written, or read if KNOWN; or None
-    amax_ptr,  # [programs]: the largest |y| of each, or None
-    rows,
-    cols,
-    inner,
-    x_outer_stride,
-    x_inner_stride,
-    residual_stride,
-    modulation_stride,
-    rows_per_sample,
-    copy: Codes,  # row-wise
+    size: Size,
+    source: Source,
+    formula: Formula,
+    statistics: Statistics,  # written, or read if KNOWN
+    stored: Stored,
     eps: float,
-    weight_offset: float,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,  # of the quantised copy, or None
@@ -115,31 +278,34 @@ def norm_kernel(
     ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """Rows in full, ROWS to a program: y, or its row-wise copy; or no more than residual_out and the statistics."""
-    cols = (cols // ALIGN) * ALIGN
+    """Rows in full, ROWS to a program: y, or its row-wise copy; or no more than h and the statistics."""
+    rows = size.rows
+    cols = (size.cols // ALIGN) * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    x_off = row_offset(row, inner, x_outer_stride, x_inner_stride, NESTED, ALIGN)
-    residual_off = tl.multiple_of(row * residual_stride, ALIGN)
-    modulation_off = tl.multiple_of((row // rows_per_sample) * modulation_stride, ALIGN)
-    y_off = tl.multiple_of(row * cols, ALIGN)
-    piece = tl.arange(0, TILE)
+    at = Offsets(
+        row_offset(row, source.inner, source.outer_stride, source.inner_stride, NESTED, ALIGN),
+        tl.multiple_of(row * source.residual_stride, ALIGN),
+        _sample_offset(row, source.gated, ALIGN),
+        _sample_offset(row, formula.modulated, ALIGN),
+        tl.multiple_of(row * cols, ALIGN),
+    )
+    lane = tl.arange(0, TILE)
 
     mean = None
     if KNOWN:
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(statistics.rstd + row, mask=row < rows, other=0.0)
         if LAYER:
-            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+            mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)
     elif LOOP:
         mean = tl.zeros((ROWS,), tl.float32)
         squares = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols, TILE):
-            col = start + piece
+            col = start + lane
             mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            h = _load_h(x_ptr, x_off, residual_ptr, residual_off, col, mask)
-            if residual_out_ptr is not None:
-                tl.store(residual_out_ptr + y_off[:, None] + col[None, :], h.to(DTYPE), mask=mask)
+            h = _load_h(source, at, Piece(col, mask, cols if COLS_MASKED else None))
+            if stored.h is not None:
+                _store_tile(stored.h + at.y[:, None] + col[None, :], h, mask)
             count = tl.minimum(cols - start, TILE).to(tl.float32)
             tile_mean, tile_squares = _statistics(h, mask, count, LAYER)
             if LAYER:
@@ -149,10 +315,10 @@ def norm_kernel(
             else:
                 squares += tile_squares
     if not LOOP:
-        mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
-        h = _load_h(x_ptr, x_off, residual_ptr, residual_off, piece, mask)  # [ROWS, TILE]
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + y_off[:, None] + piece[None, :], h.to(DTYPE), mask=mask)
+        mask = tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)
+        h = _load_h(source, at, Piece(lane, mask, cols if COLS_MASKED else None))  # [ROWS, TILE]
+        if stored.h is not None:
+            _store_tile(stored.h + at.y[:, None] + lane[None, :], h, mask)
         if not KNOWN:
             mean, squares = _statistics(h, mask, cols.to(tl.float32), LAYER)
     if not KNOWN:
@@ -160,52 +326,47 @@ def norm_kernel(
             tl.full((ROWS,), 1.0, tl.float32),
             tl.sqrt_rn(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + cols.to(tl.float32)) + eps),
         )
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd, mask=row < rows)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, mask=row < rows)
+        if statistics.rstd is not None:
+            tl.store(statistics.rstd + row, rstd, mask=row < rows)
+        if statistics.mean is not None:
+            tl.store(statistics.mean + row, mean, mask=row < rows)
 
     # Without anything made of y the statistics are all.
-    if y_ptr is not None or amax_ptr is not None or FORMAT is not None:
-        if given_ptr is not None:
-            given = tl.load(given_ptr)
+    if stored.y is not None or stored.amax is not None or FORMAT is not None:
+        moments = Moments(mean if LAYER else None, rstd)
+        if stored.given is not None:
+            given = tl.load(stored.given)
         else:
             given = 0.0
 
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-        if LOOP and residual_out_ptr is not None:
+        if LOOP and stored.h is not None:
             tl.debug_barrier()  # below, h is read back from where it was stored
         if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
             largest = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-                h = _load_again(x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, mask)
-                y = _affine(
-                    h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
-                    weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
-                )  # fmt: skip
+                piece = Piece(col, mask, cols if COLS_MASKED else None)
+                h = _load_again(source, stored, at, piece)
+                y = _affine(h, moments, formula, at.modulation, piece, source.x, LLAMA)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
+            col = start + lane
             exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+            piece = Piece(col, exists, cols if COLS_MASKED else None)
             if LOOP:
-                value = _load_again(
-                    x_ptr, x_off, residual_ptr, residual_off, residual_out_ptr, y_off, col, exists
-                )
+                value = _load_again(source, stored, at, piece)
             else:
                 value = h
-            y = _affine(
-                value, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, exists,
-                weight_offset, DTYPE, LAYER, LLAMA, COLS_MASKED,
-            )  # fmt: skip
-            if amax_ptr is not None:
+            y = _affine(value, moments, formula, at.modulation, piece, source.x, LLAMA)
+            if stored.amax is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
-            if y_ptr is not None:
-                tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
+            if stored.y is not None:
+                _store_tile(stored.y + at.y[:, None] + col[None, :], y, exists)
             if BY_ROW or BY_TENSOR:
                 if BY_TENSOR:
                     factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
@@ -215,42 +376,29 @@ def norm_kernel(
                         largest = amax(y, axis=1)
                     row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
                     codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-                    tl.store(copy.scale + row, row_scale, mask=row < rows)
+                    tl.store(stored.codes.scale + row, row_scale, mask=row < rows)
                 store_codes(
-                    codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED), FORMAT
+                    codes, stored.codes, Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED), FORMAT
                 )
             elif FORMAT is not None:
                 store_rows(
                     y,
-                    copy,
+                    stored.codes,
                     Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
                     Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
                 )
-        if amax_ptr is not None:
-            tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+        if stored.amax is not None:
+            tl.store(stored.amax + tl.program_id(0), amax(program_amax, axis=0))
 
 
 @kernel
 def norm_stripe_kernel(
-    h_ptr,  # [rows, cols]
-    weight_ptr,  # [cols], or None
-    bias_ptr,  # [cols], or None
-    scale_ptr,  # [samples, cols], or None
-    shift_ptr,  # [samples, cols], or None
-    given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
-    rstd_ptr,  # [rows]
-    mean_ptr,  # [rows], or None
-    amax_ptr,  # [programs], or None
-    rows,
-    cols,
-    inner,
-    h_outer_stride,
-    h_inner_stride,
-    modulation_stride,
-    rows_per_sample,
-    copy: Codes,  # row-wise
-    copy_t: Codes,  # column-wise
-    weight_offset: float,
+    size: Size,
+    source: Source,  # x and pre_bias of it, or h in place of x
+    formula: Formula,
+    statistics: Statistics,
+    stored: Stored,  # neither y nor h
+    codes_t: Codes,  # column-wise
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -264,70 +412,54 @@ def norm_stripe_kernel(
 ):
     """A tile as tall as the longest group: its copies, made from the same registers. The statistics of the rows are
     known already."""
-    cols = (cols // ALIGN) * ALIGN
+    rows = size.rows
+    cols = (size.cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
     row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
     start = (tl.program_id(0) % tiles) * TILE
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-    h_off = row_offset(row, inner, h_outer_stride, h_inner_stride, NESTED, ALIGN)
-    modulation_off = tl.multiple_of((row // rows_per_sample) * modulation_stride, ALIGN)
-    h = load_tile(h_ptr + h_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    piece = Piece(col, mask, cols if COLS_MASKED else None)
+    x_off = row_offset(row, source.inner, source.outer_stride, source.inner_stride, NESTED, ALIGN)
+    modulation_off = _sample_offset(row, formula.modulated, ALIGN)
+    h = _load_h(source, Offsets(x_off, None, None, modulation_off, None), piece)  # [ROWS, TILE]
+    rstd = tl.load(statistics.rstd + row, mask=row < rows, other=0.0)
     if LAYER:
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)
     else:
         mean = None
-    y = _affine(
-        h, mean, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation_off, col, cols, mask,
-        weight_offset, h_ptr.dtype.element_ty, LAYER, LLAMA, COLS_MASKED,
-    )  # fmt: skip
-    if given_ptr is not None:
-        given = tl.load(given_ptr)
+    y = _affine(h, Moments(mean, rstd), formula, modulation_off, piece, source.x, LLAMA)
+    if stored.given is not None:
+        given = tl.load(stored.given)
     else:
         given = 0.0
     store_stripe(
         y,
-        copy,
-        copy_t,
+        stored.codes,
+        codes_t,
         Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
         Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
     )
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
+    if stored.amax is not None:
+        tl.store(stored.amax + tl.program_id(0), amax(amax(y, axis=1), axis=0))
+
+
+# ---- backward -------------------------------------------------------------------------------------------
 
 
 @kernel
 def norm_backward_kernel(
-    h_ptr,  # [rows, cols]
-    dy_ptr,  # [rows, cols]
-    dresidual_ptr,  # [rows, cols], or None
-    weight_ptr,  # [cols], or None
-    bias_ptr,  # [cols], or None; read for dscale alone
-    scale_ptr,  # [samples, cols], or None
-    rstd_ptr,  # [rows]
-    mean_ptr,  # [rows], or None
-    dx_ptr,  # [rows, cols], or None
-    dweight_ptr,  # partial sums in fp32 [programs, cols], or None
-    dbias_ptr,  # partial sums in fp32 [programs, cols], or None
-    dscale_ptr,  # partial sums in fp32 [programs, cols]; with PER_ROW the gradient, [rows, cols]; or None
-    dshift_ptr,  # partial sums in fp32 [programs, cols]; with PER_ROW the gradient, [rows, cols]; or None
-    sample_rows,  # rows of a sample; all rows are one, unless they are modulated by sample
-    sample_programs,  # programs of a sample
-    program_rows,  # rows of a program
-    cols,
-    inner,
-    h_outer_stride,
-    h_inner_stride,
-    dy_outer_stride,
-    dy_inner_stride,
-    dresidual_stride,
-    scale_stride,
-    weight_offset,
+    programs: Programs,
+    upstream: Upstream,
+    formula: Formula,  # the bias is read for the gradient of scale alone, and shift is not read
+    statistics: Statistics,
+    added: Added,
+    gradients: StoredGradients,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     PER_ROW: tl.constexpr,  # each row has its own modulation
+    GATE_PER_ROW: tl.constexpr,  # each row has its own gate
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     LOOP: tl.constexpr,
@@ -335,20 +467,21 @@ def norm_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A run of rows of one sample: dx of each, and the sums over them.
+    """A run of rows of one sample: the gradients of each, and the sums over them.
 
     Without LOOP the sums stay in registers until the last row. With it they lie in the program's own row of the
     partial sums, which it reads and writes for each of its rows.
     """
-    cols = (cols // ALIGN) * ALIGN
-    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
-    SUMS: tl.constexpr = not LOOP
+    cols = (programs.cols // ALIGN) * ALIGN
     program = tl.program_id(0).to(tl.int64)
-    sample = program // sample_programs
+    sample = program // programs.sample_programs
+    sample_begin = sample * programs.sample_rows
+    gate_row = sample_begin // added.gated.rows
+    modulation_row = sample_begin // formula.modulated.rows
     sums_off = tl.multiple_of(program * cols, ALIGN)
-    first = (program % sample_programs) * program_rows
-    last = tl.minimum(first + program_rows, sample_rows)
-    piece = tl.arange(0, TILE)
+    first = (program % programs.sample_programs) * programs.program_rows
+    last = tl.minimum(first + programs.program_rows, programs.sample_rows)
+    lane = tl.arange(0, TILE)
     ROWS_MASKED: tl.constexpr = ROWS > 1
     count = cols.to(tl.float32)
 
@@ -356,116 +489,141 @@ def norm_backward_kernel(
     sum_bias = tl.zeros((TILE,), tl.float32)
     sum_scale = tl.zeros((TILE,), tl.float32)
     sum_shift = tl.zeros((TILE,), tl.float32)
+    sum_gate = tl.zeros((TILE,), tl.float32)
+    sum_pre_bias = tl.zeros((TILE,), tl.float32)
     for begin in range(first, last, ROWS):
         local = begin + tl.arange(0, ROWS)  # [ROWS], within the sample
-        row = sample * sample_rows + local
-        h_off = row_offset(row, inner, h_outer_stride, h_inner_stride, NESTED, ALIGN)
-        dy_off = row_offset(row, inner, dy_outer_stride, dy_inner_stride, NESTED, ALIGN)
-        dresidual_off = tl.multiple_of(row * dresidual_stride, ALIGN)
-        dx_off = tl.multiple_of(row * cols, ALIGN)
-        scale_off = tl.multiple_of((row if PER_ROW else row * 0 + sample) * scale_stride, ALIGN)
-        rstd = tl.load(rstd_ptr + row, mask=local < last, other=0.0)[:, None]
+        row = sample_begin + local
+        at = BackwardOffsets(
+            row_offset(row, upstream.inner, upstream.h_outer_stride, upstream.h_inner_stride, NESTED, ALIGN),
+            row_offset(
+                row, upstream.inner, upstream.dy_outer_stride, upstream.dy_inner_stride, NESTED, ALIGN
+            ),
+            tl.multiple_of(row * upstream.dresidual_stride, ALIGN),
+            tl.multiple_of(row * added.x_stride, ALIGN),
+            tl.multiple_of((row if GATE_PER_ROW else row * 0 + gate_row) * added.gated.stride, ALIGN),
+            tl.multiple_of((row if PER_ROW else row * 0 + modulation_row) * formula.modulated.stride, ALIGN),
+            tl.multiple_of(row * cols, ALIGN),
+        )
+        rstd = tl.load(statistics.rstd + row, mask=local < last, other=0.0)
         if LAYER:
-            mean = tl.load(mean_ptr + row, mask=local < last, other=0.0)[:, None]
+            mean = tl.load(statistics.mean + row, mask=local < last, other=0.0)
         else:
-            mean = 0.0
+            mean = None
+        moments = Moments(mean, rstd)
 
         tz = tl.zeros((ROWS,), tl.float32)  # sum over the row of t * z
         ts = tl.zeros((ROWS,), tl.float32)  # sum over the row of t
         if LOOP:
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
                 z, _, _, t = _gradient_of_z(
-                    h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset,
-                    col, cols, mask, LAYER, COLS_MASKED,
-                )  # fmt: skip
+                    upstream, at, formula, moments, Piece(col, mask, cols if COLS_MASKED else None)
+                )
                 tz += tl.sum(t * z, axis=1)
                 if LAYER:
                     ts += tl.sum(t, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
+            col = start + lane
             mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, dy, d, t = _gradient_of_z(
-                h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset,
-                col, cols, mask, LAYER, COLS_MASKED,
-            )  # fmt: skip
-            if SUMS:
+            piece = Piece(col, mask, cols if COLS_MASKED else None)
+            z, dy, d, t = _gradient_of_z(upstream, at, formula, moments, piece)
+            if not LOOP:
                 tz = tl.sum(t * z, axis=1)
                 if LAYER:
                     ts = tl.sum(t, axis=1)
-            if dx_ptr is not None:
-                dh = t - z * (tz / count)[:, None]
-                if LAYER:
-                    dh -= (ts / count)[:, None]
-                dh = dh * rstd
-                if dresidual_ptr is not None:
-                    dh += load_tile(dresidual_ptr + dresidual_off[:, None] + col[None, :], mask)
-                tl.store(dx_ptr + dx_off[:, None] + col[None, :], dh.to(DTYPE), mask=mask)
+            dx_off = at.dx[:, None] + col[None, :]
+            sums = Sums(sums_off if LOOP else None, begin > first, col, cols)
+
+            dh = t - z * (tz / count)[:, None]
+            if LAYER:
+                dh -= (ts / count)[:, None]
+            dh = dh * rstd[:, None]
+            if upstream.dresidual is not None:
+                dh += load_tile(upstream.dresidual + at.dresidual[:, None] + col[None, :], mask)
+            if gradients.residual is not None:
+                _store_tile(gradients.residual + dx_off, dh, mask)
+            if gradients.gate is not None:
+                v = load_tile(added.x + at.x[:, None] + col[None, :], mask)
+                if added.pre_bias is not None:
+                    v += _load_vector(added.pre_bias, piece)
+                sum_gate = _add_or_store(sum_gate, dh * v, gradients.gate, dx_off, mask, sums, GATE_PER_ROW)
+            dv = dh
+            if added.gate is not None:
+                dv = dh * load_tile(added.gate + at.gate[:, None] + col[None, :], mask)
+            if gradients.x is not None:
+                _store_tile(gradients.x + dx_off, dv, mask)
+            sum_pre_bias = _add_rows(sum_pre_bias, dv, gradients.pre_bias, sums)
 
             if LLAMA:
-                z = z.to(DTYPE).to(tl.float32)
-            if dscale_ptr is not None:
+                z = _rounded(z, upstream.h)
+            sum_weight = _add_rows(sum_weight, d * z, gradients.weight, sums)
+            sum_bias = _add_rows(sum_bias, d, gradients.bias, sums)
+            if gradients.scale is not None:
                 y = z
-                if weight_ptr is not None:
-                    y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
-                if bias_ptr is not None:
-                    y = y + load_vector(bias_ptr, col, cols, COLS_MASKED)
-            if SUMS:
-                if dweight_ptr is not None:
-                    sum_weight += tl.sum(d * z, axis=0)
-                if dbias_ptr is not None:
-                    sum_bias += tl.sum(d, axis=0)
-                if dscale_ptr is not None and not PER_ROW:
-                    sum_scale += tl.sum(dy * y, axis=0)
-                if dshift_ptr is not None and not PER_ROW:
-                    sum_shift += tl.sum(dy, axis=0)
-            else:
-                more = begin > first
-                if dweight_ptr is not None:
-                    add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), more, col, cols)
-                if dbias_ptr is not None:
-                    add_to(dbias_ptr + sums_off, tl.sum(d, axis=0), more, col, cols)
-                if dscale_ptr is not None and not PER_ROW:
-                    add_to(dscale_ptr + sums_off, tl.sum(dy * y, axis=0), more, col, cols)
-                if dshift_ptr is not None and not PER_ROW:
-                    add_to(dshift_ptr + sums_off, tl.sum(dy, axis=0), more, col, cols)
-            if PER_ROW and dscale_ptr is not None:
-                scale_grad = (dy * y).to(dscale_ptr.dtype.element_ty)
-                tl.store(dscale_ptr + dx_off[:, None] + col[None, :], scale_grad, mask=mask)
-            if PER_ROW and dshift_ptr is not None:
-                shift_grad = dy.to(dshift_ptr.dtype.element_ty)
-                tl.store(dshift_ptr + dx_off[:, None] + col[None, :], shift_grad, mask=mask)
-    if SUMS:
-        exists = piece < cols
-        if dweight_ptr is not None:
-            tl.store(dweight_ptr + sums_off + piece, sum_weight, mask=exists)
-        if dbias_ptr is not None:
-            tl.store(dbias_ptr + sums_off + piece, sum_bias, mask=exists)
-        if dscale_ptr is not None and not PER_ROW:
-            tl.store(dscale_ptr + sums_off + piece, sum_scale, mask=exists)
-        if dshift_ptr is not None and not PER_ROW:
-            tl.store(dshift_ptr + sums_off + piece, sum_shift, mask=exists)
+                if formula.weight is not None:
+                    y = y * (_load_vector(formula.weight, piece) + formula.weight_offset)
+                if formula.bias is not None:
+                    y = y + _load_vector(formula.bias, piece)
+                sum_scale = _add_or_store(sum_scale, dy * y, gradients.scale, dx_off, mask, sums, PER_ROW)
+            if gradients.shift is not None:
+                sum_shift = _add_or_store(sum_shift, dy, gradients.shift, dx_off, mask, sums, PER_ROW)
+    if not LOOP:
+        at_sums = sums_off + lane
+        exists = lane < cols
+        _store_sum(gradients.weight, at_sums, sum_weight, exists)
+        _store_sum(gradients.bias, at_sums, sum_bias, exists)
+        _store_sum(gradients.pre_bias, at_sums, sum_pre_bias, exists)
+        if not PER_ROW:
+            _store_sum(gradients.scale, at_sums, sum_scale, exists)
+            _store_sum(gradients.shift, at_sums, sum_shift, exists)
+        if not GATE_PER_ROW:
+            _store_sum(gradients.gate, at_sums, sum_gate, exists)
 
 
 @triton.jit
-def _gradient_of_z(
-    h_ptr, h_off, dy_ptr, dy_off, weight_ptr, scale_ptr, scale_off, mean, rstd, weight_offset, col, cols, mask,
-    LAYER: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
+def _gradient_of_z(upstream, at, formula, moments, piece):
     """(z, dy, d, t) [R, C] as the module's formulas name them, zero where there is no element."""
-    z = load_tile(h_ptr + h_off[:, None] + col[None, :], mask)
-    if LAYER:
-        z = z - mean
-    z = z * rstd
-    if LAYER and mask is not None:
-        z = tl.where(mask, z, 0.0)
-    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
+    z = load_tile(upstream.h + at.h[:, None] + piece.col[None, :], piece.mask)
+    if moments.mean is not None:
+        z = z - moments.mean[:, None]
+    z = z * moments.rstd[:, None]
+    if moments.mean is not None and piece.mask is not None:
+        z = tl.where(piece.mask, z, 0.0)
+    dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)
     d = dy
-    if scale_ptr is not None:
-        d = d * (1.0 + load_tile(scale_ptr + scale_off[:, None] + col[None, :], mask))
+    if formula.scale is not None:
+        d = d * (1.0 + load_tile(formula.scale + at.modulation[:, None] + piece.col[None, :], piece.mask))
     t = d
-    if weight_ptr is not None:
-        t = t * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
+    if formula.weight is not None:
+        t = t * (_load_vector(formula.weight, piece) + formula.weight_offset)
     return z, dy, d, t
+
+
+@triton.jit
+def _add_rows(total, value, sums_ptr, sums):
+    """`total` with the sum over the rows of a tile added to it, unless that is added to what is in memory."""
+    if sums_ptr is not None:
+        if sums.off is not None:
+            add_to(sums_ptr + sums.off, tl.sum(value, axis=0), sums.more, sums.col, sums.cols)
+        else:
+            total += tl.sum(value, axis=0)
+    return total
+
+
+@triton.jit
+def _add_or_store(total, value, ptr, off, mask, sums, PER_ROW: tl.constexpr):
+    """The same for what belongs to samples: if a sample is one row, the gradient is stored."""
+    if PER_ROW:
+        _store_tile(ptr + off, value, mask)
+    else:
+        total = _add_rows(total, value, ptr, sums)
+    return total
+
+
+@triton.jit
+def _store_sum(sums_ptr, off, total, exists):
+    if sums_ptr is not None:
+        tl.store(sums_ptr + off, total, mask=exists)

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm, with the residual add before them, the modulation after them, and the quantiser last.
 
-    h = round(x + residual)                    to x's dtype; everything below reads h
+    v = x + pre_bias
+    h = round(residual + v * residual_gate)    to x's dtype; everything below reads h
     r = 1 / sqrt(mean(h^2) + eps)              rms                       z = h * r
     r = 1 / sqrt(mean((h - m)^2) + eps)        layer, m = mean(h)        z = (h - m) * r
     z = round(z)                               to x's dtype, with casting="llama" only
@@ -12,7 +13,8 @@ All of it in fp32 with one rounding to each stored tensor; a quantised result is
 with d the gradient of y (times 1 + scale if modulated) and t = d * (weight + weight_offset):
 
     dh = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
-    dx = dresidual_in = dh + dresidual_out
+    dresidual = dh = dh + dresidual_out        the gradient that comes back to h itself is added
+    dx = dv = dh * residual_gate               dpre_bias = sum dv         dresidual_gate = sum dh * v
     dweight = sum d * z      dbias = sum d     dscale = sum dy * (z * (weight + offset) + bias)     dshift = sum dy
 
 The sums over rows are fp32 partial sums, one per program, added up in order: the same bits every run. Rounding
@@ -29,7 +31,6 @@ from torch import Tensor
 
 from ...quant import Copy, Format
 from ...runtime import (
-    LATER,
     Backward,
     Gradients,
     Launch,
@@ -62,7 +63,7 @@ from ..common.rows import (
     tile_warps,
 )
 from ..common.sums import sum_partials
-from .kernels import norm_backward_kernel, norm_kernel, norm_stripe_kernel
+from .kernels import Programs, norm_backward_kernel, norm_kernel, norm_stripe_kernel
 from .signatures import Modulation, NormResult, norm_like
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
@@ -73,6 +74,8 @@ class NormArgs(NamedTuple):
     weight: Tensor | None  # [K]
     bias: Tensor | None  # [K]
     residual: Tensor | None  # like x
+    pre_bias: Tensor | None  # [K]
+    residual_gate: Tensor | None  # [samples, K]; a sample may be one row
     scale: Tensor | None  # [samples, K], of the modulation; a sample may be one row
     shift: Tensor | None  # [samples, K]
     eps: float
@@ -85,7 +88,7 @@ class NormArgs(NamedTuple):
 
 class NormOutputs(NamedTuple):
     result: Result
-    residual: Tensor | None  # h, if it is a sum
+    residual: Tensor | None  # h, if it is the sum with a residual, or a sum that the backward reads
     rstd: Tensor | None  # fp32 [rows]
     mean: Tensor | None  # fp32 [rows], of a LayerNorm
 
@@ -98,6 +101,9 @@ class NormNeeds(NamedTuple):
     bias: bool = False
     scale: bool = False
     shift: bool = False
+    residual: bool = False  # where it is not that of x
+    residual_gate: bool = False
+    pre_bias: bool = False
 
 
 class NormGradients(NamedTuple):
@@ -106,12 +112,18 @@ class NormGradients(NamedTuple):
     bias: Tensor | None
     scale: Tensor | None
     shift: Tensor | None
+    residual: Tensor | None
+    residual_gate: Tensor | None
+    pre_bias: Tensor | None
 
 
 class NormBackwardArgs(NamedTuple):
     h: Tensor  # [..., K]
     dy: Tensor
     dresidual: Tensor | None
+    x: Tensor | None  # like h; for the gradient of residual_gate alone
+    pre_bias: Tensor | None
+    residual_gate: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     scale: Tensor | None
@@ -125,20 +137,30 @@ class NormBackwardArgs(NamedTuple):
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _per_row(modulation: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def _per_row(by_sample: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """Per-sample rows repeated for each of the sample's rows."""
-    return modulation.to(dtype).repeat_interleave(rows // max(modulation.shape[0], 1), 0)
+    return by_sample.to(dtype).repeat_interleave(rows // max(by_sample.shape[0], 1), 0)
+
+
+def _sum_samples(gradient: Tensor, like: Tensor) -> Tensor:
+    """The sum over the rows of each sample."""
+    rows, cols = gradient.shape
+    samples = like.shape[0]
+    return gradient.view(samples, rows // max(samples, 1), cols).sum(1).to(like.dtype)
 
 
 def norm_reference(a: NormArgs) -> NormOutputs:
     """The definition."""
     x, dtype, mean = a.x, compute_dtype(a.x), None
     flat = x.reshape(count_rows(x), x.shape[-1])
-    h = (
-        flat
-        if a.residual is None
-        else (flat.to(dtype) + a.residual.reshape(flat.shape).to(dtype)).to(x.dtype)
-    )
+    h = flat.to(dtype)
+    if a.pre_bias is not None:
+        h = h + a.pre_bias.to(dtype)
+    if a.residual_gate is not None:
+        h = h * _per_row(a.residual_gate, len(flat), dtype)
+    if a.residual is not None:
+        h = h + a.residual.reshape(flat.shape).to(dtype)
+    h = h.to(x.dtype)
     y = h.to(dtype)
     if a.kind == "layer":
         mean = y.mean(1)
@@ -157,7 +179,7 @@ def norm_reference(a: NormArgs) -> NormOutputs:
         y = y + _per_row(a.shift, len(flat), dtype)
     return NormOutputs(
         result_reference(a.result, y, x.shape, x),
-        None if a.residual is None else h.view(x.shape),
+        h.view(x.shape) if _keeps_h(a) else None,
         rstd if a.stats else None,
         mean if a.stats else None,
     )
@@ -166,36 +188,45 @@ def norm_reference(a: NormArgs) -> NormOutputs:
 def norm_backward_reference(a: NormBackwardArgs) -> NormGradients:
     h, needs, dtype = a.h, a.needs, compute_dtype(a.h)
     flat = h.reshape(count_rows(h), h.shape[-1])
-    rows, cols = flat.shape
-    v, dy = flat.to(dtype), a.dy.reshape(flat.shape).to(dtype)
+    rows = len(flat)
+    centred, dy = flat.to(dtype), a.dy.reshape(flat.shape).to(dtype)
     rstd = a.rstd.to(dtype)[:, None]
-    exact = (v if a.mean is None else v - a.mean.to(dtype)[:, None]) * rstd
+    if a.mean is not None:
+        centred = centred - a.mean.to(dtype)[:, None]
+    exact = centred * rstd
     z = exact.to(h.dtype).to(dtype) if a.casting == "llama" else exact
     w = 1.0 if a.weight is None else a.weight.to(dtype) + a.weight_offset
-    d, dx, dweight, dbias, dscale, dshift = dy, None, None, None, None, None
+    d = dy
+    dx = dweight = dbias = dscale = dshift = dresidual = dgate = dpre_bias = None
     if a.scale is not None:
         d = dy * (1.0 + _per_row(a.scale, rows, dtype))
-        samples = a.scale.shape[0]
-        by_sample = (samples, rows // max(samples, 1), cols)
         if needs.scale:
             y = z * w + (0.0 if a.bias is None else a.bias.to(dtype))
-            dscale = (dy * y).view(by_sample).sum(1).to(a.scale.dtype)
+            dscale = _sum_samples(dy * y, a.scale)
         if needs.shift:
-            dshift = dy.view(by_sample).sum(1).to(a.scale.dtype)
+            dshift = _sum_samples(dy, a.scale)
     if needs.weight and a.weight is not None:
         dweight = (d * z).sum(0).to(a.weight.dtype)
     if needs.bias and a.bias is not None:
         dbias = d.sum(0).to(a.bias.dtype)
+    t = d * w
+    dh = t - exact * (t * exact).mean(1, keepdim=True)
+    if a.mean is not None:
+        dh = dh - t.mean(1, keepdim=True)
+    dh = dh * rstd
+    if a.dresidual is not None:
+        dh = dh + a.dresidual.reshape(flat.shape).to(dtype)
+    if needs.residual:
+        dresidual = dh.to(h.dtype).view(h.shape)
+    if needs.residual_gate and a.residual_gate is not None and a.x is not None:
+        v = a.x.reshape(flat.shape).to(dtype) + (0.0 if a.pre_bias is None else a.pre_bias.to(dtype))
+        dgate = _sum_samples(dh * v, a.residual_gate)
+    dv = dh if a.residual_gate is None else dh * _per_row(a.residual_gate, rows, dtype)
     if needs.x:
-        t = d * w
-        dh = t - exact * (t * exact).mean(1, keepdim=True)
-        if a.mean is not None:
-            dh = dh - t.mean(1, keepdim=True)
-        dh = dh * rstd
-        if a.dresidual is not None:
-            dh = dh + a.dresidual.reshape(flat.shape).to(dtype)
-        dx = dh.to(h.dtype).view(h.shape)
-    return NormGradients(dx, dweight, dbias, dscale, dshift)
+        dx = dv.to(h.dtype).view(h.shape)
+    if needs.pre_bias and a.pre_bias is not None:
+        dpre_bias = dv.sum(0).to(a.pre_bias.dtype)
+    return NormGradients(dx, dweight, dbias, dscale, dshift, dresidual, dgate, dpre_bias)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -240,10 +271,15 @@ class RowConfig(NamedTuple):
         return RowConfig(rows, tile, loop, tile_warps(rows * tile * (2 if loop else 1), target))
 
 
+def _keeps_h(a: NormArgs) -> bool:
+    """Whether h is stored: it is returned with a residual, and the backward reads it where it is not x."""
+    return a.residual is not None or (a.pre_bias is not None and a.stats)
+
+
 def _allocate_norm(a: NormArgs) -> NormOutputs:
     x = a.x
     residual = rstd = mean = None
-    if a.residual is not None:
+    if _keeps_h(a):
         residual = empty_like(x)
     if a.stats:
         rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
@@ -252,7 +288,7 @@ def _allocate_norm(a: NormArgs) -> NormOutputs:
 
 
 def _present(a: NormArgs) -> Any:
-    return NormOutputs(a.result.present(), a.residual is not None, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
+    return NormOutputs(a.result.present(), _keeps_h(a), a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
 
 class _Operands(NamedTuple):
@@ -260,6 +296,8 @@ class _Operands(NamedTuple):
 
     x: Tensor
     residual: Tensor | None
+    pre_bias: Tensor | None
+    gate: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     scale: Tensor | None
@@ -276,6 +314,8 @@ class _Layout(NamedTuple):
     outer_stride: int
     inner_stride: int
     residual_stride: int
+    gate_stride: int
+    rows_per_gate: int
     modulation_stride: int
     rows_per_sample: int
 
@@ -283,12 +323,27 @@ class _Layout(NamedTuple):
     def align(self) -> int:
         """Of which all row strides are multiples."""
         return align_of(
-            self.cols, self.outer_stride, self.inner_stride, self.residual_stride, self.modulation_stride
+            self.cols,
+            self.outer_stride,
+            self.inner_stride,
+            self.residual_stride,
+            self.gate_stride,
+            self.modulation_stride,
         )
 
     def of_h(self) -> _Layout:
-        """That of h, which has no gaps and no residual."""
-        return self._replace(inner=1, outer_stride=self.cols, inner_stride=0, residual_stride=0)
+        """That of h, which has no gaps, no residual and no gate."""
+        return self._replace(
+            inner=1, outer_stride=self.cols, inner_stride=0, residual_stride=0, gate_stride=0, rows_per_gate=1
+        )
+
+
+def _by_sample(part: Tensor | None, rows: int) -> tuple[Tensor | None, int, int]:
+    """(a tensor [samples, K], its stride, rows of a sample). Without one, no sample is a single row."""
+    if part is None:
+        return None, 0, max(rows, 2)
+    flat, stride = one_stride(part)
+    return flat, stride, rows // part.shape[0]
 
 
 def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
@@ -296,6 +351,9 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
     rows = a.x.numel() // cols
     x, inner, outer_stride, inner_stride = row_strides(a.x)
     residual, residual_stride = one_stride(a.residual)
+    gate, gate_stride, rows_per_gate = a.residual_gate, 0, 1
+    if gate is not None:
+        gate, gate_stride, rows_per_gate = _by_sample(gate, rows)
     scale, shift, modulation_stride, rows_per_sample = a.scale, a.shift, 0, 1
     if scale is not None or shift is not None:
         scale, scale_stride = one_stride(scale)
@@ -306,9 +364,20 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
         assert one is not None
         modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
     return (
-        _Operands(x, residual, contiguous(a.weight), contiguous(a.bias), scale, shift),
+        _Operands(
+            x, residual, contiguous(a.pre_bias), gate, contiguous(a.weight), contiguous(a.bias), scale, shift
+        ),
         _Layout(
-            rows, cols, inner, outer_stride, inner_stride, residual_stride, modulation_stride, rows_per_sample
+            rows,
+            cols,
+            inner,
+            outer_stride,
+            inner_stride,
+            residual_stride,
+            gate_stride,
+            rows_per_gate,
+            modulation_stride,
+            rows_per_sample,
         ),
     )
 
@@ -361,9 +430,9 @@ def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
     launch, grid = _rows_launch(layout, a.kind, a.casting, target, _PLAIN)
     launch(
         grid,
-        (*operands, None, o.result.y, o.residual, o.rstd, o.mean, None, None, None),
+        (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
         (*layout, 0, 0, 0),
-        (a.eps, a.weight_offset),
+        (a.weight_offset, a.eps),
     )
 
 
@@ -392,10 +461,10 @@ class _Quantized:
         return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
 
     def _read_h(self) -> None:
-        """After a pass that stored the sum h, read it in place of x and the residual."""
+        """After a pass that stored the sum h, read it in place of what it is made of."""
         self.align = self.align or self.layout.align
         if self.o.residual is not None:
-            self.operands = self.operands._replace(x=self.o.residual, residual=None)
+            self.operands = self.operands._replace(x=self.o.residual, residual=None, pre_bias=None, gate=None)
             self.layout = self.layout.of_h()
 
     def rows_pass(
@@ -414,9 +483,9 @@ class _Quantized:
         h = None if known else self.o.residual
         launch(
             grid,
-            (*operands, given if copy else None, y, h, self.rstd, self.mean, partials, data, data_scale),
+            (*operands, self.rstd, self.mean, given if copy else None, y, h, partials, data, data_scale),
             (*self.layout, *strides),
-            (a.eps, a.weight_offset),
+            (a.weight_offset, a.eps),
         )
         return partials
 
@@ -444,128 +513,232 @@ class _Quantized:
             ALIGN=self.align,
             COLS_MASKED=layout.cols % tile != 0,
         )
-        x, _, *vectors = self.operands
-        rows, cols, inner, outer_stride, inner_stride, _, *modulation = layout
         launch(
             (tiles, 1, 1),
-            (x, *vectors, given, self.rstd, self.mean, partials, data, data_scale, data_t, data_t_scale),
-            (rows, cols, inner, outer_stride, inner_stride, *modulation, *strides, *strides_t),
+            (
+                *self.operands,
+                self.rstd,
+                self.mean,
+                given,
+                None,
+                None,
+                partials,
+                data,
+                data_scale,
+                data_t,
+                data_t_scale,
+            ),
+            (*layout, *strides, *strides_t),
             (self.a.weight_offset,),
         )
         return partials
 
 
 def _allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:
-    return NormGradients(*empty_where(a.needs, (a.h, a.weight, a.bias, a.scale, a.scale)))
+    like = (a.h, a.weight, a.bias, a.scale, a.scale, a.h, a.residual_gate, a.pre_bias)
+    return NormGradients(*empty_where(a.needs, like))
+
+
+class _BackwardLayout(NamedTuple):
+    """Where the rows lie that a backward reads, in the order in which the kernel takes it."""
+
+    inner: int
+    h_outer_stride: int
+    h_inner_stride: int
+    dy_outer_stride: int
+    dy_inner_stride: int
+    dresidual_stride: int
+    modulation_stride: int
+    rows_per_sample: int
+    x_stride: int
+    gate_stride: int
+    rows_per_gate: int
+
+    def align(self, cols: int) -> int:
+        """Of which all row strides are multiples."""
+        return align_of(
+            cols,
+            self.h_outer_stride,
+            self.h_inner_stride,
+            self.dy_outer_stride,
+            self.dy_inner_stride,
+            self.dresidual_stride,
+            self.modulation_stride,
+            self.x_stride,
+            self.gate_stride,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    rows: int,
+    cols: int,
+    layout: _BackwardLayout,
+    layer: bool,
+    casting: str,
+    target: str,
+    multiprocessors: int,
+) -> tuple[Launch, Programs, int]:
+    """(launch, how rows are dealt out to programs, how many programs)."""
+    config = RowConfig.choose_backward(cols, target)
+    # What belongs to single rows is stored by row. Of two sizes of samples the larger is a multiple of the smaller.
+    sample_rows = min([rows, *(n for n in (layout.rows_per_sample, layout.rows_per_gate) if n > 1)])
+    samples = rows // sample_rows
+    wanted = max(1, (multiprocessors * 2) // samples)
+    sample_programs = min(-(-sample_rows // config.rows), wanted)
+    program_rows = -(-sample_rows // sample_programs)
+    program_rows = -(-program_rows // config.rows) * config.rows
+    sample_programs = -(-sample_rows // program_rows)
+    launch = Launch.of(
+        norm_backward_kernel,
+        num_warps=config.num_warps,
+        LAYER=layer,
+        LLAMA=casting == "llama",
+        PER_ROW=layout.rows_per_sample == 1,
+        GATE_PER_ROW=layout.rows_per_gate == 1,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=layout.inner > 1,
+        ALIGN=layout.align(cols),
+        COLS_MASKED=cols % config.tile != 0,
+    )
+    programs = Programs(sample_rows, sample_programs, program_rows, cols)
+    return launch, programs, samples * sample_programs
 
 
 def _launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
-    cols = a.h.shape[-1]
-    rows = a.h.numel() // cols
-    target = capabilities_of(a.h.device)
-    weight, bias = contiguous(a.weight), contiguous(a.bias)
     h, inner, h_outer, h_inner = row_strides(a.h)
     dy, dy_nest, dy_outer, dy_inner = row_strides(a.dy)
     if inner != dy_nest:  # two ways to nest rows: both are straightened
         h, inner, h_outer, h_inner = row_strides(h.contiguous())
         dy, _, dy_outer, dy_inner = row_strides(dy.contiguous())
+    cols = h.shape[-1]
+    rows = h.numel() // cols
     dresidual, dresidual_stride = one_stride(a.dresidual)
-    scale, scale_stride = one_stride(a.scale)
-    per_row = scale is not None and scale.shape[0] == rows
-    samples = 1 if scale is None or per_row else scale.shape[0]
-    align = align_of(cols, h_outer, h_inner, dy_outer, dy_inner, dresidual_stride, scale_stride)
-    config = RowConfig.choose_backward(cols, target.target)
-    sample_rows = rows // samples
-    wanted = max(1, (target.multiprocessors * 2) // samples)
-    sample_programs = min(-(-sample_rows // config.rows), wanted)
-    program_rows = -(-sample_rows // sample_programs)
-    program_rows = -(-program_rows // config.rows) * config.rows
-    sample_programs = -(-sample_rows // program_rows)
-    programs = samples * sample_programs
+    scale, modulation_stride, rows_per_sample = _by_sample(a.scale, rows)
+    x, x_stride = one_stride(a.x if a.needs.residual_gate else None)
+    gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
+    layout = _BackwardLayout(
+        inner,
+        h_outer,
+        h_inner,
+        dy_outer,
+        dy_inner,
+        dresidual_stride,
+        modulation_stride,
+        rows_per_sample,
+        x_stride,
+        gate_stride,
+        rows_per_gate,
+    )
+    target = capabilities_of(h.device)
+    launch, programs, count = _backward_launch(
+        rows, cols, layout, a.mean is not None, a.casting, target.target, target.multiprocessors
+    )
 
     def partial(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else torch.empty((programs, cols), dtype=torch.float32, device=h.device)
+        return None if grad is None else torch.empty((count, cols), dtype=torch.float32, device=h.device)
 
-    dweight, dbias = partial(o.weight), partial(o.bias)
-    dscale, dshift = (o.scale, o.shift) if per_row else (partial(o.scale), partial(o.shift))
-    launch = Launch.of(
-        norm_backward_kernel,
-        num_warps=config.num_warps,
-        LAYER=a.mean is not None,
-        LLAMA=a.casting == "llama",
-        PER_ROW=per_row,
-        ROWS=config.rows,
-        TILE=config.tile,
-        LOOP=config.loop,
-        NESTED=inner > 1,
-        ALIGN=align,
-        COLS_MASKED=cols % config.tile != 0,
+    sums = NormGradients(
+        o.x,
+        partial(o.weight),
+        partial(o.bias),
+        o.scale if rows_per_sample == 1 else partial(o.scale),
+        o.shift if rows_per_sample == 1 else partial(o.shift),
+        o.residual,
+        o.residual_gate if rows_per_gate == 1 else partial(o.residual_gate),
+        partial(o.pre_bias),
     )
+    weight, bias = contiguous(a.weight), contiguous(a.bias) if a.needs.scale else None
+    pre_bias = None if x is None else contiguous(a.pre_bias)
     launch(
-        (programs, 1, 1),
-        (
-            h, dy, dresidual, weight, bias if a.needs.scale else None, scale, a.rstd, a.mean, o.x, dweight, dbias,
-            dscale, dshift,
-        ),
-        (
-            sample_rows, sample_programs, program_rows, cols, inner, h_outer, h_inner, dy_outer, dy_inner,
-            dresidual_stride, scale_stride,
-        ),
+        (count, 1, 1),
+        (h, dy, dresidual, weight, bias, scale, None, a.rstd, a.mean, x, pre_bias, gate, *sums),
+        (*programs, *layout),
         (a.weight_offset,),
-    )  # fmt: skip
-    for grad, sums, count in (
-        (o.weight, dweight, programs),
-        (o.bias, dbias, programs),
-        (o.scale, dscale, sample_programs),
-        (o.shift, dshift, sample_programs),
-    ):
-        if grad is not None and sums is not None and sums is not grad:
-            sum_partials(sums, grad, count)
+    )
+    for grad, partials in zip(o, sums, strict=True):
+        if grad is not partials:
+            assert grad is not None
+            assert partials is not None
+            sum_partials(partials, grad, count // (grad.numel() // cols))
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
-    args: NormBackwardArgs
+    """What a backward reads."""
+
+    h: Tensor
+    x: Tensor | None  # if residual_gate wants a gradient
+    pre_bias: Tensor | None
+    residual_gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
     shift: Tensor | None  # of a modulation without scale
+    rstd: Tensor
+    mean: Tensor | None
+    weight_offset: float
+    casting: str
 
 
 def _keep(a: NormArgs, o: NormOutputs) -> _Kept:
     assert o.rstd is not None
-    args = NormBackwardArgs(
-        h=a.x if o.residual is None else o.residual,
-        dy=LATER,
-        dresidual=LATER,
-        weight=a.weight,
-        bias=a.bias,
-        scale=a.scale,
-        rstd=o.rstd,
-        mean=o.mean,
-        weight_offset=a.weight_offset,
-        casting=a.casting,
-        needs=NormNeeds(),
+    return _Kept(
+        a.x if o.residual is None else o.residual,
+        a.x if a.residual_gate is not None and a.residual_gate.requires_grad else None,
+        a.pre_bias,
+        a.residual_gate,
+        a.weight,
+        a.bias,
+        a.scale,
+        a.shift if a.scale is None else None,
+        o.rstd,
+        o.mean,
+        a.weight_offset,
+        a.casting,
     )
-    return _Kept(args, a.shift if a.scale is None else None)
 
 
 def _gradients(b: Backward) -> Gradients:
     kept: _Kept = b.kept
-    args, needs, grads = kept.args, b.needs, b.grads
-    scale = (
-        args.scale if kept.shift is None else torch.zeros_like(kept.shift)
-    )  # a shift alone: as if scaled by 1
+    needs, grads = b.needs, b.grads
+    gated = kept.residual_gate is not None  # otherwise x and the residual have the same gradient
     found = norm_backward_op(
-        args._replace(
-            dy=args.h.new_zeros(1).expand(args.h.shape) if grads.result.y is None else grads.result.y,
+        NormBackwardArgs(
+            h=kept.h,
+            dy=kept.h.new_zeros(1).expand(kept.h.shape) if grads.result.y is None else grads.result.y,
             dresidual=grads.residual,
-            scale=scale,
-            needs=NormNeeds(needs.x or needs.residual, needs.weight, needs.bias, needs.scale, needs.shift),
+            x=kept.x,
+            pre_bias=kept.pre_bias,
+            residual_gate=kept.residual_gate,
+            weight=kept.weight,
+            bias=kept.bias,
+            scale=kept.scale if kept.shift is None else torch.zeros_like(kept.shift),  # as if scaled by 1
+            rstd=kept.rstd,
+            mean=kept.mean,
+            weight_offset=kept.weight_offset,
+            casting=kept.casting,
+            needs=NormNeeds(
+                needs.x or (needs.residual and not gated),
+                needs.weight,
+                needs.bias,
+                needs.scale,
+                needs.shift,
+                needs.residual and gated,
+                needs.residual_gate,
+                needs.pre_bias,
+            ),
         )
     )
     return {
         "x": found.x if needs.x else None,
-        "residual": found.x if needs.residual else None,
+        "residual": (found.residual if gated else found.x) if needs.residual else None,
+        "pre_bias": found.pre_bias,
+        "residual_gate": found.residual_gate,
         "weight": found.weight,
         "bias": found.bias,
         "scale": found.scale,
@@ -580,10 +753,12 @@ def _shard(a: NormArgs) -> Sharding:
         {
             "x": rows,
             "residual": rows,
+            "pre_bias": "k",
+            "residual_gate": _sample_dims(a.residual_gate),
             "weight": "k",
             "bias": "k",
-            "scale": _modulation_dims(a.scale),
-            "shift": _modulation_dims(a.shift),
+            "scale": _sample_dims(a.scale),
+            "shift": _sample_dims(a.shift),
             "result_scale": "",
         },
         {"result_y": rows, "result_amax": "max:", "residual": rows},
@@ -592,7 +767,7 @@ def _shard(a: NormArgs) -> Sharding:
     )
 
 
-def _modulation_dims(part: Tensor | None) -> str:
+def _sample_dims(part: Tensor | None) -> str:
     """One row for all samples, or one for each, which has the first few of x's dimensions."""
     if part is None or len(part) == 1:
         return "(_) k"
@@ -638,6 +813,8 @@ def _norm(
     *,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    pre_bias: Tensor | None = None,
+    residual_gate: Tensor | None = None,
     modulation: Modulation | None = None,
     casting: Literal["fp32", "llama"] = "fp32",
     out_dtype: torch.dtype | None = None,
@@ -657,8 +834,13 @@ def _norm(
         check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
     if residual is not None:
         check_tensor("residual", residual, (x.dtype,), device, shape)
-    elif residual_out is not None:
-        raise ValueError("residual_out= needs residual=")
+    elif residual_out is not None or residual_gate is not None:
+        name = "residual_gate" if residual_out is None else "residual_out"
+        raise ValueError(f"{name}= needs residual=")
+    if pre_bias is not None:
+        check_tensor("pre_bias", pre_bias, FLOATS, device, shape[-1:])
+    if residual_gate is not None:
+        residual_gate = _flat_samples("residual_gate", residual_gate, x)
     if casting not in ("fp32", "llama"):
         raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
     scale = shift = gate = None
@@ -669,6 +851,8 @@ def _norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
+        or (pre_bias is not None and pre_bias.requires_grad)
+        or (residual_gate is not None and residual_gate.requires_grad)
         or (scale is not None and scale.requires_grad)
         or (shift is not None and shift.requires_grad)
     )
@@ -683,7 +867,22 @@ def _norm(
         out_dtype=out_dtype,
     )
     weight_offset = real("weight_offset", weight_offset)
-    a = NormArgs(x, weight, bias, residual, scale, shift, eps, weight_offset, kind, casting, stats, options)
+    a = NormArgs(
+        x,
+        weight,
+        bias,
+        residual,
+        pre_bias,
+        residual_gate,
+        scale,
+        shift,
+        eps,
+        weight_offset,
+        kind,
+        casting,
+        stats,
+        options,
+    )
     if out is None and residual_out is None:
         o = norm_op(a)
     else:
@@ -691,7 +890,8 @@ def _norm(
     if residual is None and gate is None and options.format is None:
         return o.result.y
     value, plain = o.result.value(options), o.result.y if return_plain else None
-    found = tuple([t for t in (value, plain, o.residual, gate, o.result.amax) if t is not None])
+    h = None if residual is None else o.residual
+    found = tuple([t for t in (value, plain, h, gate, o.result.amax) if t is not None])
     return value if len(found) == 1 else found
 
 
@@ -711,6 +911,9 @@ def rms_norm(
 
     - `return_plain` (with `quantize`): y in `out_dtype` beside the quantised one, rounded from the same fp32 numbers.
     - `residual` [..., K]: h = x + residual, rounded to x's dtype, is normalised and also returned. Otherwise h = x.
+    - `pre_bias` [K], such as that of the projection before: x + pre_bias takes the place of x. It is not rounded
+      before the residual is added.
+    - `residual_gate` [..., K], per row or per sample as a modulation: h = residual + (x + pre_bias) * residual_gate.
     - `modulation`: `(scale, shift)`, each [..., K] with the leading dimensions of x (per row) or the first few of
       them (per sample): y = y * (1 + scale) + shift. Packed into one tensor [..., 2K], or [..., 3K] whose last
       third, the gate for the next residual add, is returned.
@@ -783,25 +986,27 @@ def _split_modulation(
             "modulation must be (scale, shift), two tensors, or one in which they are packed; got "
             f"a {type(modulation).__name__}"
         )
-    flat: list[Tensor | None] = []
-    for name, part in (("scale", scale), ("shift", shift)):
-        if part is None:
-            flat.append(None)
-            continue
-        check_tensor(f"modulation's {name}", part, FLOATS, x.device)
-        lead = list(part.shape[:-1])
-        while lead and lead[-1] == 1 and len(lead) > 1:
-            lead.pop()
-        per_row = list(x.shape[:-1])
-        if part.shape[-1:] != x.shape[-1:] or (per_row[: len(lead)] != lead and lead != [1]):
-            raise ValueError(
-                f"modulation's {name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the "
-                f"first of them (per sample); got {tuple(part.shape)}"
-            )
-        # Of DTensors the shards are joined into rows, by each rank its own.
-        flat.append(part.reshape(*(lead if is_distributed(x, part) else [-1]), cols))
-    if flat[0] is not None and flat[1] is not None and flat[0].shape != flat[1].shape:
+    scale = None if scale is None else _flat_samples("modulation's scale", scale, x)
+    shift = None if shift is None else _flat_samples("modulation's shift", shift, x)
+    if scale is not None and shift is not None and scale.shape != shift.shape:
         raise ValueError(
-            f"scale and shift must have one shape; got {tuple(flat[0].shape)}, {tuple(flat[1].shape)}"
+            f"scale and shift must have one shape; got {tuple(scale.shape)}, {tuple(shift.shape)}"
         )
-    return flat[0], flat[1], gate
+    return scale, shift, gate
+
+
+def _flat_samples(name: str, part: Tensor, x: Tensor) -> Tensor:
+    """What has a row for each row of x or for each sample, as [samples, K]."""
+    check_tensor(name, part, FLOATS, x.device)
+    cols = x.shape[-1]
+    lead = list(part.shape[:-1])
+    while lead and lead[-1] == 1 and len(lead) > 1:
+        lead.pop()
+    per_row = list(x.shape[:-1])
+    if part.shape[-1:] != x.shape[-1:] or (per_row[: len(lead)] != lead and lead != [1]):
+        raise ValueError(
+            f"{name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the first of them "
+            f"(per sample); got {tuple(part.shape)}"
+        )
+    # Of DTensors the shards are joined into rows, by each rank its own.
+    return part.reshape(*(lead if is_distributed(x, part) else [-1]), cols)

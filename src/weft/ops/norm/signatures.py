@@ -26,6 +26,8 @@ class CommonOptions(TypedDict, total=False):
 
     eps: float | None
     weight_offset: float
+    pre_bias: Tensor | None
+    residual_gate: Tensor | None
     casting: Literal["fp32", "llama"]
     out_dtype: torch.dtype | None
     rowwise: bool
