@@ -51,6 +51,7 @@ SPILLS |= {("glu_backward_kernel", "sm_100"): 32, ("glu_backward_kernel", "sm_12
 MOVED = {  # kernels whose parameters mean something else
     "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
     "_sum_kernel": ({"partial_ptr"}, set[str]()),
+    "_sum_runs_kernel": ({"x_ptr"}, set[str]()),
     "unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
     "unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
     # Products: what is written is another tile than what is read.
@@ -181,7 +182,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
             else:
                 elements = constants.get("ROWS", 1) * constants["TILE"]
                 needed += -(-elements * BYTES[kind] // (16 * threads))
-        elif name in VECTORS or variant.kernel == "_sum_kernel":
+        elif name in VECTORS or variant.kernel in ("_sum_kernel", "_sum_runs_kernel"):
             allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
     found = []
     if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:

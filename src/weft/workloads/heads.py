@@ -24,6 +24,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "qwen3-30b-a3b/qkv": (2, "rows", 128),
     "qwen3-next/qkv": (2, "rows", 256),
     "llama3-8b/qkv": (2, "rows", 128),
+    "qwen2-7b/qkv": (2, "rows", 128),
     "qwen3-30b-a3b/decode": ("rows", 128),
     "odd/qkv": (3, "rows", 90),
     "deepseek-v3/q": (2, "rows", 192),
@@ -33,6 +34,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 
 # The sets of options:
 #   heads      the arguments of `Heads` except `dim`; for a single tensor of heads, their number
+#   bias       whether that of the projection is made
 #   norm       the arguments of `HeadNorm`, and `vectors`: which of its weights and biases to make
 #   rotation   the arguments of `Rotation` except its tables; `turned`: how many quarters of a head are rotated
 #   angles     "table": cos and sin of all positions; "samples": tables of their own for every sample; "packed": a base,
@@ -65,6 +67,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layouts": {"out_layout": "thd"},
     },
     "plain": {"heads": {"q": 32, "kv": 8}, "angles": "table"},
+    "bias": {"heads": {"q": 28, "kv": 4}, "bias": True, "angles": "packed", "rotation": {"base": 1e6}},
+    "bias-norm": {
+        "heads": {"q": 8, "kv": 4, "packing": "groups", "gate": True},
+        "bias": True,
+        "norm": {"kind": "rms"},
+        "vectors": BOTH,
+        "angles": "table",
+    },
     "cache-fp8": {
         "heads": {"q": 32, "kv": 4},
         "norm": {"kind": "rms"},
@@ -100,6 +110,7 @@ def prepare(
     qkv: Tensor,
     *,
     heads: Heads,
+    bias: Tensor | None = None,
     norm: dict[str, Any],
     rotation: dict[str, Any],
     positions: Tensor | None = None,
@@ -111,6 +122,7 @@ def prepare(
     found = qkv_prepare(
         qkv,
         heads=heads,
+        bias=bias,
         norm=_norm(norm, tensors),
         rotation=_rotation(rotation, tensors),
         positions=positions,
@@ -134,7 +146,7 @@ def prepare_backward(
     cut: Cut, norm: dict[str, Any], rotation: dict[str, Any], batch: int, **tensors: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of the packed projection and of all weights and biases."""
-    made, turning = _norm(norm, tensors), _rotation(rotation, tensors)
+    bias, made, turning = tensors.get("bias"), _norm(norm, tensors), _rotation(rotation, tensors)
     a = PrepareBackward(
         dq=tensors["dq"],
         dk=tensors["dk"],
@@ -142,11 +154,14 @@ def prepare_backward(
         dgate=tensors["dgate"],
         x=tensors["x"],
         k=None,
+        bias=bias,
         norm=made.argument if made else NO_NORM,
         turning=turning.argument._replace(positions=tensors.get("positions")),
         cut=cut,
         batch=batch,
-        needs=PrepareNeeds(True, False, False, *(tensors.get(name) is not None for name in VECTORS)),
+        needs=PrepareNeeds(
+            True, False, False, *(tensors.get(name) is not None for name in (*VECTORS, "bias"))
+        ),
     )
     return tuple(t for t in catalogue["qkv_prepare_backward"](a) if t is not None)
 
@@ -220,6 +235,10 @@ def _objects(inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, 
     return {**made, "norm": norm, "rotation": rotation}
 
 
+def _bias(inputs: Inputs, settings: dict[str, Any], width: int) -> dict[str, Any]:
+    return {"bias": inputs.normal(width)} if "bias" in settings else {}
+
+
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
@@ -228,6 +247,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         prepare,
         {
             "qkv": inputs.normal(*shape[:-1], heads.width),
+            **_bias(inputs, settings, heads.width),
             **_objects(inputs, settings, batch, tokens, dim),
             "heads": heads,
             "layouts": settings.get("layouts", {}),
@@ -261,7 +281,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "dgate": gradient(heads.q, dim) if heads.gate else None,
         "x": inputs.normal(*shape[:-1], heads.width) if objects["norm"] else None,
     }
-    return Call(prepare_backward, {**kwargs, **objects, "cut": cut, "batch": batch})
+    bias = _bias(inputs, settings, heads.width)
+    return Call(prepare_backward, {**kwargs, **bias, **objects, "cut": cut, "batch": batch})
 
 
 class Backward(Workload):
@@ -288,6 +309,16 @@ def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
 _SECTORS = (
     "parts of a row begin inside sectors, which count for each; partial sums of four vectors for few tokens"
 )
+_BIAS = "the gradient of the projection is read once more for that of its bias"
+
+
+def _rereads(op: str, name: str, options: str) -> dict[str, Any]:
+    """How many times the least bytes move, and why, where that is more than once."""
+    if op == "qkv_prepare_backward" and "bias" in OPTIONS[options]:
+        return {"rereads": _BIAS, "moves": 1.6}
+    if name == "odd/qkv":
+        return {"rereads": _SECTORS, "moves": 1.12 if op == "qkv_prepare_backward" else 1.07}
+    return {}
 
 
 def _named(
@@ -295,8 +326,7 @@ def _named(
 ) -> list[Workload]:
     return [
         kind(
-            op, name, options, SHAPES[name], rows, build, frozenset(tags),
-            **({"rereads": _SECTORS, "moves": 1.12 if build is _build_backward else 1.07} if name == "odd/qkv" else {}),
+            op, name, options, SHAPES[name], rows, build, frozenset(tags), **_rereads(op, name, options),
         )
         for name, options, rows in names
     ]  # fmt: skip
@@ -306,7 +336,8 @@ WORKLOADS: tuple[Workload, ...] = (
     *_named(
         "qkv_prepare", _build, Workload, ("training",),
         ("linghe/qkv", "groups-half", 4096), ("qwen3-30b-a3b/qkv", "packed", 4096),
-        ("qwen3-next/qkv", "gate", 4096), ("odd/qkv", "layer-after", 1000),
+        ("qwen3-next/qkv", "gate", 4096), ("qwen2-7b/qkv", "bias", 4096), ("odd/qkv", "layer-after", 1000),
+        ("odd/qkv", "bias-norm", 1000),
     ),
     *_named("qkv_prepare", _build, Workload, ("inference",), ("llama3-8b/qkv", "plain", 32)),
     *_named(
@@ -314,7 +345,8 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     *_named(
         "qkv_prepare_backward", _build_backward, Backward, ("training", "backward"),
-        ("linghe/qkv", "groups-half", 4096), ("odd/qkv", "layer-after", 1000),
+        ("linghe/qkv", "groups-half", 4096), ("qwen2-7b/qkv", "bias", 4096), ("odd/qkv", "layer-after", 1000),
+        ("odd/qkv", "bias-norm", 1000),
     ),
     *_named(
         "rope", _build_rope, Workload, ("training",),

@@ -69,9 +69,14 @@ def real_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
     row = torch.arange(rows, device=ends.device)
     ends = ends.long()
     known = torch.cat([ends.new_zeros(1), ends])
-    passed = torch.searchsorted(ends, row, right=True)  # groups that end at or before the row
+    passed = group_of_reference(ends, rows)
     start = (known[passed] + align - 1) // align * align
     return (row >= start) & (passed < ends.numel())
+
+
+def group_of_reference(ends: Tensor, rows: int) -> Tensor:
+    """int64 [rows]: the group of each row that is no padding; of other rows one of them, or the number of groups."""
+    return torch.searchsorted(ends.long(), torch.arange(rows, device=ends.device), right=True)
 
 
 def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
@@ -120,6 +125,9 @@ class GroupEnds(NamedTuple):
     align: int
 
 
+NO_ENDS = GroupEnds(None, 0, 1)
+
+
 @triton.jit
 def _begin_after(end, align):
     """Where the group after the one with this `end` begins."""
@@ -138,6 +146,30 @@ def real_rows(row, groups):
         last = tl.maximum(last, tl.max(end, axis=0))
     start = _begin_after(before, groups.align)
     return (row >= start) & (row < last)
+
+
+@triton.jit
+def group_of(row, groups):
+    """How many groups end at or before rows, int64 [R] -> int64 [R]: that is the group of a row that is no padding."""
+    passed = tl.zeros_like(row)
+    for first in range(0, groups.number, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        end = tl.load(groups.ends + index, mask=index < groups.number, other=0).to(tl.int64)  # [CHUNK]
+        ended = (end[None, :] <= row[:, None]) & (index < groups.number)[None, :]
+        passed += tl.sum(ended.to(tl.int64), axis=1)
+    return passed
+
+
+@triton.jit
+def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
+    """(first, end) of the numbers that the stripes with rows of a group have, as `group_stripe` counts them."""
+    before = tl.load(groups.ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    start = _begin_after(before, groups.align)
+    end = tl.minimum(tl.load(groups.ends + group).to(tl.int64), rows)
+    first = start // stripe_rows
+    if RELATIVE:
+        first += group
+    return first, first + (end - start + stripe_rows - 1) // stripe_rows  # none without rows
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime import Capabilities, Launch, capabilities_of
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
-from ..common.sums import sum_partials
+from ..common.sums import sum_partials, sum_rows
 from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
 from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients
 from .cache import NO_CACHE, Cache, CacheForms, CacheStrides
@@ -217,6 +217,7 @@ def launch_forward(
             q=(x, source.q),
             k=(k, source.k),
             v=(v, source.v),
+            bias_ptr=contiguous(a.bias),
             q_out=(to_q, to[0]),
             k_out=(to_k, to[1]),
             v_out=(to_v, to[2]),
@@ -275,6 +276,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
             dgate=Place(upstream[3], given[3]),
             q=Place(inputs[0], source.q),
             k=Place(inputs[1], source.k),
+            bias_ptr=None if x is None else contiguous(a.bias),
             q_grad=Place(grads[0], into.q),
             k_grad=Place(grads[1], into.k),
             v_grad=Place(grads[2], into.v),
@@ -291,3 +293,6 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     for vector, sums in zip(vectors, partial, strict=True):
         if vector is not None and sums is not None:
             sum_partials(sums, vector)
+    if outputs.bias is not None:
+        assert outputs.x is not None
+        sum_rows(outputs.x.view(-1, cut.width), outputs.bias)

@@ -26,7 +26,7 @@ def _launch(outputs: Rotated, a: Rope) -> None:
     """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
     heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
     cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
-    prepare = Prepare(a.x, None, None, NO_NORM, a.turning, cut)
+    prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
     launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
 
 
