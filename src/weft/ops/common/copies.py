@@ -121,9 +121,7 @@ def copy_arguments(copy: Copy | None) -> Codes:
         return _NO_CODES
     data, stride = copy.data, copy.data.stride(0)
     if stride > data.shape[1]:
-        data = data.as_strided(
-            (data.shape[0], stride), (stride, 1)
-        )  # with the padding, which kernels write too
+        data = data.as_strided((data.shape[0], stride), (stride, 1))  # kernels write the padding too
     return Codes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
 
 

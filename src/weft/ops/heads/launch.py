@@ -240,16 +240,17 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     cut, norm, turning = a.cut, a.norm, a.turning
     device, target = a.dq.device, capabilities_of(a.dq.device)
     tokens = tokens_of(a.dq, cut.out_layout, a.batch)
+    apart = cut.packing == "apart"
     upstream = [None if d is None else with_neighbours(d) for d in (a.dq, a.dk, a.dv, a.dgate)]
-    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
-    inputs = (x, k, None) if cut.packing == "apart" else (x, x, None)
-    grads = outputs[:3] if cut.packing == "apart" else (outputs.x, outputs.x, outputs.x)
     given = [Strides.of(stride_of(d), cut.out_layout, tokens) for d in upstream]
+    dq, dk, dv, dgate = map(Place, upstream, given)
+    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
+    v_grad = outputs.v if apart else outputs.x
     source = PartStrides.of((stride_of(x), stride_of(k), None), cut)
     into = PartStrides.of((stride_of(outputs.x), stride_of(outputs.k), stride_of(outputs.v)), cut)
     cos, sin = alike(turning.cos, turning.sin)
     angles = AngleStrides.of(Form.of(cos), Form.of(turning.positions), turning.sections)
-    choice = _choice(cut, cut.v_dim if grads[2] is not None else 0, norm, turning)
+    choice = _choice(cut, cut.v_dim if v_grad is not None else 0, norm, turning)
     group_stride = cut.group_stride if x is not None or outputs.x is not None else 0
     align = _align(choice, angles, *given, source.q, source.k, *into, more=(group_stride,))
     launch = _chosen(qkv_backward_kernel, choice, align, target)
@@ -270,16 +271,16 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     launch(
         (programs, 1, 1),
         *qkv_backward_kernel.arguments(
-            dq=Place(upstream[0], given[0]),
-            dk=Place(upstream[1], given[1]),
-            dv=Place(upstream[2], given[2]),
-            dgate=Place(upstream[3], given[3]),
-            q=Place(inputs[0], source.q),
-            k=Place(inputs[1], source.k),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dgate=dgate,
+            q=Place(x, source.q),
+            k=Place(k if apart else x, source.k),
             bias_ptr=None if x is None else contiguous(a.bias),
-            q_grad=Place(grads[0], into.q),
-            k_grad=Place(grads[1], into.k),
-            v_grad=Place(grads[2], into.v),
+            q_grad=Place(outputs.x, into.q),
+            k_grad=Place(outputs.k if apart else outputs.x, into.k),
+            v_grad=Place(v_grad, into.v),
             q_norm=q_norm,
             k_norm=k_norm,
             q_sums=Sums(q_weight, q_bias),

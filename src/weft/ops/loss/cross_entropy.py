@@ -460,15 +460,31 @@ def _launch_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
     _backward_launch(_BackwardConstants(config, softmax.kind, inplace, inner > 1, align, alike))(
         (rows, spans, 1),
         (
-            logits, target, contiguous(a.weight), a.largest, a.total, a.inverse, a.smooth, contiguous(a.entropy),
-            *upstream, logits if inplace else o.logits,
+            logits,
+            target,
+            contiguous(a.weight),
+            a.largest,
+            a.total,
+            a.inverse,
+            a.smooth,
+            contiguous(a.entropy),
+            *upstream,
+            logits if inplace else o.logits,
         ),
         (
-            rows, cols, inner, outer_stride, inner_stride, softmax.start, softmax.vocab, softmax.ignore_index,
-            *strides, span,
+            rows,
+            cols,
+            inner,
+            outer_stride,
+            inner_stride,
+            softmax.start,
+            softmax.vocab,
+            softmax.ignore_index,
+            *strides,
+            span,
         ),
         (*softmax.floats, a.label_smoothing, a.z_loss),
-    )  # fmt: skip
+    )
 
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -479,19 +495,21 @@ class _Kept(NamedTuple):
     inplace: bool
 
 
+_NO_GRADIENTS = (None, None, None, None)  # of loss, lse, entropy and spread
+
+
 def _keep(a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Kept:
-    args = CrossEntropyBackwardArgs(
-        a.logits, a.target, a.weight, o.largest, o.total, o.inverse, o.smooth, o.entropy, None, None, None, None,
-        a.softmax, a.loss.label_smoothing, a.loss.z_loss,
-    )  # fmt: skip
+    results = o.largest, o.total, o.inverse, o.smooth, o.entropy
+    loss = a.loss.label_smoothing, a.loss.z_loss
+    args = CrossEntropyBackwardArgs(a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, *loss)
     return _Kept(args, a.inplace)
 
 
 def _keep_sharded(a: ShardedArgs, o: TokenResults) -> _Kept:
+    results = o.largest, o.total, None, o.shares, o.entropy
     args = CrossEntropyBackwardArgs(
-        a.logits, a.target, a.weight, o.largest, o.total, None, o.shares, o.entropy, None, None, None, None,
-        a.softmax, 0.0, 0.0,
-    )  # fmt: skip
+        a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, 0.0, 0.0
+    )
     return _Kept(args, a.inplace)
 
 

@@ -48,10 +48,18 @@ def _edge(start, lane, head, body, cols, ALIGN: tl.constexpr):
         return col, col < cols
 
 
+class Spread(NamedTuple):
+    """Sums over the columns of each lane that are not minus infinity, for label smoothing."""
+
+    below: Any  # of weight * (z - origin)
+    mass: Any  # of weights
+    count: Any  # of ones
+
+
 @triton.jit
-def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
-    """Add the columns of a tile to the sums of weight * (z - origin), of weights and of ones. Columns of minus infinity
-    are left out."""
+def _smoothed(sums, z, origin, weight_ptr, col, mask):
+    """(below, mass, count) of `Spread` with the columns of a tile added."""
+    below, mass, count = sums.below, sums.mass, sums.count
     there = z > -float("inf")
     if mask is not None:
         there = there & mask
@@ -160,7 +168,8 @@ def cross_entropy_kernel(
         else:
             largest, total = add_exponentials(largest, total, z, 0)
         if SPREAD:
-            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, None)
+            sums = Spread(below, mass, count)
+            below, mass, count = _smoothed(sums, z, origin, weight_ptr, col, None)
         if ACCURACY and stats_ptr is None:
             ahead += tl.sum(((z > picked) | ((z == picked) & (col < y))).to(tl.int32), axis=0)
     for start in range(0, cols - body, LANES):
@@ -174,7 +183,8 @@ def cross_entropy_kernel(
         else:
             largest, total = add_exponentials(largest, total, z, 0)
         if SPREAD:
-            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, exists)
+            sums = Spread(below, mass, count)
+            below, mass, count = _smoothed(sums, z, origin, weight_ptr, col, exists)
         if ACCURACY and stats_ptr is None:
             ahead += tl.sum((exists & ((z > picked) | ((z == picked) & (col < y)))).to(tl.int32), axis=0)
 

@@ -432,11 +432,18 @@ class _Backward:
         launch(
             (-(-x.rows // JOIN_ROWS), 1, 1),
             (
-                x.target, a.order, a.largest, a.total, None if a.dentropy is None else a.entropy,
-                None if a.dspread is None else a.shares, *upstream, self.factors, self.labels,
+                x.target,
+                a.order,
+                a.largest,
+                a.total,
+                None if a.dentropy is None else a.entropy,
+                None if a.dspread is None else a.shares,
+                *upstream,
+                self.factors,
+                self.labels,
             ),
             (x.rows, x.columns, a.softmax.start, *(0 if g is None else g.stride(0) for g in upstream)),
-        )  # fmt: skip
+        )
         self.unit = None
         if x.dtype is torch.float16:
             # A power of two that brings the largest factor to about 1, once the logits' scale has been multiplied.
@@ -478,12 +485,20 @@ class _Backward:
         launch(
             (self.tiles * self.pieces_from(begin), 1, 1),
             (
-                x.hidden, x.weight, x.bias, a.order, None if a.dspread is None else x.classes,
-                None if self.kept is None else a.total, self.factors, self.labels, self.kept, self.dlogits,
+                x.hidden,
+                x.weight,
+                x.bias,
+                a.order,
+                None if a.dspread is None else x.classes,
+                None if self.kept is None else a.total,
+                self.factors,
+                self.labels,
+                self.kept,
+                self.dlogits,
             ),
             (x.rows, x.cols, x.columns, *x.strides, begin, self.block),
             (*a.softmax.floats, a.skip_below or 0.0),
-        )  # fmt: skip
+        )
 
     def add_dweight(self, begin: int) -> None:
         x, o, config = self.x, self.o, self.x.config("dweight", self.rich)
@@ -531,11 +546,16 @@ class _Backward:
         launch(
             (-(-x.rows // config.m) * -(-x.cols // config.n), 1, 1),
             (
-                self.dlogits, x.weight, self.a.order, self.unit if last else None, self.kept, self.sums,
+                self.dlogits,
+                x.weight,
+                self.a.order,
+                self.unit if last else None,
+                self.kept,
+                self.sums,
                 self.o.hidden if last else None,
             ),
             (x.rows, x.cols, x.columns, weight_stride, begin, self.block),
-        )  # fmt: skip
+        )
 
 
 def _launch_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
@@ -551,9 +571,24 @@ def _launch_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
 def _keep(a: LinearLogprobsArgs, o: LinearLogprobsOutputs) -> LinearBackwardArgs:
     found = o.tokens
     return LinearBackwardArgs(
-        a.hidden, a.weight, a.bias, a.target, a.classes, found.largest, found.total, found.entropy, found.shares,
-        o.order, None, None, None, None, a.softmax, a.skip_below, HeadNeeds(False, False, False),
-    )  # fmt: skip
+        hidden=a.hidden,
+        weight=a.weight,
+        bias=a.bias,
+        target=a.target,
+        classes=a.classes,
+        largest=found.largest,
+        total=found.total,
+        entropy=found.entropy,
+        shares=found.shares,
+        order=o.order,
+        dlogprob=None,
+        dlse=None,
+        dentropy=None,
+        dspread=None,
+        softmax=a.softmax,
+        skip_below=a.skip_below,
+        needs=HeadNeeds(False, False, False),
+    )
 
 
 def _gradients(b: Backward) -> Gradients:

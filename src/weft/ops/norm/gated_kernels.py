@@ -5,6 +5,8 @@ To the kernels a "row" is one group of a row of y; the groups of a row of y foll
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
@@ -12,6 +14,30 @@ from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_st
 from ..common.results import FP32_MAX
 from ..common.rows import load_tile, load_vector, tile_mask
 from ..common.sums import add_to
+
+
+class Rows(NamedTuple):
+    """The rows of a tile."""
+
+    ptr: Any
+    off: Any  # int64 [R], where each row begins
+
+
+class Weight(NamedTuple):
+    """The weight of the groups of a tile's rows."""
+
+    ptr: Any  # or None
+    off: Any  # [R], where that of each row begins; None if all rows have the one at ptr
+    offset: Any  # added to it
+
+
+class Inputs(NamedTuple):
+    """What the backward reads of the rows of a tile."""
+
+    x: Any  # Rows
+    gate: Any  # Rows
+    dy: Any  # Rows
+    rstd: Any  # [R, 1]
 
 
 @triton.jit
@@ -24,12 +50,12 @@ def _row_offset(row, second, third, first_stride, second_stride, third_stride, A
 
 
 @triton.jit
-def _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT: tl.constexpr):
+def _gated(x, rstd, gate, weight, col, mask, ACT: tl.constexpr):
     """y [R, C] from x, zero past the last row and column."""
     y = x * rstd[:, None]
-    if weight_ptr is not None:
-        y = y * (load_tile(weight_ptr + weight_off[:, None] + col[None, :], mask) + weight_offset)
-    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    if weight.ptr is not None:
+        y = y * (load_tile(weight.ptr + weight.off[:, None] + col[None, :], mask) + weight.offset)
+    y = y * activate(load_tile(gate.ptr + gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     if mask is not None:
         y = tl.where(mask, y, 0.0)
     return y
@@ -106,6 +132,7 @@ def gated_norm_kernel(
             tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
     if gate_ptr is not None:
+        gate, weight = Rows(gate_ptr, gate_off), Weight(weight_ptr, weight_off, weight_offset)
         if given_ptr is not None:
             given = tl.load(given_ptr)
         else:
@@ -118,7 +145,7 @@ def gated_norm_kernel(
                 col = start + piece
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-                y = _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT)
+                y = _gated(x, rstd, gate, weight, col, mask, ACT)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
@@ -129,9 +156,7 @@ def gated_norm_kernel(
                 value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
             else:
                 value = x
-            y = _gated(
-                value, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, exists, ACT
-            )
+            y = _gated(value, rstd, gate, weight, col, exists, ACT)
             if amax_ptr is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
             if y_ptr is not None:
@@ -243,21 +268,18 @@ def gated_norm_stripe_kernel(
 
 
 @triton.jit
-def _gradient_of_y(
-    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-    ACT: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
+def _gradient_of_y(a, weight, col, cols, mask, ACT: tl.constexpr, COLS_MASKED: tl.constexpr):
     """(z, d, t, dgate / z) [R, C] as in the formulas of `gated.py`, zero past the last row and column."""
-    z = load_tile(x_ptr + x_off[:, None] + col[None, :], mask) * rstd
-    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
-    f, slope = activate_with_slope(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    z = load_tile(a.x.ptr + a.x.off[:, None] + col[None, :], mask) * a.rstd
+    dy = load_tile(a.dy.ptr + a.dy.off[:, None] + col[None, :], mask)
+    f, slope = activate_with_slope(load_tile(a.gate.ptr + a.gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     d = dy * f
     t = d
     through = dy * slope
-    if weight_ptr is not None:
-        weight = load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset  # [1, C]
-        t = t * weight
-        through = through * weight
+    if weight.ptr is not None:
+        w = load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset  # [1, C]
+        t = t * w
+        through = through * w
     return z, d, t, through
 
 
@@ -327,25 +349,21 @@ def gated_norm_backward_kernel(
         dx_off = _row_offset(row, second, third, dx_first_stride, dx_second_stride, dx_third_stride, ALIGN)
         dgate_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
         rstd = tl.load(rstd_ptr + row, mask=token < last, other=0.0)[:, None]
+        inputs = Inputs(Rows(x_ptr, x_off), Rows(gate_ptr, gate_off), Rows(dy_ptr, dy_off), rstd)
+        weight = Weight(weight_ptr, None, weight_offset)
 
         tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
         if LOOP and dx_ptr is not None:
             for start in range(0, cols, TILE):
                 col = start + piece
                 mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                z, _, t, _ = _gradient_of_y(
-                    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                    ACT, COLS_MASKED,
-                )  # fmt: skip
+                z, _, t, _ = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
                 tz += tl.sum(t * z, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + piece
             mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, d, t, through = _gradient_of_y(
-                x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                ACT, COLS_MASKED,
-            )  # fmt: skip
+            z, d, t, through = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
             if dx_ptr is not None:
                 if not LOOP:
                     tz = tl.sum(t * z, axis=1)
