@@ -419,6 +419,12 @@ def _gradients_of(
     return dgate, dup, terms
 
 
+@triton.jit
+def _store_sums(sums_ptr, sums, start, cols):
+    col = start + tl.arange(0, sums.shape[0])
+    tl.store(sums_ptr + col, sums, mask=col < cols)
+
+
 @kernel
 def glu_backward_kernel(
     rows,
@@ -484,6 +490,9 @@ def glu_backward_kernel(
     if PIECES:
         exist = tl.minimum(exist, STRIPE_ROWS)
         rows_end = first + exist
+    shift = (up_shift // ALIGN) * ALIGN
+    if dbias_ptr is not None:
+        sums_ptr = dbias_ptr + tl.multiple_of(block * stride, ALIGN)
     WIDTH: tl.constexpr = 2 * TILE if INTERLEAVED else TILE
     gate_sum = tl.zeros((WIDTH,), tl.float32)
     up_sum = tl.zeros((TILE,), tl.float32)
@@ -525,6 +534,10 @@ def glu_backward_kernel(
             if dbias_ptr is not None:
                 gate_sum += tl.sum(dgate, axis=0)
                 up_sum += tl.sum(dup, axis=0)
+                if STRIPES:  # the only piece: nothing is held in registers while codes are made
+                    _store_sums(sums_ptr, gate_sum, begin, width)
+                    if GATED and not INTERLEAVED:
+                        _store_sums(sums_ptr + shift, up_sum, start, cols)
             _store(
                 dgate,
                 Results(dgate_ptr, stride, copy, copy_t),
@@ -537,7 +550,6 @@ def glu_backward_kernel(
                 COLS_MASKED,
             )
             if GATED and not INTERLEAVED:
-                shift = (up_shift // ALIGN) * ALIGN
                 _store(
                     dup,
                     Results(dup_ptr, stride, up_copy, up_copy_t),
@@ -552,12 +564,10 @@ def glu_backward_kernel(
         if dprob_ptr is not None:
             sums_off = part.to(tl.int64) * rows + row
             tl.store(dprob_ptr + sums_off, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
-    if dbias_ptr is not None:
-        sums_ptr = dbias_ptr + tl.multiple_of(block * stride, ALIGN)
-        col = part * WIDTH + tl.arange(0, WIDTH)
-        tl.store(sums_ptr + col, gate_sum, mask=col < (2 * cols if INTERLEAVED else cols))
+    if PIECES:
+        _store_sums(sums_ptr, gate_sum, part * WIDTH, 2 * cols if INTERLEAVED else cols)
         if GATED and not INTERLEAVED:
-            tl.store(sums_ptr + (up_shift // ALIGN) * ALIGN + col, up_sum, mask=col < cols)
+            _store_sums(sums_ptr + shift, up_sum, part * TILE, cols)
 
 
 @triton.jit
