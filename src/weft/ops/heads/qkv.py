@@ -59,12 +59,12 @@ def _allocate(a: Prepare) -> QKV:
     v = None
     if cut.packing != "apart" or a.v is not None:
         v_shape = shape_of(cut.out_layout, batch, tokens, cut.kv, cut.v_dim)
-        v = torch.empty(v_shape, dtype=dtype, device=device)
+        v = torch.empty(*v_shape, dtype=dtype, device=device)
     return QKV(
-        torch.empty(q_shape, dtype=dtype, device=device),
-        torch.empty(k_shape, dtype=dtype, device=device),
+        torch.empty(*q_shape, dtype=dtype, device=device),
+        torch.empty(*k_shape, dtype=dtype, device=device),
         v,
-        torch.empty(q_shape, dtype=dtype, device=device) if cut.gate else None,
+        torch.empty(*q_shape, dtype=dtype, device=device) if cut.gate else None,
     )
 
 
