@@ -1,4 +1,4 @@
-"""What the tests of Loom's semantics share: dtypes, random values, small device functions."""
+"""What the tests of Loom share: dtypes, random values, small device functions, settings of Hypothesis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import HealthCheck, settings
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 needs_block_pointers = pytest.mark.skipif(TRITON >= (3, 9), reason="Triton 3.9 has no block pointers")
@@ -18,6 +19,10 @@ UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 INTEGERS = SIGNED + UNSIGNED
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+drawn = settings(
+    max_examples=60, deadline=None, database=None, derandomize=False, suppress_health_check=list(HealthCheck)
+)
 
 
 def short(parameter: object) -> str | None:

@@ -8,6 +8,12 @@ A module `truth*.py` or `cases*.py` in a folder of `tests/ops` may have
   what the same call computes from fp32 inputs when nothing is quantised.
 - `RESULTS`, by public function: the names of what a call of it returns, where that is a plain tuple.
 - `CASES`, by name: calls with the options that no single workload has together, for a number of rows and of columns.
+
+and about kernels, as compiled for GPUs, what `tests/runtime/test_compile.py` does not expect of every kernel:
+
+- `MOVED`, by kernel: which tensors (read, written) it reads and writes in whole tiles, if the usual names do not tell.
+- `WIDTHS`, by kernel: a width of accesses in bits that it needs besides the usual ones, on targets that begin so.
+- `SPILLS`, by kernel and target: bytes that it spills although it should not.
 """
 
 from __future__ import annotations

@@ -295,6 +295,11 @@ X = ("b s k", (BATCH, TOKENS, WIDTH))
 WEIGHT = ("k", (WIDTH,))
 
 
+def biased_heads(qkv: Tensor, bias: Tensor) -> Any:
+    heads = weft.Heads(q=8, kv=4, dim=16, packing="groups")
+    return weft.qkv_prepare(qkv, heads=heads, bias=bias, rotation=weft.Rotation(1e4))
+
+
 def prepared(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, **options: Any) -> Any:
     norm = weft.HeadNorm("rms", q_weight, k_weight)
     return weft.qkv_prepare(qkv, norm=norm, rotation=weft.Rotation(1e4), **options)
@@ -331,6 +336,13 @@ CALLS = {
         exact=False,
         compiled=True,
     ),
+    "glu with a bias": Call(
+        weft.glu,
+        {"x": X, "bias": WEIGHT},
+        {"layout": "none"},
+        cuts=("k", "b"),
+        compiled=True,
+    ),
     "glu, its gradient quantised": Call(
         weft.glu, {"x": X}, {"quantize_grad": "1x128", "grad_columnwise": False}, ("s",)
     ),
@@ -365,6 +377,12 @@ CALLS = {
         prepared,
         {"qkv": ("b s w", (BATCH, TOKENS, 8 * 16)), "q_weight": ("d", (16,)), "k_weight": ("d", (16,))},
         {"heads": weft.Heads(q=4, kv=2, dim=16), "out_layout": "bhsd"},
+    ),
+    "qkv_prepare with a bias": Call(
+        biased_heads,
+        {"qkv": ("b s h", (BATCH, TOKENS, 16 * 16)), "bias": ("h", (16 * 16,))},
+        cuts=("h", "b"),
+        compiled=True,
     ),
     "qkv_prepare of heads": Call(prepared, HEADS, {}, ("h", "s"), compiled=True),
     "router_linear": Call(

@@ -67,6 +67,14 @@ def test_named_tests_are_there() -> None:
         assert f"\ndef {name.partition('[')[0]}(" in (TESTS / file).read_text(), f"there is no {test}"
 
 
+def test_a_dead_server_is_reported() -> None:
+    server = Server()
+    server.process.kill()
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        server.run(["tests/ops"])
+    server.close()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     server = Server()

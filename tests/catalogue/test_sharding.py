@@ -13,15 +13,15 @@ SHARDED = [name for name, op in weft.catalogue.items() if op.sharding is not Non
 
 # What is refused, and what is to be done about it.
 REFUSED = {
-    "columns": "norm: x is placed as [Shard(1)]; its dimension 1 is not to be cut, since the norm is taken over it. "
+    "columns": "norm: x is placed as [Shard(1)]; its dimension 1 cannot be sharded, since the norm is taken over it. "
     "Redistribute it to Replicate() or Shard(0)",
     "partial": "x is placed as [Partial(sum)]; each rank has terms of a sum. Redistribute it to Replicate() or "
     "Shard(0)",
-    "a sharded weight": "weight is placed as [Shard(0)]; its dimension 0 is not to be cut, since the norm is taken "
+    "a sharded weight": "weight is placed as [Shard(0)]; its dimension 0 cannot be sharded, since the norm is taken "
     "over it. Redistribute it to Replicate()",
     "another placement": "residual is placed as [Replicate()]; if it were cut here, its gradient would have to be "
     "gathered. Redistribute it to [Shard(0)]",
-    "two placements": "up is placed as [Shard(1)]; that does not go with x, which is placed as [Shard(0)]. "
+    "two placements": "up is placed as [Shard(1)]; that does not match x, which is placed as [Shard(0)]. "
     "Redistribute it to Shard(0)",
     "a plain weight": "Give a DTensor, distribute_tensor(weight, mesh, [Replicate()])",
     "one scale": "since e4m3:tensor:te has a scale that depends on the largest number of all ranks. Give the scale (a "

@@ -18,6 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 import weft
+from tests.catalogue.families import declared
 from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
 from weft.runtime.offline import build
 from weft.workloads import WORKLOADS, Workload
@@ -39,46 +40,22 @@ VECTORS = {
     "dscale_ptr",
     "dshift_ptr",
     "dscore_sums_ptr",
+    "out_ptr",
 }
 VECTORS |= {"source.pre_bias", "added.pre_bias", "formula.weight", "formula.bias"}
 VECTORS |= {f"gradients.{name}" for name in ("weight", "bias", "scale", "shift", "gate", "pre_bias")}
 # Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
 ODD_SPILLS = 160
-# Bytes that are spilled all the same. Both copies of a gradient of gate and up at 1x128 take 255 registers of 256
-# threads; the codes of sm_80 and sm_89 are made by integer arithmetic, which takes more.
-SPILLS = {("glu_backward_kernel", "sm_80"): 320, ("glu_backward_kernel", "sm_89"): 320}
-SPILLS |= {("glu_backward_kernel", "sm_100"): 32, ("glu_backward_kernel", "sm_120"): 32}
-MOVED = {  # kernels whose parameters mean something else
-    "_dequantize_kernel": ({"data_ptr"}, {"out_ptr"}),
-    "_sum_kernel": ({"partial_ptr"}, set[str]()),
-    "unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
-    "unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
-    # Products: what is written is another tile than what is read.
-    "_router_linear_kernel": ({"x_ptr"}, set[str]()),
-    "_router_linear_dx_kernel": ({"dy_ptr"}, set[str]()),
-    "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set[str]()),
-    # Tiles of tokens, heads and pairs: see `test_heads_are_moved_128_bits_at_a_time`.
-    "qkv_kernel": (set[str](), set[str]()),
-    "qkv_backward_kernel": (set[str](), set[str]()),
-    "linear_logprobs_kernel": ({"hidden_ptr"}, set[str]()),
-    "linear_dlogits_kernel": ({"hidden_ptr"}, set[str]()),
-    "linear_dweight_kernel": ({"hidden_ptr"}, set[str]()),
-    "linear_dhidden_kernel": ({"dlogits_ptr"}, set[str]()),
-}
-PICKING = {"cross_entropy_kernel"}  # one number of two bytes to a row besides its tiles
-# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
-FOUR_NEIGHBOURS = {"_router_linear_dx_kernel"}
-FOUR_NEIGHBOURS |= {"linear_dlogits_kernel", "linear_dweight_kernel", "linear_dhidden_kernel"}
 
 
 # ---- which variants -------------------------------------------------------------------------------------------
 
 
 def variants_of(workload: Workload, target: str) -> list[Variant]:
-    """What a workload launches; in training, a norm that keeps its statistics for the backward."""
+    """What a workload launches. In training an op that has a backward also stores what that reads."""
     with recording(target):
         call = workload.make("meta")
-    if workload.op == "norm" and "training" in workload.tags:
+    if "training" in workload.tags and weft.catalogue[workload.op].backward is not None:
         call = call.requiring_grad()
     with recording(target) as variants:
         call()
@@ -140,7 +117,7 @@ def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
         found.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
     if not wide or "ALIGN" not in dict(variant.constants):
         return found
-    read, written = MOVED.get(variant.kernel, (READ, WRITTEN))
+    read, written = declared("MOVED").get(variant.kernel, (READ, WRITTEN))
     if not read and not written:
         return found
     return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
@@ -162,10 +139,9 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
         allowed.add(8)
     if "*i64" in types.values():  # a target to a row
         allowed.add(64)
-    if variant.kernel in PICKING:
-        allowed.add(16)
-    if variant.kernel in FOUR_NEIGHBOURS and binary.target.startswith("gfx"):
-        allowed.add(64)
+    prefix, bits = declared("WIDTHS").get(variant.kernel, ("", 32))
+    if binary.target.startswith(prefix):
+        allowed.add(bits)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
     for name, kind in types.items():
         if kind not in BYTES:
@@ -181,7 +157,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
             else:
                 elements = constants.get("ROWS", 1) * constants["TILE"]
                 needed += -(-elements * BYTES[kind] // (16 * threads))
-        elif name in VECTORS or variant.kernel == "_sum_kernel":
+        elif name in VECTORS:
             allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
     found = []
     if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
@@ -198,53 +174,12 @@ def check(jobs: dict[tuple[Variant, str], str], spills: int = 0, **options: Any)
         if not isinstance(result, Binary):
             wrong.append(f"{name}: {result}")
         else:
-            allowed = max(spills, SPILLS.get((variant.kernel, target), 0))
+            allowed = max(spills, declared("SPILLS").get((variant.kernel, target), 0))
             wrong += [f"{name}: {fault}" for fault in faults(variant, result, allowed)]
     assert not wrong, "\n".join(wrong)
 
 
 # ---- tests ----------------------------------------------------------------------------------------------------
-
-# One workload for each kernel and each way through it that is compiled differently.
-REPRESENTATIVE = (
-    "norm:llama3-8b/hidden:residual:8192",
-    "norm:linghe/hidden:1x128-both:8192",
-    "norm:deepseek-v3/hidden:1x128:8192",
-    "norm:qwen3-30b-a3b/q-heads:per-head:8192",
-    "norm:flux/hidden:adaln-sample:8192",
-    "norm_backward:llama3-8b/hidden:residual:8192",
-    "norm_backward:flux/hidden:adaln-sample:8192",
-    "quantize:linghe/hidden:1x128-both:8192",
-    "quantize:llama3-8b/hidden:nvfp4-both:8192",
-    "quantize:linghe/hidden:row-both:8192",
-    "quantize:llama3-8b/hidden:stochastic:8192",
-    "dequantize:llama3-8b/hidden:mx-both:8192",
-    "glu:linghe/experts:1x128-both-experts:131072",
-    "glu_backward:linghe/experts:1x128-both-experts:131072",
-    "row_map:qwen3-30b-a3b/routing:mask:8192",
-    "permute:linghe/hidden:probs:8192",
-    "permute:mixtral-8x7b/hidden:1x128-both:8192",
-    "unpermute:linghe/hidden:carried:8192",
-    "unpermute_backward:qwen3-30b-a3b/hidden:probs:8192",
-    "router_linear:linghe/router:bf16-weight:8192",
-    "router_linear_backward:deepseek-v3/router:fp32-weight:8192",
-    "route:deepseek-v3/router:groups:8192",
-    "route_backward:linghe/router:top8:8192",
-    "gated_norm:gla-340m/values:1x128-both:1024",
-    "gated_norm_backward:linghe/attention:groups:4096",
-    "multi_tensor_reduce:linghe/gradients:norm2:4096",
-    "multi_tensor_clip:llama3-8b/attention:clip:4096",
-    "cross_entropy:linghe/vocabulary:plain:8192",
-    "cross_entropy:odd/1030:everything:8192",
-    "cross_entropy_backward:linghe/vocabulary:plain:8192",
-    "cross_entropy_backward:gpt2/vocabulary:sft:8192",
-    "qkv_prepare:linghe/qkv:groups-half:4096",
-    "qkv_prepare_backward:linghe/qkv:groups-half:4096",
-    "linear_logprobs:cut/head:plain:512",
-    "linear_logprobs_backward:cut/head:plain:512",
-    "qkv_prepare_cached:qwen3-30b-a3b/decode:cache-fp8:64",
-)
-
 
 # Targets for which nearly all kernels are launched with the constants of another. `test_every_kernel_of_every_workload`
 # compiles all of them.
@@ -253,16 +188,24 @@ SIBLINGS = {"sm_89": "sm_80", "sm_100": "sm_90", "sm_120": "sm_90", "gfx950": "g
 
 @cache
 def representative() -> tuple[Workload, ...]:
-    named = {str(workload): workload for workload in WORKLOADS}
-    return tuple(named[name] for name in REPRESENTATIVE)
+    """For each kernel, with a format and without, the workload whose launch of it has the most tensors; and the same
+    among launches with rows that are multiples of 16 elements, of which wide accesses are expected."""
+    fullest: dict[tuple[str, bool, bool], tuple[int, Workload]] = {}
+    for workload in WORKLOADS:
+        for variant in variants_of(workload, "sm_90"):
+            constants = dict(variant.constants)
+            tensors = sum(kind.startswith("*") for kind in variant.types().values())
+            for wide in {False, constants.get("ALIGN", 16) == 16}:
+                key = variant.kernel, constants.get("FORMAT") is not None, wide
+                if key not in fullest or fullest[key][0] < tensors:
+                    fullest[key] = tensors, workload
+    return tuple(dict.fromkeys(workload for _, workload in fullest.values()))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_representative_kernels(target: str) -> None:
     variants = collected(representative(), target)
-    if (
-        target in SIBLINGS
-    ):  # the same code for another GPU: of each kernel one variant, and what the sibling lacks
+    if target in SIBLINGS:  # one variant of each kernel, and those that the sibling does not have
         siblings = collected(representative(), SIBLINGS[target])
         first = {variant.kernel: variant for variant in reversed(variants)}.values()
         variants = {v: name for v, name in variants.items() if v not in siblings or v in first}
@@ -270,14 +213,15 @@ def test_representative_kernels(target: str) -> None:
 
 
 def test_representative_workloads_launch_every_kernel() -> None:
-    every = {variant.kernel for variant in collected(WORKLOADS, "sm_90")}
-    assert {variant.kernel for variant in collected(representative(), "sm_90")} == every
+    """On a GPU whose launches did not decide which workloads these are."""
+    every = {variant.kernel for variant in collected(WORKLOADS, "gfx942")}
+    assert {variant.kernel for variant in collected(representative(), "gfx942")} == every
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
     """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
-    named = [w for w in representative() if w.name == "linghe/qkv"]
+    named = [w for w in WORKLOADS if w.name == "linghe/qkv"]
     jobs = [(v, target) for v in collected(named, target) if v.kernel.startswith("qkv")]
     for (variant, _), binary in zip(jobs, compile_all(jobs), strict=True):
         assert isinstance(binary, Binary), binary

@@ -126,9 +126,9 @@ def test_what_no_schema_has_is_refused() -> None:
     ("changed", "message"),
     [
         ({"name": "norm"}, "'norm' is already defined"),
-        ({"present": None}, "has optional outputs: it needs `present`"),
-        ({"outputs": NoOutputs}, "outputs are tensors, or None; not so names"),
-        ({"outputs": Nothing, "present": None}, "either writes to its arguments or returns tensors"),
+        ({"present": None}, "has optional outputs: give `present`"),
+        ({"outputs": NoOutputs}, "None; names is not"),
+        ({"outputs": Nothing, "present": None}, "an op that writes to its arguments has the outputs Nothing"),
         ({"backward": lambda b: {}}, "keep and backward go together"),
         ({"differentiable": ("z",)}, "has no outputs z to differentiate; it has y, sign"),
     ],

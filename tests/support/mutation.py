@@ -8,6 +8,7 @@ not survive a fork.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import os
@@ -124,14 +125,22 @@ class Server:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         request = {"change": change, "tests": list(tests), "timeout": timeout}
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        self.process.stdin.flush()
-        reply = json.loads(self.process.stdout.readline())
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            line = b""
+        else:
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of mutants ended with exit code {self.process.wait()}")
+        reply = json.loads(line)
         return Verdict(**{**reply, "kernels": tuple(reply["kernels"])})
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of a request that a dead server did not read
+            self.process.stdin.close()
         self.process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 

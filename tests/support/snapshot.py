@@ -105,11 +105,15 @@ ORDERED = re.compile(r"\] (\[.*?\]) (\[.*?\]) (\[.*?\])$")
 
 
 def in_any_order(line: str) -> str:
-    """A launch without the order of its pointers, integers and floats, which changes where a struct gathers them. The
-    name of a kernel is the same with an underscore before it."""
+    """A launch without the order of its pointers, integers and floats, which changes where a struct gathers them, and
+    without pointers that are None, of which a new option has more. The name of a kernel is the same with an underscore
+    before it."""
     lists = ORDERED.search(line)
     assert lists is not None
-    ordered = [str(sorted(literal_eval(group), key=str)) for group in lists.groups()]
+    ordered = [
+        str(sorted((value for value in literal_eval(group) if value is not None), key=str))
+        for group in lists.groups()
+    ]
     return " ".join([line[: lists.start() + 1].lstrip("_"), *ordered])
 
 

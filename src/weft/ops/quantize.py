@@ -24,7 +24,6 @@ from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
 from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
-from ..quant.straight import wrap
 from ..runtime import (
     Backward,
     Gradients,
@@ -73,7 +72,7 @@ if TYPE_CHECKING:
 class QuantizeArgs(NamedTuple):
     x: Tensor  # [..., K]
     result: ResultOptions
-    seed: int | None  # of stochastic rounding
+    seed: int | None  # to round stochastically; None rounds to nearest
 
 
 class QuantizeOutputs(NamedTuple):
@@ -85,7 +84,7 @@ class DequantizeArgs(NamedTuple):
     scale: Tensor
     global_scale: Tensor | None
     format: str
-    cols: int  # numbers of a row
+    cols: int  # how many numbers a row has
     dtype: torch.dtype
 
 
@@ -118,7 +117,7 @@ def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
 
 
 def _shares_codes(format: Format) -> bool:
-    """Whether both copies hold the same codes, and so the same draws."""
+    """Whether both copies hold the same codes, and so round with the same random numbers."""
     return format.block in ("128x128", "tensor")
 
 
@@ -138,7 +137,8 @@ def philox_reference(seed: int, rows: int, cols: int, which: int, device: torch.
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low half of a 32 x 32 bit product, in int64 without its sign getting in the way."""
+    """The high and low 32 bits of a product of 32-bit numbers held in int64. One factor is split, since the
+    whole product would overflow int64."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -154,8 +154,8 @@ def dequantize_reference(a: DequantizeArgs) -> DequantizeOutputs:
 
 @triton.jit
 def _draw(seed_low, seed_high, row, col, WHICH: tl.constexpr):
-    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]. Of the seed's halves it takes the
-    complements."""
+    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]. The halves of the seed are passed
+    as their complements."""
     c0 = tl.broadcast_to(col[None, :].to(tl.uint32), (row.shape[0], col.shape[0]))
     c1 = tl.broadcast_to(row[:, None].to(tl.uint32), (row.shape[0], col.shape[0]))
     zero = tl.zeros_like(c0)
@@ -187,8 +187,8 @@ def _quantize_rows_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The row-wise copy. ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale
-    belongs to the whole row."""
+    """Make the row-wise copy. `row_programs` programs share ROWS rows and take their tiles in turn; one program has
+    them all if a scale belongs to the whole row."""
     cols = (cols // ALIGN) * ALIGN
     row = (tl.program_id(0) // row_programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
@@ -272,7 +272,8 @@ def _quantize_stripe_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A tile as tall as the longest group: both copies. For block "row" the amax are known already."""
+    """Make both copies of a tile as tall as the longest group. For block "row" the amax of rows and columns are
+    given."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -328,7 +329,7 @@ def _amax_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """amax of the rows and columns of a tile, from one read."""
+    """Compute the amax of the rows and of the columns of a tile, from one read."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -367,10 +368,8 @@ def _dequantize_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
-    width = (
-        cols + PACKED - 1
-    ) // PACKED  # of a multiple of ALIGN nothing but the quotient, and known divisible
-    if ALIGN > 1:
+    width = (cols + PACKED - 1) // PACKED
+    if ALIGN > 1:  # the same number, in a form from which the compiler sees what it is a multiple of
         width = (cols // ALIGN) * (ALIGN // PACKED)
     mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
     data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
@@ -383,7 +382,7 @@ def _dequantize_kernel(
         codes = unpack_pairs(codes)
     exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     row_block = row * 0 if FORMAT.block_rows == 0 else row // FORMAT.block_rows
-    if FORMAT.group == 0:  # one scale to a row, or to all
+    if FORMAT.group == 0:  # one scale for a row, or for the tensor
         scale_off = (row_block * scale_row_stride)[:, None]
         values = decode(codes, FORMAT) * tl.load(scale_ptr + scale_off, mask=(row < rows)[:, None], other=0.0)
     else:
@@ -430,7 +429,8 @@ class _Quantize:
         self.format = Format.of(a.result.format)
         self.target = target = capabilities_of(x.device)
         self.align = align_of(self.cols, x.stride(0))
-        # Complements, which are negative: no seed is taken for a size that needs 64 bits.
+        # The halves are passed as their complements, which are negative: a launch takes a large positive integer for a
+        # size that needs 64 bits, and would compile another variant.
         self.seeds = (0, 0) if a.seed is None else (~(a.seed & 0x7FFFFFFF), ~(a.seed >> 31 & 0x7FFFFFFF))
         self.constants = {
             "INPUT_MAX": torch.finfo(x.dtype).max,
@@ -469,7 +469,9 @@ class _Quantize:
         stripes, tiles = count_stripes(rows, cols), -(-cols // tile)
         shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
         largest_of_row = largest_of_col = None
-        if self.format.block == "row":  # scales of whole rows and columns are known before their first codes
+        if (
+            self.format.block == "row"
+        ):  # no code can be made before the amax of its whole row and column is known
             of_rows = torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if row else None
             of_cols = torch.empty((stripes, cols), dtype=torch.float32, device=x.device)
             find = Launch.of(_amax_kernel, num_warps=warps, **shape)
@@ -502,7 +504,8 @@ def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
 
 
 def quantize_into(result: Result, options: ResultOptions, x: Tensor) -> None:
-    """Fill a result with the codes of x by launching kernels: for ops that make a tensor before they quantise it."""
+    """Fill a result with the codes of x by launching kernels, for ops that compute a plain tensor and then quantise
+    it."""
     _launch_quantize(QuantizeOutputs(result), QuantizeArgs(x, options, None))
 
 
@@ -641,10 +644,11 @@ def quantize(
       `weft.scale_from_amax` turns into the next `scale`.
     - `seed`: round stochastically, the same bytes for the same seed. Not for int8.
 
-    By the usual convention (`te`) a block with an Inf gets the scale 1, and the Inf the largest code, ±448 in e4m3:
-    nothing of the result is infinite, and the block's other numbers are rounded with a scale that is not theirs. A NaN
-    stays one, except in int8, where it is 0. Other conventions make the block NaN, or Inf among zeros: the table in
-    `weft.quant.formats` has them all. `weft.any_nonfinite(x)` tells before, and so does the amax of `return_amax`.
+    By the default convention (`te`) a block with an Inf gets the scale 1 and the Inf becomes the largest code, ±448 in
+    e4m3: the result is finite, but the block's other numbers are rounded with a scale that does not suit them. A NaN
+    stays NaN, except in int8, where it becomes 0. Other conventions make the whole block NaN, or zeros beside the Inf:
+    the table in `weft.quant.formats` has them all. `weft.any_nonfinite(x)` finds such numbers, and so does the amax of
+    `return_amax`.
 
     >>> import torch, weft
     >>> x = torch.randn(64, 512, dtype=torch.bfloat16)
@@ -669,7 +673,7 @@ def quantize(
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result
-    q = wrap(result.y, f, result.rowwise, result.columnwise)
+    q = result.quantized(f.spec)
     return q if result.amax is None else (q, result.amax)
 
 

@@ -1,12 +1,13 @@
 """The copies that a `QTensor` holds: how they lie in memory, cutting rows out of them, and joining shards of rows.
 
-Row-wise codes are [M, K], tight. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
-stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie with M (of
-the column-wise copy: K) contiguous and padded to 4, the others row by row.
+Row-wise codes are [M, K] without padding. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
+stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie column by column,
+with M (in the column-wise copy K) contiguous and padded to a multiple of 4; other scales lie row by row.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -28,40 +29,82 @@ class Copy(NamedTuple):
 Copies = tuple[Copy | None, Copy | None]  # row-wise, column-wise
 
 
+# ---- room -----------------------------------------------------------------------------------------------
+
+
+class Room(NamedTuple):
+    """How a tensor of a copy lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    padded: int = 0  # numbers in memory, if there are more than the shape has
+    zeroed: bool = False  # the pads are zero
+
+    def allocate(self, device: torch.device) -> Tensor:
+        if not self.padded:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        allocate = torch.zeros if self.zeroed else torch.empty
+        return allocate(self.padded, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
+
+
+def rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
+    """Those of the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
+    of the column-wise one, and nvfp4's scale of the whole tensor; None for what there is not."""
+    known = (
+        type(rows) is int and type(cols) is int
+    )  # the sizes of a traced call may be symbols, which no cache takes
+    return (_known_rooms if known else _rooms)(spec, rows, cols, rowwise, columnwise)
+
+
+def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
+    format = Format.of(spec)
+    dtype = format.number.dtype
+    data = scale = data_t = scale_t = last = None
+    if rowwise:
+        _, width = format.data_shape(rows, cols)
+        data, scale = Room((rows, width), (width, 1), dtype), scale_room(format, rows, cols)
+    if columnwise:
+        _, width = format.data_shape(cols, rows)
+        step = -(-width // 16) * 16
+        data_t = Room((cols, width), (step, 1), dtype, cols * step if step > width else 0)
+        scale_t = scale_room(format, cols, rows)
+    if format.block == "nvfp4":
+        last = Room((), (), torch.float32)
+    return data, scale, data_t, scale_t, last
+
+
+_known_rooms = functools.lru_cache(maxsize=4096)(_rooms)
+
+
+def scale_room(format: Format, rows: int, cols: int) -> Room:
+    """That of the scales of a [rows, cols] copy."""
+    height, width = format.scale_shape(rows, cols)
+    if format.block != "1x128":
+        return Room((height, width), (width, 1), format.scale_dtype)
+    padded = -(-height // 4) * 4
+    pads = padded * width if padded > height else 0
+    return Room((height, width), (1, padded), format.scale_dtype, pads, zeroed=True)
+
+
 def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> Copies:
     """Room for the copies of a [rows, cols] tensor that are asked for."""
-    dtype, row, col = format.number.dtype, None, None
-    last = torch.empty((), dtype=torch.float32, device=device) if format.block == "nvfp4" else None
-    if rowwise:
-        data = torch.empty(format.data_shape(rows, cols), dtype=dtype, device=device)
-        row = Copy(data, empty_scale(format, rows, cols, device), last)
-    if columnwise:
-        _, width = format.data_shape(cols, rows)
-        data = torch.empty((cols, -(-width // 16) * 16), dtype=dtype, device=device)
-        col = Copy(data[:, :width], empty_scale(format, cols, rows, device), last)
-    return row, col
-
-
-def empty_scale(format: Format, rows: int, cols: int, device: torch.device) -> Tensor:
-    """Room for the scales of a [rows, cols] copy; pads are zero."""
-    scale_rows, scale_cols = format.scale_shape(rows, cols)
-    dtype = format.scale_dtype
-    if format.block != "1x128":
-        return torch.empty((scale_rows, scale_cols), dtype=dtype, device=device)
-    padded = -(-scale_rows // 4) * 4
-    if padded == scale_rows:
-        return torch.empty_strided((scale_rows, scale_cols), (1, padded), dtype=dtype, device=device)
-    return torch.zeros((scale_cols, padded), dtype=dtype, device=device).t()[:scale_rows]
+    data, scale, data_t, scale_t, last = (
+        None if room is None else room.allocate(device)
+        for room in rooms(format.spec, rows, cols, rowwise, columnwise)
+    )
+    row = None if data is None or scale is None else Copy(data, scale, last)
+    return row, None if data_t is None or scale_t is None else Copy(data_t, scale_t, last)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
-    """A tensor of a copy, and where the rows of [M, K] are in it: `each` of them to an index of `dim`, or all of them
-    to all of it (0)."""
+    """A tensor of a copy, and where it has the rows of [M, K]: each index of its dimension `dim` belongs to `each`
+    rows. If `each` is 0, the whole tensor belongs to all rows."""
 
     tensor: Tensor
     dim: int
@@ -82,7 +125,7 @@ def _parts(format: Format, copies: Copies) -> list[_Part]:
 
 
 def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
-    """Copies like these, of tensors in the order of `_parts`."""
+    """Copies with the same members as these, made of tensors in the order of `_parts`."""
     rest = list(tensors)
     last = rest.pop() if len(rest) % 2 else None
     pairs = [Copy(data, scale, last) for data, scale in zip(rest[::2], rest[1::2], strict=True)]
@@ -90,16 +133,16 @@ def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
 
 
 def row_unit(format: Format, copies: Copies, rows: int) -> int:
-    """Rows can be cut at multiples of it, where no block and no byte of these copies is cut in two."""
+    """The smallest number of rows such that cuts at its multiples split no block and no byte of these copies."""
     columnwise = copies[1]
     if columnwise is not None and format.group and columnwise.scale.shape[1] != -(-rows // format.group):
-        return max(rows, 1)  # blocks that begin anew with each expert
+        return max(rows, 1)  # blocks begin with each expert, so that rows cannot be cut anywhere
     return math.lcm(*(part.each for part in _parts(format, copies) if part.each))
 
 
 def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
-    """The rows from `start` to `stop`, as views. `start` is a multiple of `row_unit`; so is `stop`, or it is the end.
-    What belongs to all rows, a scale of the whole tensor or of a whole column, belongs to these as well."""
+    """The rows from `start` up to `stop`, as views. Both are multiples of `row_unit`, except that `stop` may be the
+    end. A scale of the whole tensor or of a whole column is the same for the cut rows."""
     cut = [
         tensor.narrow(dim, start // each, -(-stop // each) - start // each) if each else tensor
         for tensor, dim, each in _parts(format, copies)
@@ -111,7 +154,8 @@ def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
 
 
 def shard_bytes(format: Format, copies: Copies) -> list[Tensor]:
-    """What ranks exchange: each part that has rows, rows first and contiguous; 8-bit types as uint8."""
+    """The tensors that ranks exchange: the parts of copies that have rows, with rows as the first dimension and
+    contiguous; 8-bit types as uint8."""
     sent = []
     for tensor, dim, each in _parts(format, copies):
         if each:
@@ -128,11 +172,11 @@ def join_shards(
     cols: int,
     into: Copies | None = None,
 ) -> tuple[Copies, list[Tensor]]:
-    """The copies of [rows, cols] from what `shard_bytes` of all ranks became, one behind the other, and the tensors
-    that had to be allocated for them: parts that lie otherwise in memory are copied, the others are views.
+    """(copies, allocated): the copies of [rows, cols] from the gathered `shard_bytes` of all ranks, and the tensors
+    that had to be allocated for them. Parts with another memory layout are copied; the others are views.
 
-    With `into`, copies that this function returned before are filled again. The memory behind the gathered tensors
-    and the allocated ones may have been given back in between.
+    With `into`, the copies that an earlier call returned are filled again. The memory of the gathered tensors and of
+    the allocated ones may have been freed in between.
     """
     wanted = {"rowwise": shard[0] is not None, "columnwise": shard[1] is not None}
     meta = [

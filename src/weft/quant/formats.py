@@ -22,8 +22,8 @@ as amax * (1 / MAX)) is rounded up to a power of two from its exponent bits; `te
 of MAX / amax, which is the same. q then rounds x * (1 / d). For the float elements all conventions then agree on
 ordinary data; int8's 1 / 127 rounds down, so `vllm` and `deepep` are a step smaller 1 ulp above 127 * 2^k.
 
-NaN and infinities follow the formulas. What a block with one dequantises to, in blocks tensor, row, 1x128 and 128x128
-where no block is named:
+NaN and infinities follow the formulas. This is what a block that has one dequantises to; rows that name no block are
+about tensor, row, 1x128 and 128x128:
 
 | convention                 | Inf becomes         | NaN becomes                  | the others of the block become    |
 |----------------------------|---------------------|------------------------------|-----------------------------------|
@@ -37,7 +37,7 @@ where no block is named:
 | nvfp4 of `torchao`         | NaN                 | NaN                          | NaN all over the tensor           |
 
 With a given scale an Inf becomes ±MAX * d, and NaN is NaN (0 in int8). So by the usual convention, `te`, an Inf leaves
-no trace in codes and scales: ask `weft.any_nonfinite` before, or for the amax, which is infinite or NaN.
+no trace in codes and scales: call `weft.any_nonfinite` before, or ask for the amax, which is then infinite or NaN.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_majo
 
 @dataclass(frozen=True)
 class ElementType:
-    """An 8- or 4-bit number, and what its encoders need to know of it.
+    """An 8- or 4-bit number type, and the constants that encoders need.
 
     The names that end in `bits` are fp32 bit patterns. `shift` is how many mantissa bits an fp32 number loses;
     `magic` is an fp32 number whose ulp is the smallest subnormal.
@@ -76,7 +76,7 @@ class ElementType:
 
     @property
     def rebias(self) -> int:
-        """What the exponents differ by, at the place where the code has its exponent."""
+        """The difference of the exponents' biases, shifted to where the code has its exponent."""
         return ((self.min_normal_bits >> 23) - 1) << (23 - self.shift)
 
     @property
@@ -90,7 +90,7 @@ class ElementType:
 
     @property
     def sign_shift(self) -> int:
-        """From the sign of an fp32 number to that of the code."""
+        """By how many bits the sign of an fp32 number is shifted to become that of the code."""
         return 32 - self.bits
 
 
@@ -324,3 +324,7 @@ def _all() -> tuple[Format, ...]:
 def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+# The formats as `Format.spec` spells them.
+SPECS = frozenset(format.spec for format in _all())

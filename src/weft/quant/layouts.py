@@ -131,7 +131,7 @@ def to_layout(
         raise ValueError(f"data must be 2-D; got {tuple(copy.data.shape)}")
     rows, cols = copy.data.shape[0], copy.data.shape[1] * format.packed
     shape = format.scale_shape(rows, cols)
-    # A tensor without elements has a scale all the same if whoever made it gave it one.
+    # A tensor without elements may have a scale all the same, if its maker gave it one.
     allowed = {"tensor": (1, 1), "row": (rows, 1)}.get(format.block, shape)
     if tuple(copy.scale.shape) not in (shape, allowed):
         raise ValueError(
@@ -248,7 +248,8 @@ def _mn_buffer(scale: Tensor, ld: int, value: int = 0) -> Tensor:
 
 
 def _mn_major(scale: Tensor, ld: int, value: int = 0) -> Tensor:
-    """[rows, cols] with strides (1, ld); no copy if it has them, or is one column, which leaves them free."""
+    """[rows, cols] with strides (1, ld); not copied if it has them already, or is one column, for which they do not
+    matter."""
     rows, cols = scale.shape
     if scale.stride() == (1, ld):
         return scale
@@ -258,7 +259,7 @@ def _mn_major(scale: Tensor, ld: int, value: int = 0) -> Tensor:
 
 
 def _whole_buffer(scale: Tensor, ld: int) -> Tensor:
-    """The buffer [cols, ld] of which `scale` is the view of its first rows."""
+    """The buffer [cols, ld] of whose first rows `scale` is a transposed view."""
     rows, cols = scale.shape
     if scale.stride() != (1, ld) or not scale.numel():
         return _mn_buffer(scale, ld)
@@ -267,7 +268,9 @@ def _whole_buffer(scale: Tensor, ld: int) -> Tensor:
     if torch.compiler.is_compiling():  # a traced tensor has no storage to look at
         return _mn_buffer(scale, ld)
     end = (scale.storage_offset() + cols * ld) * scale.element_size()
-    if scale.untyped_storage().nbytes() < end:  # strides alone do not promise that the last pad exists
+    if (
+        scale.untyped_storage().nbytes() < end
+    ):  # the strides do not guarantee that memory for the last pads exists
         return _mn_buffer(scale, ld)
     return scale.as_strided((cols, ld), (ld, 1))
 
@@ -281,7 +284,7 @@ def _padded(x: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """[rows, cols] with strides (cols, 1), even in a dimension of size 1: torch's checks look there too."""
+    """[rows, cols] with strides (cols, 1), even in a dimension of size 1, whose stride torch checks too."""
     x = x.contiguous()
     return x if x.stride() == (x.shape[1], 1) else x.view(-1).view(x.shape)
 

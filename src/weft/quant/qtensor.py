@@ -20,14 +20,14 @@ from .copies import (
     row_unit,
     shard_bytes,
 )
-from .formats import Format
+from .formats import SPECS, Format
 
 if TYPE_CHECKING:
     from .layouts import Buffers
 
 aten = torch.ops.aten
 
-# What a QTensor can say that its numbers are in. Converted to another dtype, it is dequantised.
+# The dtypes that a QTensor can state for its numbers. If it is converted to another one, it is dequantised.
 _STATED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -48,10 +48,10 @@ class QTensor(Tensor):
     - `.to(dtype)` and `.bfloat16()` change the dtype that it states and that `dequantize` gives; its codes stay.
     - It is saved, loaded, pickled and copied with its codes. `load_state_dict` copies codes into a QTensor of the
       same format, and dequantises into a plain parameter; with `assign=True` it takes any tensor.
-    - `fully_shard` (FSDP2) shards it along its first dimension and gathers codes and scales. Each shard has as many
-      rows, and whole blocks.
-    - It is not written to in place, but for `copy_` from its like. Where autograd adds to a gradient that is a
-      QTensor, that gradient becomes dense: the sum of dequantised numbers, in its dtype.
+    - `fully_shard` (FSDP2) shards it along its first dimension and gathers codes and scales. All shards must have the
+      same number of rows, and whole blocks.
+    - It cannot be written to in place, except by `copy_` from a QTensor of the same format. Where autograd adds to a
+      gradient that is a QTensor, that gradient becomes dense: the sum of dequantised numbers, in its dtype.
 
     >>> import torch, weft
     >>> q = weft.quantize(torch.randn(4, 256), "1x128")
@@ -72,7 +72,7 @@ class QTensor(Tensor):
         cls,
         shape: Any,
         dtype: torch.dtype,
-        format: Format,
+        format: Format | str,
         rowwise: Copy | None,
         columnwise: Copy | None = None,
     ) -> QTensor:
@@ -80,7 +80,8 @@ class QTensor(Tensor):
         if held is None:
             raise ValueError("a QTensor needs its row-wise copy, its column-wise copy, or both")
         self: QTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.data.device)
-        self.rowwise, self.columnwise, self.spec = rowwise, columnwise, format.spec
+        self.rowwise, self.columnwise = rowwise, columnwise
+        self.spec = format if format in SPECS else Format.of(format).spec
         return self
 
     @property
@@ -187,12 +188,12 @@ class QTensor(Tensor):
         """AOTAutograd asks what the gradient of a graph's output will be, and assumes what the output is. It is plain:
         zeros if nobody differentiates this output, and otherwise what `dequantize` and other operations pass on."""
         tangent = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # It asks what is inside the answer without asking whether that is still a wrapper.
+        # AOTAutograd then flattens the answer without checking that it is still a wrapper.
         tangent.__tensor_flatten__ = _nothing_inside  # type: ignore[attr-defined]
         return tangent
 
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: type | None = None) -> Tensor | None:
-        """A gradient that is a QTensor all the same, where AOTAutograd expects a plain one."""
+        """The plain form of a gradient that is a QTensor, where AOTAutograd expects a plain one."""
         return self._decoded(self.dtype) if kind is Tensor else None
 
     # ---- FSDP2: `fully_shard` calls these around its all-gather -------------------------------------------
@@ -245,7 +246,7 @@ class QTensor(Tensor):
         return QTensor(self.shape, dtype or self.dtype, self.format, *map(mapped, self._copies))
 
     def _allocated(self, shape: Any, dtype: torch.dtype, device: torch.device) -> QTensor:
-        """Another one of this format, with nothing written to it yet."""
+        """An uninitialised QTensor of the same format."""
         f, cols = self.format, self._matrix()[1]
         rows = math.prod(shape) // cols if cols else 0
         wanted = {"rowwise": self.rowwise is not None, "columnwise": self.columnwise is not None}
@@ -304,14 +305,14 @@ def register_codes(op: Op[Any, Any], tensor: str, codes: str) -> None:
     _taking_codes[op.overload] = _taking_codes[op.reference_overload] = where
 
 
-def stand_in(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """What autograd holds on to in place of a quantised tensor: of x's dtype and one element, and of this shape, by
-    default x's."""
+def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor that autograd sees in place of a quantised one: one element of this dtype, expanded to this shape, by
+    default those of x."""
     shape = x.shape if shape is None else shape
-    return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype or x.dtype, device=x.device)
 
 
-# ---- what operations do with a QTensor; NotImplemented for what they do with its numbers ----------------
+# ---- operations on a QTensor; NotImplemented means that the numbers are dequantised first ---------------
 
 
 def _alias(q: QTensor) -> QTensor:
@@ -323,7 +324,7 @@ def _clone(q: QTensor, **memory_format: Any) -> QTensor:
 
 
 def _to_copy(q: QTensor, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """To a device, and to another dtype that the tensor states. Like any conversion it shares no memory."""
+    """A copy on another device, or with another stated dtype. Like any such conversion it shares no memory."""
     if (dtype or q.dtype) not in _STATED:
         return NotImplemented
     moved = {name: options[name] for name in ("device", "pin_memory", "non_blocking") if name in options}
@@ -339,7 +340,7 @@ def _is_pinned(q: QTensor, device: Any = None) -> bool:
 
 
 def _view(q: QTensor, shape: Any) -> Any:
-    """With other leading dimensions, or flat, as FSDP keeps a shard."""
+    """A view with other leading dimensions, or a flat one, as FSDP keeps a shard."""
     wanted = torch.empty(q.shape, device="meta").view(shape).shape
     if len(wanted) != 1 and wanted[-1:] != q._matrix()[1:]:
         return NotImplemented
@@ -347,7 +348,7 @@ def _view(q: QTensor, shape: Any) -> Any:
 
 
 def _as_strided(q: QTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """The tensor as it is, which is all that FSDP asks for."""
+    """The tensor itself, if size and strides are its own: FSDP asks for no other case."""
     same = tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not storage_offset
     return _alias(q) if same else NotImplemented
 
@@ -393,7 +394,7 @@ def _split(q: QTensor, size: int, dim: int = 0) -> Any:
 
 
 def _new_zeros(q: QTensor, shape: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    """Rows like q's, as FSDP makes them for a shard, are quantised; anything else is plain."""
+    """Rows of q's length, which FSDP allocates for a shard, become a QTensor; any other shape a plain tensor."""
     rows_alike = len(shape) == q.dim() >= 2 and tuple(shape[1:]) == tuple(q.shape[1:])
     if not rows_alike or dtype is not None:
         return NotImplemented
@@ -404,14 +405,14 @@ def _new_zeros(q: QTensor, shape: Any, dtype: Any = None, device: Any = None, **
 
 
 def _empty_like(q: QTensor, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    """`Module.to_empty` makes room for what will be loaded."""
+    """Room for a QTensor of the same format, which `Module.to_empty` asks for before weights are loaded."""
     if (dtype or q.dtype) not in _STATED:
         return NotImplemented
     return q._allocated(q.shape, dtype or q.dtype, device or q.device)
 
 
 def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
-    """Codes and scales of a tensor of the same format, which has at least the same copies."""
+    """Copy the codes and scales of a tensor of the same format that has at least the copies that q has."""
     if isinstance(source, QTensor) and (source.spec, source.shape) == (q.spec, q.shape):
         pairs = [(mine, its) for mine, its in zip(q._copies, source._copies, strict=True) if mine is not None]
         if all(its is not None and its.scale.shape == mine.scale.shape for mine, its in pairs):
@@ -435,7 +436,7 @@ def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
 
 
 def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
-    """Autograd adds to a gradient where it is."""
+    """Called by autograd, which accumulates gradients in place: the result becomes dense."""
     if torch._C._current_graph_task_id() == -1:
         return NotImplemented
     from .straight import become_dense
@@ -463,7 +464,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add_,
 }
 
-# What these make depends on a tensor's shape, dtype and device alone.
+# The results of these operations depend on a tensor's shape, dtype and device alone.
 _OF_METADATA = {
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -496,7 +497,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _with_codes(func: Any, args: Any) -> list[Any] | None:
-    """The arguments of an op that takes codes, with those of a QTensor given there; None if there are none to give."""
+    """The arguments of an op that reads codes, with a QTensor replaced by its stand-in, codes and scales; None if the
+    op does not read codes or no argument is a QTensor."""
     tensor, data, scale = _taking_codes[func]
     q = args[tensor]
     if not isinstance(q, QTensor) or q.rowwise is None or q._matrix()[1] != q.shape[-1]:
@@ -547,5 +549,5 @@ def _rebuild(
     return q.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-# `torch.load` builds nothing it does not know.
+# `torch.load` only builds objects whose constructors are registered.
 torch.serialization.add_safe_globals([_rebuild])

@@ -31,7 +31,7 @@ def quantize_copy(
     input_max = torch.finfo(input_dtype or x.dtype).max
     x = x.float()
     block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
-    # One scale for all, or for a row, there is even if there are no elements.
+    # A scale of the whole tensor or of a row exists even if there are no elements.
     fill_cols = -cols % group if format.group or cols else 1
     fill_rows = -rows % block_rows if format.block_rows or rows else 1
     padded = F.pad(x, (0, fill_cols, 0, fill_rows))
@@ -120,7 +120,7 @@ def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: t
 
 
 def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """Largest |x|, NaN if there is one, 0 of nothing."""
+    """The largest |x|: NaN if one is among them, 0 without elements."""
     dims = tuple(range(x.dim())) if dims is None else dims
     if any(x.shape[d] == 0 for d in dims):
         return x.new_zeros([n for d, n in enumerate(x.shape) if d not in dims], dtype=torch.float32)
@@ -219,7 +219,7 @@ def _nvfp4_scale(amax: Tensor, tensor_amax: Tensor, format: Format) -> tuple[Ten
     return code, factor, decode
 
 
-# Of a device and dtype of its own: whoever imports this may have set other defaults.
+# Device and dtype are given, since the defaults may be others when this module is imported.
 _E2M1 = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
     dtype=torch.float32,

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 
 from ..runtime import apply, is_distributed, local_of, place_like
 from .copies import Copy
-from .formats import Format
 from .qtensor import PLAIN, Codes, QTensor, stand_in
 
 
@@ -20,7 +19,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(plain: Tensor, spec: str, *parts: Tensor | None) -> QTensor:
         copies = [None if p[0] is None else Copy(*p) for p in (parts[:3], parts[3:])]  # type: ignore[arg-type]
-        return QTensor(plain.shape, plain.dtype, Format.of(spec), *copies)
+        return QTensor(plain.shape, plain.dtype, spec, *copies)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -31,19 +30,20 @@ class _Wrap(torch.autograd.Function):
         return grad, *[None] * 7
 
 
-def wrap(plain: Tensor, format: Format, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
-    """A QTensor whose gradient becomes that of `plain`, a tensor of its shape and dtype that nobody reads. If `plain`
-    is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are QTensors."""
+def wrap(plain: Tensor, spec: str, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
+    """A QTensor of the format `spec` whose gradient becomes that of `plain`, a tensor of its shape and dtype that
+    nobody reads. If `plain` is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are
+    QTensors."""
     if is_distributed(plain):
-        return place_like(wrap(local_of(plain), format, rowwise, columnwise), plain)  # type: ignore[return-value]
+        return place_like(wrap(local_of(plain), spec, rowwise, columnwise), plain)  # type: ignore[return-value]
     if not (torch.compiler.is_compiling() or plain.requires_grad):
-        return QTensor(plain.shape, plain.dtype, format, rowwise, columnwise)
+        return QTensor(plain.shape, plain.dtype, spec, rowwise, columnwise)
     nothing = (None, None, None)
-    return apply(_Wrap, plain, format.spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
+    return apply(_Wrap, plain, spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
 
 
 class _StandIn(torch.autograd.Function):
-    """What autograd sees of a QTensor: its shape and dtype. The gradient passes through."""
+    """A plain tensor of the QTensor's shape and dtype for autograd, which passes the gradient through."""
 
     @staticmethod
     def forward(q: QTensor) -> Tensor:
@@ -59,11 +59,14 @@ class _StandIn(torch.autograd.Function):
 
 
 def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
-    """A tensor as an op takes it that reads codes: x itself and none; or, of a QTensor, its codes with a tensor of its
-    shape and dtype that nobody reads, and whose gradient becomes that of x. The opposite of `wrap`."""
+    """x in the form for ops that read codes. A plain x is returned with no codes. A QTensor is returned as its codes,
+    with a tensor of its shape and dtype that nobody reads and whose gradient becomes that of x. The opposite of
+    `wrap`."""
     if not isinstance(x, QTensor):
         return x, PLAIN
-    if torch.compiler.is_compiling():  # which does not see inside; the dispatcher takes it apart
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler cannot look inside a QTensor; the dispatcher takes it apart later
         return x, Codes(None, None, x.spec)
     if x.rowwise is None:
         raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
@@ -120,7 +123,7 @@ class DenseGradient(Tensor):
 
 
 def become_dense(q: QTensor, dense: Tensor) -> Tensor:
-    """Turn the object that q is into a `DenseGradient` of these numbers."""
+    """Turn the object q itself into a `DenseGradient` of these numbers."""
     q.__dict__.clear()
     q.__class__ = DenseGradient  # type: ignore[assignment]
     q.dense = dense  # type: ignore[attr-defined]

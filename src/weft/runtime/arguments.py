@@ -13,9 +13,9 @@ structs again. The host makes it of tensors, and a kernel with a parameter of th
 
     launch(grid, *_copy_kernel.arguments(x=Rows(x, x.stride(0)), y=Rows(y, y.stride(0)), count=n, factor=2.0))
 
-Of the other parameters, one whose name ends in `_ptr` is a pointer, one annotated `float` is a float, and the rest are
-integers. A launch takes all pointers, then all integers, then all floats, each depth first; Triton's own launchers take
-them nested as the parameters are.
+A parameter that is not a struct is a pointer if its name ends in `_ptr`, a float if it is annotated `float`, and else
+an integer. A launch takes all pointers, then all integers, then all floats, those of structs in depth-first order.
+Triton's own launchers take the arguments nested as the parameters are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Struct(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a kernel that are no constants, in their order."""
+    """The parameters of a kernel without its constants, in order."""
 
     def __init__(self, kernel: str, annotations: Mapping[str, Any]) -> None:
         self.kernel = kernel
@@ -64,8 +64,8 @@ class Parameters:
     def maker(self) -> Callable[..., Flat]:
         """A function from the arguments by name to the pointers, integers and floats of a launch.
 
-        It is generated, as those of a NamedTuple are: a launch has no time to look at annotations. None in place of a
-        struct is one whose pointers are None and whose numbers are 0.
+        It is generated code, as in NamedTuples, since looking at annotations would take too long in every launch. None
+        in place of a struct stands for one whose pointers are None and whose numbers are 0.
         """
         lines = [f"def arguments(*, {', '.join(member.name for member in self.members)}):"]
         for member in self.members:
@@ -81,18 +81,21 @@ class Parameters:
         return generated("\n".join(lines), f"{self.kernel}.arguments")
 
     def nesting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A launcher that takes the arguments flat, for one that takes structs as tuples."""
-        before = "x, y, z, stream, function, metadata, told, enter, leave"
+        """A launcher that takes the arguments flat and calls `run`, which takes structs as tuples."""
+        before = "x, y, z, stream, function, metadata, hook_info, enter_hook, exit_hook"
         flat = ", ".join(leaf.variable for leaf in self.leaves)
         nested = ", ".join(_pattern(member) for member in self.members)
         source = f"def launch({before}, {flat}, *constants):\n    run({before}, {nested}, *constants)"
         launch = generated(source, f"{self.kernel}.launch", run=run)
-        if hasattr(run, "reaching"):  # Loom's launcher, told of tensors that a kernel finds in memory
+        if hasattr(
+            run, "reaching"
+        ):  # Loom's launcher, which can be given the tensors whose addresses are in memory
             launch.reaching = lambda tensors: self.nesting(run.reaching(tensors))  # type: ignore[attr-defined]
         return launch
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values given by the names of leaves, by parameter: those of a struct are an instance of its class."""
+        """Values by the names of leaves, as values by the names of parameters: a struct becomes an instance of its
+        class."""
         return {member.name: _filled(member, values) for member in self.members}
 
 
@@ -107,7 +110,7 @@ def _member(name: str, kind: Any) -> Leaf | Struct:
             return Leaf(name, leaf)
     raise TypeError(
         f"{name} of a kernel is annotated with {kind!r}: members of a struct are Tensor, int, float or a NamedTuple of "
-        "these, and so are annotations of parameters that are no constants"
+        "these, and so are the annotations of parameters that are not constants"
     )
 
 
@@ -120,7 +123,7 @@ def _leaves(members: tuple[Leaf | Struct, ...]) -> Iterator[Leaf]:
 
 
 def _pattern(member: Leaf | Struct) -> str:
-    """The variables of a member as nested tuples: to take a struct apart, and to make it again."""
+    """Source code with the variables of a member as nested tuples, to take a struct apart or to put it together."""
     if isinstance(member, Struct):
         return f"({''.join(f'{_pattern(inner)}, ' for inner in member.members)})"
     return member.variable

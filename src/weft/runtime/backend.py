@@ -25,7 +25,7 @@ if TRITON:
 
 Backend = Literal["auto", "triton", "reference"]
 
-_device_types: dict[object, str] = {}  # a Triton driver -> the type of device it launches on
+_device_types: dict[object, str] = {}  # by Triton driver, the type of device that it launches on
 _without_driver = False
 
 
@@ -39,7 +39,7 @@ def _known(name: str) -> Backend:
 
 
 class _Block(threading.local):
-    """The choice of the innermost block that a thread is in. torch.compile could not trace a ContextVar."""
+    """The choice of the innermost block of a thread. It is not a ContextVar, which torch.compile could not trace."""
 
     choice: Backend | None = None
 
@@ -49,7 +49,7 @@ _process: Backend = _known(os.environ.get("WEFT_BACKEND") or "auto")
 
 
 def chosen() -> Backend:
-    """The choice that holds here."""
+    """The choice in force for this thread, here and now."""
     return _block.choice or _process
 
 
@@ -111,7 +111,7 @@ class backend(ContextDecorator):
             )
 
 
-# ---- who serves -----------------------------------------------------------------------------------------
+# ---- which implementation serves ------------------------------------------------------------------------
 
 
 def launch_device() -> str | None:
@@ -121,7 +121,7 @@ def launch_device() -> str | None:
         return None
     try:
         driver = drivers.active
-    except RuntimeError:  # no driver, or several that want to be it
+    except RuntimeError:  # there is no driver, or more than one is active
         _without_driver = True
         return None
     found = _device_types.get(driver)
@@ -134,8 +134,10 @@ def launch_device() -> str | None:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether Triton serves a call on `device`, as things stand and as the caller chose."""
-    choice = chosen()
+    """Whether Triton serves a call on `device`, given the active driver and the caller's choice."""
+    choice = _block.choice or _process
+    if choice == "auto" and TRITON and _device_types.get(drivers._active) == device.type:
+        return True  # the most common answer first: it is asked in every call
     if choice == "reference":
         return False
     if launch_device() == device.type or is_recording():

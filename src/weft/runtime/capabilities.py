@@ -1,4 +1,4 @@
-"""What a GPU (or the CPU) can do, as far as it changes which kernel is built."""
+"""What a GPU (or the CPU) can do, as far as the choice of kernels depends on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about one target, read off what Triton 3.7 builds for it.
+    """Facts about one target, taken from what Triton 3.7 compiles for it.
 
     - `fp8_cast`: an fp32 number becomes e4m3 or e5m2 in hardware with one rounding to nearest even. Without it
       (sm_80 has no such type, sm_89 rounds twice, gfx942 emulates it) kernels encode with integer arithmetic:
@@ -18,7 +18,7 @@ class Capabilities:
     - `fp8_saturates`: that conversion also clamps to the largest number and has one code for NaN.
     - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions that take these operands.
     - `descriptors`: tensor descriptors become bulk copies.
-    - `multiprocessors`: programs that run at the same time; for a named target that of a typical product.
+    - `multiprocessors`: how many the device has; for a named target, how many a typical product has.
     """
 
     target: str
@@ -39,7 +39,7 @@ class Capabilities:
 
     @staticmethod
     def of(target: str) -> Capabilities:
-        """Those of a named target.
+        """The capabilities of a named target.
 
         >>> Capabilities.of("sm_90").fp8_cast, Capabilities.of("sm_89").fp8_cast
         (True, False)
@@ -51,7 +51,7 @@ class Capabilities:
 
 
 def warp_size_of(target: str) -> int:
-    """Threads of a warp, or of AMD's wave."""
+    """How many threads a warp has, or a wave on AMD."""
     return 64 if target.startswith("gfx") else 1 if target == "cpu" else 32
 
 
@@ -107,8 +107,8 @@ _TARGETS = {
 
 @functools.cache
 def of_device(device: torch.device) -> Capabilities:
-    """Those of a device of this machine, asked of PyTorch. A device newer than the table counts as its nearest
-    older relative."""
+    """The capabilities of a device of this machine, by what PyTorch says about it. A device that is newer than the
+    table is taken for the nearest older one."""
     if device.type == "cpu":
         return Capabilities.of("cpu")
     properties = torch.cuda.get_device_properties(device)

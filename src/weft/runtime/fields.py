@@ -1,8 +1,8 @@
 """The arguments and outputs of an op are NamedTuples: what `torch.library` has to know about them.
 
-A dispatcher takes flat lists. The leaves of a NamedTuple are its members, and those of members that are NamedTuples
-themselves: `a.to.format` is the leaf `to_format`. The functions that lead from one form to the other are generated,
-as those of NamedTuples are: they run in every call.
+A dispatcher takes flat lists. The leaves of a NamedTuple are its members, and the leaves of members that are
+NamedTuples themselves: `a.to.format` is the leaf `to_format`. The functions that convert between both forms are
+generated code, as in NamedTuples, since they run in every call.
 
     class To(NamedTuple):
         format: str | None
@@ -63,10 +63,10 @@ class Leaf(NamedTuple):
 
 
 class Fields(Generic[T]):
-    """What is known about a NamedTuple class.
+    """How a NamedTuple class is converted to flat lists and back.
 
     - `flatten(a)`: its leaves as a tuple; `build(*leaves)`: the way back.
-    - `tensors(a)`: the leaves that are tensors, lists of tensors, or None in the place of one; `others(a)`: the rest.
+    - `tensors(a)`: the leaves that are tensors, lists of tensors, or None for an absent one; `others(a)`: the rest.
     - `join(tensors, others)`: the way back from these two.
     """
 
@@ -107,7 +107,7 @@ class Fields(Generic[T]):
         return Fields(cls)  # type: ignore[arg-type]
 
     def from_present(self, present: T | None, values: Iterable[Any]) -> T:
-        """The NamedTuple of values that leave out those that are not `present`."""
+        """The NamedTuple with `values` for the leaves that are `present`, and None for the others."""
         if present is None:
             return self.build(*values)
         rest = iter(values)
@@ -150,7 +150,7 @@ def _tuple_of(expressions: Iterable[str]) -> str:
 
 
 def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]) -> str:
-    """The expression that makes a `cls` of the expressions of its leaves."""
+    """Source code that builds a `cls` from the source code of its leaves."""
     members = []
     for name, kind in get_type_hints(cls).items():
         nested = _is_namedtuple(kind)
@@ -161,5 +161,5 @@ def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]
 
 
 def _generated(source: str, known: dict[str, type]) -> Any:
-    """The function of an expression. torch.compile traces it as it does the rest of this file."""
+    """The function that a lambda expression defines. torch.compile can trace it like other code of this file."""
     return eval(compile(source, __file__, "eval"), known)

@@ -45,8 +45,8 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 
-# Integers below it have 32 bits in a kernel, which may then add two of them, or a tile to one, as a loop does with the
-# last step of its counter: the sum has 32 bits as well. Products of sizes are computed in 64 bits everywhere.
+# Integers below it are 32 bits wide in a kernel. The sum of two of them, or of one and a tile (as when a loop counter
+# takes its last step), then fits 32 bits too. Products of sizes are computed in 64 bits everywhere.
 WIDE = 2**30
 
 
@@ -70,12 +70,12 @@ class Kernel:
 
     @functools.cached_property
     def layout(self) -> Parameters:
-        """The parameters that are no constants, their annotations looked up where the kernel was written."""
+        """The parameters without the constants, their annotations looked up in the module of the kernel."""
         hints = get_type_hints(self.fn.fn)
         return Parameters(self.name, {p: hints.get(p) for p in self.parameters if p not in self.constants})
 
     def compiled(self, variant: Variant, driver: Any, index: int | None) -> Any:
-        """The binary for a driver's device, loaded there."""
+        """The binary for a device of this driver, loaded on it."""
         with _on_device(index):
             return self._compiled(variant, driver, index)
 
@@ -97,7 +97,7 @@ class Kernel:
 
 
 def _on_device(index: int | None) -> Any:
-    """A context in which a GPU is the current one; the CPU has no index."""
+    """A context in which the GPU with this index is the current device; the CPU has no index."""
     return nullcontext() if index is None else torch.cuda.device(index)
 
 
@@ -112,8 +112,8 @@ def kernel(fn: Any) -> Any:
 
 @functools.cache
 def _reader(count: int) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], int]]:
-    """A function of so many tensors or None: their dtypes, their addresses, and the bits that are set in any address.
-    It is generated, without a loop: it runs in every launch."""
+    """A function of `count` tensors (or None) that returns their dtypes, their addresses, and the bits that are set in
+    any address. It is generated without a loop, since it runs in every launch."""
     numbers = range(count)
     lines = [f"def read({', '.join(f't{i}' for i in numbers)}):"]
     lines.append(f"    {''.join(f'd{i} = a{i} = ' for i in numbers)}None; bits = 0")
@@ -128,12 +128,12 @@ def _reader(count: int) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...],
 class Launch:
     """A kernel with its constants and its launch configuration chosen. Calling it launches.
 
-    `Launch.of` finds the one with these constants again, so that a call does not have to look at them all.
-    A kernel's constants are its last parameters. What comes before them is launched in the order pointers, integers,
-    floats; where structs make it hard to say which these are, `kernel.arguments(...)` does.
+    `Launch.of` returns the same object for the same constants, so that a call does not have to look at them all.
+    A kernel's constants are its last parameters. The others are passed as pointers, integers and floats, in this order;
+    `kernel.arguments(...)` puts them into it, which is simplest where there are structs.
     """
 
-    __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps")
+    __slots__ = ("_known", "_read", "constants", "kernel", "num_stages", "num_warps")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
         if set(constants) != kernel.constants:
@@ -142,6 +142,7 @@ class Launch:
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
         self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...], bool]] = {}
+        self._read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
 
     @staticmethod
     @functools.cache
@@ -156,13 +157,13 @@ class Launch:
         floats: tuple[float, ...] = (),
         reached: Sequence[Tensor] = (),
     ) -> None:
-        """Launch `grid` programs; a pointer that is None is absent at compile time. The first one is a tensor.
-        `reached` are tensors whose addresses the kernel finds in memory: a sanitizer wants to know them."""
+        """Launch `grid` programs. A pointer that is None is a constant of the compiled code; the first pointer is never
+        None. `reached` are tensors whose addresses the kernel reads from memory: a sanitizer has to know them."""
         wide = max(integers) >= WIDE
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
             return
-        dtypes, addresses, low_bits = _reader(len(pointers))(*pointers)
+        dtypes, addresses, low_bits = self._read(*pointers)
         driver = drivers.active
         index = pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
@@ -193,14 +194,14 @@ class Launch:
         else:
             with _on_device(index):
                 stream = driver.get_current_stream(index)
-                told = {"name": self.kernel.name, "function": function, "stream": stream}
+                hook_info = {"name": self.kernel.name, "function": function, "stream": stream}
                 leave = knobs.runtime.launch_exit_hook
                 run(
                     *grid,
                     stream,
                     function,
                     metadata,
-                    told,
+                    hook_info,
                     enter,
                     leave,
                     *addresses,
@@ -210,7 +211,7 @@ class Launch:
                 )
 
     def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
-        """What is compiled for these arguments. Integers have 64 bits if one of them is `WIDE`."""
+        """What is compiled for these arguments. All integers have 64 bits if `wide`, else 32."""
         kinds = ["constexpr" if tensor is None else _POINTERS[tensor.dtype] for tensor in pointers]
         kinds += ["i64" if wide else "i32"] * integers
         layout = self.kernel.layout
@@ -256,12 +257,12 @@ class Launch:
 
 
 def _with_scratch(run: Any, index: int) -> Any:
-    """A launcher whose kernel keeps tensor descriptors in global memory: Triton asks an allocator for it, which is set
-    for the time of the call alone."""
+    """A launcher for a kernel that keeps tensor descriptors in global memory. Triton asks an allocator for that memory,
+    which is set only during the call."""
     from triton.runtime._allocation import _allocator
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        # PyTorch's blocks are aligned to 512 bytes, and free again only for what follows on the stream.
+        # PyTorch's blocks are aligned to 512 bytes. Once freed, they are used again only by later work on the stream.
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
 
     def launch(*args: Any) -> None:
@@ -305,7 +306,7 @@ def recording(target: str) -> Iterator[list[Variant]]:
 
 @contextmanager
 def choosing_for(target: str) -> Iterator[None]:
-    """Launch here what ops would launch on `target`: its tiles and its conversions, run by this machine's device."""
+    """Launch on this machine's device what ops would launch on `target`: the same tiles and conversions."""
     global _chosen_target
     previous, _chosen_target = _chosen_target, Capabilities.of(target)
     try:
@@ -319,5 +320,5 @@ def is_recording() -> bool:
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
-    """What the device of a call can do: that of the target chosen for, if one is."""
+    """The capabilities of the device of a call, or of the target of `choosing_for` if there is one."""
     return _chosen_target or capabilities.of_device(device)

@@ -1,4 +1,4 @@
-"""Loom, which launches kernels on the CPU: what keeps it from that here, and how it is installed."""
+"""Loom, which launches kernels on the CPU: why it cannot do so on this machine, and how it is installed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def is_installed() -> bool:
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why Loom, which is installed, cannot build kernels here; None if it can. Asked once: a process does not change
-    from one implementation to another by itself."""
+    """Why Loom, which is installed, cannot build kernels here; None if it can. It is found out once, so that a
+    process does not change from one implementation to another by itself."""
     import triton_loom
 
     return triton_loom.obstacle()
@@ -31,7 +31,7 @@ def obstacle() -> str | None:
 
 @functools.cache
 def warn_of(reason: str) -> None:
-    """Say once that kernels are not used, though Loom is installed for them."""
+    """Warn once that kernels are not used although Loom is installed."""
     warnings.warn(
         f"{DETOUR}, since Loom cannot build kernels here. {reason}",
         RuntimeWarning,
@@ -39,7 +39,7 @@ def warn_of(reason: str) -> None:
     )
 
 
-DETOUR = "Weft's ops on CPU tensors run in plain PyTorch"  # how the warning begins
+DETOUR = "Weft's ops on CPU tensors run in plain PyTorch"  # the beginning of the warning
 
 
 def what_is_missing() -> str:
@@ -54,8 +54,8 @@ def what_is_missing() -> str:
 
 
 def install_command() -> str:
-    """A shell's line that installs Loom from where Weft came from: its checkout, the directory or repository that pip
-    installed it from, or the package index."""
+    """The shell command that installs Loom from the same source as Weft: a checkout, the directory or repository that
+    pip installed it from, or the package index."""
     checkout = Path(__file__).parents[3]
     if _has_loom(checkout):
         return f"{pip()} install -e {shlex.quote(str(checkout / 'loom'))}"

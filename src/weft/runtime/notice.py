@@ -1,8 +1,8 @@
 """A line on the terminal when building kernels takes long, so that nobody takes the first call for a hang.
 
-Nothing is printed unless the standard error of the process is a terminal, in CI (the variable `CI`), with
-`WEFT_QUIET=1`, or by other ranks than the first. The line comes after 2 seconds of building, and again, with another
-number of kernels, after 20 and 200.
+Nothing is printed if the standard error of the process is not a terminal, in CI (the variable `CI`), with
+`WEFT_QUIET=1`, or by ranks other than the first. The line comes after 2 seconds of building, and again after 20 and
+200, with the number of kernels built by then.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-SECONDS = 2.0  # of building, until the first line
-AGAIN = 10.0  # times as many until the next
-FOUND = 0.1  # seconds; a kernel that takes less was built before, and only loaded from Triton's cache
+SECONDS = 2.0  # of building before the first line
+AGAIN = 10.0  # the factor by which this time grows for the next line
+FOUND = 0.1  # seconds; a kernel that takes less was not built but loaded from Triton's cache
 
 
 class Notice:
@@ -24,16 +24,16 @@ class Notice:
 
     def __init__(self) -> None:
         self.built = 0
-        self._due = SECONDS  # of building: when the next line comes
-        self._spent = 0.0  # seconds, without those of the builds that are under way
-        self._since = 0.0  # when these began
+        self._due = SECONDS  # how many seconds of building before the next line
+        self._spent = 0.0  # seconds of all builds that have ended
+        self._since = 0.0  # when the builds under way began
         self._under_way = 0
         self._over = threading.Event()
         self._lock = threading.Lock()
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around the building of a kernel, by any thread."""
+        """A context for the building of a kernel, by any thread."""
         if is_quiet():
             yield
             return
@@ -79,7 +79,7 @@ NOTICE = Notice()
 
 
 def is_quiet() -> bool:
-    """Whether nothing may be printed, as things stand."""
+    """Whether nothing may be printed in this process."""
     if os.environ.get("WEFT_QUIET", "0") not in ("", "0") or os.environ.get("CI", "") not in (
         "",
         "0",
@@ -90,7 +90,7 @@ def is_quiet() -> bool:
         return True
     try:
         return not sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # the process has no standard error, or it is closed
         return True
 
 

@@ -1,8 +1,8 @@
 """Compile Triton kernels for named GPUs on a machine without one, and read the binaries.
 
-What is read here was compiled, never measured: it says which instructions, registers and spills a kernel
-has, not how fast it is. Few registers together with spills are no virtue: under far too much pressure, ptxas
-12.8 was seen to use 32 registers and kilobytes of stack where 255 were allowed.
+All figures are compiled, none is measured: they tell which instructions, registers and spills a kernel has, not
+how fast it is. Few registers together with spills are a bad sign: with far too many live values, ptxas 12.8 was
+seen to use 32 registers and kilobytes of stack where 255 registers were allowed.
 
 Compilation happens in child processes, because some compiler failures end the process instead of raising and
 some compilations do not end at all. A child compiles many variants one after another, since starting it costs
@@ -43,8 +43,8 @@ _TAIL = 4000
 class Variant:
     """Everything that decides a kernel's code, apart from the target.
 
-    `signature` names every parameter in order with its type ("*bf16", "i32", "fp32", "constexpr"); that of a
-    struct is an instance of its NamedTuple which holds the types of its members. `constants` holds the value of
+    `signature` has the type of every parameter by name, in order ("*bf16", "i32", "fp32", "constexpr"); the type of
+    a struct is an instance of its NamedTuple that holds the types of its members. `constants` holds the value of
     each "constexpr" one, None for an absent pointer; a member of a struct is named as "x.ptr". The rest is what Triton
     would know at launch: with `aligned`, that every pointer is divisible by 16; that the integers named in
     `divisible` are; and with `small`, that every tensor has less than 2 GiB, which lets the AMD compiler use
@@ -79,11 +79,11 @@ class Variant:
 
 
 class Leaf(NamedTuple):
-    """What is no struct in the signature of a variant."""
+    """A pointer, a number or a constant in the signature of a variant, possibly inside of structs."""
 
     name: str
     kind: str
-    path: tuple[int, ...]  # the position of its parameter, and then those in the structs around it
+    path: tuple[int, ...]  # the position of its parameter, then its position in each struct around it
 
 
 def _leaves(name: str, kind: Any, path: tuple[int, ...]) -> Iterator[Leaf]:
@@ -96,7 +96,7 @@ def _leaves(name: str, kind: Any, path: tuple[int, ...]) -> Iterator[Leaf]:
 
 @dataclass(frozen=True)
 class Binary:
-    """What was read off one binary.
+    """What was read from one binary.
 
     `registers` are per thread (NVIDIA) or VGPRs per lane, AGPRs included (AMD). `spill_bytes` are per thread:
     the stores plus loads that ptxas reports, or four times the spilled VGPRs and SGPRs. `stack` is local
@@ -152,10 +152,10 @@ def compile_all(
     timeout: float = 120,
     progress: Callable[[int, int, Binary | CompileError], None] | None = None,
 ) -> list[Binary | CompileError]:
-    """Compile each (variant, target) and return what came of it, in the order given.
+    """Compile each (variant, target) and return the binaries or errors, in the same order.
 
     A failure is returned, not raised, and concerns its own variant only. `timeout` is in seconds for each
-    variant. After each, `progress` is called with how many are done, how many there are, and the result.
+    variant. After each one, `progress` is called with the number done, the number of all, and the result.
     """
     jobs = list(variants)
     unknown = {target for _, target in jobs} - set(TARGETS)
@@ -197,7 +197,7 @@ def compile_all(
 
 
 class _Worker:
-    """A child process that compiles, seen from the parent."""
+    """The parent's handle of a child process that compiles."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -228,14 +228,14 @@ class _Worker:
 
     def give(self, index: int, variant: Variant, target: str) -> None:
         self.job, self.target, self.kernel = index, target, f"{variant.module}.{variant.kernel}"
-        if self.ready:  # else starting it is still under way, with its own deadline and its words of interest
+        if self.ready:  # a child that is still starting has a deadline of its own, and its log still matters
             self.log_start = self.log.seek(0, os.SEEK_END)
             self.deadline = time.monotonic() + self.timeout
-        with contextlib.suppress(OSError):  # if it has died meanwhile, listening will tell
+        with contextlib.suppress(OSError):  # if the child has died, `listen` will find out
             self.pipe.send((variant, target))
 
     def listen(self, heard: bool) -> Binary | CompileError | None:
-        """What became of the job, or None while it is being done."""
+        """The result of the job, or None while it is being done."""
         if not heard:
             if time.monotonic() < self.deadline:
                 return None
@@ -256,7 +256,7 @@ class _Worker:
         return result
 
     def stop(self) -> None:
-        # Not yet waited for, so that its id is still its own.
+        # Nobody has waited for the child yet, so its id cannot belong to another process.
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.pipe.close()
@@ -280,7 +280,7 @@ class _Worker:
 
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
-    # Interpreted kernels cannot be compiled, and a cache of binaries alone has no PTX to read.
+    # Interpreted kernels cannot be compiled; and a cache that keeps binaries alone has no PTX to read.
     for name in ("TRITON_INTERPRET", "TRITON_STORE_BINARY_ONLY"):
         environment.pop(name, None)
     # Kernels can ask for the GPU that is present, and their code must not depend on it.
@@ -316,7 +316,7 @@ def _serve(handle: int, timeout: float) -> None:
 
 
 def build(kernel: Any, variant: Variant, target: Any) -> Any:
-    """Compile a variant of a JITFunction for Triton's target: what is launched and what is inspected alike."""
+    """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here."""
     import triton
     from triton.compiler import ASTSource
 
@@ -346,7 +346,7 @@ def _compile(variant: Variant, target: str) -> Binary:
 
     begin = time.perf_counter()
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-    while not isinstance(kernel, JITFunction):  # autotuners and heuristics wrap theirs
+    while not isinstance(kernel, JITFunction):  # autotuners and heuristics wrap it
         kernel = kernel.fn
     names = [name for name, _ in variant.signature]
     if names != list(kernel.arg_names):
@@ -356,7 +356,7 @@ def _compile(variant: Variant, target: str) -> Binary:
     if expected != set(constants):
         raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
     if wrong := set(variant.divisible) - set(types):
-        raise ValueError(f"no parameters {sorted(wrong)} that could be divisible")
+        raise ValueError(f"the kernel has no integer parameters {sorted(wrong)} that could be divisible")
     nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     compiled = build(kernel, variant, gpu)
@@ -423,7 +423,7 @@ def _read_nvidia(cubin: bytes, ptx: str, gpu: Any, options: dict[str, Any]) -> _
     import triton
     from triton import knobs
 
-    # The disassembler needs half a second whatever it is given, more than a small kernel needs to compile.
+    # The disassembler takes half a second for any binary, longer than a small kernel takes to compile.
     digest = hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode() + cubin).hexdigest()
     cached = Path(knobs.cache.dir) / "weft-offline" / f"{digest}.json"
     if cached.exists():

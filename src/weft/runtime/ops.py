@@ -1,7 +1,7 @@
 """An op: its arguments, how it is run, traced and differentiated, and its place in the one catalogue.
 
 `define_op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
-Called in eager mode on plain tensors, an op skips the dispatcher: that alone would cost more than the launch.
+Called in eager mode on plain tensors, an op skips the dispatcher, which alone would cost more than the launch.
 
 Arguments and outputs are NamedTuples. Where a dispatcher or autograd wants flat lists, `fields` makes them; the list
 that a dispatcher returns leaves out the outputs that are None.
@@ -32,10 +32,13 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 
 Gradients = dict[str, Tensor | None]
 
-# In the arguments of a backward op that are kept until it runs: what is known only then, the gradient.
+# Stands for a gradient in the arguments of a backward op while they are kept: it is known only when backward runs.
 LATER: Any = None
 
 _PLAIN = frozenset({Tensor, Parameter})
+
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
 
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
 catalogue: dict[str, Any] = {}
@@ -44,24 +47,24 @@ _library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-
 
 
 class Nothing(NamedTuple):
-    """The outputs of an op that writes to its arguments."""
+    """The outputs of an op that returns nothing and writes to its arguments."""
 
 
 class Backward(NamedTuple):
     """What an op's backward is given."""
 
     kept: Any  # what the op's `keep` returned
-    grads: Any  # gradients of the outputs, by name; None for outputs that nothing was made of
+    grads: Any  # gradients of the outputs, by name; None for outputs that were not used
     needs: Any  # for each tensor among the arguments, by name, whether its gradient is wanted
     node: Any  # autograd's own object
 
 
 class _Call:
-    """A call on its way through autograd, which hands on what it does not know."""
+    """A call on its way through autograd, which passes objects of unknown types on unchanged."""
 
     __slots__ = ("arguments", "differentiable", "outputs")
     outputs: Any
-    differentiable: list[Tensor]  # those of the outputs that have gradients
+    differentiable: list[Tensor]  # the outputs that have gradients
 
     def __init__(self, arguments: Any) -> None:
         self.arguments = arguments
@@ -74,8 +77,8 @@ class Op(Generic[A, O]):
     - `allocate(a)` makes the outputs, uninitialised: shapes, dtypes and strides are decided here alone.
     - `launch(outputs, a)` fills them with Triton kernels.
     - `reference(a)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
-    - `present(a)`: outputs with a truth value each, whether it is there; None if all of them always are.
-    - `keep(a, outputs)`: a NamedTuple of what backward wants, in most ops its arguments as far as they are known.
+    - `present(a)`: outputs with a truth value each, whether the output is not None; None if no output is optional.
+    - `keep(a, outputs)`: a NamedTuple of what backward needs, in most ops its arguments as far as they are known.
     - `backward(b)`: gradients by the names of the arguments. `differentiable` are the outputs that have a gradient.
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
@@ -92,7 +95,7 @@ class Op(Generic[A, O]):
     present: Callable[[A], O] | None = None
     keep: Callable[[A, O], tuple[Any, ...]] | None = None
     backward: Callable[[Backward], Gradients] | None = None
-    differentiable_outputs: tuple[int, ...] = ()  # as leaves of the outputs are counted
+    differentiable_outputs: tuple[int, ...] = ()  # their positions among the leaves of the outputs
     other_outputs: tuple[int, ...] = ()
     written: tuple[str, ...] = ()  # arguments that the op writes to
     sharding: Callable[[A], Sharding] | None = None
@@ -109,9 +112,10 @@ class Op(Generic[A, O]):
         if torch.compiler.is_compiling():
             return self.dispatch(a)
         tensors = self.arguments.tensors(a)
-        if _is_transformed():
+        # `_is_transformed()` and `_is_watched()`, written out: this runs in every call.
+        if _functorch_level() is not None or forward_ad._current_level >= 0:
             return self.outputs.build(*apply(self.function, a, *tensors))
-        if _is_watched():
+        if _count_dispatch_modes():
             return self.dispatch(a)
         requires_grad = False
         for tensor in tensors:
@@ -127,12 +131,12 @@ class Op(Generic[A, O]):
         if requires_grad and torch.is_grad_enabled():
             call = _Call(a)
             made = self.node(call, *tensors)
-            # Autograd writes its history into the tensors that it is given. It makes new ones only if it has to.
+            # Autograd records its history in the tensors that it is given, and makes new ones only if it has to.
             return call.outputs if all(map(is_, made, call.differentiable)) else self.with_history(call, made)
         return self.run(a)
 
     def with_history(self, call: _Call, made: Iterable[Tensor]) -> O:
-        """The outputs of a call, with others in place of those that have gradients."""
+        """The outputs of a call, with `made` in place of those that have gradients."""
         flat, rest = list(self.outputs.flatten(call.outputs)), iter(made)
         for i in self.differentiable_outputs:
             flat[i] = flat[i] if flat[i] is None else next(rest)
@@ -191,8 +195,8 @@ class Op(Generic[A, O]):
         return not _are_plain(tensor for tensor in self.arguments.tensors(a) if tensor is not None)
 
     def serves(self, x: Tensor | list[Tensor]) -> bool:
-        """Whether kernels compute for x; the reference does in float64, of nothing, and without a driver. The tensors
-        of a list are on one device, and in float64 all or none."""
+        """Whether kernels serve a call on x. The reference serves float64, tensors without elements, and devices
+        without a driver. The tensors of a list are on one device, and either all or none in float64."""
         if isinstance(x, list):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
@@ -212,7 +216,8 @@ class Op(Generic[A, O]):
         return outputs
 
     def fake(self, a: A) -> O:
-        """The outputs of a traced call. A graph has no place for tangents, which would vanish without a word."""
+        """The outputs of a traced call. Forward-mode tangents are refused: a graph cannot hold them, and they would be
+        lost silently."""
         if forward_ad._current_level >= 0:
             self.function.jvp(None)
         return self.allocate(a)
@@ -259,13 +264,19 @@ def define_op(
     taken, made = Fields(arguments), Fields(outputs)
     wrong = [leaf.name for leaf in made.leaves if not leaf.is_tensor or leaf.schema == "Tensor[]"]
     if wrong:
-        raise TypeError(f"{name}: outputs are tensors, or None; not so {', '.join(wrong)}")
+        raise TypeError(
+            f"{name}: an output must be annotated Tensor or Tensor | None; {', '.join(wrong)} is not"
+        )
     if present is None and any(leaf.optional for leaf in made.leaves):
-        raise ValueError(f"{name} has optional outputs: it needs `present`, which says when they are there")
+        raise ValueError(
+            f"{name} has optional outputs: give `present`, which says which of them are not None"
+        )
     written = tuple(leaf.name for leaf in taken.leaves if leaf.written)
     if bool(written) == bool(made.leaves):
-        raise ValueError(f"{name}: an op either writes to its arguments or returns tensors")
-    # Without a backward, a gradient that comes back to any output is an error, which has to be found.
+        raise ValueError(
+            f"{name}: an op that writes to its arguments has the outputs Nothing, and no other op has"
+        )
+    # Without a backward all outputs count as differentiable, so that a gradient for any of them raises an error.
     differentiable = differentiable or (made.names if backward is None else made.names[:1])
     unknown = sorted(set(differentiable) - set(made.names))
     if unknown:
@@ -307,7 +318,7 @@ def define_op(
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """`function.apply`, for a function with a `setup_context`; where functorch is not at work, without its cost."""
+    """`function.apply`, for a function with a `setup_context`; outside of functorch, without the cost of functorch."""
     if torch.compiler.is_compiling():
         if not any(isinstance(a, Tensor) and a.requires_grad for a in args) or not torch.is_grad_enabled():
             return function.forward(
@@ -320,7 +331,8 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def _core_apply(function: type[Function]) -> Callable[..., Any]:
-    """The method of PyTorch's core that `Function.apply` ends in, a quarter of its time: the rest is for functorch."""
+    """The method of PyTorch's core that `Function.apply` ends in. It takes a quarter of the time; the rest is
+    functorch's."""
     return super(Function, function).apply  # type: ignore[misc, no-any-return]
 
 
@@ -328,7 +340,7 @@ def _core_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 class _Kept(NamedTuple):
-    """What an op's `keep` returned, without its tensors. Autograd saves those, and finds out if one has changed."""
+    """What an op's `keep` returned, without its tensors. Autograd saves the tensors, and notices if one was changed."""
 
     fields: Fields[Any]
     others: tuple[Any, ...]
@@ -364,8 +376,8 @@ def _gradients(
     saved = ctx.saved_tensors
     kept: _Kept = ctx.kept
     if kept.transformed:
-        # The tensors are wrapped for a transform that may have ended, as it has for the function that
-        # `torch.func.vjp` returns.
+        # The tensors are wrapped for a transform that may have ended by now, as in the function that `torch.func.vjp`
+        # returns.
         unwrap = torch._C._functorch.unwrap_if_dead
         saved = tuple(t if t is None else unwrap(t) for t in saved)
     call = Backward(kept.fields.join(saved, kept.others), grads, needs_type(*needs), ctx)
@@ -392,8 +404,8 @@ def _needs_type(op: Op[A, O]) -> Any:
 
 
 def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
-    """The op as an autograd node: for functorch's transforms, and for eager calls on plain tensors. Beside the
-    arguments it takes the tensors among them once more: autograd looks at no other place."""
+    """The op as autograd functions: one for functorch's transforms, and one for eager calls on plain tensors. Besides
+    the NamedTuple of arguments they take its tensors one by one, since autograd finds tensors only there."""
     needs_type = _needs_type(op)
     build, flatten, places = op.outputs.build, op.outputs.flatten, op.differentiable_outputs
 
@@ -402,7 +414,8 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
         return flatten(op.run(a) if plain else op.dispatch(a))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        # An op computes what its backward wants only if a gradient is wanted; functorch asks again for every transform.
+        # An op computes what its backward needs only if a gradient is wanted, which functorch decides for every
+        # transform.
         if op.keep is not None and True in ctx.needs_input_grad:
             _keep(op, ctx, inputs[0], build(*output), transformed=_is_transformed())
             _mark(op, ctx, output)
@@ -410,21 +423,18 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
 
-    # A plain call takes the outputs that have gradients through autograd, and no others.
+    # In a plain call only the outputs that have gradients go through autograd. Its forward is given the node: a
+    # separate `setup_context`, which functorch wants, would cost a call more.
 
-    def forward_plain(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward_plain(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         call.outputs = outputs = op.run(call.arguments)
         flat = flatten(outputs)
         call.differentiable = [flat[i] for i in places if flat[i] is not None]
-        return tuple(call.differentiable)
-
-    def setup_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         if op.keep is not None:
-            call = inputs[0]
-            _keep(op, ctx, call.arguments, call.outputs, transformed=False)
+            _keep(op, ctx, call.arguments, outputs, transformed=False)
             if len(places) > 1:
-                flat = flatten(call.outputs)
                 ctx.places = [i for i in places if flat[i] is not None]
+        return tuple(call.differentiable)
 
     def backward_plain(ctx: Any, *grads: Tensor | None) -> Any:
         if op.backward is None:
@@ -446,20 +456,18 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
             "ops take leading dimensions as they are, so call it once on the whole batch, or in a loop"
         )
 
-    methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
-    # autograd names the node when the class is made
-    function = type(f"weft_{op.name}", (Function,), methods)
-    plain: dict[str, Any] = {
-        "forward": forward_plain,
-        "setup_context": setup_plain,
-        "backward": backward_plain,
-    }
-    methods |= {name: staticmethod(method) for name, method in plain.items()}
-    return function, type(f"weft_{op.name}", (Function,), methods)
+    def node_class(**methods: Callable[..., Any]) -> type[Function]:
+        # Autograd takes the name of the node from the class when that is made.
+        return type(f"weft_{op.name}", (Function,), {name: staticmethod(f) for name, f in methods.items()})
+
+    return (
+        node_class(forward=forward, setup_context=setup_context, backward=backward, jvp=jvp, vmap=vmap),
+        node_class(forward=forward_plain, backward=backward_plain, jvp=jvp, vmap=vmap),
+    )
 
 
 def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """The same for calls by way of the dispatcher: (setup_context, backward)."""
+    """(setup_context, backward) of the op for calls by way of the dispatcher."""
     needs_type = _needs_type(op)
     leaves = op.arguments.leaves
     tensors = [i for i, leaf in enumerate(leaves) if leaf.is_tensor]
@@ -481,25 +489,25 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
     return setup_context, backward
 
 
-# ---- what watches a call --------------------------------------------------------------------------------
+# ---- what sees a call besides autograd ------------------------------------------------------------------
 
 
 def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
-    """Whether none of the tensors, and of lists of them, is of a subclass other than Parameter."""
+    """Whether no tensor, alone or in a list, is of a subclass other than Parameter."""
     return all(_are_plain(t) if isinstance(t, list) else type(t) in _PLAIN for t in tensors)
 
 
 def _is_watched() -> bool:
     """Whether something sees every call that the dispatcher makes: a dispatch mode, such as that of fake tensors."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(_count_dispatch_modes())
 
 
 def _is_transformed() -> bool:
     """Whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the numbers of x can be looked at: no device has to be waited for, and nothing traces the call."""
+    """Whether the numbers of x can be read: without waiting for a device, and without anything that traces the call."""
     traced = torch.compiler.is_compiling() or _is_watched() or _is_transformed() or type(x) not in _PLAIN
     return not traced and x.device.type == "cpu"

@@ -13,9 +13,9 @@ dimension, that of the tensors it shards. Then every rank computes with its shar
 - An output that has it is sharded along it. One that does not have it is what the ranks' values add up to, and says so:
   "sum: e" is `Partial("sum")`, "max:" is `Partial("max")`.
 
-A rank's shard of a result is that part of the unsharded result, bit for bit. What can't be computed so is refused, with
-the redistribution that would help: nothing is moved without a word. A gradient comes in as DTensor's autograd gives it:
-`DTensor.from_local` redistributes it to the placement of the result that it belongs to.
+A rank's shard of a result is that part of the unsharded result, bit for bit. A call that can't be computed so is
+refused with an error that names the redistribution that would help: nothing is moved silently. Gradients come in with
+the placement of the result that they belong to, since `DTensor.from_local` redistributes them to it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 class Sharding(NamedTuple):
     """The dimensions of an op's tensors, by their names.
 
-    - `inputs`: of each tensor among the arguments; the first one that is there has all leading dimensions. "_" is a
-      dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0 1) k", are joined into
-      one when the shard is taken.
-    - `outputs`: of each output; None for what stays with the rank and is no DTensor.
-    - `whole`: dimensions that can't be sharded, with the reason, and in another sentence what to do about it, if there
-      is something besides redistributing; "..." for all the leading ones.
-    - `block`: so many consecutive rows, counted over all leading dimensions, lie on one rank.
-    - `counted`: tensors of indices along a dimension that may be absent, where they count from 0.
-    - `sizes`: arguments that are the size of a dimension, and become that of the shard.
+    - `inputs`: the dimensions of each tensor among the arguments; the first that is not None has all leading
+      dimensions. "_" is a dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0
+      1) k", are joined into one when the shard is taken.
+    - `outputs`: the dimensions of each output; None for an output that stays a plain tensor of the rank.
+    - `whole`: dimensions that can't be sharded, with the reason, and in a second sentence what to do about it if that
+      is something other than redistributing; "..." stands for all leading ones.
+    - `block`: rows that must lie on one rank come in blocks of this many, counted over all leading dimensions.
+    - `counted`: tensors of indices, with the dimension that they index. If one is absent, its indices count from 0.
+    - `sizes`: arguments that are the size of a dimension, which a rank replaces by that of its shard.
     """
 
     inputs: Mapping[str, str]
@@ -60,7 +60,7 @@ class Shards(NamedTuple):
 
     mesh: DeviceMesh
     cuts: list[str | None]  # for each dimension of the mesh, the dimension that it cuts
-    extents: dict[str, tuple[int, int]]  # of each dimension: its size, and that of this rank's shard
+    extents: dict[str, tuple[int, int]]  # for each dimension its size, and that of this rank's shard
     leading: list[str]
     local: dict[str, Any]  # arguments that differ from those of the call
 
@@ -98,9 +98,12 @@ class Shards(NamedTuple):
 
 def is_distributed(*tensors: object) -> bool:
     """Whether any of them is a DTensor."""
-    if all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors):
+    for t in tensors:
+        if not (t is None or type(t) is Tensor or type(t) is Parameter):
+            break
+    else:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # without it there cannot be any DTensor
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 
 
@@ -130,7 +133,7 @@ def local_rows(op: str, **tensors: Tensor | None) -> list[Any]:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The numbers that a DTensor stands for, on every rank: those of a partial sum are added up, with a collective."""
+    """The numbers of a DTensor, replicated on every rank; those of a partial sum are added up with a collective."""
     if not is_distributed(x):
         return x
     from torch.distributed.tensor import Replicate
@@ -140,13 +143,13 @@ def summed(x: Tensor) -> Tensor:
 
 
 def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
-    """This rank's part of a call. `arguments` are all of the op, by name; those that are tensors have a name in
-    `sharding.inputs`, or belong to the rank."""
+    """This rank's part of a call. `arguments` are all arguments of the op, by name. A tensor that is not in
+    `sharding.inputs` belongs to the rank, and must not be a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, value in arguments.items():
         if name not in sharding.inputs and is_distributed(value):
-            raise ValueError(f"{op}: {name} belongs to a rank: give {name}.to_local()")
+            raise ValueError(f"{op}: {name} must be a plain tensor of this rank: give {name}.to_local()")
     tensors = {name: arguments[name] for name in sharding.inputs if arguments[name] is not None}
     mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
     first = next(iter(tensors))
@@ -179,13 +182,13 @@ def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
 
 
 def dimensions(described: str, leading: list[str], count: int) -> list[str]:
-    """The names of a tensor's dimensions; of one number, however many it has."""
+    """The names of a tensor's `count` dimensions, from their description."""
     words = described.replace("(", "").replace(")", "").split() or ["_"] * count
     return [name for word in words for name in (leading if word == "..." else [word])]
 
 
 def refuse(op: str) -> ValueError:
-    """What to say where an op that has no `Sharding` is given DTensors."""
+    """The error for DTensors that are given to an op without a `Sharding`."""
     return ValueError(
         f"{op} takes no DTensors: give it this rank's tensors, x.to_local(), and place what it returns with "
         "DTensor.from_local"
@@ -224,14 +227,14 @@ class _Call(NamedTuple):
             if not self.is_free(dim):
                 why = self.sharding.whole.get(dim) or self.sharding.whole.get("...", "it is broadcast")
                 raise self.refusal(
-                    name, f"its dimension {placement.dim} is not to be cut, since {why}", self.possible(name)
+                    name, f"its dimension {placement.dim} cannot be sharded, since {why}", self.possible(name)
                 )
             if found is None:
                 found, by = dim, name
             elif found != dim:
                 to = f"Shard({self.dims[name].index(found)})" if found in self.dims[name] else "Replicate()"
                 placements = _words(self.tensors[by].placements)
-                raise self.refusal(name, f"that does not go with {by}, which is placed as {placements}", to)
+                raise self.refusal(name, f"that does not match {by}, which is placed as {placements}", to)
         return found
 
     def is_free(self, dim: str) -> bool:
@@ -252,12 +255,12 @@ class _Call(NamedTuple):
         return count
 
     def check_blocks(self, name: str, cuts: list[str | None]) -> None:
-        """Complain about shards that begin within a block of rows. Every rank comes to the same answer."""
+        """Refuse shards that begin within a block of rows. Every rank comes to the same answer."""
         block, shape = self.sharding.block, self.tensors[name].shape
         for i, dim in enumerate(self.dims[name]):
             if block == 1 or dim not in cuts or not dim.isdigit():
                 continue
-            rows = shape[i + 1 : -1].numel()  # to a step along this dimension
+            rows = shape[i + 1 : -1].numel()  # of each step along this dimension
             shard, all_shards = -(-shape[i] // self.parts(dim, cuts)) * rows, shape[i] * rows
             if shard % block or (shape[:i].numel() > 1 and all_shards % block):
                 raise self.refusal(
@@ -276,7 +279,7 @@ class _Call(NamedTuple):
         wanted = [Shard(dims.index(cut)) if cut in dims else Replicate() for cut in cuts]
         wants_gradient = torch.is_grad_enabled() and t.requires_grad
         if not isinstance(t, DTensor):
-            # It is the same on all ranks, as what a module keeps in a buffer is.
+            # A plain tensor is taken to be the same on all ranks, as the buffers of a module are.
             if wants_gradient:
                 raise ValueError(
                     f"{self.op}: {name} is a plain tensor that requires a gradient, among DTensors: each rank would "

@@ -13,11 +13,11 @@ def _sigmoid(z):
 
 @triton.jit
 def _exp_of_half_square(x):
-    """exp(-x^2 / 2) of numbers in [0, 15]. Rounding an exponent of 100 to fp32 changes the power by 4e-6 of itself:
-    what the roundings take from the exponent is put back as a factor."""
+    """exp(-x^2 / 2) for x in [0, 15]. Rounding an exponent of 100 to fp32 would change the result by 4e-6 of itself, so
+    the rounding error of the exponent is computed and multiplied back as a factor."""
     square = x * x
     square_low = tl.fma(x, x, -square)
-    exponent = square * 0.7213475108146667  # log2(e) / 2 in fp32; what it lacks is 9.6e-9
+    exponent = square * 0.7213475108146667  # log2(e) / 2 in fp32, which is 9.6e-9 too small
     exponent_low = tl.fma(square, 0.7213475108146667, -exponent) + square * 9.629815e-9
     exponent_low += square_low * 0.7213475108146667
     power = tl.exp2(-exponent)

@@ -7,9 +7,9 @@ code for NaN (0x7F for the 8-bit floats, +6 for e2m1, 0 for int8). `FORMAT` is a
 from ..language import tl, triton
 
 # How a target encodes the 8-bit floats.
-INTEGER = tl.constexpr(0)  # no usable conversion: integer arithmetic
-CONVERT = tl.constexpr(1)  # its conversion rounds once, saturates and has one NaN
-CONVERT_CLAMPED = tl.constexpr(2)  # its conversion rounds once; saturation and NaN are done around it
+INTEGER = tl.constexpr(0)  # by integer arithmetic, without a conversion in hardware that could be used
+CONVERT = tl.constexpr(1)  # by its conversion, which rounds once, saturates and has one NaN
+CONVERT_CLAMPED = tl.constexpr(2)  # by its conversion, which rounds once; saturation and NaN take more code
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def encode_stochastic(x, random, FORMAT: tl.constexpr):
     size = tl.minimum(bits & 0x7FFFFFFF, FORMAT.number.max_bits)
     least = FORMAT.number.min_normal_bits >> 23
     exponent = tl.maximum(size >> 23, least)
-    # the number in units of 2^-shift of the element's step there; subnormal fp32 is zero to all of them
+    # The magnitude in units of 2^-shift of a step between codes. A subnormal fp32 number is zero in any format.
     mantissa = tl.where(size >= 0x00800000, (size & 0x7FFFFF) | 0x800000, 0)
     units = mantissa >> tl.minimum(exponent - (size >> 23), 31)
     noise = (random & ((1 << FORMAT.number.shift) - 1)).to(tl.int32)

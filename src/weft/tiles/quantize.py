@@ -8,7 +8,7 @@ from .scales import fp32_scale, mx_scale, nvfp4_scale, scaled
 
 @triton.jit
 def block_scale(largest, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
-    """(scale as stored, factor) of blocks with these amax. `tensor_amax` is a scalar that nvfp4 alone reads."""
+    """(scale as stored, factor) of blocks whose amax is `largest`. Only nvfp4 reads `tensor_amax`, a scalar."""
     if FORMAT.block == "mx":
         return mx_scale(largest, FORMAT)
     elif FORMAT.block == "nvfp4":
@@ -19,7 +19,7 @@ def block_scale(largest, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.conste
 
 @triton.jit
 def round_to(x, random, FORMAT: tl.constexpr, CAST: tl.constexpr):
-    """Codes of x: to nearest, or with the random uint32 of each element up or down."""
+    """Codes of x, rounded to nearest, or stochastically by `random`, a uint32 for each element."""
     if random is None:
         return encode(x, FORMAT, CAST)
     else:

@@ -38,7 +38,7 @@ def fp32_scale(amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def given_scale(scale, FORMAT: tl.constexpr):
-    """The factor that goes with a stored scale made elsewhere."""
+    """The factor for a stored scale that was given by the caller."""
     if FORMAT.rule.data == "x / d":
         return scale
     else:
@@ -126,8 +126,8 @@ def reciprocal(x):
 
 @triton.jit
 def power_of_two_above(x):
-    """The smallest power of two that is not below x > 0, from x's exponent bits; 2^-126 to 2^127, to which inf
-    and NaN go too."""
+    """The smallest power of two that is not below x > 0, from x's exponent bits, limited to 2^-126 ... 2^127; inf and
+    NaN give 2^127."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) & 0xFF) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
     return (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)

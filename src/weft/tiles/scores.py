@@ -2,10 +2,10 @@
 
 from ..language import tl, triton
 
-# Keys that no number has: below all, and of what was chosen already.
+# Keys below those of all numbers: NOTHING where there is no candidate, TAKEN for one that was chosen already.
 NOTHING = tl.constexpr(-(2**31))
 TAKEN = tl.constexpr(-(2**31) + 1)
-LEAST = tl.constexpr(-2139095041)  # of minus infinity
+LEAST = tl.constexpr(-2139095041)  # the key of minus infinity
 
 
 @triton.jit
@@ -20,14 +20,15 @@ def softplus(x):
     """log(1 + exp(x)), without overflow, and with all its digits where it is small."""
     e = tl.exp(-tl.abs(x))  # in [0, 1]
     u = 1.0 + e
-    # log(u) forgets what 1 + e rounded away; times e / (u - 1) it remembers (Kahan).
+    # u = 1 + e is rounded; the factor e / (u - 1) makes up for it (Kahan).
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(x, 0.0) + tl.where(x != x, x, log1p)
 
 
 @triton.jit
 def softmax(x):
-    """(softmax, log of the sum of exponentials) over the columns of x [R, C]; minus infinity where there is none."""
+    """(softmax, log of the sum of exponentials) over the columns of x [R, C]; x is minus infinity past the last
+    column."""
     largest = tl.max(x, axis=1)
     e = tl.exp(x - largest[:, None])
     total = tl.sum(e, axis=1)
@@ -51,7 +52,8 @@ def number_of(key):
 
 @triton.jit
 def best_of(key, place, axis: tl.constexpr):
-    """(key, place) of the largest key along the last axis, the lowest place among equals. place like key."""
+    """(key, place) of the largest key along the last axis, and of equal keys the lowest place. `place` has the shape of
+    `key`."""
     best = tl.max(key, axis=axis)
     at = tl.min(tl.where(key == tl.expand_dims(best, axis), place, 0x7FFFFFFF), axis=axis)
     return best, at

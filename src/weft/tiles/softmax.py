@@ -1,9 +1,9 @@
-"""Softmax without its row at once: statistics of tiles, joined to those of a row, of shards, of ranks.
+"""Softmax of a row that is read tile by tile: statistics of tiles, which are joined to those of rows, shards and ranks.
 
-What is known of a set of numbers z is (`largest`, `total`): total = sum(exp(z - largest)), so that
-log(sum(exp(z))) = largest + log(total). Of nothing, and of minus infinities alone, it is (LOWEST, 0): numbers that need
-no case of their own, since exp(LOWEST - z) is 0 and exp(LOWEST - LOWEST) * 0 is too. `moment` = sum(exp(z - largest) *
-(z - largest)) is what the entropy takes besides: log(total) - moment / total. NaN reaches the total.
+The statistics of a set of numbers z are (`largest`, `total`) with total = sum(exp(z - largest)), so that
+log(sum(exp(z))) = largest + log(total). An empty set, or one of minus infinities alone, has (LOWEST, 0). These need no
+case of their own when sets are joined: exp(LOWEST - z) is 0, and so is exp(LOWEST - LOWEST) * 0. For the entropy,
+log(total) - moment / total, there is also `moment` = sum(exp(z - largest) * (z - largest)). A NaN makes the total NaN.
 """
 
 from ..language import tl, triton
@@ -13,7 +13,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 @triton.jit
 def add_exponentials(largest, total, z, axis: tl.constexpr):
-    """(largest, total) with z joined to them: z has one more axis, over which it is added up."""
+    """(largest, total) with the numbers z joined to them; z has one more axis, which is reduced."""
     joined = tl.maximum(largest, tl.max(z, axis=axis))
     e = tl.exp(z - tl.expand_dims(joined, axis))
     return joined, total * tl.exp(largest - joined) + tl.sum(e, axis=axis)
@@ -27,7 +27,7 @@ def add_moments(largest, total, moment, z, axis: tl.constexpr):
     t = z - tl.expand_dims(joined, axis)
     e = tl.exp(t)
     factor = tl.exp(down)
-    # Where there is no total yet, down may be minus infinity.
+    # With a total of 0, `down` may be minus infinity, and the product would be NaN.
     moved = tl.where(total > 0.0, moment + down * total, 0.0)
     moment = moved * factor + tl.sum(tl.where(e > 0.0, e * t, 0.0), axis=axis)
     return joined, total * factor + tl.sum(e, axis=axis), moment
@@ -52,7 +52,7 @@ def join_moments(largest, total, moment, axis: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """With an absolute error of some 1e-7."""
+    """tanh(x) with an absolute error of about 1e-7."""
     e = tl.exp(-2.0 * tl.abs(x))  # in [0, 1]
     size = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -size, size)
@@ -60,15 +60,15 @@ def tanh(x):
 
 @triton.jit
 def cap(x, limit):
-    """limit * tanh(x / limit), which stays between -limit and limit, and its slope. Minus infinity stays what it is: it
-    stands for what is not there."""
+    """(limit * tanh(x / limit), its slope): x brought between -limit and limit. Minus infinity stays minus infinity,
+    since it marks columns that do not count."""
     t = tanh(x / limit)
     return tl.where(x == -float("inf"), x, limit * t), 1.0 - t * t
 
 
 @triton.jit
 def merge_moments(largest, total, moment, largest2, total2, moment2):
-    """(largest, total, moment) of two sets, of each element."""
+    """(largest, total, moment) of two sets joined, element by element."""
     joined = tl.maximum(largest, largest2)
     down, down2 = largest - joined, largest2 - joined
     factor, factor2 = tl.exp(down), tl.exp(down2)

@@ -22,7 +22,8 @@ VOCABULARIES: dict[str, int] = {
     "odd/33": 33,
 }
 
-# Arguments of `cross_entropy`. "ignored": every so manyth token has no target; "weighted": classes have weights.
+# Arguments of `cross_entropy`. "ignored": n means that every n-th token has no target; "weighted": classes have
+# weights.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
@@ -43,7 +44,7 @@ _USED: dict[str, tuple[str, ...]] = {
 
 
 def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Logits as of a trained model: every other token's target stands out."""
+    """Inputs with logits as a trained model gives them: for every other token the target's logit is raised."""
     settings = dict(workload.settings)
     *lead, cols = shape
     logits = inputs.normal(*shape, std=2.0)
@@ -61,7 +62,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
 
 
 def draw_targets(inputs: Inputs, lead: list[int], cols: int) -> Tensor:
-    """Columns, all as likely."""
+    """Random targets, uniform over all columns."""
     if inputs.device.type == "meta":
         return torch.empty(lead, dtype=torch.int64, device="meta")
     drawn = inputs.normal(*lead, dtype=torch.float64).abs() * 7919.0 % 1.0
@@ -82,7 +83,7 @@ def _backward(softcap: float | None, scale: float, ignore_index: int, **kwargs: 
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads: logits, statistics, the gradients that there are."""
+    """The backward of the same call, which reads logits, statistics and the gradients of the results asked for."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
     smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
     softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)

@@ -11,7 +11,7 @@ from ..ops import gated_norm
 from ..ops.norm.gated import GatedNormNeeds
 from .problem import Call, Inputs, Size, Workload, run_op
 
-# Where a shape comes from -> the shape of x. "rows" are tokens, of one sequence where there are several.
+# The shape of x, by the model it comes from. "rows" are tokens; with several sequences, those of one sequence.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/attention": (2, "rows", 2048),
     "qwen3-next-80b-a3b/heads": ("rows", 32, 128),
@@ -48,7 +48,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     made = {"x": inputs.activation(*shape), "gate": inputs.normal(*first, std=2.0)}
     made["weight"] = inputs.normal(shape[-1], mean=1.0 - settings.get("weight_offset", 0.0), std=0.2)
     groups = settings.get("groups", 1)
-    if shape[-1] % groups:  # a size that no model has
+    if shape[-1] % groups:  # only in tests with odd sizes
         settings["groups"] = 1
     return {**made, **settings}
 
@@ -58,7 +58,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads: the inputs, the gradient, the statistics."""
+    """The backward of the same call, which reads the inputs, the gradient and the statistics."""
     made = _arguments(workload, inputs, shape)
     x, gate = made["x"], made["gate"]
     groups, transpose = made.get("groups", 1), made.get("transpose", False)
@@ -84,7 +84,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(settings: dict[str, Any]) -> dict[str, Any]:
-    """How many times the least bytes move, and why, where that is more than once."""
+    """`moves` and `rereads` of a workload that moves more than the least bytes."""
     moves, why = 1.02, ""
     if settings.get("quantize") == "row":
         moves, why = 2.6, "one scale to several groups: y in fp32 lies between"
@@ -110,7 +110,7 @@ def _named(used: tuple[tuple[str, str, int], ...], tag: str, backward: bool = Fa
     ]
 
 
-# The backward of a quantising norm is that of the plain one.
+# A quantising norm has the backward of the plain one, so only plain ones are listed.
 _BACKWARD = tuple(used for used in _TRAINED if "quantize" not in OPTIONS[used[0]])
 
 WORKLOADS: tuple[Workload, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..ops import glu, glu_backward
 from .problem import Call, Inputs, Size, Workload
 
-# Where a shape comes from -> the shape of y. "rows" are tokens, or pairs of a token and an expert.
+# The shape of y, by the model it comes from. "rows" are tokens, or pairs of a token and an expert.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/shared-expert": ("rows", 512),
     "linghe/experts": ("rows", 1024),
@@ -25,9 +26,9 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "odd/200": (2, "rows", 200),
 }
 
-# The sets of options: what `settings` of a workload may hold, besides arguments that go to the function as they are.
-#   tensors     which of up and prob to make
-#   experts     how many; their sizes are drawn, the last but one has no rows
+# The sets of options: arguments of the function, and these settings of a workload:
+#   tensors     which of up, prob and bias to make
+#   experts     how many there are; their numbers of rows are random, and the last but one has none
 OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "geglu-tanh": {"act": "gelu_tanh", "tensors": ("up",)},
@@ -37,11 +38,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "experts": 32, "align": 1,
     },
+    "gpt-oss-bias": {
+        "tensors": ("bias",), "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "experts": 32,
+        "align": 1,
+    },
+    "mlp-bias": {"act": "gelu_tanh", "layout": "none", "tensors": ("bias",)},
     "experts": {"tensors": ("prob",), "experts": 128, "align": 16},
     "1x128": {"quantize": "1x128"},
     "1x128-both": {"quantize": "1x128", "columnwise": True},
     "1x128-both-experts": {
         "tensors": ("prob",), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
+    },
+    "1x128-both-bias": {
+        "tensors": ("prob", "bias"), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
     },
     "1x128-both-experts-128": {
         "tensors": ("prob",), "experts": 256, "align": 128, "quantize": "1x128", "columnwise": True,
@@ -59,9 +68,12 @@ _TRAINED: dict[str, tuple[tuple[str, int], ...]] = {
     "reglu": (("odd/200", 8192),),
     "relu2": (("nemotron-4-15b/ffn", 8192),),
     "gpt-oss": (("gpt-oss-20b/experts", 32768),),
+    "gpt-oss-bias": (("gpt-oss-20b/experts", 32768),),
+    "mlp-bias": (("odd/200", 8192),),
     "experts": (("qwen3-30b-a3b/experts", 65536), ("odd/33", 8192)),
     "1x128-both": (("linghe/shared-expert", 16384), ("odd/200", 8192)),
     "1x128-both-experts": (("linghe/experts", 131072),),
+    "1x128-both-bias": (("linghe/experts", 131072),),
     "1x128-both-experts-128": (("deepseek-v3/experts", 65536),),
     "mx-both-interleaved": (("llama3-8b/ffn", 8192), ("odd/33", 8192)),
 }
@@ -75,7 +87,8 @@ _SERVED: dict[str, tuple[str, ...]] = {
 
 
 def ends_of_experts(inputs: Inputs, rows: int, experts: int, align: int) -> Tensor:
-    """Where experts end that fill `rows` rows, or all but a few: about as many rows to each, and none to one."""
+    """The ends of experts that share `rows` rows, or nearly all of them: about the same number each, and one has
+    none."""
     if inputs.device.type == "meta":
         return torch.empty(experts, dtype=torch.int32, device="meta")
     share = torch.rand(experts, generator=torch.Generator().manual_seed(experts)) + 0.5
@@ -98,11 +111,11 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
         made["up"] = inputs.normal(*shape)
     if "prob" in tensors:
         made["prob"] = inputs.normal(*shape[:-1], mean=0.3, std=0.1, dtype=torch.float32)
-    if "experts" in settings:
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        made["ends"] = ends_of_experts(inputs, rows, settings.pop("experts"), settings["align"])
+    experts = settings.pop("experts", None)
+    if "bias" in tensors:
+        made["bias"] = inputs.normal(*([] if experts is None else [experts]), made["x"].shape[-1])
+    if experts is not None:
+        made["ends"] = ends_of_experts(inputs, math.prod(shape[:-1]), experts, settings["align"])
     if "quant_scale" in settings:
         mean = settings.pop("quant_scale")
         made["quant_scale"] = inputs.normal(1, mean=mean, std=0.0, dtype=torch.float32)
@@ -118,7 +131,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(op: str, settings: dict[str, Any], hidden: Size) -> dict[str, Any]:
-    """How many times the least bytes move, and why, where that is more than once."""
+    """`moves` and `rereads` of a workload that moves more than the least bytes."""
     assert isinstance(hidden, int)
     apart = settings.get("layout") or "up" in settings.get("tensors", ())
     moves, why = 1.02, ""
@@ -132,6 +145,8 @@ def _rereads(op: str, settings: dict[str, Any], hidden: Size) -> dict[str, Any]:
             "a block has the end of the gate's gradient and the beginning of up's: fp32 gradients lie between"
         )
         moves = 2.7
+    elif op == "glu_backward" and "bias" in settings.get("tensors", ()):
+        moves, why = 1.05, "the sums of stripes of rows, which the gradient of the bias is made of"
     elif hidden % 16 and not apart:
         moves, why = 1.85, "gate and up begin inside sectors, which count for both"
     return {"rereads": why, "moves": moves}

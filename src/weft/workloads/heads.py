@@ -18,12 +18,13 @@ from ..ops.heads.rope import rope
 from ..runtime import catalogue
 from .problem import Call, Inputs, Size, Workload
 
-# Where a shape comes from -> (batch and sequence, numbers of a head). "rows" are the positions of a sequence.
+# (batch and sequence, numbers of a head), by the model it comes from. "rows" are the positions of a sequence.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/qkv": ("rows", 2, 128),
     "qwen3-30b-a3b/qkv": (2, "rows", 128),
     "qwen3-next/qkv": (2, "rows", 256),
     "llama3-8b/qkv": (2, "rows", 128),
+    "qwen2-7b/qkv": (2, "rows", 128),
     "qwen3-30b-a3b/decode": ("rows", 128),
     "odd/qkv": (3, "rows", 90),
     "deepseek-v3/q": (2, "rows", 192),
@@ -32,12 +33,13 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 }
 
 # The sets of options:
-#   heads      how a projection is cut, but for `dim`; of a single tensor of heads, how many they are
-#   norm       of a HeadNorm, and `vectors`: which weights and biases of it to make
-#   rotation   of a Rotation, but for its tables; `turned` is the share of a head that is rotated, in quarters
-#   angles     "table": cos and sin of all positions; "samples": those of every sample; "packed": positions that begin
-#              again, with a base; "three": positions of three axes; "none": a base alone
-#   layouts    of the call
+#   heads      the arguments of `Heads` except `dim`; for a single tensor of heads, their number
+#   bias       whether that of the projection is made
+#   norm       the arguments of `HeadNorm`, and `vectors`: which of its weights and biases to make
+#   rotation   the arguments of `Rotation` except its tables; `turned`: how many quarters of a head are rotated
+#   angles     "table": cos and sin of all positions; "samples": tables of their own for every sample; "packed": a base,
+#              with positions that begin again; "three": a base, with positions of three axes; "none": a base alone
+#   layouts    the layouts of input and results
 BOTH = ("q_weight", "k_weight")
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups-half": {
@@ -65,6 +67,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layouts": {"out_layout": "thd"},
     },
     "plain": {"heads": {"q": 32, "kv": 8}, "angles": "table"},
+    "bias": {"heads": {"q": 28, "kv": 4}, "bias": True, "angles": "packed", "rotation": {"base": 1e6}},
+    "bias-norm": {
+        "heads": {"q": 8, "kv": 4, "packing": "groups", "gate": True},
+        "bias": True,
+        "norm": {"kind": "rms"},
+        "vectors": BOTH,
+        "angles": "table",
+    },
     "cache-fp8": {
         "heads": {"q": 32, "kv": 4},
         "norm": {"kind": "rms"},
@@ -92,13 +102,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # ---- calls ----------------------------------------------------------------------------------------------------
 #
-# The tensors of norms, rotations and caches are arguments of their own here: those of a workload are those of its call.
+# The functions below take the tensors of norms, rotations and caches as arguments, so that the tensors of a workload
+# are arguments of its call.
 
 
 def prepare(
     qkv: Tensor,
     *,
     heads: Heads,
+    bias: Tensor | None = None,
     norm: dict[str, Any],
     rotation: dict[str, Any],
     positions: Tensor | None = None,
@@ -106,10 +118,11 @@ def prepare(
     cache: dict[str, Any] | None = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, ...]:
-    """`qkv_prepare`, and its results that there are."""
+    """The results of `qkv_prepare` that are not None."""
     found = qkv_prepare(
         qkv,
         heads=heads,
+        bias=bias,
         norm=_norm(norm, tensors),
         rotation=_rotation(rotation, tensors),
         positions=positions,
@@ -120,7 +133,7 @@ def prepare(
 
 
 def prepare_cached(slots: Tensor, heads: Heads, **kwargs: Any) -> tuple[Tensor, ...]:
-    """With paged caches in FP8 of its own, which are results like the others: as many slots as there are tokens."""
+    """`qkv_prepare` with paged caches in FP8, one slot for each token, which are returned with the other results."""
     shape, device = (2, -(-slots.shape[0] // PAGE), PAGE, heads.kv), slots.device
     codes = torch.zeros((*shape, heads.dim), dtype=torch.uint8, device=device).unbind()
     scales = torch.zeros(shape, dtype=torch.float32, device=device).unbind()
@@ -132,8 +145,8 @@ def prepare_cached(slots: Tensor, heads: Heads, **kwargs: Any) -> tuple[Tensor, 
 def prepare_backward(
     cut: Cut, norm: dict[str, Any], rotation: dict[str, Any], batch: int, **tensors: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of the packed projection and of all vectors."""
-    made, turning = _norm(norm, tensors), _rotation(rotation, tensors)
+    """The gradients of the packed projection and of all weights and biases."""
+    bias, made, turning = tensors.get("bias"), _norm(norm, tensors), _rotation(rotation, tensors)
     a = PrepareBackward(
         dq=tensors["dq"],
         dk=tensors["dk"],
@@ -141,11 +154,14 @@ def prepare_backward(
         dgate=tensors["dgate"],
         x=tensors["x"],
         k=None,
+        bias=bias,
         norm=made.argument if made else NO_NORM,
         turning=turning.argument._replace(positions=tensors.get("positions")),
         cut=cut,
         batch=batch,
-        needs=PrepareNeeds(True, False, False, *(tensors.get(name) is not None for name in VECTORS)),
+        needs=PrepareNeeds(
+            True, False, False, *(tensors.get(name) is not None for name in (*VECTORS, "bias"))
+        ),
     )
     return tuple(t for t in catalogue["qkv_prepare_backward"](a) if t is not None)
 
@@ -179,7 +195,7 @@ def _rotation(options: dict[str, Any], tensors: dict[str, Any]) -> Rotation:
 
 
 def _positions(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
-    """Sequences one after the other, of lengths that nothing divides; far from the beginning too."""
+    """Positions of several sequences one after the other, of odd lengths; some are far from the beginning."""
     tokens = shape[-1]
     made = torch.arange(tokens, dtype=torch.int32) % 1021
     made[tokens // 2 :] += 1 << 19
@@ -187,7 +203,7 @@ def _positions(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
 
 
 def _sizes(settings: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, sequence, numbers of a head); those of a head are even, and four or more."""
+    """(batch, sequence, numbers of a head); a head has an even number of them, at least four."""
     *lead, cols = shape
     if settings.get("layouts", {}).get("layout") == "sbhd":
         lead.reverse()
@@ -196,7 +212,7 @@ def _sizes(settings: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int, 
 
 
 def _objects(inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, dim: int) -> dict[str, Any]:
-    """What a norm and a rotation are made of: their options, and their tensors beside them."""
+    """The arguments that norm and rotation are made of: their options, and their tensors."""
     norm = settings.get("norm", {})
     mean = 1.0 - norm.get("weight_offset", 0.0)
     made: dict[str, Any] = {
@@ -219,6 +235,10 @@ def _objects(inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, 
     return {**made, "norm": norm, "rotation": rotation}
 
 
+def _bias(inputs: Inputs, settings: dict[str, Any], width: int) -> dict[str, Any]:
+    return {"bias": inputs.normal(width)} if "bias" in settings else {}
+
+
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
@@ -227,6 +247,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         prepare,
         {
             "qkv": inputs.normal(*shape[:-1], heads.width),
+            **_bias(inputs, settings, heads.width),
             **_objects(inputs, settings, batch, tokens, dim),
             "heads": heads,
             "layouts": settings.get("layouts", {}),
@@ -236,13 +257,13 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def _build_cached(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     call = _build(workload, inputs, shape)
-    # in the last place first, as if pages were handed out from behind
+    # The last slot comes first, as if pages were handed out from the end.
     slots = torch.arange(shape[0] - 1, -1, -1, dtype=torch.int32, device=inputs.device)
     return Call(prepare_cached, {**call.kwargs, "slots": slots})
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads."""
+    """The backward of the same call."""
     settings = OPTIONS[workload.options]
     batch, tokens, dim = _sizes(settings, shape)
     heads = Heads(**settings["heads"], dim=dim)
@@ -260,11 +281,12 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "dgate": gradient(heads.q, dim) if heads.gate else None,
         "x": inputs.normal(*shape[:-1], heads.width) if objects["norm"] else None,
     }
-    return Call(prepare_backward, {**kwargs, **objects, "cut": cut, "batch": batch})
+    bias = _bias(inputs, settings, heads.width)
+    return Call(prepare_backward, {**kwargs, **bias, **objects, "cut": cut, "batch": batch})
 
 
 class Backward(Workload):
-    """A backward whose x is read as far as it was normed: the values of the heads and the gates are not."""
+    """A backward that reads only the part of x that was normed: not the value heads, and not the gates."""
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
         call = self.make("meta", dtype, rows)
@@ -287,6 +309,16 @@ def _build_rope(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
 _SECTORS = (
     "parts of a row begin inside sectors, which count for each; partial sums of four vectors for few tokens"
 )
+_BIAS = "the gradient of the projection is read once more for that of its bias"
+
+
+def _rereads(op: str, name: str, options: str) -> dict[str, Any]:
+    """How many times the least bytes move, and why, where that is more than once."""
+    if op == "qkv_prepare_backward" and "bias" in OPTIONS[options]:
+        return {"rereads": _BIAS, "moves": 1.6}
+    if name == "odd/qkv":
+        return {"rereads": _SECTORS, "moves": 1.12 if op == "qkv_prepare_backward" else 1.07}
+    return {}
 
 
 def _named(
@@ -294,8 +326,7 @@ def _named(
 ) -> list[Workload]:
     return [
         kind(
-            op, name, options, SHAPES[name], rows, build, frozenset(tags),
-            **({"rereads": _SECTORS, "moves": 1.12 if build is _build_backward else 1.07} if name == "odd/qkv" else {}),
+            op, name, options, SHAPES[name], rows, build, frozenset(tags), **_rereads(op, name, options),
         )
         for name, options, rows in names
     ]  # fmt: skip
@@ -305,7 +336,8 @@ WORKLOADS: tuple[Workload, ...] = (
     *_named(
         "qkv_prepare", _build, Workload, ("training",),
         ("linghe/qkv", "groups-half", 4096), ("qwen3-30b-a3b/qkv", "packed", 4096),
-        ("qwen3-next/qkv", "gate", 4096), ("odd/qkv", "layer-after", 1000),
+        ("qwen3-next/qkv", "gate", 4096), ("qwen2-7b/qkv", "bias", 4096), ("odd/qkv", "layer-after", 1000),
+        ("odd/qkv", "bias-norm", 1000),
     ),
     *_named("qkv_prepare", _build, Workload, ("inference",), ("llama3-8b/qkv", "plain", 32)),
     *_named(
@@ -313,7 +345,8 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     *_named(
         "qkv_prepare_backward", _build_backward, Backward, ("training", "backward"),
-        ("linghe/qkv", "groups-half", 4096), ("odd/qkv", "layer-after", 1000),
+        ("linghe/qkv", "groups-half", 4096), ("qwen2-7b/qkv", "bias", 4096), ("odd/qkv", "layer-after", 1000),
+        ("odd/qkv", "bias-norm", 1000),
     ),
     *_named(
         "rope", _build_rope, Workload, ("training",),

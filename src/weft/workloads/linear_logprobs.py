@@ -19,7 +19,7 @@ from ..ops.loss.statistics import Softmax, Wanted
 from .cross_entropy import draw_targets
 from .problem import Call, Inputs, Workload
 
-# (H, V, tokens). "long" ones take seconds on a CPU.
+# (H, V, tokens). Those tagged "long" take seconds on a CPU.
 HEADS: dict[str, tuple[int, int, int]] = {
     "qwen3-0.6b/long-head": (1024, 151936, 4096),
     "cut/head": (256, 1024, 512),
@@ -27,8 +27,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "odd/33": (33, 77, 300),
 }
 
-# Arguments of `linear_cross_entropy`, or of `linear_logprobs` where "logprobs" says so. "ignored": every so manyth
-# token has no target; "biased", "weighted": there are a bias and weights of classes.
+# Arguments of `linear_cross_entropy`, or with "logprobs" of `linear_logprobs`. "ignored": n means that every n-th token
+# has no target; "biased", "weighted": there are a bias and weights of classes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
@@ -65,7 +65,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     weight = inputs.normal(vocab, cols, std=cols**-0.5)
     target = draw_targets(inputs, lead, vocab)
     if hidden.device.type != "meta":
-        # As of a trained model: every other token's target stands out.
+        # As in a trained model, every other token's hidden state points towards its target.
         hidden[::2] += (12.0 * weight[target[::2]].double()).to(hidden.dtype)
         if "ignored" in settings:
             target[1 :: settings["ignored"]] = -100
@@ -97,7 +97,7 @@ def _backward(softcap: float | None, scale: float, **kwargs: Any) -> HeadGradien
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads: statistics, and the gradients that there are."""
+    """The backward of the same call, which reads statistics and the gradients of the results asked for."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
     wanted = Wanted(options.get("return_entropy", False), "label_smoothing" in options, False)
     softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
@@ -143,7 +143,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         settings=(*OPTIONS[options].items(), ("vocab", HEADS[name][1])),
         moves=32.0
         if "long" in name
-        else moves,  # a weight larger than the cache: once for each tile of 128 tokens
+        else moves,  # a weight larger than the cache is read once for each tile of 128 tokens
         rereads=SHARED,
     )
     for op, build, tags, used, moves in (

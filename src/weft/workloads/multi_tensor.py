@@ -21,21 +21,21 @@ STATISTICS: dict[str, Any] = {
 
 
 def reduce_all(what: str, **gradients: Tensor) -> Tensor:
-    """One statistic of tensors that have names here, so that checks can lay them out anew one by one."""
+    """One statistic of tensors, which are arguments by name so that checks can change the layout of each."""
     result: Tensor = STATISTICS[what](list(gradients.values()))
     return result
 
 
 def clip_copies(norm: Tensor, max_norm: float, **gradients: Tensor) -> list[Tensor]:
-    """Clips copies: a call of a workload leaves its inputs as they are."""
+    """Clip copies of the gradients, since a call of a workload must not change its inputs."""
     copies = [torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) for g in gradients.values()]
     clip_grads_(copies, max_norm, norm=norm)
     return copies
 
 
 def _gradients(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Matrices of one shape and dtype; among mixed ones also vectors in fp32, and a tensor without elements. A tenth of
-    the numbers is zero."""
+    """Matrices of one shape and dtype; if mixed, also vectors in fp32 and a tensor without elements. A tenth of the
+    numbers are zero."""
     settings = dict(workload.settings)
     made = [inputs.normal(*shape) for _ in range(settings["tensors"])]
     if settings.get("mixed"):

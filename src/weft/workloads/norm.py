@@ -13,7 +13,7 @@ from ..ops import layer_norm, rms_norm
 from ..ops.norm.norm import NormNeeds
 from .problem import Call, Inputs, Size, Workload, run_op
 
-# Where a shape comes from -> the shape. "rows" are tokens.
+# The shape, by the model it comes from. "rows" are tokens.
 HIDDEN: dict[str, tuple[Size, ...]] = {
     "linghe/hidden": ("rows", 2048),
     "llama3-8b/hidden": ("rows", 4096),
@@ -37,7 +37,7 @@ HIDDEN: dict[str, tuple[Size, ...]] = {
     "long/131072": ("rows", 131072),
 }
 
-# The sets of options: what `settings` of a workload may hold, besides arguments that go to the function as they are.
+# The sets of options: arguments of the function, and these settings of a workload:
 #   function   rms_norm unless it is layer_norm
 #   tensors    which of weight, bias, residual, pre_bias to make
 #   modulation "sample" or "row": [samples or rows, 3K or 2K] in one tensor
@@ -149,7 +149,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
 
 
 def _weights(inputs: Inputs, cols: int, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Trained parameters stay in fp32 or follow the activations; both occur, the second is more common."""
+    """Trained parameters in the dtype of the activations, or in fp32: both occur, the first more often."""
     offset = settings.get("weight_offset", 0.0)
     made = {}
     if "weight" in settings["tensors"]:
@@ -167,7 +167,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     kwargs: dict[str, Any] = {}
     if settings.get("packed"):
         *lead, heads, _ = shape
-        packed = inputs.activation(*lead, (heads + 8) * cols)  # key and value heads follow
+        packed = inputs.activation(*lead, (heads + 8) * cols)  # the heads of k and v follow those of q
         kwargs["x"] = packed[..., : heads * cols].view(*lead, heads, cols)
     else:
         kwargs["x"] = inputs.activation(*shape)
@@ -191,7 +191,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads: h, the gradients, the statistics."""
+    """The backward of the same call, which reads h, the gradients and the statistics."""
     settings = dict(workload.settings)
     cols, layer = shape[-1], settings.get("function") is layer_norm
     h = inputs.activation(*shape)
@@ -241,7 +241,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """How many times the least bytes move, and why, where that is more than once."""
+    """`moves` and `rereads` of a workload that moves more than the least bytes."""
     layer, long = settings.get("function") is layer_norm, shape[-1] > 16384  # type: ignore[operator]
     moves, why = 1.02, ""
     if backward and long:
@@ -286,7 +286,7 @@ def _named(
     return found
 
 
-# The backward of a quantising norm is that of the plain one.
+# A quantising norm has the backward of the plain one, so only plain ones are listed.
 _BACKWARD = {
     options: names
     for options, names in _TRAINED.items()

@@ -16,11 +16,11 @@ from .problem import Call, Inputs, Size, Workload, run_op
 
 
 class Layer(NamedTuple):
-    """A MoE layer as one rank sees it."""
+    """An MoE layer as one rank sees it."""
 
     hidden: int
     experts: int
-    slots: int  # experts of a token
+    slots: int  # how many experts a token has
 
 
 LAYERS: dict[str, Layer] = {
@@ -32,11 +32,11 @@ LAYERS: dict[str, Layer] = {
     "odd/200": Layer(200, 7, 3),
 }
 
-# What `settings` of a workload may hold, besides arguments that go to the function as they are.
-#   align    of the experts' regions
-#   probs    carried along by permute, weights of unpermute
-#   carried  brought back by unpermute
-#   mask     routing and probabilities as [tokens, experts]
+# The sets of options: arguments of the function, and these settings of a workload:
+#   align    the experts' regions are multiples of it
+#   probs    there are probabilities, which permute moves and by which unpermute multiplies
+#   carried  unpermute moves a number for each row back
+#   mask     routing and probabilities are [tokens, experts]
 #   payload  the rows come quantised in this format
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"align": 16},
@@ -80,15 +80,15 @@ _USED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def _routing(inputs: Inputs, tokens: int, layer: Layer, mask: bool) -> Tensor:
-    """Every token's best experts, as a router finds them."""
+    """The best experts of every token, from random scores."""
     scores = inputs.normal(tokens, layer.experts, dtype=torch.float32)
     chosen = scores.topk(layer.slots).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True) if mask else chosen
 
 
 def rows_of(name: str, tokens: int, layer: Layer, align: int) -> int | None:
-    """Room for the rows: for linghe's half of `align` to each expert, which the published row has and which is enough
-    for its tokens; else what the worst case takes."""
+    """Room for the rows. For linghe's layer, pads of half of `align` for each expert, as in the published row, which is
+    enough for its tokens; else None, the worst case."""
     enough = name.startswith("linghe") and tokens >= 4096
     return tokens * layer.slots + layer.experts * align // 2 if enough else None
 
@@ -129,7 +129,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of an unpermute with probabilities reads."""
+    """The backward of an unpermute with probabilities."""
     settings = dict(workload.settings)
     rows = _rows(workload, inputs, shape[0])
     values = inputs.activation(rows.slot_of_row.shape[0], shape[-1])
@@ -177,7 +177,7 @@ _LANES = "a scale is asked for by each number of its group, and those of a row l
 
 
 def _rereads(op: str, options: str) -> dict[str, Any]:
-    """How many times the least bytes move, and why, where that is more than once."""
+    """`moves` and `rereads` of a workload that moves more than the least bytes."""
     if OPTIONS[options].get("columnwise"):
         return {"moves": 1.33, "rereads": _GATHERED}
     if options == "row-fp8":

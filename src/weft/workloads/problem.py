@@ -51,14 +51,14 @@ class Call:
 
 
 def run_op(name: str, **arguments: Any) -> list[Tensor]:
-    """Call an op of the catalogue with its arguments by name; the outputs that there are."""
+    """Call an op of the catalogue with its arguments by name; returns the outputs that are not None."""
     op = catalogue[name]
     outputs = op(op.arguments.cls(**arguments))
     return [output for output in op.outputs.flatten(outputs) if output is not None]
 
 
 class Inputs:
-    """Where a builder draws its tensors from: normal numbers of one seed, or nothing on the meta device."""
+    """What builders make tensors with: normal random numbers of one seed, or nothing on the meta device."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -73,7 +73,7 @@ class Inputs:
         return drawn.to(self.device, dtype or self.dtype)
 
     def activation(self, *shape: int) -> Tensor:
-        """What a hidden state looks like: one channel in about a thousand carries outliers."""
+        """A tensor like a hidden state: one channel in about a thousand has outliers."""
         drawn = self.normal(*shape)
         if drawn.device.type != "meta":
             drawn[..., :: 997 if shape[-1] > 997 else 97] *= 30
@@ -89,10 +89,10 @@ class Workload:
 
     - `op`: its name in `weft.catalogue`; `options`: the name of the set of options that it is called with.
     - `name`: the model and the place in it that the shape comes from.
-    - `shape`: of the main input; "rows" stands for the dimension that grows with the tokens, `rows` of them.
+    - `shape`: that of the main input; "rows" in it stands for the number of tokens, which is `rows`.
     - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
-    - `unread`: arguments of which the shape and dtype alone matter.
-    - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times as much.
+    - `unread`: arguments whose numbers are not read, only their shape and dtype.
+    - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times `least_bytes`.
     """
 
     op: str
@@ -111,7 +111,7 @@ class Workload:
     def __post_init__(self) -> None:
         if (self.moves > 1.02) != bool(self.rereads):
             raise ValueError(
-                f"{self}: a workload that moves more than the least has a reason, and only such a one"
+                f"{self}: give `rereads`, a reason, together with `moves` above 1, and neither without the other"
             )
 
     def __str__(self) -> str:
@@ -134,13 +134,13 @@ class Workload:
         rows: int | None = None,
         seed: int = 0,
     ) -> Call:
-        """The call, with inputs on `device`; with other rows or another dtype if they are given."""
+        """The call, with inputs on `device`, and with another number of rows or another dtype if given."""
         inputs = Inputs(device, dtype or self.dtype, seed)
         return self.build(self, inputs, self.sized(self.rows if rows is None else rows))
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
-        """Bytes that must move at least: every input read once, every output written once. What is handed through
-        (the gate of a modulation) is neither."""
+        """The bytes that must move at least: every input read once and every output written once. An output that is a
+        view of an input (the gate of a modulation) counts as neither."""
         call = self.make("meta", dtype, rows)
         with recording("sm_90"):
             result = call()
@@ -153,12 +153,12 @@ class Workload:
 
     @property
     def flops(self) -> int | None:
-        """Floating-point operations where they decide the time; None for what memory decides."""
+        """The floating-point operations of a call whose time they decide; None if memory decides it."""
         return None
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of the distinct elements: an expanded dimension is there once."""
+    """The bytes of distinct elements: an expanded dimension counts once."""
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= size if stride or size == 0 else 1

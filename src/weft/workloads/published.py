@@ -2,7 +2,8 @@
 
 The published times are from linghe's README (2025, Hopper, 8192 tokens, hidden size 2048, 256 experts, 8 to a token);
 the shapes that the table leaves open are those of its own benchmark scripts. `least_bytes` of a workload says what has
-to move; at the memory bandwidth of an H800 that is the shortest time there can be. Both are computed, not measured.
+to move; divided by the memory bandwidth of an H800 it gives the shortest possible time. Both are computed, not
+measured.
 """
 
 from __future__ import annotations

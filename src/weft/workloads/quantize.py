@@ -51,7 +51,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
     "row": ("llama3-8b/hidden", "odd/33"),
     "row-int8": ("llama3-8b/ffn",),
 }
-# How many times the least bytes a quantiser moves with these options, and why.
+# `moves` and `rereads` of quantisers that move more than the least bytes.
 _TWICE = {
     "nvfp4-both": (1.65, "the amax of the whole tensor comes before its first code"),
     "tensor-amax": (1.76, "the amax of the whole tensor comes before its first code"),

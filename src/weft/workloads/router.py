@@ -23,7 +23,8 @@ HIDDEN: dict[str, tuple[int, int]] = {
     "odd/33": (33, 7),
 }
 
-# weight: its dtype. needs: which gradients of x, weight and bias the backward computes; unread: what it needs not.
+# weight: its dtype. needs: which gradients of x, weight and bias the backward computes; unread: inputs that it does not
+# read for these.
 LINEAR_OPTIONS: dict[str, dict[str, Any]] = {
     "bf16-weight": {"weight": torch.bfloat16},
     "fp32-weight": {"weight": torch.float32},
@@ -62,7 +63,7 @@ def _linear_inputs(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -
 
 
 def _as(dtype: torch.dtype, inputs: Inputs) -> torch.dtype:
-    """The dtype of a weight beside inputs of float64 is float64."""
+    """The dtype of a weight: `dtype`, or float64 if the inputs are."""
     return inputs.dtype if inputs.dtype == torch.float64 else dtype
 
 
@@ -118,7 +119,7 @@ EXPERTS: dict[str, tuple[Size, ...]] = {
     "odd/33": ("rows", 33),
 }
 
-# Arguments of `route`; with "bias" one is made.
+# Arguments of `route`; "bias" says that a bias is made.
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {
     "top8": {"k": 8, "balance_coefficient": 1e-3, "z_coefficient": 1e-3},
     "top2": {"k": 2, "balance_coefficient": 1e-2},
@@ -159,7 +160,7 @@ def _route_arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...])
     if settings.get("bias"):
         kwargs["bias"] = inputs.normal(experts, std=0.1)
     groups = settings.get("groups", 1)
-    if experts % groups or experts // groups < 4:  # other numbers of experts than the model's
+    if experts % groups or experts // groups < 4:  # only in tests with odd numbers of experts
         kwargs.pop("groups", None), kwargs.pop("group_topk", None)
     return kwargs
 
@@ -169,7 +170,7 @@ def _build_route(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> 
 
 
 def _build_route_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """What the backward of the same call reads: logits, indices, the gradients that there are."""
+    """The backward of the same call, which reads logits, indices and the gradients of the results asked for."""
     settings = dict(workload.settings)
     experts = shape[-1]
     k, score = min(settings["k"], experts), settings.get("score", "softmax")

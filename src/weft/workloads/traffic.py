@@ -1,11 +1,12 @@
 """How many bytes a workload moves, counted at every access of its kernels, beside the least that must move.
 
-Kernels run on this machine's CPU through Loom, which counts; with `target`, they are those that the op would launch on
-that GPU (its tiles, its number of programs). What moves between a GPU's memory and its caches is then modelled:
+Loom runs the kernels on this machine's CPU and counts their accesses. The kernels are those that the op would launch on
+`target`, with that GPU's tiles and number of programs. What moves between the GPU's memory and its caches is modelled
+from the counts:
 
-- a tensor of at most `CACHED` bytes is read and written once, however many programs want it (a weight, the scales);
-- of a larger one, every program reads the 32-byte sectors it touches for itself, as often as it asks for them;
-- stores are put together in the cache: each sector is written as often as its bytes are.
+- a tensor of at most `CACHED` bytes is read and written once, however many programs access it (a weight, the scales);
+- of a larger tensor, every program reads the 32-byte sectors that it touches from memory, each time it loads them;
+- stores are combined in the cache: a sector is written as many times as its bytes are.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Totals(NamedTuple):
 
     requested: int  # by every access
     per_program: int  # 32-byte sectors that each program touches, summed over the programs
-    per_launch: int  # sectors that each launch touches
-    modelled: int  # what a GPU's memory moves
+    per_launch: int  # sectors that any program of a launch touches, summed over the launches
+    modelled: int  # what a GPU's memory would move
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Moved:
     workload: Workload
     rows: int
     launches: int
-    tensors: int  # loaded or stored by a launch
+    tensors: int  # how many tensors the launches load or store
     least: int
     total: Totals
 
@@ -49,21 +50,21 @@ class Moved:
 
     @property
     def as_promised(self) -> bool:
-        """Within what the workload says, and a part of a sector at either end of each tensor. An excess of a few
-        percent is one of partial sums, as large with fewer rows as with the workload's own."""
+        """Whether the modelled bytes are within what the workload allows, plus part of a sector at either end of each
+        tensor. An excess of a few percent comes from partial sums, which do not shrink with the number of rows."""
         moves = self.workload.moves
         excess = (moves - 1) * (self.workload.least_bytes() if 1.02 < moves < 1.1 else self.least)
         return self.total.modelled <= self.least + excess + 64 * self.tensors
 
 
 def rows_within(workload: Workload, least_bytes: int) -> int:
-    """The workload's rows, or so many that about `least_bytes` have to move, if that is fewer."""
+    """The workload's number of rows, or the smaller number with which about `least_bytes` have to move."""
     per_row = max(1, (workload.least_bytes(1032) - workload.least_bytes(8)) // 1024)
     return min(workload.rows, max(1, least_bytes // per_row))
 
 
 def count_traffic(workload: Workload, rows: int | None = None, target: str = "sm_90") -> Moved:
-    """Run a workload once, with as many rows as it has or with `rows`, and count."""
+    """Run a workload once, with its own number of rows or with `rows`, and count the bytes."""
     import torch
     from triton_loom import count
 
@@ -82,7 +83,7 @@ def count_traffic(workload: Workload, rows: int | None = None, target: str = "sm
 
 
 def totals(launches: Iterable[LaunchCount]) -> Totals:
-    """The counts of launches, and the model of above."""
+    """The counts of launches added up, with the model that this module describes."""
     requested = per_program = per_launch = modelled = 0
     for argument in (argument for launch in launches for argument in launch.arguments.values()):
         loads, stores = argument.loads, argument.stores

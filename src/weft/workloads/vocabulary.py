@@ -14,7 +14,7 @@ from .linear_logprobs import SHARED
 from .problem import Call, Inputs, Workload
 
 RANKS = 4
-# (columns of the whole vocabulary, where the shard begins, its columns)
+# (columns of the whole vocabulary, first column of the shard, columns of the shard)
 SHARDS: dict[str, tuple[int, int, int]] = {
     "qwen3-30b-a3b/vocabulary-shard": (151936, 37984, 37984),
     "gpt2/last-vocabulary-shard": (50257, 37695, 12562),
@@ -45,7 +45,7 @@ _OPTIONS = (*Softmax._fields, *Wanted._fields)
 
 
 def _run(op: Op[Any, Any], kwargs: dict[str, Any]) -> Any:
-    """An op with the members of `softmax` and `wanted` among its arguments."""
+    """Call an op with arguments by name, among which the members of `softmax` and `wanted` stand one by one."""
     tensors = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     softmax = Softmax(*(kwargs[name] for name in Softmax._fields))
     return op(op.arguments.cls(**tensors, softmax=softmax, wanted=_wanted(kwargs)))
@@ -73,7 +73,7 @@ class Results(NamedTuple):
 
 
 def sharded_logprobs(**kwargs: Any) -> Results:
-    """The results alone."""
+    """The op of the same name, without the outputs that only its backward reads."""
     found = _run(catalogue["sharded_logprobs"], kwargs)
     return Results(found.logprobs, found.lse, found.entropy, found.spread, found.hits)
 
@@ -86,7 +86,7 @@ def _kind(workload: Workload) -> dict[str, Any]:
 
 
 def _targets(inputs: Inputs, options: dict[str, Any], lead: list[int]) -> Tensor:
-    """Of the whole vocabulary, every other one of them in the shard."""
+    """Targets in the whole vocabulary, every other one of them in the shard."""
     vocab, start, length = options["shard"]
     target = draw_targets(inputs, lead, vocab)
     if target.device.type != "meta":
@@ -114,7 +114,7 @@ def _build_rows(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
 
 
 def _build_join(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The shard is the second of RANKS: the others' statistics are drawn."""
+    """The shard is that of the second of RANKS ranks; the statistics of the others are random."""
     call = _build_rows(workload, inputs, shape)
     kind = _kind(workload)
     wanted = _wanted(kind)

@@ -31,6 +31,11 @@ MANY = f"{G}test_many_experts_in_slots"
 GPT = f"{G}test_gpt_oss"
 LIMITS = f"{G}test_limits_include_their_ends[concat]"
 PROB = f"{G}test_probabilities"
+B = "ops/glu/test_bias.py::"
+BIAS, BIAS_IN_TURN, BIAS_OF, BIAS_PADDED, BIAS_WIDE = (
+    f"{B}test_bias[cpu-{options}]" for options in ("concat", "interleaved", "1", "16", "256")
+)
+BIAS_GPU = f"{B}test_bias[sm_90-concat]"
 GLU_SIZES = f"{G}test_sizes[3-1025]"
 
 _GLU: list[tuple[Any, ...]] = [
@@ -61,8 +66,14 @@ _GLU: list[tuple[Any, ...]] = [
     ("scales of all slots in one place", "_from_slot", "copy_t.scale + slot * ", "copy_t.scale + 0 * slot * ", (SLOTS,)),
     ("codes of all slots in one place", "_from_slot", "copy_t.data + first // FORMAT.packed", "copy_t.data + 0 * first // FORMAT.packed", (SLOTS,)),
     ("padding of a slot is another expert's", "glu_kernel", "bound = exist", "bound = rows.to(tl.int64)", (SLOTS,)),
+    ("no bias of up", "_load_biased", "gate + gate_bias, up + up_bias", "gate + gate_bias, up", (BIAS,)),
+    ("up has the gate's bias", "_bias_of", "tl.multiple_of(off + up_shift, ALIGN), None, there)", "off, None, there)", (BIAS,)),
+    ("all experts have the bias of the first", "_bias_of", "off = tl.multiple_of(group * width, ALIGN)", "off = tl.multiple_of(group * 0, ALIGN)", (BIAS_OF,)),
+    ("biases in turn at the width of one", "_bias_of", "2 * cols if INTERLEAVED else cols + up_shift", "cols + up_shift", (BIAS_PADDED,)),
+    ("biases change a row late", f"{GROUPS}:group_of", "(end[None, :] <= row[:, None])", "(end[None, :] < row[:, None])", (BIAS_OF,)),
+    ("biases of one chunk of experts", f"{GROUPS}:group_of", "range(0, groups.number, CHUNK)", "range(0, 1, CHUNK)", (f"{B}test_experts_of_any_number_and_size[{[*range(1, 301)]}]",)),
     ("given scale taken for an amax", "glu_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", (f"{G}test_amax_is_that_of_y[tensor]", workload("quantized_bytes", "glu:llama3-8b/ffn:static-fp8:1"))),
-    ("last rows left out", f"{GLU}:_cut", "blocks = -(-layout.rows // config.rows)", "blocks = -(-(layout.rows - 1) // config.rows)", (GLU_SIZES,)),
+    ("last rows left out", f"{GLU}:_cut", "blocks = -(-layout.rows // height)", "blocks = -(-(layout.rows - 1) // height)", (GLU_SIZES,)),
 ]  # fmt: skip
 
 _GLU_BACKWARD: list[tuple[Any, ...]] = [
@@ -92,9 +103,45 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("dy read without a mask", "glu_backward_kernel", "load_stored(dy.ptr + dy_off[:, None] + col[None, :], mask)", "load_stored(dy.ptr + dy_off[:, None] + col[None, :], None)", (workload("guard_bands", "glu:odd/33:swiglu:8192"), PADDED)),
     ("32-bit row offsets", "glu_backward_kernel", "(tl.program_id(0) // row_programs).to(tl.int64)", "(tl.program_id(0) // row_programs).to(tl.int32)", (f"{G}test_offsets_have_64_bits[False]",)),
     ("partial sums of dprob in one place", "glu_backward_kernel", "part.to(tl.int64) * rows + row", "part.to(tl.int64) * 0 * rows + row", (f"{G}test_configuration_of[sm_90-256-options3]",)),
+    ("dbias of the last rows alone", "glu_backward_kernel", "gate_sum += tl.sum(dgate, axis=0)", "gate_sum = tl.sum(dgate, axis=0)", (BIAS,)),
+    ("dbias of up of the last rows alone", "glu_backward_kernel", "up_sum += tl.sum(dup, axis=0)", "up_sum = tl.sum(dup, axis=0)", (BIAS,)),
+    ("sums of all stripes in one place", "glu_backward_kernel", "tl.multiple_of(block * stride, ALIGN)", "tl.multiple_of(block * 0, ALIGN)", (BIAS,)),
+    ("up's sums in the gate's place", "glu_backward_kernel", "_store_sums(sums_ptr + shift, up_sum, part * TILE, cols)", "_store_sums(sums_ptr, up_sum, part * TILE, cols)", (BIAS,)),
+    ("up's sums in the gate's place, of stripes", "glu_backward_kernel", "_store_sums(sums_ptr + shift, up_sum, start, cols)", "_store_sums(sums_ptr, up_sum, start, cols)", (f"{B}test_quantized[cpu-16-1x128]",)),
+    ("sums of the first tile's columns", "glu_backward_kernel", "_store_sums(sums_ptr, gate_sum, part * WIDTH,", "_store_sums(sums_ptr, gate_sum, part * 0,", (f"{B}test_sizes",)),
+    ("a stripe as short as a piece", "glu_backward_kernel", "STRIPE_ROWS if PIECES else ROWS, PLACES", "ROWS, PLACES", (BIAS,)),
+    ("rows of the next stripe", "glu_backward_kernel", "exist = tl.minimum(exist, STRIPE_ROWS)", "exist = tl.minimum(exist, STRIPE_ROWS + ROWS)", (BIAS,)),
+    ("pieces reach into the next expert", "glu_backward_kernel", "rows_end = first + exist", "rows_end = rows", (f"{B}test_quantized_a_few_rows_at_a_time",)),
+    ("the bias of rows that do not exist", "_gradients_of", "if GROUPED or (BIASED and mask is not None):", "if GROUPED:", (f"{B}test_rows_that_do_not_exist_have_no_part_in_sums",)),
+    ("the bias of padding in dprob", "_gradients_of", "terms = tl.where(mask, terms, 0.0)", "terms = terms", (f"{B}test_experts_one_by_one[cpu-16]",)),
+    ("gradient without the bias", "glu_backward_kernel", "_load_biased(\n                inputs, bias,", "_load_biased(\n                inputs, None,", (BIAS,)),
     ("codes of all slots in one place", "glu_backward_kernel", "copy_t = _from_slot(copy_t, first, ", "copy_t = _from_slot(copy_t, 0 * first, ", (SLOTS,)),
     ("dup's scales of all slots in one place", "glu_backward_kernel", "_from_slot(up_copy_t, first, block, ", "_from_slot(up_copy_t, first, 0 * block, ", (SLOTS,)),
     ("row-wise copy where blocks meet", f"{GLU}:_in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
 ]  # fmt: skip
 
-LINES: dict[str, list[tuple[Any, ...]]] = {"glu_kernel": _GLU, "glu_backward_kernel": _GLU_BACKWARD}
+SUMS = "ops/common/sums.py"
+QKV = "ops/heads/test_bias.py::test_configuration_of[sm_90]"
+
+_SUM_RUNS: list[tuple[Any, ...]] = [
+    ("first row of a run left out", f"{SUMS}:_sum_runs_kernel", "range(begin, end, ROWS)", "range(begin + 1, end, ROWS)", (BIAS_OF,)),
+    ("last row of a run left out", f"{SUMS}:_sum_runs_kernel", "range(begin, end, ROWS)", "range(begin, end - 1, ROWS)", (BIAS_OF,)),
+    ("last rows of a run alone", f"{SUMS}:_sum_runs_kernel", "total += tl.sum", "total = tl.sum", (QKV,)),
+    ("the first row of the next run", f"{SUMS}:_sum_runs_kernel", "(row < end)[:, None]", "(row <= end)[:, None]", (f"{B}test_bias[sm_90-1]",)),
+    ("all runs the first", f"{SUMS}:_sum_runs_kernel", "begin = run * run_rows", "begin = run * 0", (QKV,)),
+    ("the last run as long as the others", f"{SUMS}:_sum_runs_kernel", "tl.minimum(begin + run_rows, rows)", "begin + run_rows", (QKV,)),
+    ("all runs in one place", f"{SUMS}:_sum_runs_kernel", "tl.multiple_of(run * cols, ALIGN)", "tl.multiple_of(run * 0, ALIGN)", (BIAS_OF,)),
+    ("every piece the first", f"{SUMS}:_sum_runs_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (QKV,)),
+    ("last columns left out", f"{SUMS}:_sum_runs", "(-(-cols // width) * runs, 1, 1)", "(max(cols // width, 1) * runs, 1, 1)", (QKV, f"{B}test_bias[sm_90-16]")),
+    ("last column left out", f"{SUMS}:_sum_runs_kernel", "exists = col < cols", "exists = col < cols - 1", (BIAS_OF,)),
+    ("sums cut to bf16", f"{SUMS}:_sum_runs_kernel", "piece.to(tl.float32)", DOWN_TO_BF16.format("piece"), (f"{B}test_experts_one_by_one[cpu-16]",)),
+    ("stripes counted without groups", f"{GROUPS}:stripes_of_group", "first += group", "first += 0", (BIAS_OF,)),
+    ("experts begin in padding", f"{GROUPS}:stripes_of_group", "start = _begin_after(before, groups.align)", "start = before", (BIAS_WIDE,)),
+    ("whole stripes alone", f"{GROUPS}:stripes_of_group", "(end - start + stripe_rows - 1)", "(end - start)", (BIAS_OF,)),
+]  # fmt: skip
+
+LINES: dict[str, list[tuple[Any, ...]]] = {
+    "glu_kernel": _GLU,
+    "glu_backward_kernel": _GLU_BACKWARD,
+    "_sum_runs_kernel": _SUM_RUNS,
+}

@@ -494,9 +494,8 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "empty_strided", zeroed)
     call = call_of(300, 96, **experts(16), **options)
-    if op == "glu_backward":
-        call = backward_of(call, draw(300, 96), **options)
-    opcheck(op, arguments_of(call, op, run if op == "glu" else results)[0])
+    calls = {"glu": call.requiring_grad(), "glu_backward": backward_of(call, draw(300, 96), **options)}
+    opcheck(op, arguments_of(calls[op], op, results)[0])
 
 
 def grouped(x: Tensor, prob: Tensor, up: Tensor) -> Any:

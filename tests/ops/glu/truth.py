@@ -65,14 +65,21 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
-    """y, and with an upstream gradient those of x, up and prob."""
+    """y, and with an upstream gradient those of x, up, prob and bias."""
     a: dict[str, Any] = arguments(call)
     leaves = {
         name: a[name].detach().double().requires_grad_()
-        for name in ("x", "up", "prob")
+        for name in ("x", "up", "prob", "bias")
         if a[name] is not None
     }
     x = leaves["x"]
+    owner = torch.full(
+        (math.prod(x.shape[:-1]),), -1
+    )  # the expert of each row; without experts it is the first
+    for expert, (start, end, _) in enumerate(regions(len(owner), a["ends"], a["align"])):
+        owner[start:end] = expert
+    if "bias" in leaves:
+        x = x + leaves["bias"].view(-1, x.shape[-1])[owner.clamp(min=0)].view(x.shape)
     if a["layout"] == "none":
         gate, up = x, None
     elif "up" in leaves:
@@ -81,12 +88,8 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         gate, up = x.chunk(2, -1)
     else:
         gate, up = x[..., 0::2], x[..., 1::2]
-    lead, hidden = gate.shape[:-1], gate.shape[-1]
-    rows = gate.numel() // max(hidden, 1)
-    real = torch.zeros(rows, dtype=torch.bool)
-    for start, end, _ in regions(rows, a["ends"], a["align"]):
-        real[start:end] = True
-    real = real.view(*lead, 1)
+    lead = gate.shape[:-1]
+    real = (owner >= 0).view(*lead, 1)
     gate = torch.where(real, gate, 0.0)  # nobody reads the padding
     up = up if up is None else torch.where(real, up, 0.0)
     inside, value = gate, up
@@ -102,6 +105,15 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     y = torch.where(real, active * factor * prob, 0.0)
     with torch.no_grad():
         f_noise, slope_noise = _noise(inside.detach(), a["act"], alpha)
+        # f' itself: what one would get from a gradient of ones through f alone
+        twin = inside.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            _activation(a["act"], alpha)(twin).sum().backward()
+        assert twin.grad is not None
+        slope = twin.grad.abs()
+        if "bias" in leaves:  # gate and up are sums in fp32; no f'' is larger than 2, for alpha up to 2
+            rounding = EPS32 * inside.detach().abs()
+            f_noise, slope_noise = f_noise + slope * rounding, slope_noise + 2 * rounding
         noise = torch.where(real, f_noise * (factor * prob).abs() + FEW * y.abs(), 0.0)
     found = {"y": Near(y.detach(), noise)}
     if dy is None:
@@ -109,12 +121,7 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     d = torch.where(real, dy.detach().double(), 0.0)
     y.backward(d)
     with torch.no_grad():
-        # f' itself: what one would get from a gradient of ones through f alone
-        twin = inside.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            _activation(a["act"], alpha)(twin).sum().backward()
-        assert twin.grad is not None
-        dgate = (d * prob * factor).abs() * (slope_noise + FEW * twin.grad.abs())
+        dgate = (d * prob * factor).abs() * (slope_noise + FEW * slope)
         dup = (d * prob).abs() * (f_noise + FEW * active.abs())
         noises = {"x": dgate, "up": dup}
         if up is not None and "up" not in leaves:
@@ -126,6 +133,11 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         if "prob" in leaves:
             terms = (d * factor).abs() * (f_noise + FEW * active.abs())
             noises["prob"] = terms.sum(-1).view(leaves["prob"].shape)
+        if "bias" in leaves:
+            assert leaves["x"].grad is not None
+            terms = (noises["x"] + FEW * leaves["x"].grad.abs()).view(len(owner), -1)
+            sums = torch.zeros_like(leaves["bias"]).view(-1, terms.shape[1])
+            noises["bias"] = sums.index_add(0, owner.clamp(min=0), terms).view_as(leaves["bias"])
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         found[f"d{name}"] = Near(leaf.grad, noises[name])
@@ -147,3 +159,13 @@ def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
 
 TRUTHS = {"glu": _forward, "glu_backward": _backward}
 RESULTS = {weft.glu: y_and_amax}
+
+
+# Both copies of a gradient of gate and up at 1x128 take 255 registers of 256 threads. On sm_80 and sm_89 codes are made
+# by integer arithmetic, which takes more.
+SPILLS = {
+    ("glu_backward_kernel", "sm_80"): 320,
+    ("glu_backward_kernel", "sm_89"): 320,
+    ("glu_backward_kernel", "sm_100"): 32,
+    ("glu_backward_kernel", "sm_120"): 32,
+}

@@ -39,6 +39,11 @@ CACHE_GPU = f"{R}test_cache_of_an_h100[same]"
 
 ONE_SCALE = f"{R}test_cache_with_one_scale[cpu-0.02]"
 YARN = f"{R}test_scaled_rotations[yarn]"
+BIAS, BIAS_GROUPS, BIAS_GATE = (
+    f"ops/heads/test_bias.py::test_options[{case}]"
+    for case in ("plain", "groups-rms-sbhd-bshd-12", "True-groups-10-rms-0-1.0")
+)
+BIAS_FP8 = "ops/heads/test_bias.py::test_cache[fp8-cpu]"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "qkv_kernel": [
@@ -61,7 +66,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("tokens of another batch", "qkv_kernel", "batch = (program % sizes.batches).to(tl.int64)", "batch = (program % sizes.batches * 0).to(tl.int64)", (PLAIN,)),
         ("tokens past the end", "qkv_kernel", "exists = token < sizes.tokens", "exists = token < sizes.tokens + 1", (GPU,)),
         ("the gate is the query", "qkv_kernel", "_further(q.at, dim)", "_further(q.at, 0)", (GATE,)),
-        ("values where keys are", "qkv_kernel", "_copy_heads(v, v_out,", "_copy_heads(k, v_out,", (PLAIN,)),
+        ("values where keys are", "qkv_kernel", "Source(v.ptr, v.at, bias_ptr)", "Source(k.ptr, k.at, bias_ptr)", (PLAIN,)),
         ("all heads begin where queries do", "_token_offset", "start = known_multiple(place.at.start, ALIGN) +", "start = 0 * known_multiple(place.at.start, ALIGN) +", (PLAIN,)),
         ("angles are never turned back", "_find_angles", "        sin = -sin\n", "        sin = sin\n", (f"{R}test_rotations_keep_lengths_and_can_be_undone",)),
         ("slots without an end", "_find_slots", "& (slot < slots.at.total)", "& (slot < slots.at.total + 1)", (CACHE_GPU,)),
@@ -83,8 +88,14 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("one scale for all heads", "_cache_factor", "(head.to(tl.int64) * cache.at.scale_head)[None, :]", "(head.to(tl.int64) * 0)[None, :]", (FP8,)),
         ("a factor past fp32", "_cache_factor", "fp32_scale(largest, FP32_MAX, CACHE_FORMAT)", "fp32_scale(largest, 1.0, CACHE_FORMAT)", (f"{R}test_cached_values[1e-42]",)),
         ("a given scale multiplies", "_cache_codes", "encode(tl.div_rn(x, factor), CACHE_FORMAT", "encode(x * factor, CACHE_FORMAT", (ONE_SCALE,)),
+        ("a bias of the first halves alone", "_load_heads", "a + more_a, b + more_b", "a + more_a, b", (BIAS,)),
+        ("keys with the bias of queries", "_bias_offset", "off = known_multiple(x.at.start, ALIGN) +", "off = 0 * known_multiple(x.at.start, ALIGN) +", (BIAS,)),
+        ("one bias for all heads", "_bias_offset", "_head_offset(x, head, heads, ALIGN)", "_head_offset(x, head * 0, heads, ALIGN)", (BIAS_GROUPS,)),
+        ("values without a bias", "_copy_heads", "value.to(tl.float32) + bias.to(tl.float32)", "value.to(tl.float32)", (BIAS, BIAS_GATE)),
+        ("codes of rounded values", "_copy_heads", "value.to(tl.float32) + bias.to(tl.float32)", "(value.to(tl.float32) + bias.to(tl.float32)).to(y.ptr.dtype.element_ty)", (BIAS_FP8,)),
     ],
     "qkv_backward_kernel": [
+        ("statistics without the bias", "_backward_heads", "za, zb = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)", "za, zb = _load_pairs(x.ptr, off, there, size, PLAN)", (BIAS_GROUPS,)),
         ("turned on, not back", "_backward_heads", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (PLAIN,)),
         ("not turned back after the norm", "_backward_heads", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (LAYER_AFTER,)),
         ("statistics before the rotation", "_backward_heads", "za, zb = _turn(za, zb, at.cos, at.sin, size.half, PLAN)", "za, zb = za, zb", (LAYER_AFTER,)),

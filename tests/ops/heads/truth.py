@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton_loom.testing import EPS32
+from triton_loom.testing import EPS32, ulp
 
 import weft
 from tests.quant import oracle
@@ -22,14 +22,15 @@ NAMES = ("y", "output1", "output2", "output3")
 
 
 def spelled_out(
-    qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, heads: int | None = None,
-    kv_heads: int | None = None, head_dim: int | None = None, v_dim: int | None = None, packing: Any = "flat",
-    gate: bool = False, qk_norm: Any = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-    q_bias: Tensor | None = None, k_bias: Tensor | None = None, eps: float | None = 1e-6, weight_offset: float = 0.0,
-    norm_after: bool = False, cos: Tensor | None = None, sin: Tensor | None = None, positions: Tensor | None = None,
-    base: float | None = None, scaling: str = "", rope_dim: int | None = None, style: Any = "neox",
-    rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None,
-    cache: Any = None, slots: Tensor | None = None, cache_scales: Any = None,
+    qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, bias: Tensor | None = None,
+    heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, v_dim: int | None = None,
+    packing: Any = "flat", gate: bool = False, qk_norm: Any = None, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+    eps: float | None = 1e-6, weight_offset: float = 0.0, norm_after: bool = False, cos: Tensor | None = None,
+    sin: Tensor | None = None, positions: Tensor | None = None, base: float | None = None, scaling: str = "",
+    rope_dim: int | None = None, style: Any = "neox", rope_first: bool = True, mrope_sections: Any = None,
+    layout: Any = "bshd", out_layout: Any = None, cache: Any = None, slots: Tensor | None = None,
+    cache_scales: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`weft.qkv_prepare`, and its results that there are."""
     cut = None
@@ -41,7 +42,7 @@ def spelled_out(
             packing=packing, gate=gate,
         )  # fmt: skip
     found = weft.qkv_prepare(
-        qkv, k, v, heads=cut,
+        qkv, k, v, heads=cut, bias=bias,
         norm=None if qk_norm is None else weft.HeadNorm(
             qk_norm, q_weight, k_weight, q_bias, k_bias, eps, weight_offset, norm_after
         ),
@@ -265,13 +266,15 @@ def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
     apart = a["k"] is not None
     leaves = {
         name: a[name].detach().double().requires_grad_()
-        for name in ("qkv", "k", "v", "q_weight", "k_weight", "q_bias", "k_bias")
+        for name in ("qkv", "k", "v", "bias", "q_weight", "k_weight", "q_bias", "k_bias")
         if a[name] is not None
     }
     layout = "thd" if a["qkv"].dim() == (3 if apart else 2) else a["layout"]
     out_layout = a["out_layout"] or layout
     x = canonical(leaves["qkv"], layout)
     batch, tokens = x.shape[:2]
+    if "bias" in leaves:
+        x = x + leaves["bias"]
     columns: dict[str, Tensor] = {}
     if apart:
         dim = a["k"].shape[-1]
@@ -294,7 +297,7 @@ def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
     total = torch.zeros((), dtype=torch.float64)
     noises: dict[str, Tensor] = {}
     for name, (part, value) in zip(NAMES, parts.items(), strict=False):
-        noise = torch.zeros_like(value)
+        noise = EPS32 * value.detach().abs() * ("bias" in leaves)  # the sum with the bias is fp32
         head = Head(a, leaves.get(f"{part}_weight"), leaves.get(f"{part}_bias"), rotation)
         y = value
         if part in ("q", "k"):
@@ -318,6 +321,11 @@ def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
             if name in noises:
                 packed[..., where] = noises[name]
         noises["qkv"] = packed[0] if layout == "thd" else canonical(packed, layout)
+    if "bias" in leaves:  # a sum of numbers that are rounded
+        dx = leaves["qkv"].grad
+        assert dx is not None
+        terms = noises["qkv"] + ulp(dx, a["qkv"].dtype) / 2 + FEW * dx.abs()
+        noises["bias"] = terms.flatten(0, -2).sum(0)
     for name, leaf in leaves.items():
         if leaf.grad is not None and name in noises:
             found[f"d{name}"] = Near(leaf.grad, noises[name].detach())
@@ -332,8 +340,8 @@ def qkv_prepare_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, 
         name: a[d] for name, d in zip(NAMES, ("dq", "dk", "dv", "dgate"), strict=True) if a[d] is not None
     }
     tokens = as_canonical(a["dq"], cut.out_layout, a["batch"]).shape[1]
-    x = torch.zeros(a["batch"], tokens, cut.width) if a["x"] is None else a["x"]
-    vectors = {name: a[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias") if name in a}
+    x = a["dq"].new_zeros(a["batch"], tokens, cut.width) if a["x"] is None else a["x"]
+    vectors = {name: a[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias", "bias") if name in a}
     angles = {name: a[name] for name in ("cos", "sin", "positions") if name in a}
     forward = Call(
         prepare,
@@ -350,7 +358,7 @@ def qkv_prepare_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, 
         },
     )
     found = qkv_prepare(forward, upstream)
-    names = ("y", "output1", "output2", "output3", "output4")
+    names = ("y", *(f"output{i}" for i in range(1, 6)))
     return {name: found[f"d{of}"] for name, of in zip(names, ("qkv", *vectors), strict=False)}
 
 
@@ -401,3 +409,7 @@ def qkv_prepare_cached(call: Call, gradients: dict[str, Tensor]) -> dict[str, Ne
 
 
 TRUTHS = {f.__name__: f for f in (qkv_prepare, qkv_prepare_backward, qkv_prepare_cached, rope)}
+
+
+# Tiles of tokens, heads and pairs, which `test_heads_are_moved_128_bits_at_a_time` looks at.
+MOVED = {"qkv_kernel": (set(), set()), "qkv_backward_kernel": (set(), set())}

@@ -158,3 +158,7 @@ def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tenso
 
 
 TRUTHS = {"cross_entropy": _forward, "cross_entropy_backward": _backward}
+
+
+# Besides tiles, it reads the logit of each row's target, which has two bytes.
+WIDTHS = {"cross_entropy_kernel": ("", 16)}

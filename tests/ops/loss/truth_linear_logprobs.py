@@ -227,3 +227,16 @@ def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tenso
 
 
 TRUTHS = {"linear_logprobs": _forward, "linear_logprobs_backward": _backward}
+
+
+# Products write another tile than they read.
+MOVED = {
+    "linear_logprobs_kernel": ({"hidden_ptr"}, set()),
+    "linear_dlogits_kernel": ({"hidden_ptr"}, set()),
+    "linear_dweight_kernel": ({"hidden_ptr"}, set()),
+    "linear_dhidden_kernel": ({"dlogits_ptr"}, set()),
+}
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
+WIDTHS = dict.fromkeys(
+    ("linear_dlogits_kernel", "linear_dweight_kernel", "linear_dhidden_kernel"), ("gfx", 64)
+)

@@ -762,7 +762,7 @@ def test_what_is_refused() -> None:
     wrong: list[tuple[str, Callable[[], Any]]] = [
         ("routing must be int32, int64 or bool", lambda: weft.row_map(torch.zeros(4, 2), 3)),
         ("give `experts`", lambda: weft.row_map(nested)),
-        ("for 2 experts, not 3", lambda: weft.row_map(nested.bool(), 3)),
+        ("the mask has 2 experts, but experts=3", lambda: weft.row_map(nested.bool(), 3)),
         ("at least 1", lambda: weft.row_map(nested, 3, align=0)),
         ("between 0", lambda: weft.row_map(nested, 3, rows=-1)),
         ("32 bits", lambda: weft.row_map(torch.empty(2**28, 8, dtype=torch.int64, device="meta"), 3)),

@@ -372,7 +372,7 @@ def test_a_model_has_what_its_router_has() -> None:
     for model in ("qwen3", "mixtral", "gpt_oss"):
         with pytest.raises(ValueError, match=f"'{model}' has none for softmax.*weft.router_linear"):
             weft.route(x, 2, convention=model, bias=torch.zeros(12))
-        with pytest.raises(ValueError, match=f"'{model}' has no groups"):
+        with pytest.raises(ValueError, match=f"'{model}' does not say how to score a group"):
             weft.route(x, 2, convention=model, groups=3, group_topk=1)
         assert weft.route(
             x, 2, convention=model, groups=3, group_topk=1, group_score="max"
@@ -871,8 +871,11 @@ def test_what_is_refused() -> None:
         ({"groups": 5, "group_topk": 1}, "groups must divide"),
         ({"groups": 4}, "group_topk must be from 1"),
         ({"groups": 4, "group_topk": 3}, "group_topk must not be above k"),
-        ({"groups": 12, "group_topk": 2, "group_score": "top2"}, "sum of its 2 best"),
-        ({"groups": 4, "group_topk": 1, "k": 4, "group_score": "max"}, "have no 4 to choose"),
+        ({"groups": 12, "group_topk": 2, "group_score": "top2"}, "sum of its 2 best experts"),
+        (
+            {"groups": 4, "group_topk": 1, "k": 4, "group_score": "max"},
+            "k=4 experts cannot be chosen from group_topk=1 groups",
+        ),
         ({"groups": 4, "group_topk": 1, "group_score": "mean"}, "group_score must be"),
         ({"group_topk": 2}, "needs groups"),
         ({"index_dtype": torch.int16}, "index_dtype"),

@@ -177,3 +177,9 @@ def _encoded(call: Call) -> dict[str, Tensor]:
 
 
 ENCODED = {"permute": _encoded}
+
+
+MOVED = {
+    "unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
+    "unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+}

@@ -132,3 +132,13 @@ def route(
         size += upstream["z_loss"].double().abs() * z * 2 * lse.detach().abs()[:, None] * p / tokens
     found["dlogits"] = Near(dlogits.view(logits.shape), (steps * size).view(logits.shape))
     return found
+
+
+# Products write another tile than they read.
+MOVED = {
+    "_router_linear_kernel": ({"x_ptr"}, set()),
+    "_router_linear_dx_kernel": ({"dy_ptr"}, set()),
+    "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set()),
+}
+# A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
+WIDTHS = {"_router_linear_dx_kernel": ("gfx", 64)}

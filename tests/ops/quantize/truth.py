@@ -33,3 +33,6 @@ def y_and_amax(call: Call) -> list[str]:
 TRUTHS = {"quantize": quantize, "dequantize": dequantize}
 ENCODED = {"quantize": lambda call: {"y": call["x"]}}
 RESULTS = {weft.quantize: y_and_amax}
+
+
+MOVED = {"_dequantize_kernel": ({"data_ptr"}, {"out_ptr"})}

@@ -1,4 +1,4 @@
-"""The definition of the activations. `tiles.activations` has those of kernels."""
+"""The definition of the activations in plain PyTorch; kernels use those of `tiles.activations`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
 
 def activation_reference(a: Tensor, act: str, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(f(a), f'(a)); gelu in fp64, the others in the order of operations that the kernels have."""
+    """(f(a), f'(a)): gelu is computed in fp64, the others with the same order of operations as in the kernels."""
     if act in ("silu", "sigmoid"):
         s = torch.sigmoid(alpha * a)
         if act == "silu":

@@ -1,7 +1,7 @@
-"""Whether arguments are what an op takes. A good one costs a few comparisons; what is wrong with a bad one, and what to
-do, is found out on the way to the exception.
+"""Checks of arguments. A valid argument costs a few comparisons; only for an invalid one it is worked out what is wrong
+with it and what to do.
 
-Where a tensor goes, nothing else is taken: not a list, a number, a NumPy array or a module. Making a tensor of them
+An argument that has to be a tensor is never made from something else (a list, a number, a NumPy array, a module): that
 would copy to the device in every call, and wait for it.
 """
 
@@ -27,8 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked_once(function: F) -> F:
-    """Decorates a function of plain values, which checks options and makes an object of them: it is computed once for
-    each set of them. A compiler traces it as it is, since it cannot trace a cache."""
+    """Decorate a function that checks plain values and makes an object of them, so that it runs once for each set of
+    values. torch.compile cannot trace a cache, so it traces the function itself."""
     known = functools.lru_cache(maxsize=1024, typed=True)(function)
 
     @functools.wraps(function)
@@ -39,20 +39,20 @@ def checked_once(function: F) -> F:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """`isinstance(value, Tensor)`, and fast for parameters too."""
+    """`isinstance(value, Tensor)`, made fast for parameters as well."""
     kind = type(value)
     return kind is Tensor or kind is Parameter or isinstance(value, Tensor)
 
 
 def check_tensors(names: str, *values: object) -> None:
-    """Values with names, none of which may be missing: tensors all of them."""
+    """Raise an error unless all values are tensors. `names` are their names, in the same order."""
     for place, value in enumerate(values):
         if not is_tensor(value):
             raise no_tensor(names.split()[place], value)
 
 
 def check_input(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """The tensor that the others are measured by: of some dimensions, and of such a dtype."""
+    """Check the input whose shape and device the other tensors follow: its dtype, and that it has a dimension."""
     if not is_tensor(x) or x.layout is not torch.strided:
         raise no_tensor(name, x)
     if x.dtype not in dtypes:
@@ -65,8 +65,8 @@ def check_tensor(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...],
     note: str = "",
 ) -> None:  # fmt: skip
-    """A tensor of such a dtype, on this device and of one of these shapes; of any without them. `note` says what to do
-    if it is no tensor."""
+    """Raise an error unless `value` is a tensor of one of `dtypes`, on `device`, and of one of `shapes` if any are
+    given. `note` tells what to do about something that is not a tensor."""
     if not is_tensor(value) or value.layout is not torch.strided:
         raise no_tensor(name, value, note)
     if value.dtype not in dtypes:
@@ -80,7 +80,7 @@ def check_tensor(
 
 
 def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
-    """What to say of something that is given where a dense tensor goes."""
+    """The error for an argument that has to be a dense tensor and is not."""
     kind = type(value).__name__
     if is_tensor(value):
         nested = "as a tensor with pads" if value.is_nested else "as .to_dense() gives it"
@@ -105,7 +105,7 @@ def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> None:
-    """That of a plain result."""
+    """Raise an error unless `out_dtype` is None or a dtype that a plain result can have."""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ValueError(
             f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. Codes come from quantize="
@@ -113,12 +113,12 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
 
 
 def epsilon(eps: float | None, x: Tensor) -> float:
-    """eps of an RMSNorm of x. None is what it is to `torch.nn.RMSNorm`: that of the dtype it is computed in."""
+    """The eps of an RMSNorm of x. None means, as for `torch.nn.RMSNorm`, the machine epsilon of the dtype."""
     return torch.finfo(compute_dtype(x)).eps if eps is None else nonnegative("eps", eps)
 
 
 def nonnegative(name: str, value: float) -> float:
-    """A number that is finite and not below 0."""
+    """`value` as a float, checked to be finite and not below 0."""
     value = real(name, value)
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be at least 0 and finite; got {value}")
@@ -126,7 +126,7 @@ def nonnegative(name: str, value: float) -> float:
 
 
 def real(name: str, value: float) -> float:
-    """A number as a float. A tensor is none: reading it would wait for the device."""
+    """`value` as a float. A tensor is refused, since reading it would wait for the device."""
     if type(value) is not float:
         if not isinstance(value, Real):
             raise TypeError(f"{name} must be a number; got {_kind(value)}")
@@ -137,7 +137,7 @@ def real(name: str, value: float) -> float:
 
 
 def whole(name: str, value: int, least: int | None = None) -> int:
-    """An integer, and not below `least`."""
+    """`value`, checked to be an integer and not below `least`."""
     if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer; got {_kind(value)}")
     if least is not None and value < least:

@@ -34,7 +34,7 @@ STRIPE = 128  # rows of a program that writes column-wise copies: the longest gr
 
 
 def count_stripes(rows: int, cols: int) -> int:
-    """Stripes of 128 rows; within one, offsets have 32 bits."""
+    """How many stripes of 128 rows there are. Offsets within a stripe have 32 bits, which limits `cols`."""
     if cols >= 2**24:
         raise ValueError(
             f"rows of 2**24 elements or more have no column-wise copy and no 128x128 blocks; got {cols}"
@@ -44,16 +44,17 @@ def count_stripes(rows: int, cols: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
-    """(columns, warps) of the tiles that stripes are cut into, for formats with this block; in a norm, or alone."""
+    """(columns, warps) of the tiles that stripes are cut into, for formats with this block. `norm`: the kernel computes
+    a norm as well, which takes registers."""
     if target == "cpu":
         return 128, 4
-    # 16 numbers to a thread are 16 bytes of codes; on NVIDIA up to 512 threads, whose registers still hold a tile.
-    # Compiled for sm_90, in a norm: 1x128 108 registers at 16 warps, 128x128 64, nvfp4 88.
+    # 16 numbers for each thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
+    # compiled for sm_90 with 16 warps, in a norm, 1x128 takes 108 registers, 128x128 64, and nvfp4 88.
     tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
     if target.startswith("gfx"):
         return tile, tile * STRIPE // 16 // 64
-    # Where 16 warps get fewer registers than they need: mx in a norm (for sm_90 64, and spills; 97 at 8), nvfp4 alone
-    # (127 to 182 at 8).
+    # 8 warps where 16 would have too few registers. Compiled for sm_90: mx in a norm spills with 16 warps (64
+    # registers) and takes 97 with 8; nvfp4 alone takes 127 to 182 with 8.
     return tile, 8 if block == ("mx" if norm else "nvfp4") else 16
 
 
@@ -84,7 +85,7 @@ class Codes(NamedTuple):
 class Encoding(NamedTuple):
     """How numbers become codes."""
 
-    given: Any  # amax of the whole tensor, with STATIC its scale; formats that need neither do not read it
+    given: Any  # the amax of the tensor, or with STATIC its scale; not read by formats that need neither
     INPUT_MAX: Any  # the largest number of the dtype that is quantised
     FORMAT: Any
     CAST: Any  # as `cast_mode` says
@@ -99,7 +100,7 @@ class Tile(NamedTuple):
     rows: Any
     cols: Any
     ALIGN: Any  # cols and row strides are multiples of it
-    ROWS_MASKED: Any  # some rows of the tile may not exist
+    ROWS_MASKED: Any  # some rows of the tile may lie past the last row
     COLS_MASKED: Any
 
 
@@ -120,7 +121,7 @@ def copy_arguments(copy: Copy | None) -> Codes:
         return _NO_CODES
     data, stride = copy.data, copy.data.stride(0)
     if stride > data.shape[1]:
-        data = data.as_strided((data.shape[0], stride), (stride, 1))  # with the padding, which is written too
+        data = data.as_strided((data.shape[0], stride), (stride, 1))  # kernels write the padding too
     return Codes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
 
 
@@ -132,7 +133,7 @@ _NO_CODES = Codes(None, None, 0, 0, 0)
 
 @triton.jit
 def tensor_factor(encoding):
-    """The factor of a tensor with one scale: from that scale if it is STATIC, else from the tensor's amax."""
+    """The factor of a tensor with one scale: from the given scale with STATIC, else from the tensor's amax."""
     if encoding.STATIC:
         return given_scale(encoding.given, encoding.FORMAT)
     else:
@@ -142,7 +143,7 @@ def tensor_factor(encoding):
 
 @triton.jit
 def from_row(copy, first):
-    """The row-wise copy from row `first` on, int64 and known to be a multiple of 16."""
+    """The row-wise copy from row `first` on. `first` is int64, and the caller knows it to be a multiple of 16."""
     if copy.data is None:
         return copy
     else:
@@ -157,7 +158,7 @@ def from_row(copy, first):
 
 @triton.jit
 def store_rows(y, copy, tile, encoding, random=None):
-    """The row-wise copy of a tile, for formats whose groups lie within it.
+    """Store the row-wise copy of a tile, for formats whose groups lie within the tile.
 
     y is fp32 [R, C], zero where there is no element; `random` uint32 [R, C] to round stochastically.
     """
@@ -176,7 +177,7 @@ def store_rows(y, copy, tile, encoding, random=None):
 
 @triton.jit
 def store_codes(codes, copy, tile, FORMAT: tl.constexpr):
-    """Codes uint8 [R, C] to a [rows, cols] tensor of bytes, two to a byte if they have four bits."""
+    """Store codes uint8 [R, C] to a tensor [rows, cols] of bytes; codes of four bits are packed two to a byte."""
     PACKED: tl.constexpr = FORMAT.packed
     ALIGN: tl.constexpr = tile.ALIGN // PACKED if tile.ALIGN > 1 else 1  # in bytes
     if PACKED == 2:
@@ -196,7 +197,7 @@ def store_codes(codes, copy, tile, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
-    """Both copies of a tile that is as tall as the longest group, from one read of it.
+    """Store both copies of a tile that is as tall as the longest group.
 
     y is fp32 [STRIPE, C], zero where there is no element. `random` and `random_t` are uint32 [STRIPE, C] to round
     the row-wise and the column-wise copy stochastically. Where they share their codes (128x128, tensor), `random`
@@ -205,7 +206,7 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
     FORMAT: tl.constexpr = encoding.FORMAT
     STRIPE: tl.constexpr = y.shape[0]
     C: tl.constexpr = y.shape[1]
-    # Rows are counted from the stripe's first: their offsets need 32 bits, which halves the registers for them.
+    # Rows are counted from the first of the stripe, so that 32-bit offsets do: they take half the registers.
     row = tl.arange(0, STRIPE)
     first = stripe.number * STRIPE
     left = (stripe.rows - first).to(tl.int32)
@@ -257,7 +258,7 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
 
 @triton.jit
 def store_transposed(codes, copy_t, stripe, FORMAT: tl.constexpr):
-    """Codes [STRIPE, C] of a stripe to the column-wise copy, whose rows are padded to 16 bytes."""
+    """Store codes [STRIPE, C] of a stripe to the column-wise copy, whose rows are padded to 16 bytes."""
     STRIPE: tl.constexpr = codes.shape[0]
     PACKED: tl.constexpr = FORMAT.packed
     codes = tl.trans(codes)  # [C, STRIPE]
@@ -287,7 +288,7 @@ def _tensor_scale_kernel(
     FORMAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tensor's amax, and the scale that it makes: d, or nvfp4's g."""
+    """Compute the tensor's amax from that of its parts, and from it the tensor's scale: d, or nvfp4's g."""
     largest = tl.zeros((TILE,), tl.float32)
     for start in range(0, count, TILE):
         part = start + tl.arange(0, TILE)
@@ -314,7 +315,7 @@ def reduce_amax(
     amax: Tensor | None = None,
     scales: Sequence[Tensor] = (),
 ) -> None:
-    """From the amax of parts of a tensor to its own, and to its scale in up to two places."""
+    """Launch the kernel that makes the amax of a tensor from that of its parts, and its scale in up to two places."""
     first, second = [*scales, None, None][:2]
     launch = Launch.of(_tensor_scale_kernel, INPUT_MAX=torch.finfo(input_dtype).max, FORMAT=format, TILE=1024)
     launch((1, 1, 1), (partials, amax, first, second), (partials.numel(),))

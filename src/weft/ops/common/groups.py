@@ -1,14 +1,14 @@
-"""Rows in groups, one group to an expert, with their places known on the device alone.
+"""Rows in groups, one group for each expert, whose places are known on the device only.
 
 `ends` [groups], int32 or int64 and never decreasing, says where the rows of each group end. A group begins where the
-one before it ends, rounded up to a multiple of `align`; the rows between are padding, and so is what follows the last
-group. With align 1 these are the offsets of `torch.nn.functional.grouped_mm`, with a larger one DeepGEMM's.
+one before it ends, rounded up to a multiple of `align`. The rows between groups and after the last one are padding.
+With align 1 these are the offsets of `torch.nn.functional.grouped_mm`, with a larger one DeepGEMM's.
 
     group e: rows start_e <= r < ends[e]        start_0 = 0        start_e = ceil(ends[e - 1] / align) * align
 
-Blocks of 128 rows (of column-wise copies) never mix groups. Where `align` is a multiple of 128 they lie as without
-groups. Otherwise a group's blocks begin with its first row; the first of them has the number start_e // 128 + e,
-which leaves at most one number unused between groups, and none of `count_slots` is past the end.
+A block of 128 rows (in column-wise copies) never has rows of two groups. If `align` is a multiple of 128, blocks lie
+where they would without groups. Otherwise the blocks of a group begin at its first row, and the first of them has the
+number start_e // 128 + e. That leaves at most one number unused between groups, and no number reaches `count_slots`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
-from ...quant.copies import empty_scale
+from ...quant.copies import scale_room
 from ...quant.reference import quantize_copies
 from .copies import STRIPE
 
-CHUNK = tl.constexpr(128)  # ends that a program looks at together
+CHUNK = tl.constexpr(128)  # how many ends a program loads at a time
 
 
 class Groups(NamedTuple):
@@ -34,11 +34,12 @@ class Groups(NamedTuple):
     align: int
 
     def begin_anew(self) -> bool:
-        """Whether blocks of rows begin anew with every group, rather than where they would without groups."""
+        """Whether blocks of rows begin at the first row of every group, and not where they would without groups."""
         return self.ends is not None and self.align % STRIPE != 0
 
     def have_slots(self, format: Format, columnwise: bool) -> bool:
-        """Whether a column-wise copy has such blocks, and then a scale for each of their numbers."""
+        """Whether a column-wise copy in this format has blocks that begin with groups: its scales then have
+        `count_slots` places."""
         return columnwise and format.group != 0 and self.begin_anew()
 
 
@@ -46,17 +47,17 @@ NO_GROUPS = Groups(None, 1)
 
 
 def count_slots(rows: int, groups: int) -> int:
-    """How many numbers blocks may have that begin anew with every group."""
+    """An upper bound of the numbers of blocks that begin with groups."""
     return -(-rows // STRIPE) + groups
 
 
 def empty_slots(format: Format, rows: int, cols: int, ends: Tensor) -> Tensor:
-    """Room for the scales of a column-wise copy whose blocks begin anew with every group."""
-    return empty_scale(format, cols, count_slots(rows, ends.numel()) * STRIPE, ends.device)
+    """Room for the scales of a column-wise copy whose blocks begin with groups."""
+    return scale_room(format, cols, count_slots(rows, ends.numel()) * STRIPE).allocate(ends.device)
 
 
 def clear_slots(scale: Tensor) -> None:
-    """Blocks without rows have the scale zero, and no kernel writes it."""
+    """Set all scales to zero: those of blocks without rows stay so, since no kernel writes them."""
     (scale if scale.element_size() > 1 else scale.view(torch.uint8)).zero_()
 
 
@@ -64,17 +65,22 @@ def clear_slots(scale: Tensor) -> None:
 
 
 def real_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
-    """bool [rows]: which rows are no padding."""
+    """bool [rows]: True for rows that belong to a group, False for padding."""
     row = torch.arange(rows, device=ends.device)
     ends = ends.long()
     known = torch.cat([ends.new_zeros(1), ends])
-    passed = torch.searchsorted(ends, row, right=True)  # groups that end at or before the row
+    passed = group_of_reference(ends, rows)
     start = (known[passed] + align - 1) // align * align
     return (row >= start) & (passed < ends.numel())
 
 
+def group_of_reference(ends: Tensor, rows: int) -> Tensor:
+    """int64 [rows]: the group of each row that is no padding; of other rows one of them, or the number of groups."""
+    return torch.searchsorted(ends.long(), torch.arange(rows, device=ends.device), right=True)
+
+
 def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
-    """int64 [rows]: where rows lie if the blocks of each group are laid out by their numbers."""
+    """int64 [rows]: the place of each row in a tensor in which blocks are laid out by their numbers."""
     row = torch.arange(rows, device=ends.device)
     starts = torch.cat([ends.new_zeros(1), ends]).long()
     starts = ((starts + align - 1) // align * align).clamp(max=rows)
@@ -84,8 +90,8 @@ def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
 
 
 def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Copy, **options: Any) -> Copy:
-    """The column-wise copy of y [M, K] whose blocks begin anew with every group; `plain` is the one whose blocks do
-    not, and `options` are those of `quantize_copies`."""
+    """The column-wise copy of y [M, K] whose blocks begin with groups. `plain` is the copy whose blocks do not, and
+    `options` are those of `quantize_copies`."""
     assert groups.ends is not None
     rows, cols = y.shape
     slot = slot_rows_reference(groups.ends, rows, groups.align)
@@ -119,15 +125,18 @@ class GroupEnds(NamedTuple):
     align: int
 
 
+NO_ENDS = GroupEnds(None, 0, 1)
+
+
 @triton.jit
 def _begin_after(end, align):
-    """Where the next group begins."""
+    """Where the group after the one with this `end` begins."""
     return (end + align - 1) // align * align
 
 
 @triton.jit
 def real_rows(row, groups):
-    """Which rows are no padding: int64 [R] -> bool [R]."""
+    """Which rows belong to a group and are not padding: int64 [R] -> bool [R]."""
     before = tl.zeros_like(row)  # the last end that is not past the row
     last = tl.zeros_like(row)
     for first in range(0, groups.number, CHUNK):
@@ -140,10 +149,34 @@ def real_rows(row, groups):
 
 
 @triton.jit
-def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexpr):
-    """(first row, how many rows it has, how many of them are no padding) of stripe number `stripe`, int64 scalars.
+def group_of(row, groups):
+    """How many groups end at or before rows, int64 [R] -> int64 [R]: that is the group of a row that is no padding."""
+    passed = tl.zeros_like(row)
+    for first in range(0, groups.number, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        end = tl.load(groups.ends + index, mask=index < groups.number, other=0).to(tl.int64)  # [CHUNK]
+        ended = (end[None, :] <= row[:, None]) & (index < groups.number)[None, :]
+        passed += tl.sum(ended.to(tl.int64), axis=1)
+    return passed
 
-    RELATIVE: stripes begin anew with every group; else `align` is a multiple of their ROWS rows.
+
+@triton.jit
+def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
+    """(first, end) of the numbers that the stripes with rows of a group have, as `group_stripe` counts them."""
+    before = tl.load(groups.ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    start = _begin_after(before, groups.align)
+    end = tl.minimum(tl.load(groups.ends + group).to(tl.int64), rows)
+    first = start // stripe_rows
+    if RELATIVE:
+        first += group
+    return first, first + (end - start + stripe_rows - 1) // stripe_rows  # none without rows
+
+
+@triton.jit
+def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexpr):
+    """(first row, number of rows, number of rows that are not padding) of a stripe, int64 scalars.
+
+    RELATIVE: stripes begin with groups; otherwise `align` is a multiple of the ROWS rows of a stripe.
     """
     if RELATIVE:
         begin = stripe * 0

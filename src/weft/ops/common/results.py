@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...language import tl
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import allocate_copies
+from ...quant.copies import rooms
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
@@ -36,16 +36,16 @@ FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 class ResultOptions(NamedTuple):
     """How a result is stored."""
 
-    dtype: torch.dtype  # of a plain result, and that which a quantised one stands for
-    format: str | None  # of a quantised one
+    dtype: torch.dtype  # of a plain result, or the dtype that a quantised one states
+    format: str | None  # of a quantised result; None for a plain one
     rowwise: bool
     columnwise: bool
-    scale: Tensor | None  # given, for a format with one scale
+    scale: Tensor | None  # the caller's scale, for a format with one scale for the tensor
     return_amax: bool
-    return_plain: bool = False  # a quantised result has the plain one beside it
+    return_plain: bool = False  # give the plain result as well as the quantised one
 
     def present(self) -> Result:
-        """Which parts there are."""
+        """Which parts of the result are not None."""
         if self.format is None:
             return _ONLY_Y
         by_tensor = Format.of(self.format).block == "nvfp4"
@@ -53,7 +53,8 @@ class ResultOptions(NamedTuple):
         return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
 
     def blocks(self) -> tuple[dict[str, str], int]:
-        """For `Sharding`: why the rows of the result cannot be sharded, if so, and how many rows a block has."""
+        """(whole, block) for `Sharding`: why rows of the result cannot be sharded, if they cannot, and the rows of a
+        block."""
         if self.format is None:
             return {}, 1
         f = Format.of(self.format)
@@ -98,9 +99,11 @@ class Result(NamedTuple):
 
     def value(self, options: ResultOptions) -> Tensor:
         """What the caller gets: a tensor, or a `QTensor`."""
-        if options.format is None:
-            return self.y
-        return wrap(self.y, Format.of(options.format), self.rowwise, self.columnwise)
+        return self.y if options.format is None else self.quantized(options.format)
+
+    def quantized(self, spec: str) -> QTensor:
+        """The result in this format."""
+        return wrap(self.y, spec, self.rowwise, self.columnwise)
 
 
 _ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
@@ -120,7 +123,7 @@ def result_options(
     return_plain: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> ResultOptions:
-    """The options of a result of x, checked. What is known without the tensors is checked once."""
+    """The options of the result of an op on x, checked. Whatever does not depend on tensors is checked only once."""
     options = _options(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, x.dtype)
     if quant_scale is None:
         return options
@@ -175,33 +178,36 @@ def check_copies(rowwise: bool, columnwise: bool) -> None:
 
 
 def allocate_result(
-    options: ResultOptions, x: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
+    options: ResultOptions, like: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
 ) -> Result:
-    """Room for a result of this shape, by default x's, on x's device."""
+    """Room for a result of this shape, by default that of `like`, on its device."""
     if options.format is None:
         if shape is None:
-            return Result(empty_like(x, options.dtype))
-        return Result(torch.empty(tuple(shape), dtype=options.dtype, device=x.device))
-    shape = x.shape if shape is None else shape
-    f, rows, cols = Format.of(options.format), math.prod(shape[:-1]), shape[-1]
-    row, col = allocate_copies(
-        f, rows, cols, x.device, rowwise=options.rowwise, columnwise=options.columnwise
-    )
-    if col is not None and groups.ends is not None and groups.have_slots(f, True):
-        col = col._replace(scale=empty_slots(f, rows, cols, groups.ends))
-    amax = torch.empty((), dtype=torch.float32, device=x.device) if options.return_amax else None
+            return Result(empty_like(like, options.dtype))
+        return Result(torch.empty(*shape, dtype=options.dtype, device=like.device))
+    shape = like.shape if shape is None else shape
+    rows, cols, device = math.prod(shape[:-1]), shape[-1], like.device
+    data, scale, data_t, scale_t, global_scale = [
+        None if room is None else room.allocate(device)
+        for room in rooms(options.format, rows, cols, options.rowwise, options.columnwise)
+    ]
+    if data_t is not None and groups.ends is not None:
+        f = Format.of(options.format)
+        if groups.have_slots(f, True):
+            scale_t = empty_slots(f, rows, cols, groups.ends)
+    amax = torch.empty((), dtype=torch.float32, device=device) if options.return_amax else None
     if options.return_plain:
-        y = torch.empty(tuple(shape), dtype=options.dtype, device=x.device)
+        y = torch.empty(*shape, dtype=options.dtype, device=device)
     else:
-        y = stand_in(x, shape)
-    return Result.of(y, (row, col), amax)
+        y = stand_in(like, shape, options.dtype)
+    return Result(y, data, scale, data_t, scale_t, global_scale, amax)
 
 
 def result_reference(
     options: ResultOptions, y: Tensor, shape: tuple[int, ...], x: Tensor, groups: Groups = NO_GROUPS
 ) -> Result:
-    """The definition: y [M, K], not rounded yet, as the result of this shape. x is what it was computed from. No block
-    of a column-wise copy mixes groups."""
+    """The definition of a result of this shape, from y [M, K] that has not been rounded yet; x is the input of the op.
+    With groups, no block of a column-wise copy has rows of two."""
     if options.format is None:
         return Result(y.to(options.dtype).view(shape))
     f = Format.of(options.format)
@@ -216,11 +222,11 @@ def result_reference(
 
 # ---- making the copies ----------------------------------------------------------------------------------
 
-# A pass launches kernels and returns the amax of each of its programs, if it was asked for.
-# Over whole rows: rows(copy, given, wants_amax, known), where `copy` is the row-wise copy or None, `given` the amax of
-# the tensor or its scale, and `known` says that a pass over the rows came before: statistics of the rows are there.
+# A pass launches kernels, and returns the amax of each of its programs if it was asked for. A pass over whole rows is
+# rows(copy, given, wants_amax, known): `copy` is the row-wise copy to fill or None, `given` the amax of the tensor or
+# its scale, and `known` says that an earlier pass over the rows has left their statistics.
 RowsPass = Callable[[Copy | None, Tensor | None, bool, bool], Tensor | None]
-# Over tiles as tall as the longest group: stripes(rowwise, columnwise, given, wants_amax).
+# A pass over tiles as tall as the longest group is stripes(rowwise, columnwise, given, wants_amax).
 StripesPass = Callable[[Copy | None, Copy | None, Tensor | None, bool], Tensor | None]
 
 
@@ -234,7 +240,7 @@ def make_copies(
     statistics: bool,
     input_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Fill the copies of a result and its amax, in as few passes as its format takes.
+    """Fill the copies of a result and its amax, in as few passes as its format allows.
 
     - `direct`: a pass over the rows can make the row-wise copy.
     - `statistics`: the stripes read statistics that a pass over the rows leaves.
@@ -248,7 +254,7 @@ def make_copies(
         for scale in scales:
             scale.copy_(given.reshape(scale.shape))
         given = given.reshape(-1).contiguous()
-    elif f.needs_tensor_amax:  # the amax of the whole tensor comes before its first code
+    elif f.needs_tensor_amax:  # no code can be made before the amax of the whole tensor is known
         found = rows(None, None, True, False)
         assert found is not None
         given = amax if amax is not None else torch.empty((), dtype=torch.float32, device=result.y.device)
@@ -258,8 +264,8 @@ def make_copies(
         amax, known = None, True
     by_stripes = col is not None or not direct
     if by_stripes and statistics and not known:
-        # With a column-wise copy, the row-wise one is made by the same pass as without it, since what a pass stores
-        # decides the order of a GPU's sums.
+        # The row-wise copy is made by the same pass with or without a column-wise one: what a kernel stores decides the
+        # order in which a GPU adds up, and the bits must not depend on which copies are wanted.
         first = row if direct else None
         found = rows(first, given, amax is not None and first is not None, False)
         if found is not None:
@@ -276,7 +282,8 @@ def make_copies(
 
 
 def result_into(op: Op[Any, Any], a: Any, out: Tensor | None, **others: Tensor | None) -> Any:
-    """The outputs of an op, its result in `out` (a tensor, or a `QTensor`) and other outputs, by name, in theirs."""
+    """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors given by
+    name. Returns the outputs."""
     options, room = a.result, op.allocate(a)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
         raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
@@ -304,7 +311,7 @@ def _check_room(name: str, out: Tensor, room: Tensor) -> None:
 
 
 def _parts_of(out: Tensor, options: ResultOptions, room: Result) -> Result:
-    """The copies of the caller's QTensor, which has to be what the op would make."""
+    """The copies of the caller's QTensor, checked to be of the kind that the op would make."""
     if not isinstance(out, QTensor):
         raise ValueError(
             f"out of a quantised result must be a QTensor, {options.format}; got {type(out).__name__}"

@@ -17,7 +17,7 @@ from ...runtime import warp_size_of
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a reference computes in: fp32, or fp64 to be the truth of a test."""
+    """The dtype that a reference computes in: fp32, or fp64 for inputs in fp64, by which tests judge results."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -27,7 +27,8 @@ def count_rows(x: Tensor) -> int:
 
 
 def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(x or a copy of it, inner, outer_stride, inner_stride): where the rows of x lie."""
+    """(rows, inner, outer_stride, inner_stride): x, or a copy if two strides cannot describe it, and where its rows
+    lie."""
     cols = x.shape[-1]
     if x.is_contiguous():
         return x, 1, cols, 0
@@ -48,7 +49,7 @@ def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """A tensor whose rows lie at one stride."""
+    """(x, stride): x or a copy of it, whose rows lie at one stride."""
     if x is None:
         return None, 0
     flat = flat_rows(x)
@@ -56,8 +57,9 @@ def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def align_of(*sizes: int, least: int = 8) -> int:
-    """16 if all sizes are multiples of it: then every access can be 128 bits wide; so are those of two-byte elements
-    with 8, and of four-byte ones with 4 (where `least` says that there are such). Else 1."""
+    """The first of 16, 8 and 4 that divides all sizes, but none below `least`; else 1. Kernels take it as a constant,
+    so that accesses can be 128 bits wide: of one-byte elements that takes multiples of 16, of two-byte elements 8, and
+    of four-byte elements 4."""
     combined = 0
     for size in sizes:
         combined |= size
@@ -69,7 +71,7 @@ def align_of(*sizes: int, least: int = 8) -> int:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """[M, K] with neighbours along K next to each other."""
+    """x as [M, K] with the stride 1 along K, copied if need be."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
@@ -79,12 +81,12 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for a tensor of x's shape, contiguous. `torch.empty` with the shape of a tensor takes twice as long."""
+    """Room for a contiguous tensor of x's shape. `torch.empty(x.shape)` would take twice as long."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def empty_where(needs: Iterable[bool], like: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-    """Room for gradients of the tensors in `like`, where they are needed."""
+    """Room for the gradient of each tensor in `like`, or None where it is not needed."""
     for needed, tensor in zip(needs, like, strict=True):
         yield empty_like(tensor) if needed and tensor is not None else None
 
@@ -101,8 +103,8 @@ def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
 
 
 def tile_warps(numbers: int, target: str) -> int:
-    """Warps for a tile of so many numbers: 16 to a thread, which are 16 bytes of codes and two loads of bf16, but no
-    fewer than 128 threads."""
+    """Warps for a tile of `numbers` numbers: each thread has 16, which are 16 bytes of codes or two loads of bf16; but
+    at least 128 threads."""
     lanes = warp_size_of(target)
     return min(16, max(128 // lanes, numbers // (16 * lanes)))
 
@@ -123,7 +125,7 @@ def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.c
 
 @triton.jit
 def mask_of_rows(exist, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """The same from which rows exist, bool [R]."""
+    """Which elements of a tile exist, like `tile_mask`, given which of its rows exist, bool [R]."""
     if ROWS_MASKED and COLS_MASKED:
         return exist[:, None] & (col < cols)[None, :]
     elif ROWS_MASKED:

@@ -1,17 +1,20 @@
-"""Sums over rows, the same bits in every run: programs leave partial sums in fp32, and one kernel adds them up."""
+"""Sums over rows with the same bits in every run: programs leave partial sums in fp32, and one kernel adds them up."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import Launch, capabilities_of, kernel
+from .copies import STRIPE
+from .groups import NO_ENDS, GroupEnds, stripes_of_group
 from .rows import align_of
 
 
 @triton.jit
 def add_to(sums_ptr, value, more, col, cols):
-    """Add a piece to a sum in memory, or begin the sum with it."""
+    """Add `value` to a sum in memory, or store it as the beginning of the sum if not `more`."""
     exists = col < cols
     before = tl.load(sums_ptr + col, mask=exists & more, other=0.0)
     tl.store(sums_ptr + col, before + value, mask=exists)
@@ -47,12 +50,75 @@ def _sum_kernel(
 def sum_partials(
     partials: Tensor, out: Tensor, count: int | None = None, *, tile: tuple[int, int] = (32, 64)
 ) -> None:
-    """The sums of partials [any, count, cols] over the middle dimension, to out [any, cols]; without `count`, over all
-    rows. `tile` is (rows, columns) at a time on a GPU: few columns and hundreds of rows, so that many loads are under
-    way at once."""
+    """Sum partials [any, count, cols] over the middle dimension into out [any, cols]; without `count`, over all rows.
+    `tile` is (rows, columns) at a time on a GPU: few columns and hundreds of rows, so that many loads are under way at
+    once."""
     cols = partials.shape[-1]
     rows = partials.numel() // cols
     count = rows if count is None else count
     piece, width = (1, 256) if capabilities_of(out.device).is_cpu else tile
     launch = Launch.of(_sum_kernel, num_warps=4, ROWS=piece, TILE=width, ALIGN=align_of(cols))
     launch((-(-cols // width) * (rows // count), 1, 1), (partials, out), (count, cols))
+
+
+@kernel
+def _sum_runs_kernel(
+    x_ptr,  # [rows, cols]
+    out_ptr,  # [runs, cols]
+    groups: GroupEnds,  # of the rows that x has the sums of; absent if x has them all
+    rows,  # that x or its sums have
+    cols,
+    run_rows,  # of a run, or of one of the sums in x
+    ANEW: tl.constexpr,  # the runs that x has the sums of begin anew with every group
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The sums of runs of rows, of which the last may be shorter; or of each group's rows from those of its runs. ROWS
+    at a time, in order."""
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    run = (tl.program_id(0) // tiles).to(tl.int64)
+    if groups.ends is None:
+        begin = run * run_rows
+        end = tl.minimum(begin + run_rows, rows)
+    else:
+        begin, end = stripes_of_group(run, groups, rows, run_rows, ANEW)
+    exists = col < cols
+    total = tl.zeros((TILE,), tl.float32)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        row_off = tl.multiple_of(row * cols, ALIGN)
+        there = (row < end)[:, None] & exists[None, :]
+        piece = tl.load(x_ptr + row_off[:, None] + col[None, :], mask=there, other=0.0)
+        total += tl.sum(piece.to(tl.float32), axis=0)
+    out_off = tl.multiple_of(run * cols, ALIGN)
+    tl.store(out_ptr + out_off + col, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def _sum_runs(x: Tensor, out: Tensor, rows: int, groups: GroupEnds, anew: bool) -> None:
+    (runs, cols), cpu = out.shape, capabilities_of(x.device).is_cpu
+    piece, width = (1, 256) if cpu else (32, 64)
+    launch = Launch.of(_sum_runs_kernel, num_warps=4, ANEW=anew, ROWS=piece, TILE=width, ALIGN=align_of(cols))
+    arguments = _sum_runs_kernel.arguments(
+        x_ptr=x, out_ptr=out, groups=groups, rows=rows, cols=cols, run_rows=STRIPE
+    )
+    launch((-(-cols // width) * runs, 1, 1), *arguments)
+
+
+def sum_rows(x: Tensor, out: Tensor) -> None:
+    """The sums over the rows of x [rows, cols], contiguous and of any dtype, to out [cols]: those of runs of 128 rows,
+    and then the sum of these."""
+    rows, cols = x.shape
+    runs = -(-rows // STRIPE)
+    sums = torch.empty((runs, cols), dtype=torch.float32, device=x.device)
+    _sum_runs(x, sums, rows, NO_ENDS, False)
+    sum_partials(sums, out)
+
+
+def sum_groups(sums: Tensor, out: Tensor, groups: GroupEnds, rows: int) -> None:
+    """The sums over the rows of each group, of `rows` in all, to out [groups, cols]. `sums` has them for runs of 128
+    rows, none of which has rows of two groups: those of `group_stripe`, that begin anew with every group unless its
+    `align` is a multiple of 128."""
+    _sum_runs(sums, out, rows, groups, groups.align % STRIPE != 0)

@@ -1,5 +1,6 @@
 """Gated linear units: the activation of a gate times a value, weighted by the router, quantised, forward and backward.
 
+    gate, up = split(x + bias)                                            the bias of a row is that of its expert
     a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit: gate and up themselves
     y = f(a) * (b + up_offset) * prob                                     out = round(y), or its codes and scales
 
@@ -14,10 +15,16 @@ dy the gradient of y:
     dgate = dy * prob * (b + up_offset) * f'(a), 0 where gate > limit
     dup = dy * prob * f(a), 0 where |up| > limit
     dprob = sum over the row of dy * f(a) * (b + up_offset)
+    dbias = sum over the rows, or over those of each expert, of dgate and dup
 
-The quantised gradient is made from the fp32 dgate and dup as well. Everything is computed again from the inputs: they
-alone are kept for the backward. Rows that belong to no group (`weft.ops.common.groups`) are never read; their results,
-gradients and codes are zero. Sums over a row are added up in a fixed order: the same bits every run.
+The quantised gradient is made from the fp32 dgate and dup as well, and so is dbias. For it a program goes through a
+stripe of 128 rows of one expert and leaves their sum in fp32, and a second kernel adds up the sums of each expert in
+order. That moves 8 bytes of every column for 128 rows, 1.3 % of what the gradient itself takes in bf16. A sum of the
+gradient after it would read all of it again, 40 % more, and there is nothing to read if it is quantised.
+
+Everything is computed again from the inputs: they alone are kept for the backward. Rows that belong to no group
+(`weft.ops.common.groups`) are never read; their results, gradients and codes are zero. Sums over a row are added up in
+a fixed order: the same bits every run.
 """
 
 from __future__ import annotations
@@ -44,11 +51,13 @@ from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
 from ..common.groups import (
+    NO_ENDS,
     NO_GROUPS,
     GroupEnds,
     Groups,
     clear_slots,
     count_slots,
+    group_of_reference,
     real_rows_reference,
 )
 from ..common.results import (
@@ -61,7 +70,8 @@ from ..common.results import (
     result_options,
     result_reference,
 )
-from ..common.rows import align_of, compute_dtype, count_rows, cpu_tile, row_strides
+from ..common.rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, empty_like, row_strides
+from ..common.sums import sum_groups, sum_partials
 from ..quantize import quantize_into
 from .kernels import glu_backward_kernel, glu_kernel
 
@@ -84,6 +94,7 @@ class GluArgs(NamedTuple):
     x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
     up: Tensor | None  # [..., H]
     prob: Tensor | None  # [M]
+    bias: Tensor | None  # [width of x], with groups one for each of them
     groups: Groups
     unit: GatedUnit
     result: ResultOptions
@@ -100,12 +111,14 @@ class GluNeeds(NamedTuple):
     x: bool = False
     up: bool = False
     prob: bool = False
+    bias: bool = False
 
 
 class GluBackwardArgs(NamedTuple):
     x: Tensor
     up: Tensor | None
     prob: Tensor | None
+    bias: Tensor | None
     dy: Tensor  # [..., H]
     groups: Groups
     unit: GatedUnit
@@ -117,6 +130,7 @@ class GluBackwardOutputs(NamedTuple):
     x: Result
     up: Result
     prob: Tensor | None
+    bias: Tensor | None
 
 
 _NO_RESULT = Result(None)  # type: ignore[arg-type]
@@ -132,9 +146,14 @@ def _hidden(x: Tensor, layout: str) -> int:
 
 
 def _parts(a: GluArgs | GluBackwardArgs) -> tuple[Tensor, Tensor | None]:
-    """gate and up as [M, H]; no up if nothing is gated."""
+    """gate and up as [M, H], with their bias; no up if nothing is gated."""
     dtype, layout = compute_dtype(a.x), a.unit.layout
     flat = a.x.reshape(count_rows(a.x), a.x.shape[-1]).to(dtype)
+    if a.bias is not None and a.groups.ends is None:
+        flat = flat + a.bias.to(dtype)
+    elif a.bias is not None and a.groups.ends is not None:  # rows past the last expert have none
+        biases = torch.cat([a.bias, a.bias.new_zeros(1, flat.shape[1])])
+        flat = flat + biases.to(dtype)[group_of_reference(a.groups.ends, len(flat))]
     if layout == "concat":
         hidden = flat.shape[1] // 2
         return flat[:, :hidden], flat[:, hidden:]
@@ -187,12 +206,20 @@ def glu_backward_reference(a: GluBackwardArgs) -> GluBackwardOutputs:
         dx = torch.cat([dgate, dup], 1)
     elif unit.layout == "interleaved":
         dx = torch.stack([dgate, dup], -1).flatten(1)
+    dbias = None
+    if a.bias is not None and needs.bias:
+        dbias = dx.sum(0)
+        if a.groups.ends is not None:
+            by_group = dx.new_zeros(len(a.bias) + 1, dx.shape[1])
+            dbias = by_group.index_add(0, group_of_reference(a.groups.ends, len(dx)), dx)[:-1]
+        dbias = dbias.to(a.bias.dtype)
     return GluBackwardOutputs(
         result_reference(a.gradient, dx, a.x.shape, a.x, a.groups) if needs.x else _NO_RESULT,
         _NO_RESULT
         if a.up is None or not needs.up
         else result_reference(a.gradient, dup, a.up.shape, a.up, a.groups),
         (d * (f * g)).sum(1).to(prob.dtype) if prob is not None and needs.prob else None,
+        dbias,
     )
 
 
@@ -265,6 +292,7 @@ class _Pass(NamedTuple):
     rowwise: bool = False  # the row-wise copy is made
     stripes: bool = False  # by stripes
     sums: bool = False  # dprob is made
+    bias_sums: bool = False  # and the gradient of the bias
 
 
 class _Cut(NamedTuple):
@@ -290,18 +318,19 @@ def _cut(
     else:
         group = 1 if format is None else format.group
         config = GluConfig.choose(layout.cols, group, backward, multiple, target)
-        blocks = -(-layout.rows // config.rows)
+        height = STRIPE if made.bias_sums else config.rows
+        blocks = -(-layout.rows // height)
     places = "rows"
-    if made.stripes and groups is not None:
+    if (made.stripes or made.bias_sums) and groups is not None:
         number, align = groups
         if align % STRIPE == 0:
             places = "stripes"
-        elif format is not None and format.group:
+        elif made.bias_sums or (format is not None and format.group):
             places, blocks = "slots", count_slots(layout.rows, number)
     # A scale of a whole row belongs to one program, and so does a sum over the row, unless its tiles are stripes: in a
-    # loop over those, too much is held in registers.
+    # loop over those, too much is held in registers. Sums over rows are those of one tile.
     by_row = format is not None and format.block == "row"
-    once = not (cpu or by_row or (made.sums and not made.stripes))
+    once = made.bias_sums or not (cpu or by_row or (made.sums and not made.stripes))
     launch = Launch.of(
         glu_backward_kernel if backward else glu_kernel,
         num_warps=config.num_warps,
@@ -344,12 +373,13 @@ class _Call:
             self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
             return
         self.gate, self.up, self.dy, self.prob, self.unit = x, up, dy, a.prob, unit
+        self.bias = contiguous(a.bias)
         self.layout = _Layout(
             a.x.numel() // a.x.shape[-1], cols, cols if layout == "concat" else 0, inner, outer_stride, inner_stride,
             *up_strides, *dy_strides,
         )  # fmt: skip
         self.prob_stride = 0 if a.prob is None else a.prob.stride(0)
-        self.groups = _NO_ENDS
+        self.groups = NO_ENDS
         if a.groups.ends is not None:
             self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
         self.target = capabilities_of(x.device)
@@ -358,9 +388,6 @@ class _Call:
         ends, *groups = self.groups
         known = None if ends is None else (groups[0], groups[1])
         return _cut(self.layout, self.unit, known, made, cast_mode(self.target), self.target.target)
-
-
-_NO_ENDS = GroupEnds(None, 0, 1)
 
 
 def _allocate_glu(a: GluArgs) -> GluOutputs:
@@ -421,6 +448,7 @@ class _Glu(_Call):
                 prob_ptr=self.prob,
                 prob_stride=self.prob_stride,
                 groups=self.groups,
+                bias_ptr=self.bias,
                 given_ptr=given,
                 y_ptr=y,
                 amax_ptr=found,
@@ -456,13 +484,14 @@ def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
 
 
 def _allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
-    x, up, prob, needs = a.x, a.up, a.prob, a.needs
+    x, up, prob, bias, needs = a.x, a.up, a.prob, a.bias, a.needs
     return GluBackwardOutputs(
         allocate_result(a.gradient, x, groups=a.groups) if needs.x else _NO_RESULT,
         allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else _NO_RESULT,
         torch.empty(prob.shape, dtype=prob.dtype, device=prob.device)
         if prob is not None and needs.prob
         else None,
+        empty_like(bias) if bias is not None and needs.bias else None,
     )
 
 
@@ -506,8 +535,11 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     up = dx if unit.layout == "concat" else dup
     format = options.format if any(direct) else None
     stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
-    launch, blocks, row_programs = call.cut(_Pass(None, format, direct[0], stripes, o.prob is not None))
-    dprob = o.prob
+    made = _Pass(None, format, direct[0], stripes, o.prob is not None, o.bias is not None)
+    launch, blocks, row_programs = call.cut(made)
+    dprob, dbias = o.prob, None
+    if o.bias is not None:
+        dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
     if dprob is not None and row_programs > 1:
         dprob = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprob.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
@@ -529,9 +561,11 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
             prob_ptr=call.prob,
             prob_stride=call.prob_stride,
             groups=call.groups,
+            bias_ptr=call.bias,
             dgate_ptr=dx.plain,
             dup_ptr=up.plain,
             dprob_ptr=dprob,
+            dbias_ptr=dbias,
             row_programs=row_programs,
             stride=a.x.shape[-1],
             copy=row,
@@ -544,6 +578,11 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     )
     if o.prob is not None and dprob is not None and dprob is not o.prob:
         o.prob.copy_(dprob.sum(0))
+    if o.bias is not None and dbias is not None:
+        if call.groups.ends is None:
+            sum_partials(dbias, o.bias)
+        elif call.groups.number:
+            sum_groups(dbias, o.bias, call.groups, layout.rows)
     dx.finish()
     dup.finish()
 
@@ -552,12 +591,12 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
 
 
 def _keep(a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
-    return GluBackwardArgs(a.x, a.up, a.prob, LATER, a.groups, a.unit, a.gradient, GluNeeds())
+    return GluBackwardArgs(a.x, a.up, a.prob, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
 
 
 def _gradients(b: Backward) -> Gradients:
     kept: GluBackwardArgs = b.kept
-    needs = GluNeeds(b.needs.x, b.needs.up, b.needs.prob)
+    needs = GluNeeds(b.needs.x, b.needs.up, b.needs.prob, b.needs.bias)
     found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
     dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
     if type(kept.x) not in (Tensor, torch.nn.Parameter):
@@ -565,7 +604,7 @@ def _gradients(b: Backward) -> Gradients:
         of_x, *of_others = b.node.next_functions
         dx = _dequantized_leaf(dx, of_x)
         dup = dup if dup is None else _dequantized_leaf(dup, of_others[0])
-    return {"x": dx, "up": dup, "prob": found.prob}
+    return {"x": dx, "up": dup, "prob": found.prob, "bias": found.bias}
 
 
 def _gradient(result: Result, options: ResultOptions, like: Tensor | None) -> Tensor | None:
@@ -588,6 +627,7 @@ def _present(a: GluBackwardArgs) -> Any:
         there if a.needs.x else _NO_RESULT,
         there if a.needs.up and a.up is not None else _NO_RESULT,
         a.needs.prob and a.prob is not None,  # type: ignore[arg-type]
+        a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
     )
 
 
@@ -603,8 +643,9 @@ def _shard(a: GluArgs) -> Sharding:
         of_x, whole["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
     elif a.result.format is not None or a.gradient.format is not None:
         whole["h"] = "a block of the quantised result may reach over it"
+    of_bias = of_x.split()[-1] if a.groups.ends is None else f"e {of_x.split()[-1]}"
     return Sharding(
-        {"x": of_x, "up": "... h", "prob": "(...)", "groups_ends": "e", "result_scale": ""},
+        {"x": of_x, "up": "... h", "prob": "(...)", "bias": of_bias, "groups_ends": "e", "result_scale": ""},
         {"result_y": "... h", "result_amax": "max:"},
         whole,
         max(block, rows),
@@ -643,11 +684,12 @@ Layout = Literal["concat", "interleaved", "none"]
 
 
 class GluGradients(NamedTuple):
-    """What `glu_backward` returns: the gradients of x, up and prob, None for what the call does not have."""
+    """What `glu_backward` returns: the gradients of x, up, prob and bias, None for what the call does not have."""
 
     x: Tensor
     up: Tensor | None
     prob: Tensor | None
+    bias: Tensor | None
 
 
 @overload
@@ -658,6 +700,7 @@ def glu(
     act: Act = "silu",
     layout: Layout = "concat",
     prob: Tensor | None = None,
+    bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
@@ -684,6 +727,7 @@ def glu(
     act: Act = "silu",
     layout: Layout = "concat",
     prob: Tensor | None = None,
+    bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
@@ -709,6 +753,7 @@ def glu(
     act: Act = "silu",
     layout: Layout = "concat",
     prob: Tensor | None = None,
+    bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
@@ -734,6 +779,9 @@ def glu(
     - `layout` of x: "concat" has all of the gate first, "interleaved" gate and up in turn. "none": nothing is gated,
       x is [..., H] and y = f(x).
     - `prob` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
+    - `bias` [last dimension of x], with `ends` one for each expert, [experts, last dimension of x]: that of the
+      projection which makes x, added to it in fp32; bf16, fp16 or fp32. Its gradient is a sum over rows in fp32, in a
+      fixed order. It does not go with `up`, where each of two projections adds its own.
     - `limit`: gate counts as at most the limit, up as within ±limit; their gradients are 0 beyond it. `alpha`: the
       steepness of the sigmoid in silu. `up_offset` is added to up. gpt-oss has limit 7, alpha 1.702, up_offset 1.
     - `ends` [experts], int32 or int64 on the device: where the rows of each expert end, the `ends` of a `RowMap`. An
@@ -767,6 +815,8 @@ def glu(
     """
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
     prob, groups = _checked_rows(x, prob, ends, align)
+    if bias is not None:
+        _check_bias(bias, x, unit, groups)
     options = result_options(
         x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
         out_dtype=out_dtype,
@@ -776,7 +826,7 @@ def glu(
         _check_groups(options, groups, True)
     if quantize_grad is not None:
         gradient = _gradient_options(x, unit, groups, quantize_grad, grad_rowwise, grad_columnwise)
-    a = GluArgs(x, up, prob, groups, unit, options, gradient)
+    a = GluArgs(x, up, prob, bias, groups, unit, options, gradient)
     result = (glu_op(a) if out is None else result_into(glu_op, a, out)).result
     if options.format is None:
         return result.y
@@ -792,6 +842,7 @@ def glu_backward(
     act: Act = "silu",
     layout: Layout = "concat",
     prob: Tensor | None = None,
+    bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
@@ -806,25 +857,27 @@ def glu_backward(
 
     >>> import torch, weft
     >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)
-    >>> dx, _, dprob = weft.glu_backward(dy, x, prob=torch.rand(48), quantize="1x128", columnwise=True)
-    >>> dx.rowwise.data.shape, dx.columnwise.data.shape, dprob.shape
+    >>> found = weft.glu_backward(dy, x, prob=torch.rand(48), quantize="1x128", columnwise=True)
+    >>> found.x.rowwise.data.shape, found.x.columnwise.data.shape, found.prob.shape
     (torch.Size([48, 512]), torch.Size([512, 48]), torch.Size([48]))
     """
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
     flat_prob, groups = _checked_rows(x, prob, ends, align)
+    if bias is not None:
+        _check_bias(bias, x, unit, groups)
     check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], _hidden(x, unit.layout)))
     gradient = _PLAIN_GRADIENTS[x.dtype]
     if quantize is not None:
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
     elif columnwise:
         raise ValueError("columnwise goes with quantize=…")
-    needs = GluNeeds(True, up is not None, prob is not None)
-    found = glu_backward_op(GluBackwardArgs(x, up, flat_prob, dy, groups, unit, gradient, needs))
+    needs = GluNeeds(True, up is not None, prob is not None, bias is not None)
+    found = glu_backward_op(GluBackwardArgs(x, up, flat_prob, bias, dy, groups, unit, gradient, needs))
     dx, dup, dprob = _gradient(found.x, gradient, x), _gradient(found.up, gradient, up), found.prob
     assert dx is not None
     if dprob is not None and prob is not None:
         dprob = dprob.view(prob.shape)
-    return GluGradients(dx, dup, dprob)
+    return GluGradients(dx, dup, dprob, found.bias)
 
 
 _ACTS = get_args(Act)
@@ -877,6 +930,16 @@ def _checked_rows(
     if ends.dim() != 1:
         raise ValueError(f"ends must be [experts], where the rows of each end; got {tuple(ends.shape)}")
     return prob, Groups(ends, align)
+
+
+def _check_bias(bias: Tensor, x: Tensor, unit: GatedUnit, groups: Groups) -> None:
+    if unit.layout == "pair":
+        raise ValueError(
+            "bias= is that of one projection; gate and up are given apart: add each bias in its own"
+        )
+    width = x.shape[-1]
+    shape = (width,) if groups.ends is None else (groups.ends.numel(), width)
+    check_tensor("bias", bias, FLOATS, x.device, shape)
 
 
 def _gradient_options(

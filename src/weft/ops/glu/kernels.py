@@ -20,6 +20,7 @@ from ...tiles import (
     scaled,
 )
 from ..common.copies import (
+    STRIPE,
     Codes,
     Encoding,
     Stripe,
@@ -30,9 +31,11 @@ from ..common.copies import (
     store_stripe,
     tensor_factor,
 )
-from ..common.groups import GroupEnds, group_stripe, real_rows
+from ..common.groups import GroupEnds, group_of, group_stripe, real_rows
 from ..common.results import FP32_MAX
 from ..common.rows import load_stored, mask_of_rows, row_offset
+
+STRIPE_ROWS = tl.constexpr(STRIPE)
 
 # ---- structs --------------------------------------------------------------------------------------------
 
@@ -55,7 +58,8 @@ class UpCodes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a program reads."""
+    """What a program reads: gate and up of its rows; or their bias, with one row for each of its rows or for all of
+    them."""
 
     gate: Any  # pointer
     gate_off: Any  # [R], of its rows
@@ -90,7 +94,7 @@ class Place(NamedTuple):
     row: Any  # int64 [R]
     written: Any  # bool [R]: which rows have results
     stripe: Any  # number of the stripe, for copies made by stripes
-    rows: Any  # of the tensor
+    rows: Any  # of the tensor, or of it up to the end of a program's rows
     bound: Any  # rows that end the stripe's copies
 
 
@@ -107,22 +111,56 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _rows_of_block(block, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """(row int64 [ROWS], which of them have results, which have inputs, first row, how many rows) of a program."""
-    local = tl.arange(0, ROWS)
+def _block_of(block, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr, STRIPES: tl.constexpr):
+    """(first row, how many rows have results, how many have inputs) of a program with up to ROWS rows, int64."""
     if groups.ends is not None and PLACES != "rows":
         first, exist, real = group_stripe(block, groups, rows, ROWS, PLACES == "slots")
-        if PLACES == "slots":
+        if PLACES == "slots" and STRIPES:
             first = (first // 16) * 16  # nothing but itself, and known to be a multiple
-        return first + local, local < exist, local < real, first, exist
+        return first, exist, real
     else:
         first = block * ROWS
+        return first, rows - first, rows - first
+
+
+@triton.jit
+def _rows_of_block(first, exist, real, piece, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """(row int64 [ROWS], which of them have results, which have inputs) of a program, from its row `piece` on."""
+    local = piece + tl.arange(0, ROWS)
+    if groups.ends is not None and PLACES != "rows":
+        return first + local, local < exist, local < real
+    else:
         row = first + local
         written = row < rows
         read = written
         if groups.ends is not None:
             read = written & real_rows(row, groups)
-        return row, written, read, first, rows - first
+        return row, written, read
+
+
+@triton.jit
+def _bias_of(
+    bias_ptr, first, groups, cols, up_shift, up_ptr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PLACES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The bias of the rows from `first` on, or None: one for each of ROWS rows if they may belong to several groups,
+    and else one for all."""
+    if bias_ptr is None:
+        return None
+    else:
+        width = 2 * cols if INTERLEAVED else cols + up_shift
+        if groups.ends is None:
+            group = tl.zeros((1,), tl.int64)
+            there = group == 0
+        else:
+            # Where stripes have rows of one group, it is that of the first, or no row is read.
+            group = group_of(first + tl.arange(0, ROWS if PLACES == "rows" else 1), groups)
+            there = group < groups.number
+        off = tl.multiple_of(group * width, ALIGN)
+        if up_ptr is None:
+            return Inputs(bias_ptr, off, None, off, None, there)
+        else:
+            return Inputs(bias_ptr, off, bias_ptr, tl.multiple_of(off + up_shift, ALIGN), None, there)
 
 
 @triton.jit
@@ -132,6 +170,20 @@ def _load_prob(prob_ptr, prob_stride, row, read):
         return None
     else:
         return tl.load(prob_ptr + row * prob_stride, mask=read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_biased(inputs, bias, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
+    """(gate, up) [R, C] in fp32 with their bias, which rows without input have too."""
+    gate, up = _load_parts(inputs, start, cols, mask, INTERLEAVED, cut)
+    if bias is not None:
+        col = start + tl.arange(0, cut.TILE)
+        mask = mask_of_rows(bias.read, col, cols, True, cut.COLS_MASKED)
+        gate_bias, up_bias = _load_parts(
+            bias, start, cols, mask, INTERLEAVED, Cut(cut.TILE, True, cut.COLS_MASKED)
+        )
+        gate, up = gate + gate_bias, up + up_bias
+    return gate, up
 
 
 @triton.jit
@@ -156,11 +208,11 @@ def _load_parts(inputs, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
 
 
 @triton.jit
-def _value(inputs, start, cols, unit, cut):
+def _value(inputs, bias, start, cols, unit, cut):
     """y [R, C] in fp32, zero where there is no input."""
     col = start + tl.arange(0, cut.TILE)
     mask = mask_of_rows(inputs.read, col, cols, cut.ROWS_MASKED, cut.COLS_MASKED)
-    gate, up = _load_parts(inputs, start, cols, mask, unit.INTERLEAVED, cut)
+    gate, up = _load_biased(inputs, bias, start, cols, mask, unit.INTERLEAVED, cut)
     if unit.LIMITED:
         gate = at_most(gate, unit.limit)
         up = at_least(at_most(up, unit.limit), -unit.limit)
@@ -230,6 +282,7 @@ def glu_kernel(
     prob_ptr,  # [rows], or None
     prob_stride,
     groups: GroupEnds,
+    bias_ptr,  # as wide as gate and up together: [width], with groups [groups, width]; or None
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     y_ptr,  # [rows, cols], or None
     amax_ptr,  # [programs], or None
@@ -257,13 +310,15 @@ def glu_kernel(
     """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _rows_of_block(block, groups, rows, ROWS, PLACES)  # [ROWS]
+    first, exist, real = _block_of(block, groups, rows, ROWS, PLACES, STRIPES)
+    row, written, read = _rows_of_block(first, exist, real, 0, groups, rows, ROWS, PLACES)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1 or groups.ends is not None
     gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
     up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
     up_off = tl.multiple_of(up_off + up_shift, ALIGN)
     prob = _load_prob(prob_ptr, prob_stride, row, read)
     inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
+    bias = _bias_of(bias_ptr, first, groups, cols, up_shift, up.ptr, ROWS, INTERLEAVED, PLACES, ALIGN)
     stripe = block
     bound = rows.to(tl.int64)
     if PLACES == "slots":  # the copies begin with the stripe, which is then the first
@@ -284,6 +339,7 @@ def glu_kernel(
         for start in range(0, cols, TILE):
             y = _value(
                 inputs,
+                bias,
                 start,
                 cols,
                 Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
@@ -299,6 +355,7 @@ def glu_kernel(
         start = (part + step * row_programs) * TILE
         y = _value(
             inputs,
+            bias,
             start,
             cols,
             Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
@@ -333,8 +390,11 @@ def glu_kernel(
 
 
 @triton.jit
-def _gradients_of(gate, up, dy, prob, mask, unit, GATED: tl.constexpr, GROUPED: tl.constexpr):
-    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero."""
+def _gradients_of(
+    gate, up, dy, prob, mask, unit, GATED: tl.constexpr, GROUPED: tl.constexpr, BIASED: tl.constexpr
+):
+    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero. A
+    bias is there without dy too, and what becomes of it need not be finite."""
     a, g = gate, up
     if unit.LIMITED:
         a = at_most(gate, unit.limit)
@@ -351,10 +411,18 @@ def _gradients_of(gate, up, dy, prob, mask, unit, GATED: tl.constexpr, GROUPED: 
     if unit.LIMITED:
         dgate = tl.where(gate > unit.limit, 0.0, dgate)
         dup = tl.where(tl.abs(up) > unit.limit, 0.0, dup)
-    if GROUPED:
+    if GROUPED or (BIASED and mask is not None):
         dgate = tl.where(mask, dgate, 0.0)
         dup = tl.where(mask, dup, 0.0)
+    if BIASED and mask is not None:
+        terms = tl.where(mask, terms, 0.0)
     return dgate, dup, terms
+
+
+@triton.jit
+def _store_sums(sums_ptr, sums, start, cols):
+    col = start + tl.arange(0, sums.shape[0])
+    tl.store(sums_ptr + col, sums, mask=col < cols)
 
 
 @kernel
@@ -369,9 +437,11 @@ def glu_backward_kernel(
     prob_ptr,
     prob_stride,
     groups: GroupEnds,
+    bias_ptr,
     dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup in turn
     dup_ptr,  # the same tensor if gate and up are one, or None
     dprob_ptr,  # [row_programs, rows], or None
+    dbias_ptr,  # fp32 [blocks, stride], or None: with it, a program has one tile of all rows of a stripe
     row_programs,
     stride,
     copy: Codes,  # of dgate, row-wise
@@ -394,85 +464,110 @@ def glu_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles."""
+    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles, and the
+    gradient of the bias over its rows."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
-    row, written, read, first, exist = _rows_of_block(block, groups, rows, ROWS, PLACES)  # [ROWS]
+    part = tl.program_id(0) % row_programs
     GROUPED: tl.constexpr = groups.ends is not None
     GATED: tl.constexpr = INTERLEAVED or up.ptr is not None
     ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
-    gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
-    up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
-    up_off = tl.multiple_of(up_off + up_shift, ALIGN)
-    dy_off = row_offset(row, inner, dy.outer_stride, dy.inner_stride, NESTED, ALIGN)
-    prob = _load_prob(prob_ptr, prob_stride, row, read)
-    inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
+    PIECES: tl.constexpr = dbias_ptr is not None and not STRIPES  # ROWS of a program's rows at a time
+    first, exist, real = _block_of(block, groups, rows, STRIPE_ROWS if PIECES else ROWS, PLACES, STRIPES)
     up_copy = _with_strides_of(copy, up_codes.data, up_codes.scale)
     up_copy_t = _with_strides_of(copy_t, up_codes.data_t, up_codes.scale_t)
     stripe = block
     bound = rows.to(tl.int64)
-    if PLACES == "slots":
+    if PLACES == "slots" and STRIPES:
         copy = from_row(copy, first)
         copy_t = _from_slot(copy_t, first, block, ROWS, FORMAT)
         up_copy = from_row(up_copy, first)
         up_copy_t = _from_slot(up_copy_t, first, block, ROWS, FORMAT)
         stripe = block * 0
         bound = exist
-    place = Place(row, written, stripe, rows, bound)
-
-    dprob = tl.zeros((ROWS,), tl.float32)
-    part = tl.program_id(0) % row_programs
-    for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
-        start = (part + step * row_programs) * TILE
-        col = start + tl.arange(0, TILE)
-        mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
-        gate_value, up_value = _load_parts(
-            inputs, start, cols, mask, INTERLEAVED, Cut(TILE, ROWS_MASKED, COLS_MASKED)
-        )
-        upstream = load_stored(dy.ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-        dgate, dup, terms = _gradients_of(
-            gate_value,
-            up_value,
-            upstream.to(tl.float32),
-            prob,
-            mask,
-            Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
-            GATED,
-            GROUPED,
-        )
-        if dprob_ptr is not None:
-            dprob += tl.sum(terms, axis=1)
-        begin, width = start, cols
-        if INTERLEAVED:
-            dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
-            begin, width = 2 * start, 2 * cols
-        _store(
-            dgate,
-            Results(dgate_ptr, stride, copy, copy_t),
-            place,
-            begin,
-            width,
-            Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
-            STRIPES,
-            ALIGN,
-            COLS_MASKED,
-        )
-        if GATED and not INTERLEAVED:
-            shift = (up_shift // ALIGN) * ALIGN
+    bias = _bias_of(bias_ptr, first, groups, cols, up_shift, up.ptr, ROWS, INTERLEAVED, PLACES, ALIGN)
+    rows_end = rows
+    if PIECES:
+        exist = tl.minimum(exist, STRIPE_ROWS)
+        rows_end = first + exist
+    shift = (up_shift // ALIGN) * ALIGN
+    if dbias_ptr is not None:
+        sums_ptr = dbias_ptr + tl.multiple_of(block * stride, ALIGN)
+    WIDTH: tl.constexpr = 2 * TILE if INTERLEAVED else TILE
+    gate_sum = tl.zeros((WIDTH,), tl.float32)
+    up_sum = tl.zeros((TILE,), tl.float32)
+    for piece in range(0, exist if PIECES else 1, ROWS):
+        row, written, read = _rows_of_block(first, exist, real, piece, groups, rows, ROWS, PLACES)  # [ROWS]
+        gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
+        up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
+        up_off = tl.multiple_of(up_off + up_shift, ALIGN)
+        dy_off = row_offset(row, inner, dy.outer_stride, dy.inner_stride, NESTED, ALIGN)
+        prob = _load_prob(prob_ptr, prob_stride, row, read)
+        inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
+        place = Place(row, written, stripe, rows_end, bound)
+        dprob = tl.zeros((ROWS,), tl.float32)
+        for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
+            start = (part + step * row_programs) * TILE
+            col = start + tl.arange(0, TILE)
+            mask = mask_of_rows(read, col, cols, ROWS_MASKED, COLS_MASKED)
+            gate_value, up_value = _load_biased(
+                inputs, bias, start, cols, mask, INTERLEAVED, Cut(TILE, ROWS_MASKED, COLS_MASKED)
+            )
+            upstream = load_stored(dy.ptr + dy_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+            dgate, dup, terms = _gradients_of(
+                gate_value,
+                up_value,
+                upstream.to(tl.float32),
+                prob,
+                mask,
+                Unit(alpha, limit, up_offset, ACT, LIMITED, INTERLEAVED),
+                GATED,
+                GROUPED,
+                bias_ptr is not None,
+            )
+            if dprob_ptr is not None:
+                dprob += tl.sum(terms, axis=1)
+            begin, width = start, cols
+            if INTERLEAVED:
+                dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
+                begin, width = 2 * start, 2 * cols
+            if dbias_ptr is not None:
+                gate_sum += tl.sum(dgate, axis=0)
+                up_sum += tl.sum(dup, axis=0)
+                if STRIPES:  # the only piece: nothing is held in registers while codes are made
+                    _store_sums(sums_ptr, gate_sum, begin, width)
+                    if GATED and not INTERLEAVED:
+                        _store_sums(sums_ptr + shift, up_sum, start, cols)
             _store(
-                dup,
-                Results(dup_ptr, stride, up_copy, up_copy_t),
+                dgate,
+                Results(dgate_ptr, stride, copy, copy_t),
                 place,
-                shift + start,
-                shift + cols,
+                begin,
+                width,
                 Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
                 STRIPES,
                 ALIGN,
                 COLS_MASKED,
             )
-    if dprob_ptr is not None:
-        sums_off = part.to(tl.int64) * rows + row
-        tl.store(dprob_ptr + sums_off, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
+            if GATED and not INTERLEAVED:
+                _store(
+                    dup,
+                    Results(dup_ptr, stride, up_copy, up_copy_t),
+                    place,
+                    shift + start,
+                    shift + cols,
+                    Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
+                    STRIPES,
+                    ALIGN,
+                    COLS_MASKED,
+                )
+        if dprob_ptr is not None:
+            sums_off = part.to(tl.int64) * rows + row
+            tl.store(dprob_ptr + sums_off, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
+    if PIECES:
+        _store_sums(sums_ptr, gate_sum, part * WIDTH, 2 * cols if INTERLEAVED else cols)
+        if GATED and not INTERLEAVED:
+            _store_sums(sums_ptr + shift, up_sum, part * TILE, cols)
 
 
 @triton.jit

@@ -25,19 +25,19 @@ class Rotation:
     """By which angles the heads of q and k are rotated. A module makes it once, and all layers share it.
 
     **Angles**: `base`, for `position * base^(-2i / dim)`, right to fp32 at any position; or tables `cos` and `sin`
-    [rows, dim / 2] whose row is the position, or [batch, sequence, dim / 2]. No gradient goes to tables. With the
-    style "neox", tables that end in dim are HuggingFace's, in which the angles stand twice, `cat([angles, angles])`:
-    their first half is taken. On a CPU both halves are compared, and other tables refused; on a device nothing waits
-    to find out. With "interleaved" such tables are refused, for there are two kinds of them.
+    [rows, dim / 2] whose row is the position, or [batch, sequence, dim / 2]. Tables get no gradient. With the style
+    "neox", tables with dim columns are taken for HuggingFace's, `cat([angles, angles])`, and their first half is used.
+    On a CPU both halves are compared, and tables with different halves are refused; on a GPU that check would have to
+    wait for the device. With "interleaved" such tables are refused, since two kinds of them are in use.
 
-    - `dim`: so many numbers of a head are rotated, all by default: the first, or the last with `first=False`. Give it
-      with tables of a part of a head: it tells which of both kinds they are.
+    - `dim`: how many numbers of a head are rotated, by default all: the first ones, or the last with `first=False`.
+      Give it with tables for a part of a head: it says whether they have each angle once or twice.
     - `style`: pairs (i, i + dim / 2) for "neox", (2i, 2i + 1) for "interleaved".
-    - `sections`: positions are [3, …], and the pairs take theirs from the first, second and third of them, so many
-      each (Qwen2-VL).
+    - `sections`: three numbers of pairs. Positions are then [3, …], and that many pairs take their position from the
+      first, the second and the third of them (Qwen2-VL).
 
     A base can be scaled to longer contexts, as HuggingFace's `rope_scaling` does: `.linear()`, `.ntk()`, `.yarn()` and
-    `.llama3()` return the rotation so scaled.
+    `.llama3()` return a scaled rotation.
 
     >>> import weft
     >>> weft.Rotation(500000.0).llama3(factor=8.0, original=8192)
@@ -52,10 +52,9 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
     style: Literal["neox", "interleaved"] = "neox"
     first: bool = True
     sections: tuple[int, int, int] | None = None
-    scaling: str = ""  # what a method below made of its arguments
-    argument: Turning = field(
-        init=False, repr=False
-    )  # of ops; without positions, and with dim 0 if it is None
+    scaling: str = ""  # set by the methods below: the kind of scaling and its numbers
+    # This rotation in the form that ops take, without positions; its dim is 0 if dim is None.
+    argument: Turning = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.cos is None) != (self.sin is None) or (self.cos is None) == (self.base is None):
@@ -131,7 +130,7 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
 
 
 class Turning(NamedTuple):
-    """A Rotation at some positions, as ops take it."""
+    """A `Rotation` at some positions, in the form that ops take."""
 
     cos: Tensor | None
     sin: Tensor | None
@@ -153,7 +152,7 @@ NO_TURNING = Turning(None, None, None, 0.0, "", 0, "neox", True, "")
 def check_rotation(
     rotation: Rotation | None, positions: Tensor | None, x: Tensor, dim: int, batch: int, tokens: int
 ) -> Turning:
-    """The rotation of heads of `dim` numbers of x."""
+    """The rotation for heads of `dim` numbers of x, checked, in the form that ops take."""
     if rotation is None:
         if positions is not None:
             raise ValueError("positions go with a rotation=")
@@ -165,7 +164,9 @@ def check_rotation(
     turning = rotation.argument
     turned = turning.dim or dim
     if turned > dim or turned % 2:
-        raise ValueError(f"rotated numbers must be even, and at most the {dim} of a head; got {turned}")
+        raise ValueError(
+            f"the number of rotated numbers must be even and at most {dim}, those of a head; got {turned}"
+        )
     cos, sin = turning.cos, turning.sin
     if cos is not None:
         cos, sin = _check_tables(rotation, positions is not None, x.device, (turned, dim), (batch, tokens))
@@ -188,7 +189,7 @@ def check_rotation(
 def _check_tables(
     rotation: Rotation, by_position: bool, device: torch.device, dims: tuple[int, int], lead: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Tables of an angle for each pair, cut out of those in which each stands twice. `dims`: rotated, and of a head."""
+    """The tables, checked, with each angle once. `dims`: how many numbers are rotated, and how many a head has."""
     cos, sin = rotation.cos, rotation.sin
     assert cos is not None
     assert sin is not None
@@ -216,7 +217,7 @@ def _check_tables(
 
 
 def _first_halves(cos: Tensor, sin: Tensor, style: str) -> tuple[Tensor, Tensor]:
-    """Of HuggingFace's tables `cat([angles, angles])`."""
+    """The first halves of HuggingFace's tables `cat([angles, angles])`."""
     half = cos.shape[-1] // 2
     if style == "interleaved":
         raise ValueError(
@@ -261,14 +262,15 @@ def frequencies(base: float, dim: int, scaling: str) -> tuple[tuple[float, ...],
 
 
 def _mixed(plain: list[float], factor: float, kept: list[float]) -> tuple[float, ...]:
-    """Of each frequency the share `kept`, cut off at 0 and 1, as it is, and the rest divided by `factor`."""
+    """Each frequency as a mix: the share `kept`, limited to 0 … 1, as it is, and the rest divided by `factor`."""
     shares = [min(max(share, 0.0), 1.0) for share in kept]
     return tuple(f * share + f / factor * (1.0 - share) for f, share in zip(plain, shares, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
 def turns(base: float, dim: int, scaling: str, device: torch.device) -> Tensor:
-    """2^64 times the turns per position of each pair, int64: products with positions overflow by whole turns."""
+    """2^64 times the turns per position of each pair, int64. In a product with a position, whole turns overflow
+    away."""
     whole_turn = 1 << 64
     values = [int(f / (2 * math.pi) * whole_turn) % whole_turn for f in frequencies(base, dim, scaling)[0]]
     signed = [v - whole_turn if v >= whole_turn // 2 else v for v in values]
@@ -279,7 +281,7 @@ def section_sizes(sections: str) -> tuple[int, ...]:
     return tuple(map(int, sections.split()))
 
 
-# ---- of kernels and references --------------------------------------------------------------------------
+# ---- for kernels and references -------------------------------------------------------------------------
 
 
 class AngleStrides(NamedTuple):
@@ -291,7 +293,7 @@ class AngleStrides(NamedTuple):
     axis: int  # strides of positions
     batch: int
     token: int
-    second: int  # the first pair of the second section, and that of the third
+    second: int  # the first pair of the second section; next, that of the third
     third: int
 
     @staticmethod
@@ -322,18 +324,18 @@ class Form(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """What a kernel finds its angles by: tables, or turns per position."""
+    """Where a kernel finds its angles: in tables, or from turns per position."""
 
     cos: Tensor | None  # [rows, pairs], or [batch, rows, pairs]
     sin: Tensor | None
     turns: Tensor | None  # int64 [pairs]
     positions: Tensor | None  # [batch, sequence], or [3, batch, sequence] with sections
     at: AngleStrides
-    magnitude: float  # of the rotated numbers, where angles are computed
+    magnitude: float  # the factor of rotated numbers if angles are computed; tables contain theirs
 
 
 def alike(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Tables with the same strides, whose rows are neighbours."""
+    """Both tables with the same strides and contiguous rows, copied if need be."""
     if cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(-1) == 1):
         return cos, sin
     return cos.contiguous(), sin.contiguous()

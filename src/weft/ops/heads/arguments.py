@@ -27,18 +27,20 @@ class Prepare(NamedTuple):
     x: Tensor  # the packed projection, or q
     k: Tensor | None
     v: Tensor | None
+    bias: Tensor | None  # [width] of a packed projection
     norm: Norm
     turning: Turning
     cut: Cut
 
 
 class PrepareCached(NamedTuple):
-    """The same, with caches to write to. The results are arguments, as the caches are: PyTorch's compiler takes no op
-    that writes to some tensors and returns others."""
+    """The arguments of `qkv_prepare` with caches to write to. The results are arguments too, since PyTorch's compiler
+    does not take an op that writes to some tensors and returns others."""
 
     x: Tensor
     k: Tensor | None
     v: Tensor | None
+    bias: Tensor | None
     norm: Norm
     turning: Turning
     cut: Cut
@@ -48,16 +50,17 @@ class PrepareCached(NamedTuple):
     scaled: (
         str  # "none"; "head": the caches hold a scale for each head; "tensor": k_scale and v_scale are given
     )
-    outputs: Written  # those of QKV that there are
-    caches: Written  # k, v if it is cached, and then the scales of heads in the same order
+    outputs: Written  # the members of QKV that are not None
+    caches: Written  # k, then v if it is cached, then the scales of heads in the same order
 
     @property
     def prepare(self) -> Prepare:
-        return Prepare(self.x, self.k, self.v, self.norm, self.turning, self.cut)
+        return Prepare(self.x, self.k, self.v, self.bias, self.norm, self.turning, self.cut)
 
 
 class PrepareNeeds(NamedTuple):
-    """Which of the gradients are there; k and v are, with x, where they are tensors of their own."""
+    """Which gradients the backward computes. Those of separate q, k and v are computed all three if one is wanted. That
+    of the bias of a packed projection is made of x's, which is then computed too."""
 
     x: bool
     k: bool
@@ -66,6 +69,7 @@ class PrepareNeeds(NamedTuple):
     k_weight: bool
     q_bias: bool
     k_bias: bool
+    bias: bool
 
 
 class PrepareBackward(NamedTuple):
@@ -77,6 +81,7 @@ class PrepareBackward(NamedTuple):
     dgate: Tensor | None
     x: Tensor | None  # the input of the norm, if there is one
     k: Tensor | None
+    bias: Tensor | None
     norm: Norm
     turning: Turning
     cut: Cut
@@ -85,7 +90,7 @@ class PrepareBackward(NamedTuple):
 
 
 class PrepareGradients(NamedTuple):
-    """Gradients of the input (of q, k and v if they were apart) and of the vectors of the norm."""
+    """Gradients of the input (of q, k and v if they were apart), of the vectors of the norm and of the bias."""
 
     x: Tensor | None
     k: Tensor | None
@@ -94,6 +99,7 @@ class PrepareGradients(NamedTuple):
     k_weight: Tensor | None
     q_bias: Tensor | None
     k_bias: Tensor | None
+    bias: Tensor | None
 
 
 class Rope(NamedTuple):

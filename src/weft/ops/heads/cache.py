@@ -14,7 +14,7 @@ from ..common.checks import INTEGERS, check_tensor, check_tensors
 from .arguments import PrepareCached
 from .layout import Cut, sizes, stride_of
 
-# How heads are cached in FP8: with one scale for each, made of its fp32 numbers.
+# The format of heads that are cached in FP8 with a scale for each, made of the fp32 numbers of the head.
 E4M3 = Format("row", "e4m3", "te")
 
 
@@ -22,12 +22,12 @@ E4M3 = Format("row", "e4m3", "te")
 class KVCache:
     """Where k and v of each token are kept. A model makes it once.
 
-    - `k`, `v`: [slots, heads, dim], or paged [pages, page_size, heads, dim], of any strides whose last is 1. v may be
-      None: then k alone is kept (the latent of MLA). In the dtype of the input, they get the bits that are returned; in
-      float8_e4m3fn, or in uint8 for its bytes, they go with scales.
-    - `k_scale`, `v_scale`: fp32. In the shape of the caches without the last dimension they are written too: each token
+    - `k`, `v`: [slots, heads, dim], or paged [pages, page_size, heads, dim]; the last stride must be 1. v may be None:
+      then k alone is kept (the latent of MLA). Caches in the dtype of the input get the same bits as the results.
+      Caches in float8_e4m3fn, or in uint8 for the same bytes, need scales.
+    - `k_scale`, `v_scale`: fp32. In the shape of the caches without the last dimension, they are written: each token
       and head gets the scale and the codes of `weft.quantize(head, "e4m3:row:te")`, made of the fp32 numbers before
-      they are rounded to the dtype of the input. With one number they are read (vLLM's form): the codes are
+      they are rounded to the dtype of the input. With a single number each, they are read (vLLM's form): the codes are
       `e4m3(x / scale)`, saturated.
     """
 
@@ -45,7 +45,9 @@ class KVCache:
             if value is not None:
                 check_tensors(name, value)
         if (self.k_scale is not None and self.v is not None) != (self.v_scale is not None):
-            raise ValueError("the caches of k and of v have a scale each, or neither has one")
+            raise ValueError(
+                "the caches of k and v have a scale each, or neither: give both k_scale and v_scale"
+            )
         scaled = "none"
         if self.k_scale is not None:
             scaled = "head" if self.k_scale.dim() > 1 else "tensor"
@@ -73,7 +75,7 @@ class KVCache:
                 raise ValueError(f"the last stride of {name} must be 1; its strides are {cache.stride()}")
             if (cache.dtype in (torch.float8_e4m3fn, torch.uint8)) != (scale is not None):
                 raise ValueError(
-                    f"a cache in float8_e4m3fn (or uint8) goes with scales, and another without them; {name} is "
+                    f"a cache in float8_e4m3fn (or uint8) goes with scales, and another without; {name} is "
                     f"{cache.dtype} with{'out' if scale is None else ''} one"
                 )
             if scale is None:
@@ -94,7 +96,7 @@ def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a weft.KVCache; got {type(cache).__name__}")
     if cache.v is not None and not has_v:
-        raise ValueError("the cache has a place for v, and v is missing")
+        raise ValueError("the cache has a v, but v is missing: give it, or a cache without v")
     for name, each, dim in (("k", cache.k, cut.dim), ("v", cache.v, cut.v_dim)):
         if each is None:
             continue
@@ -111,18 +113,18 @@ def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
 
 def check_slots(slots: Tensor | None, x: Tensor, layout: str) -> Tensor:
     if slots is None:
-        raise ValueError("a cache is written at slots=: one for each token")
+        raise ValueError("a cache needs slots=, the slot of each token in it")
     batch, tokens = sizes(x, layout)
     shapes = [(tokens, batch) if layout == "sbhd" else (batch, tokens)] if layout != "thd" else []
     check_tensor("slots", slots, INTEGERS, x.device, *shapes, (batch * tokens,))
     return slots
 
 
-# ---- of kernels -----------------------------------------------------------------------------------------
+# ---- for kernels ----------------------------------------------------------------------------------------
 
 
 class SlotStrides(NamedTuple):
-    """The slots of a cache, and the strides of those that tokens go to."""
+    """How many slots a cache has, and the strides of the tensor of slots."""
 
     total: int
     page_size: int
@@ -138,7 +140,7 @@ class Slots(NamedTuple):
 
 
 class KeptStrides(NamedTuple):
-    """Of a cache, and of its scales."""
+    """The strides of a cache, and those of its scales."""
 
     page: int
     place: int
@@ -174,7 +176,8 @@ class CacheStrides(NamedTuple):
 
     @staticmethod
     def of(forms: CacheForms | None, layout: str, batch: int, tokens: int) -> CacheStrides:
-        """Slots are [batch, sequence], or [sequence, batch] for 'sbhd', or in one dimension in this order."""
+        """The strides of a cache. Slots are [batch, sequence], for 'sbhd' [sequence, batch], or flat in the same
+        order."""
         if forms is None:
             return CacheStrides(SlotStrides(0, 0, 0, 0), _NO_STRIDES, _NO_STRIDES)
         size = 1 if len(forms.shape) == 3 else forms.shape[1]
@@ -205,7 +208,7 @@ def _page_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Cache(NamedTuple):
-    """The tensors that a kernel writes to, or those of no cache."""
+    """The caches as a kernel takes them; without a cache all pointers are None."""
 
     slots: Tensor | None
     k: Tensor | None
@@ -239,7 +242,7 @@ NO_CACHE = Cache(None, None, None, None, None)
 
 
 def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
-    """k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
+    """Write k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
     cache = Cache.of(a)
     batch, tokens = sizes(a.x, a.cut.layout)
     slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots

@@ -68,6 +68,16 @@ class Sizes(NamedTuple):
     v_dim: int
 
 
+class Source(NamedTuple):
+    """Heads of the input, inside of a kernel."""
+
+    ptr: tl.tensor
+    at: Strides
+    bias: (
+        tl.tensor
+    )  # of a packed projection, in which the heads begin and follow each other as in its rows; or None
+
+
 class HeadNumbers(NamedTuple):
     """The numbers of a head as a kernel knows them: multiples of ALIGN."""
 
@@ -185,6 +195,24 @@ def _load_vector(ptr, offset, size, PLAN: tl.constexpr):
     zero = tl.zeros((1, 1), tl.int32)
     a, b = _load_pairs(ptr, zero, zero == 0, size, PLAN)
     return a + offset, b + offset
+
+
+@triton.jit
+def _bias_offset(x, head, heads, ALIGN: tl.constexpr):
+    """Where the bias of heads [H] of x begins, and which heads there are: [1, H] each."""
+    off = known_multiple(x.at.start, ALIGN) + _head_offset(x, head, heads, ALIGN)
+    return off[None, :], (head < heads.heads)[None, :]
+
+
+@triton.jit
+def _load_heads(x, off, head, heads, there, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
+    """(a, b) of heads [H] of the input, at off [T, H], with their bias."""
+    a, b = _load_pairs(x.ptr, off, there, size, PLAN)
+    if x.bias is not None:
+        bias_off, exist = _bias_offset(x, head, heads, ALIGN)
+        more_a, more_b = _load_pairs(x.bias, bias_off, exist, size, PLAN)
+        a, b = a + more_a, b + more_b
+    return a, b
 
 
 @triton.jit
@@ -348,6 +376,8 @@ def _keep_values(cache, at, head, there, value, lane, mask, PLAN: tl.constexpr, 
             kept = there & at.cached[:, None]
             factor = _cache_factor(cache, amax(wide, axis=2), at, head, kept, PLAN)
             value = _cache_codes(wide, factor, PLAN)
+        else:
+            value = value.to(cache.ptr.dtype.element_ty)
         off = _cache_offset(cache, at, head, ALIGN)
         tl.store(cache.ptr + off[:, :, None] + lane, value, mask=mask & at.cached[:, None, None])
 
@@ -357,8 +387,8 @@ def _keep_values(cache, at, head, there, value, lane, mask, PLAN: tl.constexpr, 
 
 @triton.jit
 def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
-    """All heads of some tokens of x: normed, rotated and stored in y. If there is a cache, those of tokens that are
-    cached are stored there too."""
+    """All heads of some tokens of x: with their bias, normed, rotated and stored in y. If there is a cache, those of
+    tokens that are cached are stored there too."""
     x_off = _token_offset(x, at.batch, at.token, ALIGN)
     y_off = _token_offset(y, at.batch, at.token, ALIGN)
     if norm.weight is not None:
@@ -369,7 +399,7 @@ def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN
         head = first + tl.arange(0, PLAN.heads)
         there = at.exists[:, None] & (head < heads.heads)[None, :]  # [T, H]
         off = x_off[:, None] + _head_offset(x, head, heads, ALIGN)[None, :]
-        a, b = _load_pairs(x.ptr, off, there, size, PLAN)
+        a, b = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)
         if PLAN.rotate and PLAN.after:
             a, b = _turn(a, b, at.cos, at.sin, size.half, PLAN)
         if PLAN.norm != "none":
@@ -390,18 +420,24 @@ def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN
 def _copy_heads(
     x, y, cache, at, x_heads, y_heads, dim, DIM: tl.constexpr, PLAN: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """All heads of some tokens as they are; to a cache too if there is one, as `_prepare_heads` does."""
+    """All heads of some tokens as they are, or with their bias; to a cache too if there is one, as `_prepare_heads`
+    does."""
     x_off = _token_offset(x, at.batch, at.token, ALIGN)
     y_off = _token_offset(y, at.batch, at.token, ALIGN)
     lane = tl.arange(0, DIM)[None, None, :]
     for first in range(0, x_heads.heads, PLAN.heads):
         head = first + tl.arange(0, PLAN.heads)
         there = at.exists[:, None] & (head < x_heads.heads)[None, :]
-        mask = there[:, :, None] & (lane < (dim if PLAN.masked else DIM))
+        exists = lane < (dim if PLAN.masked else DIM)
+        mask = there[:, :, None] & exists
         off = x_off[:, None] + _head_offset(x, head, x_heads, ALIGN)[None, :]
         value = tl.load(x.ptr + off[:, :, None] + lane, mask=mask, other=0.0)
+        if x.bias is not None:
+            bias_off, exist = _bias_offset(x, head, x_heads, ALIGN)
+            bias = tl.load(x.bias + bias_off[:, :, None] + lane, mask=exist[:, :, None] & exists, other=0.0)
+            value = value.to(tl.float32) + bias.to(tl.float32)
         off = y_off[:, None] + _head_offset(y, head, y_heads, ALIGN)[None, :]
-        tl.store(y.ptr + off[:, :, None] + lane, value, mask=mask)
+        tl.store(y.ptr + off[:, :, None] + lane, value.to(y.ptr.dtype.element_ty), mask=mask)
         if cache is not None:
             _keep_values(cache, at, head, there, value, lane, mask, PLAN, ALIGN)
 
@@ -411,6 +447,7 @@ def qkv_kernel(
     q: Place,
     k: Place,  # k, v and gate are absent where there are none
     v: Place,
+    bias_ptr,  # [columns of a packed input], or None
     q_out: Place,
     k_out: Place,
     v_out: Place,
@@ -438,17 +475,18 @@ def qkv_kernel(
         page, place, cached = _find_slots(slots, batch, token, sizes.tokens)
     at = Tokens(batch, token, exists, cos, sin, page, place, cached)
     kv_heads = Grouped(sizes.kv, sizes.kv, 0)
-    _prepare_heads(q, q_out, q_norm, None, at, sizes.q, size, PLAN, ALIGN)
+    _prepare_heads(Source(q.ptr, q.at, bias_ptr), q_out, q_norm, None, at, sizes.q, size, PLAN, ALIGN)
     if k.ptr is not None:
-        _prepare_heads(k, k_out, k_norm, k_cache, at, kv_heads, size, PLAN, ALIGN)
+        source = Source(k.ptr, k.at, bias_ptr)
+        _prepare_heads(source, k_out, k_norm, k_cache, at, kv_heads, size, PLAN, ALIGN)
     if v.ptr is not None:
         v_dim = known_multiple(sizes.v_dim, ALIGN)
-        _copy_heads(v, v_out, v_cache, at, kv_heads, kv_heads, v_dim, PLAN.v_dim, PLAN, ALIGN)
+        source = Source(v.ptr, v.at, bias_ptr)
+        _copy_heads(source, v_out, v_cache, at, kv_heads, kv_heads, v_dim, PLAN.v_dim, PLAN, ALIGN)
     if gate_out.ptr is not None:
         dim = 2 * size.half + size.rest
-        gate = Place(q.ptr, _further(q.at, dim))
         _copy_heads(
-            gate,
+            Source(q.ptr, _further(q.at, dim), bias_ptr),
             gate_out,
             None,
             at,
@@ -490,7 +528,7 @@ def _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN: tl.con
             a, b = _turn(a, b, at.cos, -at.sin, size.half, PLAN)
         if PLAN.norm != "none":
             off = x_off[:, None] + _head_offset(x, head, heads, ALIGN)[None, :]
-            za, zb = _load_pairs(x.ptr, off, there, size, PLAN)
+            za, zb = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)
             if PLAN.rotate and PLAN.after:
                 za, zb = _turn(za, zb, at.cos, at.sin, size.half, PLAN)
             za, zb, r = _normalize(za, zb, size, norm.eps, PLAN)
@@ -546,7 +584,8 @@ def _backward_of(
         totals = _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN, ALIGN)
         if other.ptr is not None and other_grad.ptr is not None:
             alone = Grouped(heads.heads, heads.heads, 0)
-            _copy_heads(other, other_grad, None, at, alone, heads, other_dim, OTHER, PLAN, ALIGN)
+            upstream = Source(other.ptr, other.at, None)
+            _copy_heads(upstream, other_grad, None, at, alone, heads, other_dim, OTHER, PLAN, ALIGN)
     program = tl.program_id(0).to(tl.int64)
     if sums.weight is not None:
         _store_sums(sums.weight, program, totals[0], totals[1], size, PLAN)
@@ -562,6 +601,7 @@ def qkv_backward_kernel(
     dgate: Place,
     q: Place,  # the input of the norm, absent without one
     k: Place,
+    bias_ptr,  # that of the input of the norm, or None
     q_grad: Place,  # what is asked for: gradients of the input, absent if nobody wants them
     k_grad: Place,
     v_grad: Place,
@@ -585,10 +625,10 @@ def qkv_backward_kernel(
     gate_grad = Place(q_grad.ptr, _further(q_grad.at, dim))
     kv_heads = Grouped(sizes.kv, sizes.kv, 0)
     _backward_of(
-        dq, q, q_grad, q_norm, q_sums, sizes.q, dgate, gate_grad, dim, first, last, angles, sizes, size, PLAN.dim,
-        PLAN, ALIGN,
+        dq, Source(q.ptr, q.at, bias_ptr), q_grad, q_norm, q_sums, sizes.q, dgate, gate_grad, dim, first, last, angles,
+        sizes, size, PLAN.dim, PLAN, ALIGN,
     )  # fmt: skip
     _backward_of(
-        dk, k, k_grad, k_norm, k_sums, kv_heads, dv, v_grad, known_multiple(sizes.v_dim, ALIGN), first, last, angles,
-        sizes, size, PLAN.v_dim, PLAN, ALIGN,
+        dk, Source(k.ptr, k.at, bias_ptr), k_grad, k_norm, k_sums, kv_heads, dv, v_grad,
+        known_multiple(sizes.v_dim, ALIGN), first, last, angles, sizes, size, PLAN.v_dim, PLAN, ALIGN,
     )  # fmt: skip

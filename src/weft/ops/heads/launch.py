@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime import Capabilities, Launch, capabilities_of
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
-from ..common.sums import sum_partials
+from ..common.sums import sum_partials, sum_rows
 from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
 from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients
 from .cache import NO_CACHE, Cache, CacheForms, CacheStrides
@@ -21,13 +21,13 @@ from .norm import Norm
 
 
 class Choice(NamedTuple):
-    """What a kernel does, whatever the strides are."""
+    """What decides the code of a kernel, apart from strides."""
 
     cut: Cut
-    v_dim: int  # 0: no value heads are handled
+    v_dim: int  # 0 if value heads are not part of the call
     norm: str
     after: bool
-    turned: int  # numbers of a head; 0: no rotation
+    turned: int  # how many numbers of a head are rotated; 0 without a rotation
     style: str
     first: bool
     sections: str
@@ -36,7 +36,8 @@ class Choice(NamedTuple):
 
     @property
     def halves(self) -> tuple[int, int]:
-        """(half, rest): without a rotation, the halves of the head and what is odd of it."""
+        """(half, rest): how many pairs are rotated, and how many numbers are not. Without a rotation they are half of
+        the head and its odd number, if it has one."""
         if self.turned:
             return self.turned // 2, self.cut.dim - self.turned
         return self.cut.dim // 2, self.cut.dim % 2
@@ -66,7 +67,7 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
     )
     tokens, at_once, num_warps = 1, 1, 4
     if not target.is_cpu:
-        # 128 threads with 16 bytes of bf16 each in the narrowest tile: every access can have 128 bits.
+        # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
         narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
         rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
         at_once = min(4, _tile(heads), rows)
@@ -94,7 +95,7 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
 
 
 def _tile(size: int) -> int:
-    """The power of two that holds so many; 0 holds none."""
+    """`size` rounded up to a power of two; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -108,7 +109,7 @@ def _align(choice: Choice, angles: AngleStrides, *places: Strides, more: tuple[i
 
 
 def _norms(norm: Norm, x: Tensor) -> tuple[Affine, Affine]:
-    """Those of q and of k."""
+    """The norm of q heads and that of k heads, as kernels take them."""
     if norm.kind == "none":
         return NO_AFFINE, NO_AFFINE
     eps, offset = norm.eps_for(x), norm.weight_offset
@@ -122,7 +123,7 @@ NO_AFFINE = Affine(None, None, 0.0, 0.0)
 
 
 def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float]:
-    """(turns per position, magnitude) where angles are computed."""
+    """(turns per position, magnitude) if angles are computed in the kernel; (None, ...) with tables."""
     if not turning.dim or turning.cos is not None:
         return None, 1.0
     magnitude = frequencies(turning.base, turning.dim, turning.scaling)[1]
@@ -147,7 +148,7 @@ class Forms(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A launch, and where everything is."""
+    """A launch, and the strides of everything it reads and writes."""
 
     launch: Launch
     grid: tuple[int, int, int]
@@ -162,7 +163,7 @@ _known: dict[Forms, Forward] = {}
 
 
 def _forward(forms: Forms, target: Capabilities) -> Forward:
-    """Found once for all calls with tensors of these forms."""
+    """The launch for these forms, computed once for all calls that have them."""
     choice, cut = forms.choice, forms.choice.cut
     source = PartStrides.of(forms.inputs, cut)
     to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
@@ -181,7 +182,7 @@ def _forward(forms: Forms, target: Capabilities) -> Forward:
 def launch_forward(
     outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", inverse: bool = False
 ) -> None:
-    """q, k, v and gate of `a`, those that are in `outputs`."""
+    """Compute q, k, v and gate of `a`, those that are not None in `outputs`."""
     cut, turning, device = a.cut, a.turning, a.x.device
     x, k, v = with_neighbours(a.x), a.k, a.v
     inputs: tuple[tuple[int, ...] | None, ...] = (x.stride(), None, None)
@@ -209,13 +210,14 @@ def launch_forward(
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
     source, to, kept = found.source, found.to, found.cache
-    # A plain tuple does for a struct, and takes a tenth of the time of a NamedTuple.
+    # A launch takes plain tuples for structs, and a tuple takes a tenth of the time that a NamedTuple takes.
     found.launch(
         found.grid,
         *qkv_kernel.arguments(
             q=(x, source.q),
             k=(k, source.k),
             v=(v, source.v),
+            bias_ptr=contiguous(a.bias),
             q_out=(to_q, to[0]),
             k_out=(to_k, to[1]),
             v_out=(to_v, to[2]),
@@ -238,16 +240,17 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     cut, norm, turning = a.cut, a.norm, a.turning
     device, target = a.dq.device, capabilities_of(a.dq.device)
     tokens = tokens_of(a.dq, cut.out_layout, a.batch)
+    apart = cut.packing == "apart"
     upstream = [None if d is None else with_neighbours(d) for d in (a.dq, a.dk, a.dv, a.dgate)]
-    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
-    inputs = (x, k, None) if cut.packing == "apart" else (x, x, None)
-    grads = outputs[:3] if cut.packing == "apart" else (outputs.x, outputs.x, outputs.x)
     given = [Strides.of(stride_of(d), cut.out_layout, tokens) for d in upstream]
+    dq, dk, dv, dgate = map(Place, upstream, given)
+    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
+    v_grad = outputs.v if apart else outputs.x
     source = PartStrides.of((stride_of(x), stride_of(k), None), cut)
     into = PartStrides.of((stride_of(outputs.x), stride_of(outputs.k), stride_of(outputs.v)), cut)
     cos, sin = alike(turning.cos, turning.sin)
     angles = AngleStrides.of(Form.of(cos), Form.of(turning.positions), turning.sections)
-    choice = _choice(cut, cut.v_dim if grads[2] is not None else 0, norm, turning)
+    choice = _choice(cut, cut.v_dim if v_grad is not None else 0, norm, turning)
     group_stride = cut.group_stride if x is not None or outputs.x is not None else 0
     align = _align(choice, angles, *given, source.q, source.k, *into, more=(group_stride,))
     launch = _chosen(qkv_backward_kernel, choice, align, target)
@@ -255,7 +258,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     program_tiles = 1
     vectors = (outputs.q_weight, outputs.k_weight, outputs.q_bias, outputs.k_bias)
     if any(vector is not None for vector in vectors):
-        # Sums over rows: as many programs as run at the same time, each with a row of partial sums.
+        # Each program leaves a row of partial sums: only as many programs as run at the same time.
         program_tiles = -(-tiles // min(tiles, target.multiprocessors * 4))
     programs = -(-tiles // program_tiles)
     partial = [
@@ -268,15 +271,16 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     launch(
         (programs, 1, 1),
         *qkv_backward_kernel.arguments(
-            dq=Place(upstream[0], given[0]),
-            dk=Place(upstream[1], given[1]),
-            dv=Place(upstream[2], given[2]),
-            dgate=Place(upstream[3], given[3]),
-            q=Place(inputs[0], source.q),
-            k=Place(inputs[1], source.k),
-            q_grad=Place(grads[0], into.q),
-            k_grad=Place(grads[1], into.k),
-            v_grad=Place(grads[2], into.v),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dgate=dgate,
+            q=Place(x, source.q),
+            k=Place(k if apart else x, source.k),
+            bias_ptr=None if x is None else contiguous(a.bias),
+            q_grad=Place(outputs.x, into.q),
+            k_grad=Place(outputs.k if apart else outputs.x, into.k),
+            v_grad=Place(v_grad, into.v),
             q_norm=q_norm,
             k_norm=k_norm,
             q_sums=Sums(q_weight, q_bias),
@@ -290,3 +294,6 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     for vector, sums in zip(vectors, partial, strict=True):
         if vector is not None and sums is not None:
             sum_partials(sums, vector)
+    if outputs.bias is not None:
+        assert outputs.x is not None
+        sum_rows(outputs.x.view(-1, cut.width), outputs.bias)

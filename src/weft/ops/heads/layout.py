@@ -12,7 +12,7 @@ from ..common.checks import whole
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 Packing = Literal["flat", "groups"]
 
-# The dimensions of a layout as positions of (batch, sequence, heads, numbers).
+# For each layout, where its dimensions are in (batch, sequence, heads, numbers).
 LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (0, 0, 1, 2)}
 
 
@@ -20,9 +20,9 @@ LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "th
 class Heads:
     """How a packed projection is cut into heads. A module makes it once.
 
-    - `q`, `kv`: query heads, and heads of k and v, as many by default. q is a multiple of kv: as many query heads share
-      one of k and v.
-    - `dim`: numbers of a head; `v_dim`: of a value head, if they are others.
+    - `q`, `kv`: the number of query heads, and of heads of k and v (by default as many as q). q is a multiple of kv:
+      q / kv query heads share one head of k and v.
+    - `dim`: how many numbers a head has; `v_dim`: how many a value head has, if that is another number.
     - `packing`: "flat" is [all q | all k | all v]; "groups" is one [q q q q k v] for each key head, as Megatron has it.
     - `gate`: every query head is followed by a gate of its size (Qwen3-Next).
 
@@ -33,8 +33,8 @@ class Heads:
 
     q: int
     dim: int
-    kv: int = 0  # as many as q
-    v_dim: int = 0  # as many as dim
+    kv: int = 0  # 0 becomes q
+    v_dim: int = 0  # 0 becomes dim
     packing: Packing = "flat"
     gate: bool = False
 
@@ -47,7 +47,7 @@ class Heads:
             raise ValueError(f"packing must be 'flat' or 'groups'; got {self.packing!r}")
         if self.q % self.kv:
             raise ValueError(
-                f"q must be a multiple of kv, as many query heads share one of k and v; got {self.q} and {self.kv}"
+                f"q must be a multiple of kv: q / kv query heads share a head of k and v; got {self.q} and {self.kv}"
             )
 
     @property
@@ -80,17 +80,17 @@ class Cut(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that lie at one stride."""
+        """How many query heads follow each other at one stride."""
         return self.q // self.kv if self.packing == "groups" else self.q
 
     @property
     def group_stride(self) -> int:
-        """From one group of a packed projection to the next; 0 if there is one group."""
+        """The stride from one group of a packed projection to the next; 0 if there is only one group."""
         return self.group * self.q_dim + self.dim + self.v_dim if self.packing == "groups" else 0
 
 
 class Parts(NamedTuple):
-    """q, k, v and gate as views [batch, sequence, heads, numbers], those that there are."""
+    """q, k, v and gate as views [batch, sequence, heads, numbers]; None for those that the input does not have."""
 
     q: Tensor
     k: Tensor | None
@@ -116,7 +116,7 @@ def split(x: Tensor, k: Tensor | None, v: Tensor | None, cut: Cut) -> Parts:
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
-    """A view [batch, sequence, heads, numbers], or without the heads of a packed one."""
+    """x as a view [batch, sequence, heads, numbers], or [batch, sequence, columns] if it is packed."""
     if layout == "thd":
         return x[None]
     if layout == "sbhd":
@@ -125,7 +125,7 @@ def canonical(x: Tensor, layout: str) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """[batch, sequence, heads, numbers] as the layout has it, contiguous."""
+    """x [batch, sequence, heads, numbers] in the given layout, contiguous."""
     if layout == "thd":
         return x.reshape(-1, *x.shape[2:])
     return canonical(x, layout).contiguous()
@@ -148,7 +148,7 @@ def shape_of(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tupl
 
 
 def tokens_of(result: Tensor, layout: str, batch: int) -> int:
-    """Length of the sequences of a result; 'thd' has joined them."""
+    """The length of the sequences of a result, whose layout may be 'thd', in which batch and sequence are joined."""
     if layout == "thd":
         return result.shape[0] // max(batch, 1)
     return result.shape[LAYOUTS[layout][1]]
@@ -177,7 +177,8 @@ class Strides(NamedTuple):
 
     @staticmethod
     def of(strides: tuple[int, ...] | None, layout: str, tokens: int) -> Strides:
-        """From the strides of a tensor of heads; `tokens` is the length of the sequences, which 'thd' does not know."""
+        """From the strides of a tensor of heads. `tokens` is the length of the sequences, which 'thd' strides do not
+        tell."""
         if strides is None:
             return NO_STRIDES
         if layout == "thd":

@@ -1,6 +1,6 @@
 """Heads made ready for attention: split, norm, rotation and transposition of queries and keys in one pass.
 
-    q, k, v[, gate] = split(qkv)               "flat" [q.. | k.. | v..], or "groups" of [q q q q k v]
+    q, k, v[, gate] = split(qkv + bias)        "flat" [q.. | k.. | v..], or "groups" of [q q q q k v]
     q = norm(q) * (q_weight + weight_offset) + q_bias              rms or layer, over a head; k in the same way
     (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
     out = round(·)                             to the dtype of the input, in the layout of the output
@@ -14,6 +14,10 @@ through the norm, whose statistics are computed again from the input, into one p
     z = the normalised head, r = 1 / its deviation, g = gradient of norm's result, t = g * (weight + weight_offset)
     dx = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
     dweight = sum g * z      dbias = sum g     fp32 partial sums of each program, added up in order
+
+The gradient of the projection's bias is the sum over all tokens of the packed gradient as it is rounded, in fp32 and in
+a fixed order, which is what the projection itself would make of it. That takes one more read of the gradient. Sums in
+the kernel would save it, but a program has a few tokens and all columns at a time: no registers hold their sums.
 
 For decoding, k and v are also written to a cache in the same pass, each token to its slot: as they are returned, or as
 e4m3 codes made of the fp32 numbers before their rounding, with one scale for each token and head or with a given one:
@@ -30,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import Backward, Gradients, Nothing, define_op
-from ..common.checks import check_input, check_tensor
+from ..common.checks import FLOATS, check_input, check_tensor
 from .angles import Rotation, check_rotation
 from .arguments import QKV, Prepare, PrepareBackward, PrepareCached, PrepareGradients, PrepareNeeds
 from .cache import Cache, KVCache, check_cache, check_slots
@@ -55,12 +59,12 @@ def _allocate(a: Prepare) -> QKV:
     v = None
     if cut.packing != "apart" or a.v is not None:
         v_shape = shape_of(cut.out_layout, batch, tokens, cut.kv, cut.v_dim)
-        v = torch.empty(v_shape, dtype=dtype, device=device)
+        v = torch.empty(*v_shape, dtype=dtype, device=device)
     return QKV(
-        torch.empty(q_shape, dtype=dtype, device=device),
-        torch.empty(k_shape, dtype=dtype, device=device),
+        torch.empty(*q_shape, dtype=dtype, device=device),
+        torch.empty(*k_shape, dtype=dtype, device=device),
         v,
-        torch.empty(q_shape, dtype=dtype, device=device) if cut.gate else None,
+        torch.empty(*q_shape, dtype=dtype, device=device) if cut.gate else None,
     )
 
 
@@ -89,12 +93,12 @@ def _keep(a: Prepare, outputs: QKV) -> _Kept:
     # A rotation alone needs nothing of its input.
     x, k = (a.x, a.k) if normed else (None, None)
     args = PrepareBackward(
-        unknown, unknown, None, None, x, k, a.norm, a.turning, a.cut, batch, _NO_NEEDS
+        unknown, unknown, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, _NO_NEEDS
     )  # fmt: skip
     return _Kept(args, tokens, outputs.v is not None)
 
 
-_NO_NEEDS = PrepareNeeds(False, False, False, False, False, False, False)
+_NO_NEEDS = PrepareNeeds(False, False, False, False, False, False, False, False)
 
 
 def _gradients(b: Backward) -> Gradients:
@@ -108,7 +112,7 @@ def _gradients(b: Backward) -> Gradients:
             return grad
         return some.new_zeros(dim).expand(shape_of(cut.out_layout, args.batch, kept.tokens, heads, dim))
 
-    needs_x = needs.x or needs.k or needs.v
+    needs_x = needs.x or needs.k or needs.v or needs.bias
     apart = needs_x and cut.packing == "apart"
     found = qkv_prepare_backward_op(
         args._replace(
@@ -124,6 +128,7 @@ def _gradients(b: Backward) -> Gradients:
                 k_weight=needs.norm_k_weight,
                 q_bias=needs.norm_q_bias,
                 k_bias=needs.norm_k_bias,
+                bias=needs.bias,
             ),
         )
     )
@@ -135,6 +140,7 @@ def _gradients(b: Backward) -> Gradients:
         "norm_k_weight": found.k_weight,
         "norm_q_bias": found.q_bias,
         "norm_k_bias": found.k_bias,
+        "bias": found.bias,
     }
 
 
@@ -149,7 +155,7 @@ def _allocate_backward(a: PrepareBackward) -> PrepareGradients:
 
     def like(vector: Tensor | None, needed: bool) -> Tensor | None:
         return (
-            torch.empty(cut.dim, dtype=vector.dtype, device=dq.device)
+            torch.empty(vector.shape, dtype=vector.dtype, device=dq.device)
             if needed and vector is not None
             else None
         )
@@ -167,6 +173,7 @@ def _allocate_backward(a: PrepareBackward) -> PrepareGradients:
         k_weight=like(norm.k_weight, needs.k_weight),
         q_bias=like(norm.q_bias, needs.q_bias),
         k_bias=like(norm.k_bias, needs.k_bias),
+        bias=like(a.bias, needs.bias),
     )
 
 
@@ -216,6 +223,7 @@ def qkv_prepare(
     v: Tensor | None = None,
     *,
     heads: Heads | None = None,
+    bias: Tensor | None = None,
     norm: HeadNorm | None = None,
     rotation: Rotation | None = None,
     positions: Tensor | None = None,
@@ -231,6 +239,8 @@ def qkv_prepare(
     [batch, sequence, heads, dim] or as `layout` says, three-dimensional with "thd"; v may be missing, and `heads` is
     needed only if the query heads have gates. bf16, fp16 or fp32, of any strides.
 
+    - `bias`: that of the packed projection, [width] (Qwen2); bf16, fp16 or fp32. It is added in fp32 before everything
+      else, to v and the gates as well. It does not go with separate q, k and v, where each projection adds its own.
     - `norm`: a `weft.HeadNorm` of each head of q and k.
     - `rotation`: a `weft.Rotation` of each head of q and k.
     - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed sequences and for sequences in parts; 0,
@@ -276,12 +286,19 @@ def qkv_prepare(
     )
     if k is None and v is not None:
         raise ValueError("v is given without k: give both, or one packed tensor")
+    if bias is not None:
+        if k is not None:
+            raise ValueError(
+                "bias= is that of a packed projection; q, k and v are given apart: add each bias in its own projection"
+            )
+        check_tensor("bias", bias, FLOATS, qkv.device, (cut.width,))
     if cut.out_layout not in LAYOUTS:
         raise ValueError(f"out_layout must be one of {', '.join(LAYOUTS)}; got {out_layout!r}")
     a = Prepare(
         qkv,
         k,
         v,
+        bias,
         check_norm(norm, qkv, cut.dim),
         check_rotation(rotation, positions, qkv, cut.dim, *sizes(qkv, cut.layout)),
         cut,
@@ -298,7 +315,8 @@ def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
     slots = check_slots(slots, a.x, a.cut.layout)
     written = cache.written
     if torch.is_grad_enabled():
-        for t in (a.x, a.k, a.v, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias, *written):
+        vectors = (a.bias, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias)
+        for t in (a.x, a.k, a.v, *vectors, *written):
             if t is not None and t.requires_grad:
                 raise ValueError(
                     "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it "

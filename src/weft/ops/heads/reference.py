@@ -18,7 +18,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def rotated(x: Tensor, angles: CosSin | None, turning: Turning, inverse: bool = False) -> Tensor:
-    """x [batch, sequence, heads, numbers]"""
+    """x [batch, sequence, heads, numbers] with its pairs turned by the angles, or back by them."""
     if angles is None:
         return x
     cos, sin = angles
@@ -46,11 +46,23 @@ def _normalized(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 # ---- forward --------------------------------------------------------------------------------------------
 
 
+def _biased(parts: Parts, bias: Tensor | None, cut: Cut, dtype: torch.dtype) -> Parts:
+    """The heads of a packed input with their bias, in this dtype."""
+    if bias is None:
+        return parts
+    biases = split(bias.to(dtype)[None, None], None, None, cut._replace(layout="bshd"))
+    added: Any = (
+        None if part is None or more is None else part.to(dtype) + more
+        for part, more in zip(parts, biases, strict=True)
+    )
+    return Parts(*added)
+
+
 def _prepared(a: Prepare) -> Parts:
-    """q, k, v and gate [batch, sequence, heads, numbers], q and k not rounded yet."""
+    """q, k, v and gate [batch, sequence, heads, numbers], not rounded yet."""
     dtype = compute_dtype(a.x)
     angles = reference_angles(a.turning, sizes(a.x, a.cut.layout)[1], dtype, a.x.device)
-    q, k, v, gate = split(a.x, a.k, a.v, a.cut)
+    q, k, v, gate = _biased(split(a.x, a.k, a.v, a.cut), a.bias, a.cut, dtype)
     assert k is not None
     q = _prepared_heads(q.to(dtype), a.norm.q_weight, a.norm.q_bias, angles, a)
     k = _prepared_heads(k.to(dtype), a.norm.k_weight, a.norm.k_bias, angles, a)
@@ -109,7 +121,7 @@ def qkv_prepare_backward_reference(a: PrepareBackward) -> PrepareGradients:
     assert dk is not None
     q = k = None
     if a.x is not None:
-        q, k, _, _ = split(a.x, a.k, None, a.cut)
+        q, k, _, _ = _biased(split(a.x, a.k, None, a.cut), a.bias, a.cut, dtype)
     dq, q_weight, q_bias = _heads_backward(dq, q, norm.q_weight, angles, a)
     dk, k_weight, k_bias = _heads_backward(dk, k, norm.k_weight, angles, a)
     packed = _joined(Parts(dq, dk, dv, dgate), a.cut)
@@ -117,11 +129,13 @@ def qkv_prepare_backward_reference(a: PrepareBackward) -> PrepareGradients:
     def like(total: Tensor | None, vector: Tensor | None) -> Tensor | None:
         return None if total is None or vector is None else total.to(vector.dtype)
 
+    dbias = packed[0].to(dtype).flatten(0, -2).sum(0) if a.needs.bias else None
     sums = (
         like(q_weight, norm.q_weight),
         like(k_weight, norm.k_weight),
         like(q_bias, norm.q_bias),
         like(k_bias, norm.k_bias),
+        like(dbias, a.bias),
     )
     needed = (t if need else None for t, need in zip((*packed, *sums), a.needs, strict=True))
     return PrepareGradients(*needed)

@@ -19,14 +19,14 @@ from .sharding import shard_rope
 def _allocate(a: Rope) -> Rotated:
     batch, tokens = sizes(a.x, a.layout)
     shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
-    return Rotated(torch.empty(shape, dtype=a.x.dtype, device=a.x.device))
+    return Rotated(torch.empty(*shape, dtype=a.x.dtype, device=a.x.device))
 
 
 def _launch(outputs: Rotated, a: Rope) -> None:
-    """As the queries of a call without keys."""
+    """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
     heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
     cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
-    prepare = Prepare(a.x, None, None, NO_NORM, a.turning, cut)
+    prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
     launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
 
 
@@ -65,8 +65,8 @@ def rope(
 ) -> Tensor:
     """The rotation of `qkv_prepare` for one tensor of heads: [batch, sequence, heads, dim], or as `layout` says.
 
-    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does. `out_layout`
-    may be another one.
+    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does. The result
+    is in `out_layout`, by default that of x.
 
     >>> import torch, weft
     >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head

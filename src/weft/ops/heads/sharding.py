@@ -19,7 +19,8 @@ def _dimensions(layout: str) -> str:
 
 
 def _of_turning(turning: Turning) -> tuple[dict[str, str], dict[str, str]]:
-    """The dimensions of tables and positions; and what counts from 0 along the sequence, if positions are absent."""
+    """(inputs, counted) of `Sharding` for a rotation: the dimensions of its tables and positions; and, without
+    positions, the dimension along which they count from 0."""
     inputs = {}
     if turning.positions is not None:
         lead = ["three"] if turning.sections else []
@@ -46,14 +47,15 @@ def shard_rope(a: Rope) -> Sharding:
 def shard_prepare(a: Prepare) -> Sharding:
     inputs, counted = _of_turning(a.turning)
     cut, of_x, whole = a.cut, _dimensions(a.cut.layout), dict(WHOLE)
+    columns = "h" if cut.packing == "groups" else "w"
     if cut.packing != "apart":
-        of_x = of_x.replace("h d", "h" if cut.packing == "groups" else "w")
+        of_x = of_x.replace("h d", columns)
         whole["w"] = "q, k and v follow each other in it. Give them apart, or with packing='groups'"
     if cut.layout != "thd" and cut.out_layout == "thd":
         whole |= dict.fromkeys("bs", "out_layout='thd' joins batch and sequence")
     vectors = ("norm_q_weight", "norm_k_weight", "norm_q_bias", "norm_k_bias")
     return Sharding(
-        {"x": of_x, "k": of_x, "v": of_x, **dict.fromkeys(vectors, "d"), **inputs},
+        {"x": of_x, "k": of_x, "v": of_x, "bias": columns, **dict.fromkeys(vectors, "d"), **inputs},
         dict.fromkeys(("q", "k", "v", "gate"), _dimensions(cut.out_layout)),
         whole,
         counted=counted,

@@ -7,21 +7,22 @@
     loss = (1 - a) * w_y * nll + a / V * sum_c(w_c * (lse - z_c)) + z_loss * lse^2
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
 
-a is the label smoothing and w the class weights, 1 without. V counts the columns that are not minus infinity: columns
-that pad a vocabulary take no part in the smoothing either. The sum over them is one of z_c - z_y, so that nothing of a
-common offset of all logits is left in it. A mean divides the sum of the losses by that of w_y over the tokens with a
-target. With g the gradient of a token's loss (divided likewise), h that of its lse and e that of its entropy H:
+a is the label smoothing and w the class weights, which are all 1 if none are given. V counts the columns that are not
+minus infinity, so that columns which only pad the vocabulary get no share of the smoothing. Kernels sum
+z_c - z_y, so that an offset common to all logits does not cost accuracy. A mean is the sum of the losses,
+divided by the sum of w_y over the tokens with a target. Let g, h and e be the gradients of a token's loss (for a mean,
+already divided by that sum), of its lse and of its entropy H:
 
     dz_j = p_j * (g * (A + 2 * z_loss * lse) + h - e * (log(p_j) + H)) - g * (1 - a) * w_y * [j = y] - g * a / V * w_j
     dx_j = dz_j * scale * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
 
-Of a rank's shard of the vocabulary a row's statistics are an op of their own (`statistics`), which reads the shard
-once; those of all ranks are joined into log-probabilities, of which the loss is made. Backward is the same kernel, on
-the shard.
+If the vocabulary is sharded over ranks, an op of its own (`statistics`) reads each rank's shard once. The statistics of
+all ranks are joined into log-probabilities, from which the loss is computed. Backward runs the same kernel as without
+shards, on this rank's shard.
 
-Everything in fp32; losses and statistics stay fp32, and dx is rounded once, the target's column like the others. Sums
-over tokens are made in one order: the same bits every run. Rows without a target are not read: their results and their
-gradient are zero.
+All arithmetic is fp32. Losses and statistics are stored in fp32, and dx is rounded once, in the target's column as in
+all others. Sums over tokens have a fixed order, so that every run gives the same bits. Rows without a target are not
+read; their results and their gradient are zero.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class CrossEntropyArgs(NamedTuple):
     softmax: Softmax
     loss: LossOptions
     wanted: Wanted
-    inplace: bool  # the backward overwrites the logits
+    inplace: bool  # the backward writes the gradient over the logits
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -79,14 +80,14 @@ class CrossEntropyOutputs(NamedTuple):
     lse: Tensor  # [...]
     entropy: Tensor | None  # [...]
     accuracy: Tensor | None  # like the loss
-    largest: Tensor  # [T], and the following are for the backward as well
+    largest: Tensor  # [T]; this and all that follow are kept for the backward
     total: Tensor  # [T]
-    inverse: Tensor | None  # a scalar: 1 / sum(w_y), of a mean
-    smooth: Tensor | None  # [2, T]: a / V * sum(w), and a / V
+    inverse: Tensor | None  # a scalar, if the reduction is a mean: 1 / sum(w_y)
+    smooth: Tensor | None  # [2, T], with label smoothing: a / V * sum(w), and a / V
 
 
 class StatisticsArgs(NamedTuple):
-    logits: Tensor  # [..., columns], of a shard
+    logits: Tensor  # [..., columns of this rank's shard]
     target: Tensor  # [...], columns of the whole vocabulary
     weight: Tensor | None  # [columns]
     softmax: Softmax
@@ -95,7 +96,8 @@ class StatisticsArgs(NamedTuple):
 
 class ShardedArgs(NamedTuple):
     stats: Tensor  # [ranks, STATS, T]
-    logits: Tensor  # those of this rank's shard, for the backward, as the following
+    # What the backward reads of this rank's shard.
+    logits: Tensor
     target: Tensor
     weight: Tensor | None
     softmax: Softmax
@@ -104,8 +106,11 @@ class ShardedArgs(NamedTuple):
 
 
 class CrossEntropyBackwardArgs(NamedTuple):
-    """Of gradients, those that there are. With `dspread` the loss is the negative log-probability alone, and class
-    weights count in the spread alone."""
+    """The arguments of the backward. A gradient is None if its result was not used.
+
+    With `dspread`, `dloss` is the gradient of the negative log-probability without class weights and smoothing: class
+    weights then belong to the spread alone.
+    """
 
     logits: Tensor  # [..., V], or a shard
     target: Tensor
@@ -204,7 +209,8 @@ def cross_entropy_statistics_reference(a: StatisticsArgs) -> Statistics:
 
 
 def sharded_logprobs_reference(a: ShardedArgs) -> TokenResults:
-    """What the statistics of all ranks come to: functions of the ranks' logits, of which those given are a shard."""
+    """The results of each token from the statistics of all ranks. They are differentiated with respect to `a.logits`,
+    this rank's shard."""
     return joined_reference(a.stats, a.target, a.softmax, a.wanted)
 
 
@@ -252,7 +258,7 @@ def cross_entropy_backward_reference(a: CrossEntropyBackwardArgs) -> LogitsGradi
 
 
 class RowConfig(NamedTuple):
-    """How a row is read: `tile` logits at a time, by `lanes` of them that have statistics of their own."""
+    """How a row is read: `tile` logits at a time, in `lanes` interleaved parts with statistics of their own."""
 
     tile: int
     lanes: int
@@ -261,7 +267,7 @@ class RowConfig(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def choose(cols: int, element: int, steps: int, target: str) -> RowConfig:
-        """For `steps` reads of 128 bits by each thread before anything is done with them."""
+        """The tile in which each thread has `steps` loads of 128 bits under way before it uses the first."""
         if target == "cpu":
             # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
             long = cols >= 2048
@@ -273,13 +279,16 @@ class RowConfig(NamedTuple):
 
 
 def _steps(capped: bool, more: bool) -> int:
-    """Forward. Compiled for sm_90: 64 registers with four steps; with more to add up they would be above 100, and with
-    a softcap some spill from two on. Backward takes half as many: with four it would spill on sm_80."""
+    """Loads of 128 bits that each thread of the forward has under way.
+
+    Compiled for sm_90, four steps take 64 registers. With `more` to add up they would take over 100, and with a softcap
+    two steps already spill. Backward takes half as many steps, since with four it would spill on sm_80.
+    """
     return 1 if capped else 2 if more else 4
 
 
 def _align(element: int, *sizes: int) -> int:
-    """A common divisor of sizes that makes 16 bytes, or 1."""
+    """What all sizes are multiples of: 16, or as many elements as 16 bytes hold, else 1."""
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
@@ -305,7 +314,7 @@ def _present(a: CrossEntropyArgs) -> Any:
 
 
 class _RowOutputs(NamedTuple):
-    """What the kernel over rows writes, in the order of its parameters: statistics, or results [T]."""
+    """What the kernel over rows writes, in the order of its parameters: either statistics or results, [T] each."""
 
     stats: Tensor | None = None
     loss: Tensor | None = None
@@ -371,7 +380,7 @@ def _launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
 
 
 def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None) -> None:
-    """Read logits once: for losses, or for statistics without any."""
+    """Read the logits once, for the losses, or without `loss` options for the statistics of a shard."""
     softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
@@ -430,7 +439,7 @@ def _per_row(gradient: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _launch_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
-    """Write the gradient, in place if that is where the logits are."""
+    """Write the gradient, over the logits if both are the same memory."""
     inplace = o.logits is a.logits
     softmax, capabilities = a.softmax, capabilities_of(a.logits.device)
     target = a.target.contiguous()
@@ -442,45 +451,65 @@ def _launch_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
     tiles = max(1, cols // config.tile)
     spans = 1
-    if not capabilities.is_cpu:  # enough programs to even out, of a few tiles each
+    if (
+        not capabilities.is_cpu
+    ):  # programs of a few tiles each, enough of them to keep all multiprocessors busy
         spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
     span = -(-tiles // spans) * config.tile
     spans = -(-tiles * config.tile // span)
     _backward_launch(_BackwardConstants(config, softmax.kind, inplace, inner > 1, align, alike))(
         (rows, spans, 1),
         (
-            logits, target, contiguous(a.weight), a.largest, a.total, a.inverse, a.smooth, contiguous(a.entropy),
-            *upstream, logits if inplace else o.logits,
+            logits,
+            target,
+            contiguous(a.weight),
+            a.largest,
+            a.total,
+            a.inverse,
+            a.smooth,
+            contiguous(a.entropy),
+            *upstream,
+            logits if inplace else o.logits,
         ),
         (
-            rows, cols, inner, outer_stride, inner_stride, softmax.start, softmax.vocab, softmax.ignore_index,
-            *strides, span,
+            rows,
+            cols,
+            inner,
+            outer_stride,
+            inner_stride,
+            softmax.start,
+            softmax.vocab,
+            softmax.ignore_index,
+            *strides,
+            span,
         ),
         (*softmax.floats, a.label_smoothing, a.z_loss),
-    )  # fmt: skip
+    )
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
-    args: CrossEntropyBackwardArgs  # without gradients, which are not known yet
+    args: CrossEntropyBackwardArgs  # gradients are still None: they are not known before the backward
     inplace: bool
 
 
+_NO_GRADIENTS = (None, None, None, None)  # of loss, lse, entropy and spread
+
+
 def _keep(a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Kept:
-    args = CrossEntropyBackwardArgs(
-        a.logits, a.target, a.weight, o.largest, o.total, o.inverse, o.smooth, o.entropy, None, None, None, None,
-        a.softmax, a.loss.label_smoothing, a.loss.z_loss,
-    )  # fmt: skip
+    results = o.largest, o.total, o.inverse, o.smooth, o.entropy
+    loss = a.loss.label_smoothing, a.loss.z_loss
+    args = CrossEntropyBackwardArgs(a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, *loss)
     return _Kept(args, a.inplace)
 
 
 def _keep_sharded(a: ShardedArgs, o: TokenResults) -> _Kept:
+    results = o.largest, o.total, None, o.shares, o.entropy
     args = CrossEntropyBackwardArgs(
-        a.logits, a.target, a.weight, o.largest, o.total, None, o.shares, o.entropy, None, None, None, None,
-        a.softmax, 0.0, 0.0,
-    )  # fmt: skip
+        a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, 0.0, 0.0
+    )
     return _Kept(args, a.inplace)
 
 
@@ -507,8 +536,8 @@ def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
 
 
 def _overwrite(a: CrossEntropyBackwardArgs) -> Tensor:
-    """The gradient in the memory of the logits. Autograd is told: whoever saved them for a later backward gets its
-    error about an in-place operation, not wrong numbers."""
+    """Write the gradient over the logits, and mark them as changed for autograd. A node that saved the logits for its
+    own backward then raises autograd's error about an in-place operation, rather than compute wrong numbers."""
     logits = a.logits.detach()
     a = a._replace(logits=logits)
     if cross_entropy_backward_op.serves(logits):
@@ -622,24 +651,26 @@ def cross_entropy(
     The logits are read once forward; backward reads them once and writes their gradient. Losses are fp32 whatever the
     logits are. Returns the loss, or a `CrossEntropy` with it if more is asked for.
 
-    - `class_weight` [V]: a weight for each class; a mean divides by the sum of the targets'. It has no gradient.
-    - `ignore_index`: a token with this target has no part in anything: its loss, lse, entropy and gradient are 0, and
+    - `class_weight` [V]: a weight for each class; a mean divides by the sum of the targets' weights. It has no
+      gradient.
+    - `ignore_index`: a token with this target is left out: its loss, lse, entropy and gradient are 0, and
       its logits are not read. Any other target that is no column makes the token's results NaN and its gradient 0;
       nothing outside of the row is ever read, and nothing waits for the device to find out.
     - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
       vocabulary and get none of it, where PyTorch's loss would be infinite.
-    - `z_loss`: times the square of lse = log(sum(exp(z))) is added to each token's loss.
+    - `z_loss`: each token's loss has `z_loss * lse^2` added, with lse = log(sum(exp(z))).
     - `softcap`: logits become softcap * tanh(logits / softcap) first; then they are divided by `temperature`.
     - `reduction`: "mean" over the tokens that have a target, "sum", or "none".
     - `all_ignored`: what the mean is if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
-    - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients: any loss
-      that is a function of them is autograd's business. `return_accuracy`: whether the target has the largest logit,
-      the lowest column among equals; reduced like the loss, but without class weights.
+    - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients, so that
+      any loss can be made of them. `return_accuracy`: whether the target has the largest logit (of equal ones, the
+      lowest column); reduced like the loss, but without class weights.
     - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
       them; a leaf that requires grad, or a view of one, is refused, as PyTorch refuses to change it. Under
       torch.compile, which plans memory itself, the gradient is a new tensor.
     - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and class_weight are
-      of the whole vocabulary and the same on all ranks, and so are the results, in every bit. One small all-gather.
+      of the whole vocabulary and the same on all ranks. The results are the same on all ranks, bit for bit. It takes
+      one small all-gather.
 
     Logits that are a DTensor may be sharded along tokens, along the vocabulary, or both; the results are DTensors,
     those of tokens sharded as the tokens are.
@@ -688,7 +719,7 @@ def cross_entropy(
 
 
 def _sharded(a: CrossEntropyArgs, shard: VocabShard) -> CrossEntropy:
-    """Of this rank's logits and the weights of all classes."""
+    """The loss over a sharded vocabulary, from this rank's logits and the weights of all classes."""
     classes = None
     if a.weight is not None and a.wanted.spread:
         classes = a.weight[shard.start : shard.stop]
@@ -702,7 +733,7 @@ def _sharded(a: CrossEntropyArgs, shard: VocabShard) -> CrossEntropy:
 
 
 def _check_not_a_leaf(logits: Tensor) -> None:
-    """Backward may write to a result of the graph, but not to what the user holds as its input."""
+    """Refuse in-place gradients for a leaf: backward may overwrite what a layer computed, but not the user's input."""
     if torch.compiler.is_compiling() or not (logits.requires_grad and torch.is_grad_enabled()):
         return
     base = logits._base
@@ -714,7 +745,7 @@ def _check_not_a_leaf(logits: Tensor) -> None:
 
 
 def _check_inplace(logits: Tensor) -> None:
-    """Whether every logit has a place of its own that a kernel can reach."""
+    """Refuse logits that share memory with each other, or have strides that the kernel cannot follow."""
     rows, inner, outer_stride, inner_stride = row_strides(logits)
     apart = outer_stride >= (inner - 1) * inner_stride + logits.shape[-1]
     if rows is not logits or not apart or (inner > 1 and inner_stride < logits.shape[-1]):

@@ -1,8 +1,8 @@
 """The kernels of `cross_entropy`.
 
-A row is read from its first multiple of 16 bytes on, so that accesses are wide for any V; what lies before and after
-whole tiles comes last. Where V is not a multiple of 8 the order of adding up a row, and with it the last bit of its
-lse, depends on where the row begins.
+A row is read in whole tiles that begin at its first multiple of 16 bytes, so that accesses are wide for any V. The few
+elements before and after these tiles are read last. Where V is not a multiple of 8, the order in which a row is added
+up depends on where the row begins in memory, and with it the last bit of its lse.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .statistics import CAPPED, FEW, PLAIN, Scaling
 
 @triton.jit
 def _number(x, softcap, scale, KIND: tl.constexpr):
-    """z of logits as they are stored."""
+    """z [fp32] of logits x in the dtype in which they are stored."""
     z = x.to(tl.float32)
     if KIND == CAPPED:
         z, _ = cap(z, softcap)
@@ -27,8 +27,8 @@ def _number(x, softcap, scale, KIND: tl.constexpr):
 
 @triton.jit
 def _cut(offset, cols, ALIGN: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr):
-    """How a row of `cols` logits at `offset` is read: (head, body), a head of a few elements up to the next multiple
-    of 16 bytes, a body of whole tiles, and the rest."""
+    """(head, body): lengths of the parts of a row of `cols` logits at `offset`. The head is a few elements up to the
+    next multiple of 16 bytes, the body is whole tiles, and what follows is the rest."""
     if ALIGN > 1:
         head = 0
     else:
@@ -38,7 +38,7 @@ def _cut(offset, cols, ALIGN: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.cons
 
 @triton.jit
 def _edge(start, lane, head, body, cols, ALIGN: tl.constexpr):
-    """(columns, which of them exist) of a piece of what is not in the body: the head, then what follows the body."""
+    """(columns, whether they exist) for lanes of the elements outside of the body: first the head, then the rest."""
     if ALIGN > 1:
         col = body + start + lane
         return col, col < (cols // ALIGN) * ALIGN
@@ -48,9 +48,18 @@ def _edge(start, lane, head, body, cols, ALIGN: tl.constexpr):
         return col, col < cols
 
 
+class Spread(NamedTuple):
+    """Sums over the columns of each lane that are not minus infinity, for label smoothing."""
+
+    below: Any  # of weight * (z - origin)
+    mass: Any  # of weights
+    count: Any  # of ones
+
+
 @triton.jit
-def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
-    """Sums over columns: of weight * (z - origin), of weights, of ones; without columns of minus infinity."""
+def _smoothed(sums, z, origin, weight_ptr, col, mask):
+    """(below, mass, count) of `Spread` with the columns of a tile added."""
+    below, mass, count = sums.below, sums.mass, sums.count
     there = z > -float("inf")
     if mask is not None:
         there = there & mask
@@ -66,8 +75,8 @@ def _smoothed(below, mass, count, z, origin, weight_ptr, col, mask):
 
 @triton.jit
 def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
-    """(the target's column of this shard, or -1; whether it is one of the vocabulary; whether it is none though it is
-    not ignored)."""
+    """(column, valid, wrong): the target's column in this shard or -1, whether the target is a column of the whole
+    vocabulary, and whether it is neither a column nor ignore_index."""
     y = tl.load(target_ptr + row)
     given = y != ignore_index
     inside = (y >= 0) & (y < vocab)
@@ -77,10 +86,10 @@ def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
 
 @triton.jit
 def _first_largest(best, largest, z, col):
-    """The first columns with the largest z of each lane [LANES], with z [STEPS, LANES] joined to those before."""
+    """The first column with the largest z of each lane, [LANES]: of `best`, found before, and of z [STEPS, LANES]."""
     top = tl.max(z, axis=0)
     at = tl.min(tl.where(z == tl.expand_dims(top, 0), col.to(tl.int32), 2147483647), axis=0)
-    # The head of a row comes after its body.
+    # The head is read after the body, so that a later column may come first.
     return tl.where(top > largest, at, tl.where(top == largest, tl.minimum(best, at), best))
 
 
@@ -89,22 +98,22 @@ def cross_entropy_kernel(
     logits_ptr,  # [rows, cols]
     target_ptr,  # [rows]
     weight_ptr,  # [cols], or None
-    stats_ptr,  # fp32 [STATS, rows] of a shard of the vocabulary, in place of all results; or None
+    stats_ptr,  # fp32 [STATS, rows] for a shard of the vocabulary, and then no results; else None
     # Results, fp32 [rows] each
     loss_ptr,
     lse_ptr,
     entropy_ptr,  # or None
-    hit_ptr,  # or None: 1 if the target comes first, else 0
+    hit_ptr,  # or None; 1 if the target has the largest logit, else 0
     largest_ptr,
     total_ptr,
-    share_ptr,  # or None: w_y, 0 without a target
-    smooth_ptr,  # [2, rows], or None: a / V * sum(w), and a / V
+    share_ptr,  # or None; w_y, and 0 for a row without a target
+    smooth_ptr,  # [2, rows], or None; a / V * sum(w), and a / V
     rows,
     cols,
     inner,
     outer_stride,
     inner_stride,
-    start_col,  # of the whole vocabulary: the first column
+    start_col,  # the first column, as one of the whole vocabulary
     vocab,
     ignore_index,
     softcap,
@@ -115,13 +124,13 @@ def cross_entropy_kernel(
     ENTROPY: tl.constexpr,
     SPREAD: tl.constexpr,  # the sums that label smoothing takes
     ACCURACY: tl.constexpr,
-    MARK_MISSING: tl.constexpr,  # hit is -1 without a target, for a mean over those that have one
+    MARK_MISSING: tl.constexpr,  # hit is -1 for rows without a target, which a mean leaves out
     TILE: tl.constexpr,  # logits at a time, in rows of LANES
-    LANES: tl.constexpr,  # each of which has statistics of its own
+    LANES: tl.constexpr,  # interleaved parts of the row, with statistics of their own
     NESTED: tl.constexpr,  # logits have two row strides
     ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
 ):
-    """One row: statistics of LANES interleaved parts, joined at the end."""
+    """One row: the statistics of LANES interleaved parts, which are joined at the end."""
     row = tl.program_id(0).to(tl.int64)
     y, valid, wrong = _target_of(target_ptr, row, start_col, cols, vocab, ignore_index)
     cols = tl.where(valid, cols, 0)  # without a target nothing is read
@@ -133,7 +142,7 @@ def cross_entropy_kernel(
     picked = _number(picked, softcap, scale, KIND)
     origin = tl.where(picked > -float("inf"), picked, 0.0)
     if stats_ptr is not None and SPREAD:
-        # Some number of the row, where the target is elsewhere.
+        # Any number of the row serves as origin where the target is in another shard.
         first = _number(tl.load(logits_ptr + offset, mask=valid, other=0.0), softcap, scale, KIND)
         origin = tl.where((y < 0) & (first > -float("inf")), first, origin)
 
@@ -159,7 +168,8 @@ def cross_entropy_kernel(
         else:
             largest, total = add_exponentials(largest, total, z, 0)
         if SPREAD:
-            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, None)
+            sums = Spread(below, mass, count)
+            below, mass, count = _smoothed(sums, z, origin, weight_ptr, col, None)
         if ACCURACY and stats_ptr is None:
             ahead += tl.sum(((z > picked) | ((z == picked) & (col < y))).to(tl.int32), axis=0)
     for start in range(0, cols - body, LANES):
@@ -173,7 +183,8 @@ def cross_entropy_kernel(
         else:
             largest, total = add_exponentials(largest, total, z, 0)
         if SPREAD:
-            below, mass, count = _smoothed(below, mass, count, z, origin, weight_ptr, col, exists)
+            sums = Spread(below, mass, count)
+            below, mass, count = _smoothed(sums, z, origin, weight_ptr, col, exists)
         if ACCURACY and stats_ptr is None:
             ahead += tl.sum((exists & ((z > picked) | ((z == picked) & (col < y)))).to(tl.int32), axis=0)
 
@@ -234,7 +245,7 @@ def cross_entropy_kernel(
 @kernel
 def cross_entropy_totals_kernel(
     loss_ptr,  # fp32 [rows]
-    share_ptr,  # fp32 [rows], or None: then sums are asked for, not means
+    share_ptr,  # fp32 [rows] for means, None for sums
     hit_ptr,  # fp32 [rows], or None
     total_loss_ptr,  # a scalar
     inverse_ptr,  # a scalar, or None: 1 / sum(share)
@@ -287,15 +298,15 @@ class RowGradient(NamedTuple):
     y: Any  # the target's column, or -1
     largest: Any
     factor: Any
-    bend: Any  # or None: nothing was made of the entropy
+    bend: Any  # None if the entropy has no gradient
     at_target: Any
-    part: Any  # or None: nothing is smoothed
+    part: Any  # None without label smoothing
 
 
 @triton.jit
 def _gradient(x, col, mask, row, weight_ptr, scaling):
-    """dx of a tile of logits: with t = z - largest it is exp(t) * (factor - bend * t), less what the target takes, and
-    less part, times the class weight, for smoothing."""
+    """dx of a tile of logits. With t = z - largest, dz is exp(t) * (factor - bend * t), minus `part * class weight`
+    with smoothing, and in the target's column minus `at_target`."""
     z = x.to(tl.float32)
     slope = scaling.scale
     if scaling.KIND == CAPPED:
@@ -334,14 +345,14 @@ def cross_entropy_backward_kernel(
     dloss_ptr,  # [rows], or None
     dlse_ptr,  # [rows], or None
     dentropy_ptr,  # [rows], or None
-    dspread_ptr,  # [rows], or None: then it is that of the loss, and so are class weights
-    dlogits_ptr,  # [rows, cols]; logits themselves if INPLACE
+    dspread_ptr,  # [rows], or None; with it, class weights belong to the spread and not to the loss
+    dlogits_ptr,  # [rows, cols]; the same memory as logits if INPLACE
     rows,
     cols,
     inner,
     outer_stride,
     inner_stride,
-    start_col,  # of the whole vocabulary: the first column
+    start_col,  # the first column, as one of the whole vocabulary
     vocab,
     ignore_index,
     dloss_stride,

@@ -2,9 +2,9 @@
 
     loss = -(1 - a) * w_y * logprob + a * spread + z_loss * lse^2         fp32, for each token
 
-with a the label smoothing, w the class weights (1 without) and logprob, spread, lse as in `linear_logprobs`: plain
-PyTorch on vectors of one number a token, so that their gradients are autograd's. A mean divides the sum of the losses
-by that of w_y over the tokens with a target.
+with a the label smoothing, w the class weights (1 if none are given) and logprob, spread, lse as in `linear_logprobs`.
+It is plain PyTorch on vectors with one number for each token, which autograd differentiates. A mean is the sum of the
+losses, divided by the sum of w_y over the tokens with a target.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def linear_cross_entropy(
 ) -> Tensor | CrossEntropy:
     """Cross entropy of hidden @ weight^T + bias and target, without logits in memory, forward or backward.
 
-    hidden: [..., H], weight: [V, H], target: [...] and bias: [V] as for `linear_logprobs`, which has `skip_below` too;
-    it does not go together with label smoothing, whose gradient is nowhere small. All other options, and what is
-    returned, as for `cross_entropy`. With a `shard` of the vocabulary weight and bias are this rank's, and the gradient
-    of hidden is the sum over the ranks; DTensors as for `linear_logprobs`.
+    hidden [..., H], weight [V, H], target [...], bias [V] and `skip_below` are those of `linear_logprobs`. `skip_below`
+    cannot be combined with label smoothing, whose gradient is not small in any tile. All other options, and what is
+    returned, are those of `cross_entropy`. With a `shard` of the vocabulary, weight and bias are this rank's, and the
+    gradient of hidden is the sum over the ranks. DTensors are taken as by `linear_logprobs`.
 
     >>> import torch, weft
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -99,7 +99,10 @@ def linear_cross_entropy(
     classes = check_class_weight(class_weight, softmax.vocab, head.hidden.device)
     smooth = label_smoothing > 0.0
     if smooth and skip_below is not None:
-        raise ValueError("skip_below leaves out what label smoothing adds everywhere: give one of the two")
+        raise ValueError(
+            "skip_below cannot be combined with label_smoothing, whose gradient is not small in any tile: give one of "
+            "the two"
+        )
     wanted = Wanted(return_entropy, smooth, return_accuracy)
     results = head.results(classes if smooth else None, softmax, wanted, skip_below)
     of_rank = loss if local is None else loss._replace(reduction="none")

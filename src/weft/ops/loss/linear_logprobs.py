@@ -7,27 +7,29 @@
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
     spread = sum_c(w_c * (lse - z_c)) / V      what label smoothing adds, with class weights w (1 without)
 
-V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). What is kept of a token
-is m and d. With a, h, e, s the gradients of a token's logprob, lse, entropy H and spread:
+V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). Backward needs m and d of
+each token. With a, h, e, s the gradients of a token's logprob, lse, entropy H and spread:
 
     dz_j = p_j * (h - a + s * sum(w) / V - e * (log(p_j) + H)) + a * [j = y] - s * w_j / V
     dx_j = dz_j * scale * (1 - (cap(x_j) / softcap)^2)
     dhidden = dx @ weight        dweight = dx^T @ hidden        dbias = sum_t dx
 
 Forward, a program multiplies a tile of tokens with the tiles of one split of the vocabulary and joins each product's
-statistics to those before it; a second kernel joins the splits in order (`statistics`). Of a rank's shard of the
-vocabulary the statistics are an op of their own, and those of all ranks are joined by the same kernel. Backward goes
-through the vocabulary in blocks: it computes a block's logits again, writes their gradient dx [T, block] once, rounded
-to the dtype of the operands, and multiplies that: into the block's rows of dweight, complete and rounded once, and into
-dhidden, which is added up in fp32 over the blocks and rounded once. So no memory is taken that grows with V, but for
-dweight itself. dbias adds up the rounded dx. Sums have one order: the same bits every run.
+statistics to those before it; a second kernel joins the splits in order (`statistics`). If the vocabulary is sharded
+over ranks, an op of its own gives the statistics of a shard, and the same kernel joins those of all ranks.
 
-dx is rounded like that of any chain that stores logits in the operands' dtype: to 2^-9 of itself in bf16. In fp16,
-where small numbers would be lost, all of dx is multiplied by a power of two that brings the largest gradient of a token
-to about 1, and the products are divided by it.
+Backward goes through the vocabulary in blocks. It computes a block's logits again and writes their gradient dx [T,
+block] once, rounded to the dtype of the operands. Its product with hidden is the block's rows of dweight, complete and
+rounded once; its product with weight is added to dhidden in fp32, which is rounded once after the last block. dbias
+adds up the rounded dx. So the only memory that grows with V is dweight itself. Sums have a fixed order: every run gives
+the same bits.
 
-Tokens without a target are skipped: the tokens with one are numbered first (`order`), and kernels take tokens by that
-number. Nothing of the others is read or multiplied; their results and their gradient are zeros.
+dx is rounded as in a chain of ops that stores logits in the operands' dtype: in bf16 to 2^-9 of its size. In fp16,
+where small numbers would be lost, dx is multiplied by a power of two that brings the largest gradient of a token to
+about 1, and the products are divided by it.
+
+Tokens without a target are skipped: tokens with one are numbered first (`order`), and kernels take tokens by that
+number. The others are neither read nor multiplied; their results and their gradient are zeros.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ from .statistics import (
 
 class LinearStatisticsArgs(NamedTuple):
     hidden: Tensor  # [..., H]
-    weight: Tensor  # [columns, H]: all of the vocabulary, or a shard
+    weight: Tensor  # [columns, H]: the whole vocabulary, or a shard of it
     bias: Tensor | None  # [columns]
     target: Tensor  # [...], columns of the whole vocabulary
     classes: Tensor | None  # [columns], weights of classes for the spread
@@ -94,7 +96,7 @@ class LinearLogprobsArgs(NamedTuple):
     bias: Tensor | None
     target: Tensor
     classes: Tensor | None
-    stats: Tensor | None  # [ranks, STATS, T], if the vocabulary is sharded: they are joined, and no more
+    stats: Tensor | None  # [ranks, STATS, T] if the vocabulary is sharded: then the op only joins them
     softmax: Softmax
     wanted: Wanted
     skip_below: float | None
@@ -102,7 +104,7 @@ class LinearLogprobsArgs(NamedTuple):
 
 class LinearLogprobsOutputs(NamedTuple):
     tokens: TokenResults
-    order: Tensor  # int32 [T + 1]: tokens with a target first, and how many there are
+    order: Tensor  # int32 [T + 1]: the tokens with a target, the others, and how many have a target
 
 
 class HeadNeeds(NamedTuple):
@@ -130,7 +132,8 @@ class LinearBackwardArgs(NamedTuple):
     entropy: Tensor | None
     shares: Tensor | None
     order: Tensor
-    dlogprob: Tensor | None  # of gradients [...] those that there are
+    # The gradients of the results, [...] each; None for a result that was not used.
+    dlogprob: Tensor | None
     dlse: Tensor | None
     dentropy: Tensor | None
     dspread: Tensor | None
@@ -145,7 +148,7 @@ _Head = LinearStatisticsArgs | LinearLogprobsArgs | LinearBackwardArgs
 
 
 def _logits(a: _Head, targets: Targets) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(hidden states, with zeros for tokens without a target, [T, H]; z [T, V]; dz/dx)."""
+    """(hidden, z, slope): the hidden states [T, H], zero for tokens without a target; z [T, V]; dz/dx."""
     dtype = compute_dtype(a.hidden)
     hidden = a.hidden.reshape(count_rows(a.hidden), a.hidden.shape[-1])
     hidden = torch.where(targets.valid[:, None], hidden, 0.0).to(dtype)
@@ -173,7 +176,7 @@ def linear_logprobs_reference(a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
 
 
 def linear_logprobs_backward_reference(a: LinearBackwardArgs) -> HeadGradients:
-    """The reference skips no tile."""
+    """The definition; it ignores `skip_below` and computes every tile."""
     targets, start = Targets.of(a.target, a.softmax), a.softmax.start
     hidden, z, slope = _logits(a, targets)
     dtype = z.dtype
@@ -232,14 +235,17 @@ class HeadConfig(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def choose(role: Role, whole: bool, rich: bool, target: str) -> HeadConfig:
-        """For a role and a target. `whole`: both operands are of one 16-bit type, with rows of multiples of 8. `rich`:
-        more is done with logits than a plain softmax does, which takes registers."""
+        """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and
+        rows that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes
+        registers."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
-        if not whole:  # up to six products of parts, or an address for every number
+        if (
+            not whole
+        ):  # operands are split into up to six products, or loaded element by element: both take registers
             return HeadConfig(64, 64, 32, 4, 2)
-        # Compiled, in registers of a thread: on sm_90 128 x 256 logits take 255, with entropy and smoothing they would
-        # spill 1680 bytes, and so would their gradient; on sm_100 sums of dhidden that are read and written spill 456.
+        # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
+        # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.
         if target in ("sm_90", "sm_100", "sm_103"):
             wide = (
                 role == "dweight"
@@ -256,18 +262,18 @@ class HeadConfig(NamedTuple):
 
 
 ORDER_TILE = 1024  # tokens that are numbered at a time
-# Bytes of the gradient of one block's logits: on a GPU so many that what is added up of dhidden between blocks does not
-# count.
+# Bytes for the gradient of one block's logits. On a GPU blocks are so large that reading and writing the fp32 sums of
+# dhidden between them is a small part of the traffic.
 CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
 
 
 class _Operands:
-    """The operands of a head as kernels take them."""
+    """Hidden states and weight in the form that kernels read."""
 
     def __init__(self, a: _Head) -> None:
         self.device = capabilities_of(a.hidden.device)
         self.dtype = torch.promote_types(a.hidden.dtype, a.weight.dtype)  # what dlogits are stored in
-        # Both are of one 16-bit type.
+        # Matrix units multiply them as they are if both have the same 16-bit dtype.
         self.whole = a.hidden.dtype == a.weight.dtype and self.dtype != torch.float32
         self.hidden, self.weight = flat_rows(a.hidden), flat_rows(a.weight)
         self.target, self.bias, self.classes = (
@@ -285,7 +291,8 @@ class _Operands:
         return HeadConfig.choose(role, self.whole and self.align > 1, rich, self.device.target)
 
     def descriptors(self, *tensors: Tensor) -> bool:
-        """Whether tiles of tensors can be bulk copies: where there are such, of rows that are multiples of 16 bytes."""
+        """Whether tiles of these tensors can be loaded by bulk copies (TMA): the target has them, and rows are
+        multiples of 16 bytes."""
         possible = self.device.descriptors and self.whole and self.align >= 8
         return possible and all(t.data_ptr() % 16 == 0 for t in tensors)
 
@@ -294,7 +301,8 @@ class _Operands:
 
 
 def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int, int]:
-    """(splits of the vocabulary, columns of each): enough programs to even out."""
+    """(splits, span): into how many splits the vocabulary is cut and how many columns each has, so that there are
+    enough programs to keep all multiprocessors busy."""
     pieces = max(1, -(-vocab // tile))
     splits = min(pieces, max(1, -(-4 * target.multiprocessors // tiles)))
     span = -(-pieces // splits)
@@ -346,8 +354,8 @@ def _product_launch(c: _ProductConstants) -> Launch:
 def _launch_products(
     o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
 ) -> None:
-    """Number the tokens, take the statistics of splits of the vocabulary, and join them: into statistics, or into
-    results."""
+    """Number the tokens, compute the statistics of each split of the vocabulary, and join those of all splits: into the
+    statistics of a shard, or into results."""
     x, softmax, wanted = _Operands(a), a.softmax, a.wanted
     config = x.config("logits", softmax.softcap is not None or True in wanted)
     _launch_order(order, x.target, softmax)
@@ -406,7 +414,7 @@ class _Backward:
         budget = CPU_BUDGET if x.device.is_cpu else GPU_BUDGET
         pieces = -(-x.columns // config.n)
         held = max(1, budget // (self.tiles * config.m * x.dtype.itemsize * config.n))
-        self.held = -(-pieces // -(-pieces // min(held, pieces)))  # pieces of a block, as many to each
+        self.held = -(-pieces // -(-pieces // min(held, pieces)))  # tiles of a block, evened out
         self.block = self.held * config.n
         self.kept = None if a.skip_below is None else x.empty(self.tiles, self.held, dtype=torch.int8)
         self.dlogits = x.empty(self.tiles * config.m, self.block, dtype=x.dtype)
@@ -416,7 +424,7 @@ class _Backward:
         self.make_factors()
 
     def make_factors(self) -> None:
-        """What the gradient of a token's logits is made of."""
+        """Compute the factors of each token from which `linear_dlogits_kernel` makes the gradient of its logits."""
         a, x = self.a, self.x
         self.factors, self.labels = x.empty(5, x.rows), x.empty(x.rows, dtype=torch.int32)
         upstream = [None if g is None else g.reshape(-1) for g in (a.dlogprob, a.dlse, a.dentropy, a.dspread)]
@@ -424,14 +432,21 @@ class _Backward:
         launch(
             (-(-x.rows // JOIN_ROWS), 1, 1),
             (
-                x.target, a.order, a.largest, a.total, None if a.dentropy is None else a.entropy,
-                None if a.dspread is None else a.shares, *upstream, self.factors, self.labels,
+                x.target,
+                a.order,
+                a.largest,
+                a.total,
+                None if a.dentropy is None else a.entropy,
+                None if a.dspread is None else a.shares,
+                *upstream,
+                self.factors,
+                self.labels,
             ),
             (x.rows, x.columns, a.softmax.start, *(0 if g is None else g.stride(0) for g in upstream)),
-        )  # fmt: skip
+        )
         self.unit = None
         if x.dtype is torch.float16:
-            # A power of two that makes the largest factor 1, divided by the logits' scale, which multiplies them too.
+            # A power of two that brings the largest factor to about 1, once the logits' scale has been multiplied.
             size = self.factors[1:].abs().amax().clamp(1e-30, 1e30)
             power = torch.exp2(-torch.ceil(torch.log2(size * a.softmax.scale)))
             self.factors[1:] *= power
@@ -447,7 +462,7 @@ class _Backward:
                 self.add_dhidden(begin)
 
     def pieces_from(self, begin: int) -> int:
-        """Tiles of the vocabulary in the block that begins there."""
+        """How many tiles of the vocabulary the block has that begins at column `begin`."""
         return min(self.held, -(-(self.x.columns - begin) // self.config.n))
 
     def make_dlogits(self, begin: int) -> None:
@@ -470,12 +485,20 @@ class _Backward:
         launch(
             (self.tiles * self.pieces_from(begin), 1, 1),
             (
-                x.hidden, x.weight, x.bias, a.order, None if a.dspread is None else x.classes,
-                None if self.kept is None else a.total, self.factors, self.labels, self.kept, self.dlogits,
+                x.hidden,
+                x.weight,
+                x.bias,
+                a.order,
+                None if a.dspread is None else x.classes,
+                None if self.kept is None else a.total,
+                self.factors,
+                self.labels,
+                self.kept,
+                self.dlogits,
             ),
             (x.rows, x.cols, x.columns, *x.strides, begin, self.block),
             (*a.softmax.floats, a.skip_below or 0.0),
-        )  # fmt: skip
+        )
 
     def add_dweight(self, begin: int) -> None:
         x, o, config = self.x, self.o, self.x.config("dweight", self.rich)
@@ -523,11 +546,16 @@ class _Backward:
         launch(
             (-(-x.rows // config.m) * -(-x.cols // config.n), 1, 1),
             (
-                self.dlogits, x.weight, self.a.order, self.unit if last else None, self.kept, self.sums,
+                self.dlogits,
+                x.weight,
+                self.a.order,
+                self.unit if last else None,
+                self.kept,
+                self.sums,
                 self.o.hidden if last else None,
             ),
             (x.rows, x.cols, x.columns, weight_stride, begin, self.block),
-        )  # fmt: skip
+        )
 
 
 def _launch_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
@@ -543,9 +571,24 @@ def _launch_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
 def _keep(a: LinearLogprobsArgs, o: LinearLogprobsOutputs) -> LinearBackwardArgs:
     found = o.tokens
     return LinearBackwardArgs(
-        a.hidden, a.weight, a.bias, a.target, a.classes, found.largest, found.total, found.entropy, found.shares,
-        o.order, None, None, None, None, a.softmax, a.skip_below, HeadNeeds(False, False, False),
-    )  # fmt: skip
+        hidden=a.hidden,
+        weight=a.weight,
+        bias=a.bias,
+        target=a.target,
+        classes=a.classes,
+        largest=found.largest,
+        total=found.total,
+        entropy=found.entropy,
+        shares=found.shares,
+        order=o.order,
+        dlogprob=None,
+        dlse=None,
+        dentropy=None,
+        dspread=None,
+        softmax=a.softmax,
+        skip_below=a.skip_below,
+        needs=HeadNeeds(False, False, False),
+    )
 
 
 def _gradients(b: Backward) -> Gradients:
@@ -605,7 +648,8 @@ linear_logprobs_op = define_op(
 
 
 class LogProbs(NamedTuple):
-    """What `linear_logprobs` returns if more than the log-probabilities are asked for; the rest is None."""
+    """What `linear_logprobs` returns if more than the log-probabilities is asked for; what was not asked for is
+    None."""
 
     logprobs: Tensor
     lse: Tensor | None = None
@@ -613,7 +657,7 @@ class LogProbs(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Operands that were checked, of this rank."""
+    """The operands of this rank, checked."""
 
     hidden: Tensor
     weight: Tensor
@@ -635,7 +679,7 @@ class Head(NamedTuple):
     def results(
         self, classes: Tensor | None, softmax: Softmax, wanted: Wanted, skip_below: float | None
     ) -> TokenResults:
-        """All that the loss head knows of a token. classes are of the whole vocabulary."""
+        """All results of the loss head for each token. `classes` are the weights of the whole vocabulary's classes."""
         hidden, weight, bias, target, shard = self
         stats = None
         if shard is not None:
@@ -680,7 +724,7 @@ def localize_head(head: Head, class_weight: Tensor | None = None) -> Local | Non
 
 
 def _wrong_head(hidden: Tensor, weight: Tensor, target: Tensor) -> ValueError:
-    """What to say of hidden states and a weight that do not go together."""
+    """The error for hidden states, a weight and targets whose shapes do not match."""
     note = ""
     if hidden.dim() == 2 and weight.shape[-1:] == hidden.shape[-1:] and target.shape == weight.shape[:-1]:
         note = ". The hidden states come first, then the weight"
@@ -744,19 +788,20 @@ def linear_logprobs(
 
     hidden: [..., H], weight: [V, H] and bias: [V] in bf16, fp16 or fp32, of any strides (a weight whose rows are not
     contiguous is copied). An FP8 `QTensor` as weight is dequantised first, as a whole, and its gradient passes straight
-    through to what it was quantised from. target: [...] in int32 or int64. The gradient of each result of each token is
-    its own: any loss that is a function of log-probabilities, entropies and lse is autograd's business.
+    through to what it was quantised from. target: [...] in int32 or int64. Each result of each
+    token has its own gradient, so that any loss can be made of log-probabilities, entropies and lse.
 
     - `softcap`: logits become softcap * tanh(logits / softcap); then they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
       read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
-    - `return_lse`, `return_entropy`: return these too, as `LogProbs(logprobs, lse, entropy)`: the log of the sum of the
-      softmax's exponentials, and its entropy.
-    - `skip_below`: backward takes tiles of 64 or 128 tokens x as many columns for zeros if none of their probabilities
-      reaches this threshold and none is a target's, and spares their share of two products in three. A token's
-      gradient loses less than V * skip_below of its size, and mostly far less. Off by default.
-    - `shard`: weight and bias are this rank's shard of the vocabulary; hidden and target are the same on all ranks, and
-      so are the results, in every bit. The gradient of hidden is the sum over the ranks.
+    - `return_lse`, `return_entropy`: also return lse = log(sum(exp(logits))) and the entropy of the softmax, as
+      `LogProbs(logprobs, lse, entropy)`.
+    - `skip_below`: backward treats a tile of the gradient of the logits, 64 or 128 tokens by as many columns, as zero
+      if all its probabilities are below this threshold and it has no target's column. That saves the tile's share of
+      two of the three products. A token's gradient loses less than V * skip_below of its size, usually far less. Off by
+      default.
+    - `shard`: weight and bias are this rank's shard of the vocabulary; hidden and target are the same on all ranks. The
+      results are the same on all ranks, bit for bit. The gradient of hidden is the sum over the ranks.
 
     Operands may be DTensors: weight and bias replicated or Shard(0), hidden replicated or sharded along tokens. The
     results are DTensors, sharded as the tokens are.

@@ -12,7 +12,7 @@ from .statistics import CAPPED, FEW, PLAIN, Scaling
 
 @triton.jit
 def _dot(a, b, total, SPLIT: tl.constexpr):
-    """total + a @ b: on matrix units as they are if both are of one 16-bit type, else with the accuracy of fp32."""
+    """total + a @ b. Operands of the same 16-bit dtype are multiplied as they are; others with the accuracy of fp32."""
     if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:
         return tl.dot(a, b, total)
     else:
@@ -28,7 +28,7 @@ def linear_order_kernel(
     ignore_index,
     TILE: tl.constexpr,
 ):
-    """Tokens with a target first, then the others, each in their order; and how many have one."""
+    """The tokens with a target in their order, then the others in theirs, then how many have a target."""
     piece = tl.arange(0, TILE)
     count = tl.zeros((), tl.int32)
     for start in range(0, rows, TILE):
@@ -42,7 +42,7 @@ def linear_order_kernel(
         row = tl.cast(start, tl.int64) + piece
         y = tl.load(target_ptr + row, mask=row < rows, other=-1)
         valid = (row < rows) & (y >= 0) & (y < vocab) & (y != ignore_index)
-        upto = found + tl.cumsum(valid.to(tl.int32), axis=0)  # of this token and those before it
+        upto = found + tl.cumsum(valid.to(tl.int32), axis=0)  # tokens with a target up to this one
         place = tl.where(valid, upto - 1, count + row.to(tl.int32) - upto)
         tl.store(order_ptr + place, row.to(tl.int32), mask=row < rows)
         found += tl.sum(valid.to(tl.int32), axis=0)
@@ -52,8 +52,8 @@ class Tokens(NamedTuple):
     """The tokens of a tile."""
 
     ptr: Any  # hidden states [rows, cols]
-    off: Any  # int64 [ROWS], where those of the tile begin
-    live: Any  # bool [ROWS]: which of them there are
+    off: Any  # int64 [ROWS], where the hidden state of each begins
+    live: Any  # bool [ROWS]: False past the last token
 
 
 class Weight(NamedTuple):
@@ -64,7 +64,7 @@ class Weight(NamedTuple):
 
 
 class ProductCut(NamedTuple):
-    """How hidden @ weight^T is cut, constants all of them."""
+    """How hidden @ weight^T is cut into tiles. All members are constants."""
 
     SPLIT: Any
     ROWS: Any
@@ -77,7 +77,7 @@ class ProductCut(NamedTuple):
 
 @triton.jit
 def _product(tokens, weight, first, CUT):
-    """hidden @ weight^T of a tile, [ROWS, VOCAB]: of some tokens, and of the vocabulary from `first` on."""
+    """hidden @ weight^T [ROWS, VOCAB] of a tile of tokens and the rows of weight from `first` on."""
     col_vocab = first + tl.arange(0, CUT.VOCAB)  # [VOCAB]
     cols = (weight.cols // CUT.ALIGN) * CUT.ALIGN
     weight_off = tl.multiple_of(col_vocab.to(tl.int64) * weight.stride, CUT.ALIGN)
@@ -121,7 +121,7 @@ def _capped(x, bias_ptr, col, vocab, scaling):
 
 @triton.jit
 def _column(y, start_col, vocab):
-    """The row of weight that a target is, or -1."""
+    """The row of weight that belongs to target y, or -1 if it is not in this shard."""
     inside = (y >= start_col) & (y < start_col + vocab)
     return tl.where(inside, y - start_col, -1).to(tl.int32)
 
@@ -134,14 +134,14 @@ def linear_logprobs_kernel(
     target_ptr,  # [rows]
     order_ptr,  # int32 [rows + 1]
     classes_ptr,  # [vocab], or None
-    stats_ptr,  # fp32 [splits, STATS, rows]: by a token's number in `order`
+    stats_ptr,  # fp32 [splits, STATS, rows], tokens in the order of `order`
     rows,
     cols,
     vocab,
     hidden_stride,
     weight_stride,
-    start_col,  # of the whole vocabulary: the first row of weight
-    span,  # of the vocabulary, to a split: a multiple of VOCAB
+    start_col,  # the column of the whole vocabulary that is the first row of weight
+    span,  # columns of a split, a multiple of VOCAB
     softcap,
     scale,
     KIND: tl.constexpr,
@@ -168,7 +168,7 @@ def linear_logprobs_kernel(
     span = (span // VOCAB) * VOCAB
     first = (split * span).to(tl.int32)
     last = tl.minimum(first + span, vocab)
-    last = tl.where(tl.program_id(0) * ROWS < count, last, first)  # nothing to do without a token
+    last = tl.where(tl.program_id(0) * ROWS < count, last, first)  # a tile without tokens skips the loop
     largest = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
@@ -227,13 +227,13 @@ def linear_factors_kernel(
     total_ptr,
     entropy_ptr,  # or None
     shares_ptr,  # [2, rows], or None
-    # Gradients [rows], each of them None if there is none
+    # Gradients [rows]; None for a result that was not used
     dlogprob_ptr,
     dlse_ptr,
     dentropy_ptr,
     dspread_ptr,
-    factors_ptr,  # fp32 [5, rows], by a token's number in `order`
-    labels_ptr,  # int32 [rows], by a token's number as well
+    factors_ptr,  # fp32 [5, rows], tokens in the order of `order`
+    labels_ptr,  # int32 [rows], in the same order
     rows,
     vocab,
     start_col,
@@ -243,7 +243,7 @@ def linear_factors_kernel(
     dspread_stride,
     ROWS: tl.constexpr,
 ):
-    """What dz of a token is made of: with t = z - largest, it is exp(t) * (factor - bend * t) + at_target * [j = y]
+    """The factors of each token's dz. With t = z - largest, dz_j = exp(t) * (factor - bend * t) + at_target * [j = y]
     - part."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     live = number < tl.load(order_ptr + rows)
@@ -283,7 +283,7 @@ def linear_dlogits_kernel(
     bias_ptr,  # [vocab], or None
     order_ptr,  # int32 [rows + 1]
     classes_ptr,  # [vocab], or None
-    total_ptr,  # fp32 [rows], or None: what a probability is compared with if tiles are skipped
+    total_ptr,  # fp32 [rows] to compute probabilities by if tiles may be skipped, or None
     factors_ptr,  # fp32 [5, rows]
     labels_ptr,  # int32 [rows]
     kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
@@ -309,7 +309,7 @@ def linear_dlogits_kernel(
     COLS_MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A tile of the gradient of a block's logits. Tokens past the last one of the tile get zeros."""
+    """A tile of the gradient of a block's logits. Rows of the tile past the last token get zeros."""
     tiles = tl.cdiv(rows, ROWS)
     # Programs of the same vocabulary follow each other: they read the same weight.
     tile = tl.program_id(0) % tiles
@@ -349,7 +349,7 @@ def linear_dlogits_kernel(
         dz = tl.where(live[:, None] & (col < vocab)[None, :], dz, 0.0)
         if kept_ptr is not None:
             total = tl.load(total_ptr + row, mask=live, other=1.0)
-            # NaN is not below anything.
+            # The comparison is written so that a tile with a NaN is kept: NaN is not below the threshold.
             counts = live[:, None] & ((e < skip_below * total[:, None]) == 0)
             keep = tl.max(tl.max((counts | (here & live[:, None])).to(tl.int32), axis=1), axis=0)
             tl.store(kept_ptr + tile * (block // VOCAB) + at // VOCAB, keep.to(tl.int8))
@@ -363,7 +363,7 @@ def linear_dweight_kernel(
     hidden_ptr,  # [rows, cols]
     dlogits_ptr,  # [rows up to a whole tile, block]
     order_ptr,  # int32 [rows + 1]
-    unit_ptr,  # fp32, a scalar, or None: what results are multiplied by
+    unit_ptr,  # fp32, a scalar that results are multiplied by, or None
     kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
     dweight_ptr,  # [vocab, cols], or None
     dbias_ptr,  # [vocab], or None
@@ -377,7 +377,7 @@ def linear_dweight_kernel(
     VOCAB: tl.constexpr,
     COLS: tl.constexpr,
     TILE: tl.constexpr,  # tokens at a time
-    KEPT_ROWS: tl.constexpr,  # the tiles of kept_ptr
+    KEPT_ROWS: tl.constexpr,  # tokens and columns of a tile of kept_ptr
     KEPT_VOCAB: tl.constexpr,
     ALIGN: tl.constexpr,  # cols and hidden_stride are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
@@ -443,7 +443,7 @@ def linear_dhidden_kernel(
     order_ptr,  # int32 [rows + 1]
     unit_ptr,  # fp32, a scalar, or None
     kept_ptr,  # int8 [tiles of tokens, tiles of a block], or None
-    sums_ptr,  # fp32 [rows, cols] by number, or None: of the blocks before this one
+    sums_ptr,  # fp32 [rows, cols], tokens in the order of `order`: the sum over the blocks before this one; or None
     dhidden_ptr,  # [rows, cols], or None if this is not the last block
     rows,
     cols,
@@ -457,12 +457,12 @@ def linear_dhidden_kernel(
     TILE: tl.constexpr,  # of the vocabulary at a time
     KEPT_ROWS: tl.constexpr,
     KEPT_VOCAB: tl.constexpr,
-    FIRST: tl.constexpr,  # nothing was added up before
+    FIRST: tl.constexpr,  # this is the first block: sums hold nothing yet
     ALIGN: tl.constexpr,  # cols and weight_stride are multiples of it
     COLS_MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A tile of dhidden, of one block of the vocabulary, joined to what the others gave."""
+    """A tile of dhidden: the product over one block of the vocabulary, added to the sum over the blocks before it."""
     cols = (cols // ALIGN) * ALIGN
     block = (block // TILE) * TILE
     tiles = tl.cdiv(cols, COLS)

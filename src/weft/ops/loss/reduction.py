@@ -1,8 +1,8 @@
-"""What losses are made of, once log-probabilities are known: plain PyTorch on vectors of one number a token.
+"""From log-probabilities to losses: plain PyTorch on vectors with one number for each token.
 
     loss = -(1 - a) * w_y * logprob + a * spread + z_loss * lse^2
 
-with a the label smoothing and w the class weights, 1 without. Gradients are autograd's.
+with a the label smoothing and w the class weights, 1 if none are given. Autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class LossKeywords(TypedDict, total=False):
 
 
 class LossOptions(NamedTuple):
-    """How a loss is made of log-probabilities, and reduced."""
+    """How a loss is computed from log-probabilities, and how it is reduced."""
 
     label_smoothing: float
     z_loss: float
     reduction: str
-    zero_if_none: bool  # the mean over no token is 0, not NaN
+    zero_if_none: bool  # a mean over no tokens is 0, not NaN
 
 
 @checked_once
@@ -60,7 +60,7 @@ def loss_options(label_smoothing: float, z_loss: float, reduction: str, all_igno
 
 
 class CrossEntropy(NamedTuple):
-    """What `cross_entropy` returns if more than the loss is asked for; the rest is None.
+    """What `cross_entropy` returns if more than the loss is asked for; what was not asked for is None.
 
     - `loss` and `accuracy`: reduced as asked, or [...] for each token.
     - `lse`, `entropy`: [...] for each token, with gradients.
@@ -72,14 +72,14 @@ class CrossEntropy(NamedTuple):
     accuracy: Tensor | None = None
 
     def selected(self, lse: bool, entropy: bool, accuracy: bool) -> Tensor | CrossEntropy:
-        """What was asked for: the loss alone, or all of it."""
+        """What the caller gets: the loss alone, or with all that was asked for."""
         if not (lse or entropy or accuracy):
             return self.loss
         return self if lse else self._replace(lse=None)
 
 
 def check_target(target: Tensor, x: Tensor, name: str) -> None:
-    """One class to each row of x, which is called `name`."""
+    """Raise an error unless `target` has one class for each row of x, which errors call `name`."""
     if not is_tensor(target) or target.layout is not torch.strided:
         raise no_tensor("target", target)
     lead = x.shape[:-1]
@@ -111,7 +111,7 @@ def _wrong_target(target: Tensor, x: Tensor, name: str) -> ValueError:
 
 
 def check_class_weight(class_weight: Tensor | None, vocab: int, device: torch.device) -> Tensor | None:
-    """Weights of all classes, which have no gradient."""
+    """The weights of all classes, checked, and detached since they have no gradient."""
     if class_weight is None:
         return None
     check_tensor("class_weight", class_weight, FLOATS, device, (vocab,))
@@ -121,7 +121,7 @@ def check_class_weight(class_weight: Tensor | None, vocab: int, device: torch.de
 def shares_of(
     target: Tensor, class_weight: Tensor | None, softmax: Softmax, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(what each token counts in a mean, which have a target) [...]."""
+    """(share, valid), [...] each: the weight of each token in a mean, and whether it has a target."""
     valid = (target != softmax.ignore_index) & (target >= 0) & (target < softmax.vocab)
     if class_weight is None:
         return valid.to(dtype), valid
@@ -131,7 +131,7 @@ def shares_of(
 def reduced(
     values: Tensor, share: Tensor, loss: LossOptions, total: Callable[[Tensor], Tensor] = torch.sum
 ) -> Tensor:
-    """The sum of values, or their mean weighted with share; `total` adds up."""
+    """The sum of values, or their mean weighted by `share`. `total` adds up a tensor, over all ranks if need be."""
     if loss.reduction == "none":
         return values
     summed = total(values)
@@ -144,7 +144,8 @@ def reduced(
 def reduced_loss(
     found: TokenResults, target: Tensor, class_weight: Tensor | None, softmax: Softmax, options: LossOptions
 ) -> CrossEntropy:
-    """The loss of log-probabilities and all that was found besides; weights of classes are of the whole vocabulary."""
+    """The loss from each token's results, reduced, with the other results beside it. `class_weight` [V] is that of
+    the whole vocabulary."""
     loss = -found.logprobs
     share, valid = shares_of(target, class_weight, softmax, loss.dtype)
     if class_weight is not None:

@@ -1,12 +1,12 @@
 """A vocabulary over ranks: each rank computes with its shard of it.
 
-`VocabShard` is for plain tensors, of which a rank holds its shard; what ranks tell each other is in `statistics`.
+`VocabShard` is for plain tensors that hold a rank's shard; `statistics` says which numbers the ranks exchange.
 
-Of distributed tensors, each rank computes its shard's losses, and the results are distributed as the tokens are. A
-dimension of the mesh shards either tokens or the vocabulary, or replicates; sharded tokens need no communication, a
-sharded vocabulary that of `VocabShard`. Gradients are placed without any: along a mesh dimension that shards the
-vocabulary, the gradient of hidden is partial; along one that shards tokens, that of a replicated weight is. DTensor
-sums them up when they are wanted. No logits are ever moved: what is placed otherwise is refused, not gathered.
+With DTensors each rank computes the losses of its shard, and the results are placed as the tokens are. Each dimension
+of the mesh shards tokens, shards the vocabulary, or replicates. Sharded tokens need no communication, and a sharded
+vocabulary takes the all-gather of `VocabShard`. Gradients take none: along a mesh dimension that shards the vocabulary
+the gradient of hidden is `Partial`, and along one that shards tokens so is the gradient of a replicated weight. DTensor
+adds them up when they are used. Logits are never moved: other placements are refused rather than gathered.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of a vocabulary that this rank holds: columns `start` to `stop`, without that, of `size`.
+    """The part of a vocabulary of `size` columns that this rank holds: from column `start` up to, not including,
+    `stop`.
 
-    Shards may be of any lengths, empty ones too; over all ranks of `group`, in the order of the ranks, they are the
+    Shards may be of any lengths, also empty. Those of all ranks of `group`, in the order of the ranks, make up the
     vocabulary. Targets and weights of classes are those of the whole vocabulary, the same on every rank.
 
     >>> import torch, torch.distributed as dist, weft
@@ -51,14 +52,14 @@ class VocabShard:
 
     @classmethod
     def of(cls, group: ProcessGroup, size: int) -> VocabShard:
-        """This rank's shard if the vocabulary is cut as `torch.chunk` and `DTensor` do: all shards of the same length,
-        but for the last ones, which may be shorter or empty."""
+        """This rank's shard of a vocabulary that is cut as `torch.chunk` and `DTensor` do it: into shards of one
+        length, of which the last ones may be shorter or empty."""
         length = -(-size // group.size())
         start, stop = (min(rank * length, size) for rank in (group.rank(), group.rank() + 1))
         return cls(group, start, stop, size)
 
     def check(self, length: int) -> None:
-        """Whether `length` columns can be this shard's."""
+        """Raise a ValueError if this shard is not one of `length` columns."""
         if not 0 <= self.start <= self.stop <= self.size:
             raise ValueError(
                 f"a shard from column {self.start} to {self.stop} is no part of a vocabulary of {self.size} columns"
@@ -70,7 +71,7 @@ class VocabShard:
             )
 
     def gather(self, stats: Tensor) -> Tensor:
-        """[STATS, T] of every rank, in order: [ranks, STATS, T]."""
+        """The statistics [STATS, T] of all ranks, in the order of the ranks: [ranks, STATS, T]."""
         gathered = stats.new_empty((self.group.size(), *stats.shape))
         collectives = torch.distributed
         if hasattr(collectives, "all_gather_single"):
@@ -85,7 +86,8 @@ class VocabShard:
 
 
 class _SumGradient(torch.autograd.Function):
-    """What every rank has the same of, used by each for its shard."""
+    """The identity for a tensor that is the same on all ranks and that each rank multiplies with its shard. Its
+    gradient is therefore the sum of the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -100,7 +102,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def check_shard(shard: VocabShard | None, length: int) -> None:
-    """A rank's shard of the vocabulary, whose columns are so many."""
+    """Raise an error unless `shard` is None or a `VocabShard` of `length` columns."""
     if shard is None:
         return
     if not isinstance(shard, VocabShard):
@@ -115,7 +117,7 @@ def check_shard(shard: VocabShard | None, length: int) -> None:
 
 
 class _PartialGradients(VocabShard):
-    """A shard for which DTensor sums gradients up."""
+    """A shard whose gradients stay partial sums, for DTensor to add up."""
 
     def sum_gradient(self, x: Tensor) -> Tensor:
         return x
@@ -132,13 +134,13 @@ class Local(NamedTuple):
     shape: torch.Size
 
     def tensor(self, name: str) -> Tensor:
-        """One that is never None."""
+        """A tensor that is known not to be None."""
         found = self.tensors[name]
         assert found is not None
         return found
 
     def placed(self, values: Tensor) -> Tensor:
-        """Numbers of this rank's tokens, as a DTensor of those of all."""
+        """Values of this rank's tokens as a shard of the DTensor of all tokens."""
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(self.shape, device="meta").stride()
@@ -157,7 +159,7 @@ class Local(NamedTuple):
     def reduced(
         self, found: CrossEntropy, class_weight: Tensor | None, softmax: Softmax, options: LossOptions
     ) -> CrossEntropy:
-        """What was found of each of this rank's tokens, as DTensors: reduced over all tokens as the options say."""
+        """The results of this rank's tokens as DTensors, reduced over all tokens as the options say."""
         share, valid = shares_of(self.target, class_weight, softmax, found.loss.dtype)
 
         def over_tokens(values: Tensor, counted: Tensor) -> Tensor:
@@ -182,9 +184,9 @@ def localize(
 ) -> Local:
     """This rank's part of DTensors.
 
-    `vocab_dims` says which dimension of a tensor is the vocabulary; the first of them decides how it is sharded.
-    `token_tensor` is the one whose leading dimensions are the tokens. Tensors that are no DTensors are the same on all
-    ranks.
+    `vocab_dims` says which dimension of each tensor is the vocabulary; the first tensor in it decides how the
+    vocabulary is sharded. `token_tensor` names the tensor whose leading dimensions are the tokens. Tensors that are not
+    DTensors are taken to be the same on all ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

@@ -1,6 +1,6 @@
-"""A vocabulary in parts: what is known of a token's logits over one part, and how parts are joined.
+"""A vocabulary in parts: statistics of a token's logits over one part, and how those of several parts are joined.
 
-Of the logits z of one token over a part of the columns, with class weights w (1 without):
+For the logits z of one token over a part of the columns, with class weights w (1 if none are given):
 
     largest = max(z)               total = sum(exp(z - largest))        picked = z_y, or 0 if y is another part's
     moment = sum(exp(z - largest) * (z - largest))                      if the entropy is asked for
@@ -8,14 +8,15 @@ Of the logits z of one token over a part of the columns, with class weights w (1
     best = the first column with the largest z                          if the accuracy is, as the bits of a float
 
 These statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank: one kernel joins
-either, in order. Of nothing, and of minus infinities alone, they are (LOWEST, 0, 0, ...), which join like any others.
+either, in order. A part without columns, or with minus infinities alone, has (LOWEST, 0, 0, ...), which needs no case
+of its own when parts are joined.
 
     logprob = (picked - largest) - log(total)           lse = largest + log(total)
     entropy = log(total) - moment / total               spread = (mass * log(total) - below) / there
 
-A vocabulary that is sharded over ranks takes one collective forward: an all-gather of T * STATS numbers of each rank,
-which every rank joins in the same order. So ranks agree in every bit, and with an all-reduce neither the order of the
-additions would be known nor would one do: the largest must be known before sums can be added. Backward is local.
+A vocabulary that is sharded over ranks takes one collective in the forward: an all-gather of T * STATS numbers of each
+rank, which every rank joins in the same order. So all ranks have the same bits. All-reduces would add in an order that
+is not known, and it would take two: the largest must be known before sums can be added. Backward needs no collective.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ from ...runtime import Launch, kernel
 from ...tiles.softmax import LOWEST, merge_moments
 from ..common.checks import checked_once, real, whole
 
-PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of logits
-FEW = tl.constexpr(3)  # statistics that there always are: largest, total, picked
+# What is done to logits before the softmax.
+PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FEW = tl.constexpr(3)  # the number of statistics that are always computed: largest, total, picked
 JOIN_ROWS = 128  # tokens of a program that joins statistics
-COLDEST, HOTTEST = 2.0**-126, 2.0**126  # temperatures: they and their reciprocals are ordinary fp32 numbers
+# The limits of temperatures: they and their reciprocals are normal fp32 numbers.
+COLDEST, HOTTEST = 2.0**-126, 2.0**126
 
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
 
 
 class Softmax(NamedTuple):
-    """The softmax that targets are looked up in: which columns of the vocabulary are at hand, which tokens have no
-    target, and what becomes of logits first."""
+    """The softmax over the vocabulary: which of its columns this call has, which target means "no target", and what is
+    done to logits before the softmax."""
 
-    start: int  # the first column at hand
+    start: int  # the first of the columns of this call
     vocab: int  # columns of the whole vocabulary
     ignore_index: int
     softcap: float | None
@@ -71,7 +74,7 @@ class Wanted(NamedTuple):
 
     @property
     def statistics(self) -> int:
-        """How many statistics that takes."""
+        """The number of statistics to compute for this."""
         return 3 + self.entropy + 3 * self.spread + self.accuracy
 
 
@@ -84,9 +87,10 @@ class Statistics(NamedTuple):
 
 
 class TokenResults(NamedTuple):
-    """What the statistics of all parts come to."""
+    """The results of each token, from the statistics of all parts."""
 
-    logprobs: Tensor  # [...], as the following
+    # [...] each
+    logprobs: Tensor
     lse: Tensor
     entropy: Tensor | None
     spread: Tensor | None
@@ -97,7 +101,7 @@ class TokenResults(NamedTuple):
 
     @staticmethod
     def present(wanted: Wanted) -> Any:
-        """Which of them there are."""
+        """Which of the results are not None."""
         there: Any = (True, True, *wanted, True, True, wanted.spread)
         return TokenResults(*there)
 
@@ -143,7 +147,7 @@ def softmax_of(
 
 
 def capped_reference(x: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | float]:
-    """(z, dz/dx) of logits x."""
+    """(z, dz/dx) for logits x."""
     scale, softcap = softmax.scale, softmax.softcap
     if softcap is None:
         return x * scale, scale
@@ -172,8 +176,8 @@ class Targets(NamedTuple):
 def statistics_reference(
     z: Tensor, targets: Targets, classes: Tensor | None, start: int, wanted: Wanted
 ) -> Tensor:
-    """The definition: [STATS, T] of z [T, V], the columns from `start` on, and classes [V] of the same columns. Tokens
-    without a target have no columns."""
+    """The definition: statistics [STATS, T] of z [T, V], whose columns are those of the vocabulary from `start` on;
+    `classes` [V] are the weights of the same columns. A token without a target has the statistics of no columns."""
     y, valid = targets.column, targets.valid
     rows, cols = z.shape
     z = torch.where(valid[:, None], z, -torch.inf)
@@ -214,7 +218,7 @@ class NamedStatistics(NamedTuple):
 
     @staticmethod
     def of(stats: Tensor, wanted: Wanted) -> NamedStatistics:
-        """Those of [..., STATS, T]."""
+        """The rows of stats [..., STATS, T], by name."""
         rows = list(stats.unbind(-2))
         largest, total, picked, *rows = rows
         moment = below = mass = there = best = None
@@ -229,7 +233,7 @@ class NamedStatistics(NamedTuple):
 
 
 def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wanted) -> TokenResults:
-    """What stats [parts, STATS, T] come to."""
+    """The definition of the results from stats [parts, STATS, T]."""
     targets = Targets.of(target, softmax)
     parts = NamedStatistics.of(stats, wanted)
 
@@ -251,7 +255,7 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
         spread = per_token((mass * log_total - below) / there)
         shares = torch.where(targets.valid, torch.stack([mass / there, 1.0 / there]), 0.0)
     if parts.best is not None:
-        # Of the parts with the largest the first one.
+        # Of the parts that have the largest logit, the first one counts.
         first = (parts.largest == largest).int().argmax(0, keepdim=True)
         hit = parts.best.gather(0, first)[0] == targets.column
         hits = torch.where(targets.valid, hit.to(stats.dtype), 0.0).view(target.shape)
@@ -271,7 +275,7 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
 
 
 class Scaling(NamedTuple):
-    """What becomes of logits before the softmax, in a kernel."""
+    """What a kernel does to logits before the softmax."""
 
     softcap: Any
     scale: Any
@@ -281,9 +285,9 @@ class Scaling(NamedTuple):
 @kernel
 def _join_statistics_kernel(
     target_ptr,  # [rows]
-    order_ptr,  # int32 [rows + 1], or None: by which statistics are numbered, else they are in the order of tokens
+    order_ptr,  # int32 [rows + 1], the order in which stats has the tokens; None if it is their own
     stats_ptr,  # fp32 [parts, STATS, rows]
-    joined_ptr,  # fp32 [STATS, rows], or None: then the results are wanted, not statistics
+    joined_ptr,  # fp32 [STATS, rows] to write joined statistics to, or None to write results
     # The results, fp32 [rows] each, or None
     logprob_ptr,
     lse_ptr,
@@ -302,7 +306,7 @@ def _join_statistics_kernel(
     ACCURACY: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Join the statistics of parts, in order, and make the results of them."""
+    """Join the statistics of all parts, in order; store them, or the results computed from them."""
     STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = number < rows
@@ -336,7 +340,7 @@ def _join_statistics_kernel(
             mass2 = tl.load(more_ptr + rows, mask=live, other=0.0)
             there2 = tl.load(more_ptr + 2 * rows, mask=live, other=0.0)
             joined = tl.maximum(largest, largest2)
-            # A part without columns has no largest to come down from.
+            # Without columns mass is 0 and the difference may be minus infinity, whose product is NaN.
             below = tl.where(there > 0.0, below + mass * (largest - joined), 0.0)
             below += tl.where(there2 > 0.0, below2 + mass2 * (largest2 - joined), 0.0)
             mass += mass2
@@ -396,7 +400,8 @@ def launch_join(
     softmax: Softmax,
     wanted: Wanted,
 ) -> None:
-    """Join stats [parts, STATS, T], numbered by `order` if there is one: into statistics, or into results."""
+    """Join stats [parts, STATS, T] into statistics or into results. `order`, if given, is the order in which stats has
+    the tokens."""
     pointers = (*o, *(None,) * 8) if isinstance(o, Statistics) else (None, *o)
     rows = target.numel()
     _join_launch(wanted)(

@@ -7,9 +7,10 @@ Each is the gradient of the other. With probs, unpermute's gradient is
 
     drows[r] = round(probs[s] * dy[t])     dprobs[t, j] = round(sum over columns of dy[t] * rows[row_of_slot[t, j]])
 
-permute copies bits. Sums are in fp32, one fused multiply-add a slot, in the order of the slots, and rounded once to
-the dtype of the result; so is every product. A quantised result has the bytes of `quantize` applied to the permuted
-rows, pads included; the scale of a row that comes quantised is moved with it, and pads get codes 0 with scale 1.
+permute copies bits. unpermute adds up in fp32, with one fused multiply-add for each slot in the order of the slots, and
+rounds the sum once to the dtype of the result. drows is the fp32 product, rounded once. A quantised result has the
+bytes that `quantize` would give for the permuted rows, pads included. If x comes quantised, codes and scales are moved
+as they are, and pads get the code 0 with the scale 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import empty_scale
+from ...quant.copies import scale_room
 from ...quant.qtensor import PLAIN, Codes, register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
@@ -45,7 +46,7 @@ from .row_map import RowMap
 
 class PermuteArgs(NamedTuple):
     x: Tensor  # [..., K]; not read if there are codes
-    codes: Codes  # of x, to be moved as they are
+    codes: Codes  # those of a quantised x, which are moved as they are
     probs: Tensor | None  # [..., slots], or [..., experts] if the routing was a mask
     map: RowMap
     result: ResultOptions
@@ -83,7 +84,7 @@ class UnpermuteGradients(NamedTuple):
 
 class UnpermuteBackwardArgs(NamedTuple):
     dy: Tensor  # [..., K]
-    rows: Tensor | None  # for the gradient of probs, or codes in its place
+    rows: Tensor | None  # for the gradient of probs; None if it is not wanted or the rows are given as codes
     codes: Codes
     probs: Tensor
     map: RowMap
@@ -103,7 +104,7 @@ def _pick(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _of_slots(probs: Tensor, map: RowMap) -> Tensor:
-    """The probability of each slot, [tokens * slots]; that of a slot without an expert is anything."""
+    """The probability of each slot, [tokens * slots]. For a slot without an expert it is undefined."""
     if map.experts is None:
         return probs.flatten()
     experts = _by_token(map.experts).long().clamp(min=0)
@@ -122,15 +123,15 @@ def _to_rows(probs: Tensor, map: RowMap) -> Tensor:
 
 
 def _to_slots(carried: Tensor, map: RowMap) -> Tensor:
-    """What rows have, [rows], in the shape of probs."""
+    """Values of rows, [rows], as values of their slots in the shape of probs."""
     return _to_experts(_pick(carried, map.row_of_slot.long()), map)
 
 
 def _to_experts(per_slot: Tensor, map: RowMap) -> Tensor:
-    """What slots have, [..., slots], as what experts have, [..., experts], if the routing was a mask."""
+    """Values of slots [..., slots] as values of experts [..., experts] if the routing was a mask, else unchanged."""
     if map.experts is None:
         return per_slot
-    # A column more for the slots without a row.
+    # One more column takes the slots without a row.
     experts = map.counts.shape[0]
     dense = per_slot.new_zeros((*per_slot.shape[:-1], experts + 1))
     where = torch.where(map.row_of_slot < 0, experts, map.experts).long()
@@ -155,19 +156,19 @@ def permute_reference(a: PermuteArgs) -> PermuteOutputs:
 
 
 def _moved(codes: Codes, token: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of each row; in pads 0 and 1."""
+    """The codes and scales of each row; a pad has codes 0 and scales 1."""
     assert codes.data is not None
     assert codes.scale is not None
     assert codes.format is not None
     data = _pick(codes.data.view(torch.uint8), token).view(codes.data.dtype)
-    scale = empty_scale(Format.of(codes.format), len(token), cols, data.device)
+    scale = scale_room(Format.of(codes.format), len(token), cols).allocate(data.device)
     kind, one = (torch.uint8, 127) if scale.element_size() == 1 else (torch.float32, 1.0)
     scale.view(kind).copy_(_pick(codes.scale.view(kind), token).masked_fill((token < 0)[:, None], one))
     return data, scale
 
 
 def _values(rows: Tensor | None, codes: Codes, cols: int, dtype: torch.dtype) -> Tensor:
-    """The rows' numbers, or those of their codes."""
+    """The numbers of rows, dequantised if the rows are given as codes."""
     if codes.data is None:
         assert rows is not None
         return rows.to(dtype)
@@ -226,28 +227,53 @@ class MoveConfig(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def choose(cols: int, smallest: int, numbers: int, target: str) -> MoveConfig:
-        """Tiles of about so many numbers, 128 threads to each; on a CPU, pieces of one row."""
+        """Tiles of about `numbers` numbers for 128 threads; on a CPU, pieces of one row."""
         if target == "cpu":
             return MoveConfig(1, cpu_tile(cols, smallest), 4)
         tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), numbers)
         return MoveConfig(numbers // tile, tile, 128 // warp_size_of(target))
 
 
-@functools.cache
+Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
+
+
+class _Layout(NamedTuple):
+    """Sizes of a permutation, and where what it reads and writes lies."""
+
+    tokens: int
+    rows: int
+    cols: int
+    slots: int  # of a token
+    x: Strides
+    x_scales: int  # of a row
+    probs_stride: int
+    y: Strides
+
+
+@functools.lru_cache(maxsize=4096)
 def _permute_launch(
-    made: str | None, dtype: torch.dtype, cast: int, config: MoveConfig, align: int, masked: bool
-) -> Launch:
-    return Launch.of(
+    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: str
+) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
+    """(launch, grid, integers) of a permutation that makes codes in the format `made` of numbers of this dtype, or
+    moves what there is."""
+    tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
+    config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target)
+    format = None if made is None else Format.of(made)
+    launch = Launch.of(
         permute_kernel,
         num_warps=config.num_warps,
         INPUT_MAX=1.0 if made is None else torch.finfo(dtype).max,
-        FORMAT=None if made is None else Format.of(made),
+        FORMAT=format,
         CAST=cast,
         ROWS=config.rows,
         TILE=config.tile,
-        ALIGN=align,
-        COLS_MASKED=masked,
+        ALIGN=align_of(cols, x[0], y[0]),
+        COLS_MASKED=cols % config.tile != 0,
     )
+    whole = format is not None and format.block == "row"  # rows are not cut
+    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    grid = (token_programs - (-rows // PADS.value), 1, 1)
+    return launch, grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y)
 
 
 @functools.cache
@@ -267,7 +293,7 @@ def _unpermute_launch(
 
 
 def _at_once(slots: int) -> int:
-    """Up to eight: as many loads of 16 bytes as a thread has registers for."""
+    """How many slots are loaded together: up to eight, since a thread has registers for eight loads of 16 bytes."""
     return 1 if slots == 1 else 2 if slots == 2 else 4 if slots <= 4 else 8
 
 
@@ -275,9 +301,6 @@ def _sizes(map: RowMap) -> tuple[int, int, int]:
     """Tokens, rows, and slots of a token."""
     slots = map.row_of_slot.shape[-1]
     return map.row_of_slot.numel() // slots, map.slot_of_row.shape[0], slots
-
-
-Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
 
 
 def _strides(data: Tensor, scale: Tensor | None) -> Strides:
@@ -288,7 +311,7 @@ def _strides(data: Tensor, scale: Tensor | None) -> Strides:
 
 
 def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, Strides]:
-    """Numbers or codes as kernels read them: [M, K], and scales."""
+    """(data, scales, strides): numbers or codes [M, K] as kernels read them, with the scales of codes."""
     data = flat_rows(rows if codes.data is None else codes.data)  # type: ignore[arg-type]
     return data, codes.scale, _strides(data, codes.scale)
 
@@ -314,30 +337,29 @@ def _launch_permute(o: PermuteOutputs, a: PermuteArgs) -> None:
 
 
 def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
-    """Any row-wise result: numbers, codes that are made of them, codes that are moved."""
+    """Make a row-wise result: plain numbers, numbers quantised on the way, or codes moved as they are."""
     tokens, rows, slots = _sizes(a.map)
     target = capabilities_of(a.x.device)
     x, x_scale, x_strides = _source(a.x, a.codes)
-    cols, probs = x.shape[1], contiguous(a.probs)
-    made = a.result.format if a.codes.data is None else None
+    probs = contiguous(a.probs)
     y, y_scale = o.result.data, o.result.scale
     if y is None:
         y = o.result.y
-    y_strides = _strides(y, y_scale)
-    config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target.target)
-    whole = made is not None and Format.of(made).block == "row"  # rows are not cut
-    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    layout = _Layout(
+        tokens, rows, x.shape[1], slots, x_strides, _last(x_scale), _last(probs), _strides(y, y_scale)
+    )
+    made = a.result.format if a.codes.data is None else None
     cast = 0 if made is None else cast_mode(target)
-    align, masked = align_of(cols, x_strides[0], y_strides[0]), cols % config.tile != 0
-    _permute_launch(made, x.dtype, cast, config, align, masked)(
-        (token_programs - (-rows // PADS.value), 1, 1),
+    launch, grid, integers = _permute_launch(layout, made, x.dtype, cast, target.target)
+    launch(
+        grid,
         (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs),
-        (tokens, rows, cols, slots, token_programs, _last(x_scale), *x_strides, _last(probs), *y_strides),
+        integers,
     )
 
 
 def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
-    """The column-wise copy, and the row-wise one."""
+    """Make the column-wise copy, and the row-wise one if it is wanted."""
     assert a.result.format is not None
     _, rows, slots = _sizes(a.map)
     f, target = Format.of(a.result.format), capabilities_of(a.x.device)
@@ -345,7 +367,7 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     cols = x.shape[1]
     tile, num_warps = stripe_tile(f.block, target.target)
     if target.target == "sm_89" and f.block == "1x128":
-        num_warps = 8  # with 16, the 128 registers of a thread are a few too few for integer codes
+        num_warps = 8  # with 16 a thread has 128 registers, a few too few for integer codes
     data, data_scale, *strides = copy_arguments(o.result.rowwise)
     data_t, data_t_scale, *strides_t = copy_arguments(o.result.columnwise)
     launch = Launch.of(
@@ -374,9 +396,7 @@ def _allocate_unpermute(a: UnpermuteArgs) -> UnpermuteOutputs:
         else:
             shape = (*lead, a.map.counts.shape[0])
             carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
-    return UnpermuteOutputs(
-        torch.empty((*lead, a.rows.shape[-1]), dtype=a.rows.dtype, device=device), carried
-    )
+    return UnpermuteOutputs(torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried)
 
 
 def _launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
@@ -401,7 +421,7 @@ def _allocate_unpermute_backward(a: UnpermuteBackwardArgs) -> UnpermuteGradients
     dy, probs = a.dy, a.probs
     drows = dprobs = None
     if a.needs.rows:
-        drows = torch.empty((a.map.slot_of_row.shape[0], dy.shape[-1]), dtype=dy.dtype, device=dy.device)
+        drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
     if a.needs.probs:
         make = torch.empty if a.map.experts is None else torch.zeros
         dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
@@ -417,7 +437,7 @@ def _launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) 
         rows, scale, strides = _source(a.rows, a.codes)
     if target == "cpu":
         tile, num_warps = cpu_tile(cols, 128), 4
-    else:  # 64 numbers of the slots' rows to a thread, and 16 bytes of dy
+    else:  # each thread has 64 numbers of the slots' rows and 16 bytes of dy
         tile, num_warps = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // warp_size_of(target)
     launch = Launch.of(
         unpermute_backward_kernel,
@@ -518,7 +538,7 @@ register_codes(unpermute_op, "rows", "codes")
 
 # ---- public functions -----------------------------------------------------------------------------------
 
-BLOCKS = ("1x128", "mx", "row")  # blocks whose scales belong to one row
+BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
 
 Rows = TypeVar("Rows", Tensor, QTensor)
 
@@ -595,10 +615,10 @@ def permute(
     """The row of each token, once for each of its experts, in the order of the experts: `y[r] = x[token of row r]`.
 
     x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved as
-    they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also that of each row,
-    0 in pads. Of DTensors, sharded along tokens, it takes this rank's tokens; y is a plain tensor of this rank.
+    they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also the probability of
+    each row, 0 in pads. From DTensors that are sharded along tokens it takes this rank's tokens; y is a plain tensor.
 
-    - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which the result has.
+    - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which is kept.
     - `quantize`: a format with blocks 1x128, mx or row; y is then a `QTensor` with the bytes of `quantize(y)`.
       `rowwise` and `columnwise` choose its copies. `columnwise` is for 1x128 and mx, and wants `align` to be a
       multiple of the block's length, so that no group has rows of two experts.
@@ -622,7 +642,9 @@ def permute(
         elif not rowwise:
             raise ValueError("rowwise and columnwise go with quantize=…")
     elif quantize is not None:
-        raise ValueError("x is quantised already: permute it as it is, or dequantise it")
+        raise ValueError(
+            "x is quantised already: leave out quantize= to permute it as it is, or dequantise it first"
+        )
     else:
         options = ResultOptions(plain.dtype, codes.format, True, False, None, False)
     o = permute_op(PermuteArgs(plain, codes, probs, rows, options))
@@ -631,7 +653,7 @@ def permute(
 
 
 def _check_format(f: Format, columnwise: bool, align: int) -> None:
-    """Whether permute can quantise to it."""
+    """Raise an error if permute cannot quantise to this format."""
     if f.block not in BLOCKS:
         raise ValueError(
             f"permute quantises to blocks {', '.join(BLOCKS)}; got {f.block!r}: use weft.quantize on its result"
@@ -654,8 +676,8 @@ def unpermute(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The rows of each token's experts, added up: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
 
-    y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` their place is
-    taken by 1. The sum is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run.
+    y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` all are 1. The sum
+    is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run.
     Returns x [..., K]; with `carried` [rows] also what it holds for each slot, in the shape of probs.
 
     >>> import torch, weft

@@ -10,7 +10,7 @@ from ...tiles import amax, decode, fp32_scale, larger, quantize_rows, round_to, 
 from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe
 from ..common.rows import load_stored, load_tile, tile_mask
 
-PADS = tl.constexpr(32)  # rows of a program that looks for pads
+PADS = tl.constexpr(32)  # rows that a program searches for pads
 
 
 class Probs(NamedTuple):
@@ -24,7 +24,7 @@ class Probs(NamedTuple):
 
 @triton.jit
 def _load_probs(probs, token, slot, mask):
-    """Probabilities of slots, zero where the mask is."""
+    """The probabilities of slots, zero where the mask is False."""
     if probs.experts_ptr is not None:
         column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=0)
     else:
@@ -32,113 +32,107 @@ def _load_probs(probs, token, slot, mask):
     return tl.load(probs.ptr + token * probs.stride + column, mask=mask, other=0.0)
 
 
+class Pads(NamedTuple):
+    """Some of the rows of y, of which those without a slot are pads."""
+
+    block: Any  # the number of this block of PADS rows
+    slot_of_row_ptr: Any
+    row_probs_ptr: Any  # or None
+    rows: Any
+    cols: Any
+    scale_cols: Any
+    TILE: Any
+    ALIGN: Any
+    COLS_MASKED: Any
+
+
 @triton.jit
-def _write_pads(
-    y,
-    slot_of_row_ptr,
-    row_probs_ptr,
-    block,  # number of PADS rows
-    rows,
-    cols,
-    scale_cols,
-    INPUT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """Zeros in the pads among PADS rows, as numbers or as codes, and their scales and probabilities."""
-    PIECE: tl.constexpr = TILE if TILE < 256 else 256
-    row = block.to(tl.int64) * PADS + tl.arange(0, PADS)  # [PADS]
-    pad = tl.load(slot_of_row_ptr + row, mask=row < rows, other=0) < 0
+def _write_pads(y, pads, encoding):
+    """Fill the pads among PADS rows with zeros, as numbers or as codes with scales 1, and their probabilities with
+    0."""
+    FORMAT: tl.constexpr = encoding.FORMAT
+    PIECE: tl.constexpr = pads.TILE if pads.TILE < 256 else 256
+    row = pads.block.to(tl.int64) * PADS + tl.arange(0, PADS)  # [PADS]
+    pad = tl.load(pads.slot_of_row_ptr + row, mask=row < pads.rows, other=0) < 0
     if tl.max(pad.to(tl.int32), axis=0) > 0:
-        row = tl.where(pad, row, rows)  # past the last one, where nothing is stored
-        for start in range(0, cols, PIECE):
+        row = tl.where(pad, row, pads.rows)  # other rows are moved past the end, where nothing is stored
+        for start in range(0, pads.cols, PIECE):
+            scale = None
             if FORMAT is None:
                 zeros = tl.zeros((PADS, PIECE), y.data.dtype.element_ty)
-                _store_numbers(zeros, y, row, start, rows, cols, ALIGN, COLS_MASKED)
             elif FORMAT.group == 0:
                 zeros = tl.zeros((PADS, PIECE), tl.uint8)
-                store_codes(zeros, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
             else:
                 zeros = tl.zeros((PADS, PIECE), tl.float32)
-                codes, scale = quantize_rows(zeros, None, 0.0, INPUT_MAX, FORMAT, CAST)
-                _store_groups(codes, scale, y, row, start, rows, cols, FORMAT, ALIGN, COLS_MASKED)
+                zeros, scale = quantize_rows(zeros, None, 0.0, encoding.INPUT_MAX, FORMAT, encoding.CAST)
+            _store(
+                zeros,
+                scale,
+                y,
+                Tile(row, start, pads.rows, pads.cols, pads.ALIGN, True, pads.COLS_MASKED),
+                FORMAT,
+            )
         if FORMAT is None and y.scale is not None:
-            for start in range(0, scale_cols, 4):
+            for start in range(0, pads.scale_cols, 4):
                 col = start + tl.arange(0, 4)
-                scale_off = (row * y.scale_row_stride)[:, None] + (col.to(tl.int64) * y.scale_col_stride)[
-                    None, :
-                ]
+                row_off = (row * y.scale_row_stride)[:, None]
+                scale_off = row_off + (col.to(tl.int64) * y.scale_col_stride)[None, :]
                 KIND: tl.constexpr = y.scale.dtype.element_ty
                 ones = tl.full((PADS, 4), 1.0 if tl.float32 == KIND else 127, KIND)  # 127 is e8m0's 1
-                tl.store(y.scale + scale_off, ones, mask=pad[:, None] & (col < scale_cols)[None, :])
+                tl.store(y.scale + scale_off, ones, mask=pad[:, None] & (col < pads.scale_cols)[None, :])
         elif FORMAT is not None and FORMAT.group == 0:
-            scale, _ = fp32_scale(tl.zeros((PADS,), tl.float32), INPUT_MAX, FORMAT)
+            scale, _ = fp32_scale(tl.zeros((PADS,), tl.float32), encoding.INPUT_MAX, FORMAT)
             tl.store(y.scale + row * y.scale_row_stride, scale, mask=pad)
-        if row_probs_ptr is not None:
-            tl.store(row_probs_ptr + row, tl.zeros((PADS,), row_probs_ptr.dtype.element_ty), mask=pad)
+        if pads.row_probs_ptr is not None:
+            none = tl.zeros((PADS,), pads.row_probs_ptr.dtype.element_ty)
+            tl.store(pads.row_probs_ptr + row, none, mask=pad)
 
 
 @triton.jit
-def _store_numbers(x, y, row, start, rows, cols, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """x [R, C] as it is, to rows [R]; `rows` where nothing is to be stored."""
-    col = start + tl.arange(0, x.shape[1])
-    y_off = tl.multiple_of(row * y.stride, ALIGN)
-    exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-    tl.store(y.data + y_off[:, None] + col[None, :], x, mask=exists)
+def _store(x, scale, y, tile, FORMAT: tl.constexpr):
+    """Store a tile x [R, C] of numbers, or with FORMAT of codes, and scales [R, C // group] if it has groups. Rows past
+    the end, `tile.row >= tile.rows`, are not stored."""
+    if FORMAT is None:
+        col = tile.start + tl.arange(0, x.shape[1])
+        y_off = tl.multiple_of(tile.row * y.stride, tile.ALIGN)
+        exists = tile_mask(tile.row, col, tile.rows, tile.cols, True, tile.COLS_MASKED)
+        tl.store(y.data + y_off[:, None] + col[None, :], x, mask=exists)
+    else:
+        store_codes(x, y, tile, FORMAT)
+        if FORMAT.group != 0:
+            group = tile.start // FORMAT.group + tl.arange(0, x.shape[1] // FORMAT.group)
+            groups = (tile.cols + FORMAT.group - 1) // FORMAT.group
+            row_off = (tile.row * y.scale_row_stride)[:, None]
+            scale_off = row_off + (group.to(tl.int64) * y.scale_col_stride)[None, :]
+            mask = tile_mask(tile.row, group, tile.rows, groups, True, tile.COLS_MASKED)
+            tl.store(y.scale + scale_off, scale, mask=mask)
+
+
+class Tokens(NamedTuple):
+    """The tokens of a tile, and where their slots have their rows."""
+
+    token: Any  # int64 [R]
+    there: Any  # bool [R]: False past the last token
+    row_of_slot_ptr: Any
+    slots: Any  # of a token
 
 
 @triton.jit
-def _store_groups(
-    codes,  # uint8 [R, C]
-    scale,  # [R, C // group]
-    y,
-    row,  # int64 [R]; `rows` where nothing is to be stored
-    start,
-    rows,
-    cols,
-    FORMAT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    store_codes(codes, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
-    group = start // FORMAT.group + tl.arange(0, codes.shape[1] // FORMAT.group)
-    groups = (cols + FORMAT.group - 1) // FORMAT.group
-    scale_off = (row * y.scale_row_stride)[:, None] + (group.to(tl.int64) * y.scale_col_stride)[None, :]
-    mask = tile_mask(row, group, rows, groups, True, COLS_MASKED)
-    tl.store(y.scale + scale_off, scale, mask=mask)
-
-
-@triton.jit
-def _store_to_slots(
-    x,  # [R, C]: numbers as they are stored; codes with FORMAT
-    scale,  # [R, C // group] of formats with groups
-    y,
-    row_of_slot_ptr,
-    token,  # int64 [R]
-    there,
-    slots,
-    start,
-    rows,
-    cols,
-    FORMAT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """A tile of tokens to the rows of their slots."""
-    # The next row's number is on its way while this one's numbers are stored.
-    ahead = tl.load(row_of_slot_ptr + token * slots, mask=there, other=-1)
-    for slot in range(slots):
-        row = tl.where(ahead < 0, rows, ahead).to(tl.int64)  # without a row: past the last one
-        ahead = tl.load(row_of_slot_ptr + token * slots + slot + 1, mask=there & (slot + 1 < slots), other=-1)
-        if FORMAT is None:
-            _store_numbers(x, y, row, start, rows, cols, ALIGN, COLS_MASKED)
-        elif FORMAT.group == 0:
-            store_codes(x, y, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
-        else:
-            _store_groups(x, scale, y, row, start, rows, cols, FORMAT, ALIGN, COLS_MASKED)
+def _store_to_slots(x, scale, y, tokens, tile, FORMAT: tl.constexpr):
+    """Store a tile of tokens to the rows of all their slots; x and scale as in `_store`. `tile.row` is not read."""
+    # The index of the next row is loaded while this row is stored.
+    row_ptr = tokens.row_of_slot_ptr + tokens.token * tokens.slots
+    ahead = tl.load(row_ptr, mask=tokens.there, other=-1)
+    for slot in range(tokens.slots):
+        row = tl.where(ahead < 0, tile.rows, ahead).to(tl.int64)  # past the end for a slot without a row
+        ahead = tl.load(row_ptr + slot + 1, mask=tokens.there & (slot + 1 < tokens.slots), other=-1)
+        _store(
+            x,
+            scale,
+            y,
+            Tile(row, tile.start, tile.rows, tile.cols, tile.ALIGN, True, tile.COLS_MASKED),
+            FORMAT,
+        )
 
 
 @kernel
@@ -174,7 +168,7 @@ def permute_kernel(
     COLS_MASKED: tl.constexpr,
 ):
     """Each token's row is read once, and written to the rows of its slots; further programs write the pads. With one
-    scale to a row, a program has whole rows, and reads them a second time."""
+    scale for each row, a program has whole rows and reads them twice, first for their amax."""
     cols = (cols // ALIGN) * ALIGN
     y = Codes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
     if tl.program_id(0) < token_programs:
@@ -199,8 +193,13 @@ def permute_kernel(
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
                 codes = round_to(scaled(x, factor[:, None], FORMAT), None, FORMAT, CAST)
                 _store_to_slots(
-                    codes, None, y, row_of_slot_ptr, token, there, slots, start, rows, cols, FORMAT, ALIGN, COLS_MASKED
-                )  # fmt: skip
+                    codes,
+                    None,
+                    y,
+                    Tokens(token, there, row_of_slot_ptr, slots),
+                    Tile(None, start, rows, cols, ALIGN, True, COLS_MASKED),
+                    FORMAT,
+                )
         else:
             start = tile * TILE
             col = start + tl.arange(0, TILE)  # [TILE]
@@ -212,8 +211,13 @@ def permute_kernel(
             else:
                 x = load_stored(x_ptr + x_off[:, None] + col[None, :], mask)
             _store_to_slots(
-                x, scale, y, row_of_slot_ptr, token, there, slots, start, rows, cols, FORMAT, ALIGN, COLS_MASKED
-            )  # fmt: skip
+                x,
+                scale,
+                y,
+                Tokens(token, there, row_of_slot_ptr, slots),
+                Tile(None, start, rows, cols, ALIGN, True, COLS_MASKED),
+                FORMAT,
+            )
         if (row_probs_ptr is not None or x_scale_ptr is not None or WHOLE) and tile == 0:
             for slot in range(slots):
                 row = tl.load(row_of_slot_ptr + token * slots + slot, mask=there, other=-1).to(tl.int64)
@@ -243,10 +247,12 @@ def permute_kernel(
                             mask=moves,
                         )
     else:
+        block = tl.program_id(0) - token_programs
         _write_pads(
-            y, slot_of_row_ptr, row_probs_ptr, tl.program_id(0) - token_programs, rows, cols, scale_cols, INPUT_MAX,
-            FORMAT, CAST, TILE, ALIGN, COLS_MASKED,
-        )  # fmt: skip
+            y,
+            Pads(block, slot_of_row_ptr, row_probs_ptr, rows, cols, scale_cols, TILE, ALIGN, COLS_MASKED),
+            Encoding(0.0, INPUT_MAX, FORMAT, CAST, False),
+        )
 
 
 @kernel
@@ -271,8 +277,8 @@ def permute_stripe_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The column-wise copy, and the row-wise one from the same read: groups along the rows are those of an expert, so
-    a token's row is read once for each of its slots."""
+    """Make the column-wise copy, and the row-wise one from the same read. Blocks along the rows hold rows of one
+    expert, so a token's row is read once for each of its slots."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -299,24 +305,15 @@ def permute_stripe_kernel(
 
 
 @triton.jit
-def _load_values(
-    source,  # Rows
-    row,  # int64 [R]
-    start,
-    there,
-    cols,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COLS_MASKED: tl.constexpr,
-):
-    """fp32 [R, TILE] of rows [R], decoded if they are quantised; zero where there is none."""
+def _load_values(source, tile, there, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """fp32 [R, TILE]: a tile of rows, decoded if they are quantised; zero for rows that are not `there`, bool [R]."""
+    row = tile.row
     R: tl.constexpr = row.shape[0]
-    col = start + tl.arange(0, TILE)
-    row_off = tl.multiple_of(row * source.stride, ALIGN)
+    col = tile.start + tl.arange(0, TILE)
+    row_off = tl.multiple_of(row * source.stride, tile.ALIGN)
     mask = there[:, None] & (col >= 0)[None, :]
-    if COLS_MASKED:
-        mask = there[:, None] & (col < cols)[None, :]
+    if tile.COLS_MASKED:
+        mask = there[:, None] & (col < tile.cols)[None, :]
     if FORMAT is None:
         return load_tile(source.data + row_off[:, None] + col[None, :], mask)
     else:
@@ -327,8 +324,8 @@ def _load_values(
             return values * scale[:, None]
         else:
             G: tl.constexpr = FORMAT.group
-            group = start // G + tl.arange(0, TILE // G)
-            exists = there[:, None] & (group < (cols + G - 1) // G)[None, :]
+            group = tile.start // G + tl.arange(0, TILE // G)
+            exists = there[:, None] & (group < (tile.cols + G - 1) // G)[None, :]
             row_off = (row * source.scale_row_stride)[:, None]
             group_off = (group.to(tl.int64) * source.scale_col_stride)[None, :]
             scale = tl.load(source.scale + row_off + group_off, mask=exists, other=0)  # [R, TILE // G]
@@ -359,7 +356,7 @@ def unpermute_kernel(
     probs_stride,
     back_stride,
     FORMAT: tl.constexpr,  # of the rows, or None
-    AT_ONCE: tl.constexpr,  # slots whose rows are on their way at the same time
+    AT_ONCE: tl.constexpr,  # slots whose rows are loaded together
     ROWS: tl.constexpr,  # tokens of a program
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -382,7 +379,11 @@ def unpermute_kernel(
             row = tl.load(row_of_slot_ptr + token * slots + slot, mask=exists, other=-1)
             taken = row >= 0
             value = _load_values(
-                source, row.to(tl.int64), start, taken, cols, FORMAT, TILE, ALIGN, COLS_MASKED
+                source,
+                Tile(row.to(tl.int64), start, None, cols, ALIGN, True, COLS_MASKED),
+                taken,
+                FORMAT,
+                TILE,
             )
             if probs_ptr is not None:
                 weight = _load_probs(probs, token, slot, taken)
@@ -457,7 +458,9 @@ def unpermute_backward_kernel(
                 else:
                     dy = tl.load(dy_ptr + dy_off + col).to(tl.float32)[None, :]
                 if dprobs_ptr is not None:
-                    value = _load_values(source, row, start, taken, cols, FORMAT, TILE, ALIGN, COLS_MASKED)
+                    value = _load_values(
+                        source, Tile(row, start, None, cols, ALIGN, True, COLS_MASKED), taken, FORMAT, TILE
+                    )
                     dots += tl.sum(value * dy, axis=1)  # [AT_ONCE, TILE]
                 if drows_ptr is not None:
                     mask = taken[:, None] & (col >= 0)[None, :]
@@ -480,5 +483,7 @@ def unpermute_backward_kernel(
         drows = Codes(drows_ptr, None, cols, 0, 0)
         block = tl.program_id(0) - tokens
         _write_pads(
-            drows, slot_of_row_ptr, None, block, rows, cols, 0, 1.0, None, 0, TILE, ALIGN, COLS_MASKED
+            drows,
+            Pads(block, slot_of_row_ptr, None, rows, cols, 0, TILE, ALIGN, COLS_MASKED),
+            Encoding(0.0, 1.0, None, 0, False),
         )

@@ -1,7 +1,7 @@
 """Top-k routing: which experts a token goes to, with what weights, and the losses that keep the router in balance.
 
     s = softmax(x), sigmoid(x) or sqrt(softplus(x))       scores of all experts, fp32
-    c = s + bias                                          what is chosen by; x itself with a softmax after the choice
+    c = s + bias                                          the choice goes by it; c = x with a softmax after the choice
     only the best groups of experts take part             the others' c is minus infinity (or 0, with SGLang)
     i_1 ... i_k = the k largest c                         the lowest index among equals, NaN above infinity
     w = s[i]                                              never c: the bias does not reach the weights
@@ -9,23 +9,23 @@
     w = w / (sum(w) + eps)                                if renormalised
     weights = round(scale * w)
 
-A group's score is the sum of its m largest c, added from the largest on. What m, eps, the mask and the order of softmax
-and choice are, libraries and models do not agree on: `CONVENTIONS` names them. With G = scale * dweights on the chosen
-and 0 elsewhere, D = sum(w) + eps:
+A group's score is the sum of its m largest c, added from the largest on. Libraries and models differ in m, in eps, in
+the mask and in the order of softmax and choice: `CONVENTIONS` has them by name. With G = scale * dweights on the chosen
+experts and 0 elsewhere, and D = sum(w) + eps:
 
     ds = (G - sum(G * s) / D) / D      on the chosen, if renormalised; else ds = G
     dx = s * (ds - sum(s * ds))        softmax of all; over the chosen alone with a softmax after the choice
     dx = ds * s * (1 - s)              sigmoid
     dx = ds * sigmoid(x) / (2 * s)     sqrt(softplus)
 
-For the balance loss P = s / (sum(s) + 1e-20) over all experts (softmax as it is) and n counts a plain top-k of s,
-without bias or groups. For the z loss l = log(sum(exp(x))):
+In the balance loss P = s / (sum(s) + 1e-20) over all experts (P = s for softmax), and n_e counts how often a plain
+top-k of s, without bias or groups, chooses expert e. In the z loss l = log(sum(exp(x))):
 
     balance = coefficient * E / (k * T^2) * sum_e n_e * sum_t P_te        n is a constant to the gradient
     z = coefficient * mean(l^2)
 
-Everything in fp32, with one rounding to each result. Sums over tokens are partial sums, one per program, added up in
-order: the same bits every run.
+All arithmetic is fp32, and each result is rounded once. Each program leaves partial sums over its tokens, which are
+added up in order: every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ TINY = 1e-20  # added to the sum that the balance loss divides by
 
 @dataclass(frozen=True)
 class Convention:
-    """How a library or a model routes, where they differ. It says how, never how many: k, groups and the scale are
-    numbers of each model's own configuration.
+    """How a library or a model routes, in what they do differently. It has no numbers: k, groups and the scale belong
+    to the configuration of each model.
 
-    - `score`: of the logits, where the argument is not given.
-    - `post_softmax`: softmax is taken after the choice, over the chosen logits.
-    - `group_score`: what a group is worth. "share": the sum of its k // group_topk best; "top2": of its two best;
-      "top2 or max": of its two best with a bias, else its best. None: there are no groups.
+    - `score`: the function that makes scores of logits, unless the argument says another.
+    - `post_softmax`: the softmax is taken after the choice, over the chosen logits alone.
+    - `group_score`: how the score of a group is made. "share": the sum of its k // group_topk best experts; "top2": of
+      its two best; "top2 or max": of its two best with a bias, else its best alone. None: there are no groups.
     - `renormalize`: None for scores that are not a softmax, if k > 1; otherwise the default of the argument.
     - `eps`: added to the sum that renormalising divides by.
     - `masked_is_zero`: experts of other groups count as 0 where there is no bias, instead of minus infinity.
     - `biased_softmax`: a bias is accepted with softmax.
     - `keeps_dtype`: weights have the dtype of the logits instead of fp32.
-    - `scales_alone`: the scale applies without renormalising too.
+    - `scales_alone`: the scale also applies without renormalising.
     """
 
     score: Score = "softmax"
@@ -83,8 +83,8 @@ CONVENTIONS: dict[str, Convention] = {
     "torchtitan": Convention(),
     "vllm": Convention(group_score="top2 or max", eps=0.0),
     "sglang": Convention(group_score="top2 or max", masked_is_zero=True, scales_alone=False),
-    # Models, as HuggingFace transformers computes them; Qwen3 with norm_topk_prob, which all its checkpoints have. The
-    # bias of gpt-oss is the linear layer's, not one of the choice.
+    # Models as HuggingFace transformers computes them. Qwen3 renormalises, since all its checkpoints set
+    # norm_topk_prob. The bias of gpt-oss belongs to the router's linear layer and not to the choice.
     "qwen3": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False, keeps_dtype=True),
     "mixtral": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False),
     "gpt_oss": Convention(post_softmax=True, group_score=None, biased_softmax=False, keeps_dtype=True),
@@ -98,8 +98,8 @@ class Routing(NamedTuple):
     - `weights` [..., k] and `indices` [..., k], the best expert first.
     - `counts` [E], int32: how many tokens go to each expert.
     - `balance_loss`, `z_loss`: scalars, if asked for.
-    - `score_sums` [E] and `score_counts` [E], int32: sum over tokens of P, and n, of the balance loss. Across ranks,
-      add up score_counts over them and multiply by score_sums anew: the gradient goes through score_sums.
+    - `score_sums` [E] and `score_counts` [E], int32: the sum over tokens of P, and n, in the balance loss. For a loss
+      over several ranks, add up score_counts over the ranks and multiply the sum by score_sums, which has the gradient.
     """
 
     weights: Tensor
@@ -125,12 +125,12 @@ class Weighing(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which experts take part."""
+    """Which groups of experts a token chooses from."""
 
     number: int
-    topk: int  # groups whose experts do
-    best: int  # experts whose scores make the score of a group
-    masked_is_zero: bool  # the other experts count as 0, not as minus infinity
+    topk: int  # how many groups are chosen from
+    best: int  # how many of a group's best experts make up its score
+    masked_is_zero: bool  # experts of the other groups count as 0, not as minus infinity
 
 
 class RouteArgs(NamedTuple):
@@ -151,7 +151,7 @@ class RouteOutputs(NamedTuple):
     counts: Tensor  # int32 [E]
     score_sums: Tensor | None  # fp32 [E]
     score_counts: Tensor | None  # int32 [E]
-    z: Tensor | None  # fp32, the sum of squares
+    z: Tensor | None  # fp32, the sum over tokens of l^2
 
 
 class RouteBackwardArgs(NamedTuple):
@@ -190,7 +190,7 @@ def _count(indices: Tensor, experts: int) -> Tensor:
 
 
 def _shares(s: Tensor, score: str) -> Tensor:
-    """P of the balance loss."""
+    """P in the balance loss."""
     return s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
 
 
@@ -233,7 +233,7 @@ def _chosen_scores(x: Tensor, s: Tensor, chosen: Tensor, how: Weighing) -> Tenso
 
 
 def route_backward_reference(a: RouteBackwardArgs) -> RouteGradients:
-    """dlogits, from the gradients that there are."""
+    """The definition; a gradient that is None counts as zero."""
     logits, how = a.logits, a.weighing
     experts, rows = logits.shape[-1], count_rows(logits)
     x = logits.reshape(rows, experts).to(compute_dtype(logits))
@@ -288,7 +288,7 @@ class RouteConfig(NamedTuple):
         width = group_tiles * tile
         if target == "cpu":
             return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
-        # One warp to a few rows: the k rounds then reduce by shuffles alone. Long rows take more warps.
+        # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
         lanes = warp_size_of(target)
         num_warps = min(16, max(1, width // (16 * lanes)))
         return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
@@ -319,11 +319,11 @@ def _allocate_route(a: RouteArgs) -> RouteOutputs:
     device = a.logits.device
     sums = compute_dtype(a.logits)
     return RouteOutputs(
-        torch.empty((*lead, a.k), dtype=a.weight_dtype, device=device),
-        torch.empty((*lead, a.k), dtype=a.index_dtype, device=device),
-        torch.empty((experts,), dtype=torch.int32, device=device),
-        torch.empty((experts,), dtype=sums, device=device) if a.balance else None,
-        torch.empty((experts,), dtype=torch.int32, device=device) if a.balance else None,
+        torch.empty(*lead, a.k, dtype=a.weight_dtype, device=device),
+        torch.empty(*lead, a.k, dtype=a.index_dtype, device=device),
+        torch.empty(experts, dtype=torch.int32, device=device),
+        torch.empty(experts, dtype=sums, device=device) if a.balance else None,
+        torch.empty(experts, dtype=torch.int32, device=device) if a.balance else None,
         torch.empty((), dtype=sums, device=device) if a.z else None,
     )
 
@@ -335,7 +335,8 @@ def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
     rows, experts = logits.shape
     stride, group_size = logits.stride(0), experts // groups.number
     config = RouteConfig.choose(groups.number, group_size, target.target)
-    # Each program leaves a row of counts, so few of them; but k rounds in a row need other warps to hide behind.
+    # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
+    # which waits for the one before.
     programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
     program_rows = -(-rows // programs)
     program_rows = -(-program_rows // config.rows) * config.rows
@@ -471,23 +472,23 @@ def route(
 
     `convention` decides what libraries and models do differently: "megatron" (Megatron-LM and TransformerEngine),
     "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as HuggingFace transformers
-    computes them. `CONVENTIONS` says how, and the arguments that are None by default take it from there. The numbers of
-    a model's configuration are no part of it: DeepSeek-V3 itself is k=8, groups=8, group_topk=4, scale=2.5 and its
-    bias, and other models of its kind have others.
+    computes them. `CONVENTIONS` has what each does; arguments that are None take their default from it. A convention
+    does not include the numbers of a model's configuration: DeepSeek-V3 itself needs k=8, groups=8, group_topk=4,
+    scale=2.5 and its bias as well.
 
-    - `score`: "softmax", "sigmoid" or "sqrtsoftplus"; softmax by all conventions but "deepseek_v3", with sigmoid.
+    - `score`: "softmax", "sigmoid" or "sqrtsoftplus"; by default sigmoid for "deepseek_v3" and softmax for the others.
       `post_softmax`: softmax over the chosen logits, not over all.
     - `bias` [E]: added to the scores that are chosen by, never to the weights; it has no gradient.
     - `groups`, `group_topk`: experts come in that many groups of neighbours, and only those of the group_topk best
-      groups are chosen from. `group_score`: what a group is worth, "share", "top2" or "max".
-    - `renormalize`: divide a token's weights by their sum. `scale`: multiplies them at last.
+      groups are chosen from. `group_score`: how a group is scored, "share", "top2" or "max".
+    - `renormalize`: divide a token's weights by their sum. `scale`: multiply them by it, as the last step.
     - `balance_coefficient`, `z_coefficient`: compute the load-balance loss and the z loss of these tokens, times the
       coefficient. Add them to the model's loss. Of a DTensor they are those of all ranks' tokens; for the load-balance
       loss the counts of the experts are added up over the ranks, an all-reduce of E numbers.
-    - `out_dtype`: of the weights; `index_dtype`: int32 or int64.
+    - `out_dtype`: the dtype of the weights; `index_dtype`: int32 or int64.
 
     Equal scores: the lowest index wins. Every row has k different indices, also if its logits are all equal, minus
-    infinity or NaN. A token's result depends on nothing but the token.
+    infinity or NaN. A token's result depends on that token alone.
 
     >>> import torch, weft
     >>> logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
@@ -528,7 +529,7 @@ def route(
         worth = group_score or rule.group_score
         if worth is None:
             raise ValueError(
-                f"{convention!r} has no groups: say with group_score= what one is worth, 'share', 'top2' or 'max'"
+                f"{convention!r} does not say how to score a group: give group_score='share', 'top2' or 'max'"
             )
         if worth == "top2 or max":
             worth = "max" if bias is None else "top2"
@@ -581,9 +582,11 @@ def _checked_groups(experts: int, k: int, groups: int, group_topk: int | None, w
     size = experts // groups
     if not 1 <= best <= size:
         raise ValueError(
-            f"a group's score is the sum of its {best} best, of {size} experts: "
-            "group_topk must not be above k, nor k / group_topk above the experts of a group"
+            f"a group's score would be the sum of its {best} best experts, but a group has {size}: "
+            "group_topk must not be above k, nor k / group_topk above the number of experts in a group"
         )
     if k > group_topk * size:
-        raise ValueError(f"{group_topk} groups of {size} experts have no {k} to choose")
+        raise ValueError(
+            f"k={k} experts cannot be chosen from group_topk={group_topk} groups of {size}: raise group_topk"
+        )
     return Groups(groups, group_topk, best, False)

@@ -11,14 +11,15 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(
 
 @triton.jit
 def _places(experts, group_size, GROUPS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
-    """(place, expert, exists) [GROUPS * TILE]: a group begins at a multiple of TILE."""
+    """(place, expert, exists), [GROUPS * TILE] each: where every expert is in a tile in which each group begins at a
+    multiple of TILE."""
     group_size = (group_size // ALIGN) * ALIGN
     place = tl.arange(0, GROUPS * TILE)
     if GROUPS == 1:
         expert = place
         exists = expert < group_size
     else:
-        # Of a quotient and a remainder the compiler does not see that neighbours stay neighbours.
+        # The compiler cannot see that the quotient and the remainder of neighbouring places make neighbouring experts.
         within = tl.max_contiguous(tl.multiple_of(place % TILE, ALIGN), ALIGN)
         expert = tl.max_contiguous(tl.multiple_of((place // TILE) * group_size + within, ALIGN), ALIGN)
         exists = (within < group_size) & (expert < (experts // ALIGN) * ALIGN)
@@ -66,7 +67,7 @@ def route_kernel(
     indices_ptr,  # [rows, k]
     counts_ptr,  # [programs, experts], int32
     score_sums_ptr,  # fp32 [programs, experts], or None
-    score_counts_ptr,  # int32 like it
+    score_counts_ptr,  # int32 [programs, experts], or None
     z_ptr,  # fp32 [programs], or None
     rows,
     experts,
@@ -84,9 +85,9 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
     MASKED_IS_ZERO: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two that holds the groups; 1 without groups
-    TILE: tl.constexpr,  # a power of two that holds a group
-    K: tl.constexpr,  # a power of two that holds k
+    GROUPS: tl.constexpr,  # the number of groups, rounded up to a power of two; 1 without groups
+    TILE: tl.constexpr,  # the experts of a group, rounded up to a power of two
+    K: tl.constexpr,  # k, rounded up to a power of two
     ALIGN: tl.constexpr,  # group_size and stride are multiples of it
 ):
     """A run of rows, ROWS at a time: k rounds of choosing the best that is left."""
@@ -108,7 +109,7 @@ def route_kernel(
             tl.float32
         )
         s = _score_of(x, SCORE)
-        value = x if POST else s  # the weights come from it
+        value = x if POST else s  # what the weights are made of
         choice = value
         if bias_ptr is not None:
             choice += tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
@@ -167,7 +168,7 @@ def route_kernel(
 def route_totals_kernel(
     counts_ptr,  # int32 [programs, experts]
     score_sums_ptr,  # fp32 [programs, experts], or None
-    score_counts_ptr,  # int32 like it
+    score_counts_ptr,  # int32 [programs, experts], or None
     z_ptr,  # fp32 [programs], or None
     total_counts_ptr,  # [experts]
     total_score_sums_ptr,  # [experts], or None
@@ -205,7 +206,7 @@ def route_totals_kernel(
 
 @triton.jit
 def _through_sum(ds, s, chosen, eps):
-    """The gradient of s where s / (sum of the chosen s + eps) has the gradient ds."""
+    """The gradient of s, given the gradient ds of s / (sum of the chosen s + eps)."""
     total = tl.sum(tl.where(chosen != 0, s, 0.0), axis=1)[:, None] + eps
     return tl.where(chosen != 0, (ds - tl.sum(ds * s, axis=1)[:, None] / total) / total, 0.0)
 
@@ -229,10 +230,10 @@ def route_backward_kernel(
     POST: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,  # a power of two that holds the experts
+    TILE: tl.constexpr,  # the number of experts, rounded up to a power of two
     ALIGN: tl.constexpr,  # experts and stride are multiples of it
 ):
-    """dlogits of ROWS rows: scores and choice are made anew from the logits and the indices."""
+    """dlogits of ROWS rows. Scores are computed again from the logits, and the choice is read from the indices."""
     _, expert, exists = _places(experts, experts, 1, TILE, ALIGN)  # [TILE]
     experts = (experts // ALIGN) * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]

@@ -1,4 +1,4 @@
-"""The router's projection: logits in true fp32 of activations that stay in bf16.
+"""The router's projection: logits in true fp32 from activations that stay in bf16.
 
     y[t, e] = sum_h x[t, h] * weight[e, h] + bias[e]               fp32, [T, E]
     dx = round(dy @ weight)         dweight = round(dy^T @ x)      dbias = round(sum_t dy)
@@ -6,9 +6,9 @@
 x is bf16 (or fp16, fp32), weight fp32 or bf16; y and its gradient are fp32. No operand is rounded: on matrix units an
 fp32 number is taken as the sum of its three bf16 parts (`tiles.split`), elsewhere products are fp32 multiply-adds. So
 each result is an fp32 sum with a rounding for every addition, and one rounding to its dtype at the end. Sums run over
-tiles of columns (of experts, of tokens), each added up from zero and then to the total: shorter chains than one run
-over everything has. Nothing is stored in fp32 but results and the partial sums of what several programs share, which
-are added up in order: the same bits every run.
+tiles of columns (of experts, of tokens): each tile is added up from zero and then added to the total, which makes the
+chains of additions shorter. The only fp32 tensors in memory are results and, where several programs share a sum, their
+partial sums, which are added up in order: every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ def _router_linear_kernel(
             weight_mask = weight_mask & (col < cols)[None, :]
         x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [ROWS, TILE]
         weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=weight_mask, other=0.0)
-        # Less the product: Triton makes of `total += dot` a single chain of additions over all columns.
+        # Not `total += dot(...)`: Triton would fuse that into one chain of additions over all columns.
         total -= dot_fp32(x, tl.trans(weight), SPLIT)
     total = 0.0 - total
     if bias_ptr is not None:
-        there = (expert < experts) & (split == 0)  # once, whatever the number of splits
+        there = (expert < experts) & (split == 0)  # only one of the splits adds the bias
         total += tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)[None, :]
     y_off = tl.multiple_of((split.to(tl.int64) * rows + row) * experts, EXPERT_ALIGN)
     mask = (row < rows)[:, None] & (expert < experts)[None, :]
@@ -227,7 +227,7 @@ def _router_linear_dweight_kernel(
             if COLS_MASKED:
                 x_mask = x_mask & (col < cols)[None, :]
             x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [TILE, COLS]
-            # The other way round: of an fp32 tile that is turned, Triton loads a number at a time.
+            # The product is computed transposed: Triton would load a transposed fp32 tile one number at a time.
             total -= dot_fp32(tl.trans(x), dy, SPLIT)
     total = 0.0 - total
     if dweight_ptr is not None:
@@ -260,7 +260,8 @@ class ProductConfig(NamedTuple):
     def forward(experts: int, products: int, target: str) -> ProductConfig:
         """Rows x experts, summed over columns."""
         if target == "cpu":
-            # A weight's tile is converted and transposed for every tile of rows; longer ones share that, as measured.
+            # A tile of the weight is converted and transposed for every tile of rows, so long tiles of rows were
+            # measured to be faster.
             return ProductConfig(128, _side(experts, 256), 128, 4, 1, False)
         # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
         # 124 KB of shared memory; twice the columns at a time spill.
@@ -285,8 +286,8 @@ class ProductConfig(NamedTuple):
         """Experts x columns, summed over rows."""
         if target == "cpu":
             return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
-        # Compiled for sm_90: 179 registers. Where sums lie in registers as a warp's own (sm_80, sm_89, sm_120) half the
-        # tile: 170 registers, and spills with all of it.
+        # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp keeps its sums in its own registers: half
+        # the tile takes 170 registers there, and the whole tile spills.
         largest = 64 if products == 6 or target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
         return ProductConfig(
             _side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True
@@ -294,16 +295,16 @@ class ProductConfig(NamedTuple):
 
 
 def _products(a: torch.dtype, b: torch.dtype) -> int:
-    """How many products of parts make one of two dtypes, at most."""
+    """How many products of bf16 parts make up a product of these dtypes, at most."""
     return {2: 1, 1: 3, 0: 6}[(a is torch.bfloat16) + (b is torch.bfloat16)]
 
 
 def _side(size: int, largest: int) -> int:
-    """The side of a tile that holds `size`: a power of two from 16, the least of a matrix unit."""
+    """The side of a tile for `size` elements: a power of two, at least the 16 that a matrix unit needs."""
     return min(max(1 << max(size - 1, 0).bit_length(), 16), largest)
 
 
-SPLIT_COLS = 512  # columns of a split when a sum over columns is shared: whole tiles of every configuration
+SPLIT_COLS = 512  # columns of a split where programs share a sum over columns; a multiple of every configuration's tile
 
 
 def _four(*sizes: int) -> int:
@@ -311,10 +312,8 @@ def _four(*sizes: int) -> int:
     return min(4, align_of(*sizes, least=4))
 
 
-FEW_SPLITS = (
-    8,
-    256,
-)  # rows and columns at a time that partial sums are added up in: there are few of them, and long
+# The tile (rows, columns) in which partial sums are added up, of which there are few and long ones.
+FEW_SPLITS = (8, 256)
 
 
 @functools.cache
@@ -335,7 +334,7 @@ def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_m
 
 def _allocate_router_linear(a: RouterLinearArgs) -> RouterLinearOutputs:
     shape = (*a.x.shape[:-1], a.weight.shape[0])
-    return RouterLinearOutputs(torch.empty(shape, dtype=torch.float32, device=a.x.device))
+    return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
 
 
 def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
@@ -343,7 +342,7 @@ def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     target = capabilities_of(a.x.device)
     x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
     rows, stride = x.shape[0], x.stride(0)
-    # Parts of x need room as well, on sm_100 that of the sums: the smallest tiles for all but bf16.
+    # An x that is not bf16 is split into parts, which take room too (on sm_100 the room of the sums): smallest tiles.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
     config = ProductConfig.forward(experts, products, target.target)
     grid = (-(-rows // config.m), -(-experts // config.n))
@@ -401,7 +400,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     target = capabilities_of(x.device)
     config = ProductConfig.dweight(experts, cols, _products(x.dtype, dy.dtype), target.target)
     tiles = -(-experts // config.m) * (1 if o.weight is None else -(-cols // config.n))
-    # As many splits of the rows as fill the device twice, of at least four steps each.
+    # Enough splits of the rows to fill the device twice, but each with at least four steps.
     splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
     split_rows = -(-rows // splits)
     split_rows = -(-split_rows // config.k) * config.k
@@ -478,8 +477,8 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """`x @ weight.T + bias` in fp32, whatever the dtypes of x and weight are, and without a copy of x in fp32.
 
     x: [..., H] in bf16, fp16 or fp32, of any strides. weight: [E, H], bias: [E], in any of these. Returns fp32
-    [..., E]. The error is that of adding up in fp32: no operand is rounded to TF32 or bf16. Gradients have the dtypes
-    of what they are of, rounded once from fp32 sums.
+    [..., E]. Its only error is that of adding up in fp32: no operand is rounded to TF32 or bf16. Gradients have the
+    dtypes of their tensors, rounded once from fp32 sums.
 
     >>> import torch, weft
     >>> x, weight = torch.randn(6, 64, dtype=torch.bfloat16), torch.randn(8, 64)

@@ -3,8 +3,8 @@
 A token has `slots` experts; slot s = token * slots + j is its j-th. The slots are sorted by expert, stably, and each
 expert's region has a multiple of `align` rows. Everything that moves rows follows two lists of indices:
 
-    slot_of_row[r]    the slot whose row r is, or -1: a pad
-    row_of_slot[s]    its inverse; -1 for a slot without a row
+    slot_of_row[r]    the slot that row r belongs to, or -1 if the row is a pad
+    row_of_slot[s]    the row that belongs to slot s, or -1 if it has none
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowMapOutputs(NamedTuple):
     slot_of_row: Tensor  # int32 [rows]
     counts: Tensor  # int32 [experts]
     offsets: Tensor  # int32 [experts]
-    experts: Tensor | None  # int32 [..., slots], of a mask
+    experts: Tensor | None  # int32 [..., slots], if the routing is a mask
 
 
 class RowMap(NamedTuple):
@@ -47,10 +47,10 @@ class RowMap(NamedTuple):
 
     - `row_of_slot`: int32 [..., slots], the row of each slot, or -1.
     - `slot_of_row`: int32 [rows], `token * slots + j`, or -1 for a pad.
-    - `counts`: int32 [experts], the tokens of each expert, those whose rows did not fit among them.
-    - `offsets`: int32 [experts], where each expert's region ends, pads included, and the next one begins; no further
-      than the last row that there is.
-    - `align`: what the length of each expert's region is a multiple of, unless it is cut off for want of rows.
+    - `counts`: int32 [experts], how many tokens chose each expert, including those whose rows did not fit.
+    - `offsets`: int32 [experts], the end of each expert's region with its pads, where the next region begins; at most
+      the number of rows.
+    - `align`: the length of each expert's region is a multiple of it, except for a region that the last row cuts off.
     - `experts`: int32 [..., slots] if the routing was a mask; then probabilities are [..., experts].
     """
 
@@ -63,8 +63,8 @@ class RowMap(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Where each expert's own rows end and its pads begin, int32 [experts]: what `glu` follows. Like `offsets`
-        they never decrease and never point past the last row, also where rows were dropped."""
+        """Where each expert's own rows end and its pads begin, int32 [experts]: the argument `ends` of `glu`. Like
+        `offsets` they never decrease and never exceed the number of rows, also where rows were dropped."""
         starts = self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0)
         return torch.minimum(starts + self.counts, self.offsets)
 
@@ -87,7 +87,7 @@ def row_map_reference(a: RowMapArgs) -> RowMapOutputs:
     key = torch.where(valid, key, experts)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
-    # What has no expert comes last.
+    # Slots without an expert are sorted to the end.
     rank = torch.empty_like(key)
     rank[key.argsort(stable=True)] = torch.arange(count, device=key.device)
     rank = rank - (counts.cumsum(0) - counts)[key]
@@ -167,7 +167,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """How many of a program's slots each expert has; and every row is a pad until it is given a slot."""
+    """Count how many of a program's slots each expert has, and mark all rows as pads until slots are placed."""
     program = tl.program_id(0)
     for start in range(0, experts, BINS):
         counts = tl.zeros((BINS,), tl.int32)
@@ -189,7 +189,7 @@ def _count_kernel(
 @kernel
 def _place_kernel(
     routing_ptr,  # int32 or int64 [count]
-    counts_ptr,  # int32 [2, programs, experts]: those of `_count_kernel`, then room for the next row of each expert
+    counts_ptr,  # int32 [2, programs, experts]: the counts of `_count_kernel`, and scratch for each expert's next row
     row_of_slot_ptr,  # int32 [count]
     slot_of_row_ptr,  # int32 [rows], -1
     total_ptr,  # int32 [experts]
@@ -204,7 +204,8 @@ def _place_kernel(
     BINS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Where each expert's rows begin, where this program's rows among them do, and the rows of its slots."""
+    """Find where the rows of each expert begin, and where this program's rows begin among them; then place its
+    slots."""
     program = tl.program_id(0)
     next_ptr = counts_ptr + (programs + program).to(tl.int64) * experts  # [experts]
     begin = 0
@@ -226,14 +227,15 @@ def _place_kernel(
             tl.store(total_ptr + bin, total, mask=bin < experts)
             tl.store(offsets_ptr + bin, tl.minimum(end, rows), mask=bin < experts)
         begin += tl.sum(padded, axis=0)
-    tl.debug_barrier()  # the next rows are read by other threads than wrote them
+    tl.debug_barrier()  # next_ptr is read by other threads than those that wrote it
 
     lane = tl.arange(0, BLOCK)
     for first in range(0, program_slots, BLOCK):
         slot = program.to(tl.int64) * program_slots + first + lane
         expert = _expert_of(routing_ptr, slot, tl.where(first + lane < program_slots, count, 0), experts)
         next = tl.load(next_ptr + expert, mask=expert >= 0, other=0)
-        # How many slots of the block have the same expert: before, and times 2^16 after each slot. [BLOCK, BLOCK]
+        # For each slot of the block, how many slots with the same expert come before it (low 16 bits) and after it
+        # (high 16 bits). [BLOCK, BLOCK]
         side = tl.where(lane[None, :] < lane[:, None], 1, tl.where(lane[None, :] > lane[:, None], 65536, 0))
         same = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=1)
         row = next + (same & 0xFFFF)
@@ -252,11 +254,11 @@ def _place_kernel(
 def _allocate_row_map(a: RowMapArgs) -> RowMapOutputs:
     device, shape = a.routing.device, (*a.routing.shape[:-1], a.slots)
     return RowMapOutputs(
-        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(*shape, dtype=torch.int32, device=device),
         torch.empty(a.rows, dtype=torch.int32, device=device),
         torch.empty(a.experts, dtype=torch.int32, device=device),
         torch.empty(a.experts, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device) if a.masked else None,
+        torch.empty(*shape, dtype=torch.int32, device=device) if a.masked else None,
     )
 
 
@@ -270,7 +272,7 @@ def _launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
         )
         routing = o.experts
     count = o.row_of_slot.numel()
-    # Every program of the second launch reads the counts of all: no more of them than fill a GPU.
+    # Every program of the second launch reads the counts of all programs: no more programs than fill a GPU.
     programs = min(-(-count // 512), 16 if capabilities_of(routing.device).is_cpu else 128)
     program_slots = -(-count // (programs * 128)) * 128
     programs = -(-count // program_slots)
@@ -319,15 +321,15 @@ def row_map(
 ) -> RowMap:
     """Sort tokens by expert, stably, with every expert's region padded to a multiple of `align` rows.
 
-    - `routing`: the experts of each token, int32 or int64 [..., slots], with `experts` of them in all; a number that
-      is none of theirs (-1, another rank's expert) is a slot without a row. Or a mask [..., experts], in which
-      case a token's slots are its experts in ascending order, at most `slots` of them (by default `experts`).
+    - `routing`: the experts of each token, int32 or int64 [..., slots], numbers below `experts`, the number of experts.
+      Any other number (-1, another rank's expert) is a slot without a row. Or a mask [..., experts]: then a token's
+      slots are its experts in ascending order, at most `slots` of them (by default `experts`).
     - `rows`: how many rows to make room for. By default as many as the worst case takes: the slots, and for each expert
       that can have one of them `align - 1` pads, together rounded down to a multiple of `align`,
       `(tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align`, which is 0 without tokens. It
       may be any upper bound, or the exact number if it is known. Nothing waits for the device: rows beyond it are
       dropped, their slots have row -1, and `offsets` and `ends` stop at the last row. `counts` still has them:
-      `result.counts.sum() - (result.slot_of_row >= 0).sum()` rows are missing.
+      `result.counts.sum() - (result.slot_of_row >= 0).sum()` is how many were dropped.
 
     An expert without tokens has no rows. The result is the same in every run.
 
@@ -349,10 +351,10 @@ def row_map(
         experts = last if experts is None else experts
         slots = last if slots is None else slots
         if experts != last:
-            raise ValueError(f"the mask is for {last} experts, not {experts}")
+            raise ValueError(f"the mask has {last} experts, but experts={experts}: leave that out")
     elif experts is None or (slots is not None and slots != last):
         raise ValueError(
-            f"routing has {last} experts a token: give `experts`, the number of all, and no other slots"
+            f"routing has {last} experts for each token: give `experts`, the number of all experts, and no `slots`"
         )
     else:
         slots = last

@@ -1,7 +1,8 @@
 """What a list of gradients stands for: tensors and parameters, plain, quantised or distributed, on one rank or many.
 
-`kinds_of` reads the arguments of the ops of `multi_tensor`, each once. Of the gradients that they stand for,
-`numbers_of` gives this rank's numbers as plain tensors, and `memory_of` the plain tensors that scaling multiplies.
+`kinds_of` reads the arguments of the functions of `multi_tensor`, each once, and finds the gradients that they stand
+for. `numbers_of` gives this rank's numbers of these as plain tensors, and `memory_of` the plain tensors that clipping
+scales.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...runtime import is_distributed
 class Shards(NamedTuple):
     """Tensors that the ranks of some process groups hold different pieces of.
 
-    - `tensors`: this rank's pieces, as `grad_norm` takes them; there may be none at all.
+    - `tensors`: this rank's pieces, as `grad_norm` takes them; the list may be empty.
     - `groups`: the `torch.distributed` groups over whose ranks the pieces add up to the whole. A group whose ranks
       hold the same tensors (replicas) is not among them: then each rank counts its own, and nothing counts twice.
     """
@@ -37,15 +38,16 @@ _TENSOR, _NONE = frozenset({Tensor}), frozenset({None})
 
 
 class Kind(NamedTuple):
-    """Gradients that are sharded over the same groups: those of one `Shards`, or all of a call."""
+    """Gradients that are sharded over the same groups: those of one `Shards`, or all gradients of a call."""
 
     gradients: list[Tensor]
     groups: tuple[Any, ...]
-    plain: bool  # none is a subclass or requires a gradient
+    plain: bool  # no tensor is of a subclass or requires a gradient
 
 
 def kinds_of(tensors: Tensors, groups: Sequence[Any]) -> list[Kind]:
-    """The arguments `tensors` and `groups` in their general form. What can be read only once is read here."""
+    """The arguments `tensors` and `groups` in their general form. An iterator, which can be read only once, is read
+    here."""
     given = _listed(tensors)
     types = set(map(type, given))
     if Shards not in types:
@@ -88,7 +90,7 @@ def _not_tensors(where: str, wrong: Any) -> TypeError:
 
 def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     """The gradients that the entries of a list stand for; see `grad_norm`."""
-    # Only what requires no gradient is asked for its .grad: others may warn.
+    # `.grad` is read only if no tensor requires a gradient: on one that does and is not a leaf, it would warn.
     if types <= _TENSOR and True not in {t.requires_grad for t in given} and {t.grad for t in given} <= _NONE:
         return Kind(given, _listed_groups(groups), True)
     found = []
@@ -124,7 +126,7 @@ def _listed_groups(groups: Any) -> tuple[Any, ...]:
 
 
 def check_strided(tensors: list[Tensor]) -> None:
-    """Refuse tensors that do not lie in memory as shape and strides say."""
+    """Refuse sparse and other tensors whose memory is not described by shape and strides."""
     for t in tensors:
         if t.layout is not torch.strided:
             raise ValueError(
@@ -153,8 +155,8 @@ def numbers_of(kind: Kind) -> dict[Placed, list[Tensor]]:
 
 
 def _piece(t: Any) -> tuple[Tensor, Placed]:
-    """This rank's piece of a DTensor, and how it is placed. A sum that ranks hold terms of is made first: the norm of a
-    sum is not to be had from those of its terms."""
+    """This rank's piece of a DTensor, and how it is placed. A `Partial` one is summed over the ranks first, since the
+    norm of a sum does not follow from the norms of its terms."""
     if any(placement.is_partial() for placement in t.placements):
         from torch.distributed.tensor import Replicate
 
@@ -166,7 +168,7 @@ def _piece(t: Any) -> tuple[Tensor, Placed]:
 
 
 def _local(t: Any) -> Tensor:
-    """The tensor that holds this rank's numbers of a DTensor, when they have arrived."""
+    """This rank's local tensor of a DTensor, after waiting for a collective that may still be under way."""
     local = t.to_local()
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
@@ -190,18 +192,18 @@ def memory_of(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _scalable_piece(t: Any) -> Tensor:
-    """This rank's piece of a DTensor, a multiple of which is its piece of that multiple of the whole."""
+    """This rank's piece of a DTensor, checked: scaling the pieces of all ranks must scale the whole."""
     for placement in t.placements:
         if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):
             raise ValueError(
-                f"one DTensor is placed as {t.placements}, of which ranks cannot make a multiple each by itself: "
+                f"one DTensor is placed as {t.placements}, which ranks cannot scale each by itself: "
                 "redistribute it to Replicate() before it is clipped"
             )
     return _local(t)
 
 
 def _scales(q: QTensor) -> list[Tensor]:
-    """The scales that all numbers of a QTensor are multiples of."""
+    """The scales of a QTensor; multiplying them multiplies all its numbers."""
     format = q.format
     if format.block == "mx":
         raise ValueError(
@@ -216,7 +218,7 @@ def _scales(q: QTensor) -> list[Tensor]:
     copies = [copy for copy in (q.rowwise, q.columnwise) if copy is not None]
     scales = [copy.scale if copy.global_scale is None else copy.global_scale for copy in copies]
     if len(scales) == 2 and (scales[0] is scales[1] or _same_memory(*scales)):
-        del scales[1]  # both copies may have one scale of the whole tensor
+        del scales[1]  # both copies may share one scale of the whole tensor
     return scales
 
 
@@ -225,7 +227,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def mark_clipped(gradients: list[Tensor]) -> None:
-    """Tell autograd, and a QTensor's format, that numbers inside of subclasses have changed."""
+    """Record for autograd that numbers inside of subclasses have changed, and that scales of QTensors are no longer
+    powers of two."""
     changed = [t for t in gradients if isinstance(t, QTensor) or is_distributed(t)]
     for t in changed:
         q = _local(t) if is_distributed(t) else t

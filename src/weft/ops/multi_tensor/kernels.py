@@ -6,7 +6,7 @@ from ...runtime import kernel
 
 @triton.jit
 def _chunk(table_ptr, first):
-    """Address and length of a program's chunk, and its place among all chunks."""
+    """(address, length, place): those of the chunk of this program, and its place among all chunks."""
     chunk = tl.program_id(0).to(tl.int64) + first
     entry = table_ptr + 2 * chunk
     return tl.load(entry), tl.load(entry + 1), chunk
@@ -14,8 +14,8 @@ def _chunk(table_ptr, first):
 
 @triton.jit
 def _add(x, sums, bits, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
-    """Adds a tile to a program's sums, and to all bits that its numbers have. x: floats for a sum of them, else as
-    integers."""
+    """(sums, bits) with a tile added: to the sums of a program, and to the bits that are set in any of its numbers. x
+    has floats if they are summed, else their bits as integers."""
     if WHAT == "norm2":
         x = x.to(tl.float32)
         if scale is not None:
@@ -37,7 +37,7 @@ def _add(x, sums, bits, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr, TILE: tl.constexpr):
-    """The sums of each lane of a program over its chunk, [TILE]."""
+    """(sums, bits) of each lane of a program over its chunk, [TILE] each."""
     lane = tl.arange(0, TILE)
     sums = tl.zeros((TILE,), tl.float32 if WHAT == "norm2" or WHAT == "norm1" else tl.int32)
     bits = tl.zeros((TILE,), tl.int32)
@@ -47,7 +47,7 @@ def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.conste
         x = tl.load(tl.multiple_of(start_ptr + begin, 16) + lane)  # [TILE]
         sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
     if whole < count:
-        # What is not there is no zero where zeros are counted, and finite.
+        # Past the end the value must not count: not a zero where zeros are counted, and finite.
         OTHER: tl.constexpr = 1 if WHAT == "zeros" or WHAT == "nonfinite" else 0
         x = tl.load(start_ptr + whole + lane, mask=whole + lane < count, other=OTHER)  # [TILE]
         sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
@@ -58,9 +58,9 @@ def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.conste
 def multi_tensor_reduce_kernel(
     table_ptr,  # [chunks, 2]: address, length
     partial_ptr,  # [chunks]
-    first,  # of the chunks of this dtype
+    first,  # the place of the first chunk of this dtype
     ELEMENT: tl.constexpr,  # what lies at the addresses: a float type, or an integer of as many bits
-    EXPONENT: tl.constexpr,  # its exponent's bits
+    EXPONENT: tl.constexpr,  # a mask of the exponent's bits
     WHAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -71,7 +71,8 @@ def multi_tensor_reduce_kernel(
         squares = tl.sum(sums, axis=0)
         partial = tl.sqrt_rn(squares)
         if EXPONENT != 0x7C00:
-            # Below 2^-80 every |x| is below 2^-40; squares that vanished from a larger sum do not show in it.
+            # If the sum is below 2^-80 then every |x| is below 2^-40, and squares may have vanished. In a larger sum,
+            # squares that vanished are too small to count.
             small = squares < 8.271806125530277e-25
             if (small | (squares > 8.507059173023462e37)) & (tl.max(bits & 0x7FFFFFFF, axis=0) != 0):  # 2^126
                 scale = tl.where(small, 1.2379400392853803e27, 8.271806125530277e-25)  # 2^90, 2^-80
@@ -89,8 +90,9 @@ def multi_tensor_reduce_kernel(
 
 @triton.jit
 def _norm_of_norms(partial_ptr, count, bits, WHAT: tl.constexpr, TILE: tl.constexpr):
-    """The norm of partial norms that are all finite; bits: of the largest."""
-    # Times 2^-e the largest lies in [1, 2), if it is not subnormal: no sum overflows.
+    """The norm of partial norms, all of them finite; `bits` are the bits of the largest."""
+    # All are multiplied by a power of two that brings the largest into [1, 2), unless it is subnormal: no sum
+    # overflows.
     exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     up = (exponent << 23).to(tl.float32, bitcast=True)
@@ -150,7 +152,7 @@ def multi_tensor_clip_kernel(
     TILE: tl.constexpr,
 ):
     coefficient = tl.div_rn(max_norm, tl.load(norm_ptr) + 1e-6)
-    if not (coefficient >= 1.0):  # NaN goes on
+    if not (coefficient >= 1.0):  # a coefficient of NaN is applied as well
         address, count, _ = _chunk(table_ptr, first)
         start_ptr = address.to(tl.pointer_type(ELEMENT))
         lane = tl.arange(0, TILE)

@@ -42,7 +42,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 class ReduceArgs(NamedTuple):
-    tensors: list[Tensor]  # on one device, and in float64 all or none
+    tensors: list[Tensor]  # on one device; either all or none in float64
     what: str  # norm1, norm2, norminf, zeros or nonfinite
 
 
@@ -76,10 +76,10 @@ def multi_tensor_reduce_reference(a: ReduceArgs) -> ReduceOutputs:
 
 
 def multi_tensor_clip_reference(a: ClipArgs) -> Nothing:
-    """In place; a coefficient of 1 changes nothing."""
+    """The definition, in place; a coefficient of 1 changes nothing."""
     check_writable(a.tensors)
     coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
-    # Numbers of slices that share memory are read before they are written, so that each is scaled once.
+    # All are read before any is written, so that numbers in memory that slices share are scaled once.
     sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
     for t, source in zip(a.tensors, sources, strict=True):
         t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)
@@ -158,7 +158,7 @@ def _launch_clip(_: Nothing, a: ClipArgs) -> None:
     address = norm.data_ptr()
     place = bisect_right(begins, address) - 1
     if place >= 0 and address < ends[place]:
-        norm = norm.clone()  # some programs would read it when others have scaled it
+        norm = norm.clone()  # it lies in a tensor to be scaled: programs could read it after it was scaled
     tile = _tile(table.entries.device)
     for segment in table.segments:
         _clip_launch(segment.dtype, tile)(
@@ -179,7 +179,7 @@ multi_tensor_reduce_op = define_op(
     allocate=_allocate_reduce,
     launch=_launch_reduce,
     reference=multi_tensor_reduce_reference,
-    variants=4,  # one for each dtype that a list may have, and one that puts all together
+    variants=4,  # one for each dtype that a list may have, and one to put partial results together
 )
 
 multi_tensor_clip_op = define_op(
@@ -283,21 +283,21 @@ def clip_grads_(
     groups: Sequence[Any] = (),
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; gives the norm that they had. It takes the
-    place of `torch.nn.utils.clip_grad_norm_`, with gradients in place of parameters as well.
+    """Scale gradients in place so that their norm is at most `max_norm`; returns the norm that they had. It replaces
+    `torch.nn.utils.clip_grad_norm_`, and takes gradients as well as parameters.
 
     Each number is multiplied by min(1, max_norm / (norm + 1e-6)), the coefficient of torch's `clip_grad_norm_`, in
     fp32, and rounded once. The coefficient is made on the device, so nothing waits; where it is 1 nothing is read or
     written.
 
-    - parameters, norm_type, groups, device: those of `grad_norm`. A tensor that stands for its `.grad` is never
-      written to. Of a DTensor each rank scales its piece. A `QTensor` keeps its codes, and its fp32 scales (nvfp4: that
-      of the whole tensor) are scaled: exactly if they are powers of two, which they are no longer, so that its format
-      becomes the one without `pow2`. The scales of mx cannot be multiplied, and are refused.
-    - error_if_nonfinite: raise a RuntimeError in place of clipping by a norm that is infinite or NaN. Then, and only
-      then, the host waits for the device.
-    - foreach: nothing; torch has it.
-    - norm: to clip by, where `grad_norm` has been called before (of other tensors as well, perhaps); else it is
+    - parameters, norm_type, groups, device: those of `grad_norm`. A tensor that stands for its `.grad` is never written
+      to. Each rank scales its piece of a DTensor. A `QTensor` keeps its codes, and its fp32 scales (for nvfp4 the one
+      of the whole tensor) are multiplied. Scales that were powers of two are then no longer such, so its format becomes
+      the one without `pow2`. The scales of mx can only be powers of two, so mx is refused.
+    - error_if_nonfinite: raise a RuntimeError instead of clipping by a norm that is infinite or NaN. Only with this
+      option the host waits for the device.
+    - foreach: ignored; it is accepted because torch's function has it.
+    - norm: the norm to clip by, if `grad_norm` has been called before (perhaps with more tensors); by default it is
       computed here.
 
     As in torch, an infinite norm makes finite numbers 0 and infinite ones NaN, and a norm of NaN makes everything NaN:
@@ -333,12 +333,12 @@ def _clip(
     device: torch.device | str | None,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """`clip_grads_` where autograd records nothing: of plain tensors, or under `no_grad`."""
+    """`clip_grads_` where autograd records nothing: for plain tensors, or under `no_grad`."""
     gradients = kinds[0].gradients if len(kinds) == 1 else [t for kind in kinds for t in kind.gradients]
     plain = all(kind.plain for kind in kinds)
     sets = _sets(gradients if plain else memory_of(gradients))
     if len(sets) > 1 and not torch.compiler.is_compiling():
-        # The op looks at one set, when others may have been clipped.
+        # The op sees one set at a time, so memory shared between sets has to be found before any is clipped.
         check_writable([t for alike in sets.values() for t in alike])
     if norm is None:
         norm = _statistic(kinds, what, device)
@@ -374,7 +374,7 @@ _Sets = dict[tuple[torch.device, bool], list[Tensor]]
 
 
 def _sets(tensors: list[Tensor]) -> _Sets:
-    """The tensors that one call of an op takes: of a device, and of fp64 those or the others."""
+    """The tensors in sets that one call of an op can take: of one device, and all or none in fp64."""
     if not tensors:
         return {}
     dtypes = {t.dtype for t in tensors}
@@ -403,7 +403,7 @@ class _Part(NamedTuple):
 
     numbers: list[Tensor]
     kind: int
-    groups: tuple[Any, ...]  # those of meshes over whose ranks they are added up
+    groups: tuple[Any, ...]  # the groups of their meshes over whose ranks numbers are added up
 
 
 def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) -> Tensor:
@@ -413,7 +413,7 @@ def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) 
             (alike,) = sets.values()
             return multi_tensor_reduce_op(ReduceArgs(alike, what)).total
     parts: list[_Part] = []
-    rest = []  # groups of each kind besides those of its meshes
+    rest = []  # for each kind, the groups that do not belong to its meshes
     with torch.no_grad():
         for number, kind in enumerate(kinds):
             tensors = numbers_of(kind)
@@ -433,8 +433,8 @@ def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) 
 
 
 def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
-    """Those of the given groups that DTensors know by themselves, with the groups of the same ranks of their meshes,
-    `along`. Other tensors beside them are added up over these as well."""
+    """The given groups that DTensors know from their meshes, each with the group of the same ranks in `along`, the
+    groups of these meshes. Plain tensors beside the DTensors are added up over them as well."""
     found: dict[Any, Any] = {}
     if not (groups and along):
         return found
@@ -454,11 +454,12 @@ def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
 
 
 def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torch.device) -> Tensor:
-    """One number of those of all parts, over the ranks of their groups: first those of meshes, then, with one number
-    for each kind of tensors, `rest`. So what ranks on other meshes have to add up is alike, whatever is on theirs.
+    """One number from those of all parts, over the ranks of their groups: first over the groups of meshes, then, with
+    one number for each kind of tensors, over `rest`. So ranks on different meshes take part in the same collectives,
+    whatever they have on their meshes.
 
-    What is added is exact enough in float64 and int64; a largest norm is compared as an integer, which no NaN
-    escapes."""
+    Sums are in float64 or int64, which is exact enough. A largest norm is compared by its bits as an integer, which
+    keeps NaN."""
     result = _dtype_of_total([], what)
     if any(number.dtype is torch.float64 for part in parts for number in part.numbers):
         result = torch.float64
@@ -491,7 +492,7 @@ def _combined(numbers: Tensor, largest: bool) -> Tensor:
 
 
 def _over_groups(numbers: list[Tensor], groups: Sequence[Sequence[Any]], largest: bool) -> list[Tensor]:
-    """Each number over the ranks of its groups, with one collective for each group."""
+    """Each number, summed or compared over the ranks of its groups, with one collective for each group."""
     numbers = list(numbers)
     for group in dict.fromkeys(group for some in groups for group in some):
         places = [place for place, some in enumerate(groups) if group in some]

@@ -1,9 +1,9 @@
 """The table of chunks, by which one launch reaches the elements of many tensors.
 
 A tensor is cut into chunks of `CHUNK` neighbours. A table in the device's memory holds the address and the length of
-every chunk, for all tensors of the device; it is made once and found again for as long as the tensors stay where they
-are. A chunk begins at a multiple of 16 bytes; of a tensor that does not, the few elements before are a chunk of their
-own. So all loads but those of a tensor's ends are 128 bits wide.
+every chunk, for all tensors of the device; it is made once and found again as long as the tensors stay where they are.
+A chunk begins at a multiple of 16 bytes. If a tensor does not, the few elements before the first such address are a
+chunk of their own. So all loads except those at the ends of a tensor are 128 bits wide.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .gradients import check_strided
 
-CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors
-TABLES = 64  # that are kept: the lists of tensors that a training loop comes back to
+CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors' bytes
+TABLES = 64  # how many are kept, for the lists of tensors that a training loop uses again
 
 
 class Segment(NamedTuple):
@@ -37,20 +37,20 @@ class Table(NamedTuple):
     segments: tuple[Segment, ...]
     chunks: int
     overlapping: bool  # two of the tensors share memory
-    spans: tuple[list[int], list[int]]  # where they begin, in that order, and where they end
-    host: Tensor  # what `entries` was copied from; a graph that holds the copy reads it again
-    stream: Any  # the one that made the copy, and the event after it; None on a CPU
+    spans: tuple[list[int], list[int]]  # (begins, ends) in bytes, sorted by begin
+    host: Tensor  # what `entries` was copied from; a captured graph that contains the copy reads it again
+    stream: Any  # the stream that copied `entries`, and next the event after the copy; None on a CPU
     ready: Any
 
 
 _tables: OrderedDict[Any, Table] = OrderedDict()
-_latest: Table | None = None  # the one that was asked for last
+_latest: Table | None = None  # the table of the last call
 _tables_lock = threading.Lock()
 _held: dict[int, Table] = {}  # tables that captured graphs read
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, each with a place of its own, in whatever order."""
+    """Whether the elements fill one piece of memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True)):
         if size != 1:
@@ -61,12 +61,13 @@ def is_dense(t: Tensor) -> bool:
 
 
 def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
-    """The table, and the tensors that it reaches: those given, or dense copies of those that have gaps."""
+    """(table, reached): the table, and the tensors that its addresses are of: those given, or dense copies of tensors
+    with gaps."""
     device, given = tensors[0].device, tensors
     try:
         if not all(map(Tensor.is_contiguous, tensors)):
             tensors = [t if t.numel() == 0 or is_dense(t) else t.contiguous() for t in tensors]
-        # All that a table depends on: one whose tensors are gone is right for others in their place.
+        # The key has all that a table depends on: if tensors are freed, the table is right for others in their memory.
         key = (
             device,
             tuple(map(Tensor.data_ptr, tensors)),
@@ -87,7 +88,7 @@ def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
                 _tables[key] = table
                 if len(_tables) > TABLES:
                     _tables.popitem(last=False)
-        elif table is not _latest:  # to hash a key of many addresses once more takes time
+        elif table is not _latest:  # skipped if it is the latest: hashing a key of many addresses takes time
             _tables.move_to_end(key)
         _latest = table
     if capturing:  # the graph reads it for as long as the process lives
@@ -141,7 +142,7 @@ def _build(
 def _spans(
     addresses: Sequence[int], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> tuple[list[int], list[int]]:
-    """The first byte of each dense tensor, and the one after its last, in the order of the first ones."""
+    """(begins, ends): the first byte of each dense tensor and the one after its last, sorted by the first."""
     pairs = zip(addresses, sizes, dtypes, strict=True)
     found = sorted((address, address + size * dtype.itemsize) for address, size, dtype in pairs if size)
     return [begin for begin, _ in found], [end for _, end in found]
@@ -166,17 +167,17 @@ def check_writable(tensors: list[Tensor]) -> None:
 
 
 def refuse_expanded(tensors: list[Tensor]) -> None:
-    """Refuse tensors in which one number stands for several elements."""
+    """Refuse expanded tensors, in which several elements share memory."""
     for t in tensors:
         if not t.is_contiguous() and torch._debug_has_internal_overlap(t) == 1:
             raise ValueError(
                 "clip_grads_ writes to its tensors, but one of them was expanded, so that several of its elements "
-                "are one in memory: clip a contiguous() copy of it"
+                "share memory: clip a contiguous() copy of it"
             )
 
 
 def shared_memory() -> ValueError:
-    """What to say of tensors that share memory."""
+    """The error for tensors that share memory."""
     return ValueError(
         "clip_grads_ would scale a number twice: two of the tensors share memory. Give each gradient once"
     )

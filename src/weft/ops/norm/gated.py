@@ -1,4 +1,5 @@
-"""RMSNorm of an attention's output, times a gate: over the whole of a row or each of its groups, transposed on the way.
+"""RMSNorm of the output of an attention, times a gate: over whole rows or groups of their columns, transposed on the
+way.
 
     r = 1 / sqrt(mean(x^2) + eps)              over each of the `groups` equal parts of a row
     z = x * r
@@ -100,7 +101,7 @@ class GatedNormBackwardArgs(NamedTuple):
 
 
 def _in_order(x: Tensor, transpose: bool) -> Tensor:
-    """x with its rows in the order of y's: a view."""
+    """A view of x with its rows in the order of the rows of y."""
     return x.transpose(0, 1) if transpose else x
 
 
@@ -146,7 +147,7 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
 
 
 class GroupConfig(NamedTuple):
-    """How groups are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+    """How groups are cut: a program has `rows` of them, `tile` columns at a time, in a loop if a group has more."""
 
     rows: int
     tile: int
@@ -159,12 +160,12 @@ class GroupConfig(NamedTuple):
         if target == "cpu":
             tile = cpu_tile(cols, 128, 4096 if backward else 1024)  # 128: a block of any format
             return GroupConfig(1, tile, tile < cols, 4)
-        # A power of two that holds the group, up to what registers hold: backward has three tiles and a sum.
+        # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
         tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
         most = 8192 if backward else 16384
         loop = tile > most
         tile = min(tile, most // 2 if loop else most)
-        # Where an access has one element, its address is longer than it.
+        # Where accesses are one element wide, addresses take more registers than the elements.
         rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
         return GroupConfig(
             rows, tile, loop, tile_warps(rows * tile * (2 if loop and backward else 1), target)
@@ -172,11 +173,14 @@ class GroupConfig(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _levels(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """(second, third, three strides of each tensor): how kernels count rows that have these leading sizes, and where
-    the rows of each tensor lie; None if that takes more than three dimensions."""
+def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """(second, third, three strides of each tensor): how kernels count the groups of tensors of this shape, and where
+    those of each tensor lie; None if that takes more than three dimensions, or if the numbers of a group are apart."""
+    *sizes, cols = shape
+    if cols > 1 and any(stride[-1] != 1 for stride in strides):
+        return None
     merged: list[tuple[int, list[int]]] = []
-    for size, *steps in zip(sizes, *strides, strict=True):
+    for size, *steps in zip((*sizes, groups), *((*s[:-1], cols // groups) for s in strides), strict=True):
         if size == 1:
             continue
         if merged and all(before == size * step for before, step in zip(merged[-1][1], steps, strict=True)):
@@ -192,40 +196,39 @@ def _levels(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(found)
 
 
+def _strides_in_order(x: Tensor, transpose: bool) -> tuple[int, ...]:
+    """The strides of `_in_order(x, transpose)`. Kernels take no more than these and the address, which is x's."""
+    if not transpose:
+        return x.stride()
+    first, second, *rest = x.stride()
+    return second, first, *rest
+
+
 def _laid_out(
-    groups: int, read: tuple[Tensor, ...], written: Tensor | None = None
+    groups: int, transpose: bool, x: Tensor, read: tuple[Tensor, ...], written: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Tensors of one shape [..., K] that are read, and the `_levels` of all; copies of those that lie in too many
-    ways. The one that is written has no gaps."""
+    """x and other tensors that are read, with their `_levels` and those of the gradient of x that is written; copies of
+    those that lie in too many ways. The one that is written has no gaps. x and its gradient are transposed, or not."""
     shape = read[0].shape
-    cols = shape[-1]
-    sizes = (*shape[:-1], groups)
-    every = read if written is None else (*read, written)
-    found = None
-    if all(t.stride(-1) == 1 or cols == 1 for t in read):
-        found = _levels(sizes, *((*t.stride()[:-1], cols // groups) for t in every))
-    if found is None:
-        read = tuple(t if _has_no_gaps(t) else t.contiguous() for t in read)
-        every = read if written is None else (*read, written)
-        found = _levels(sizes, *((*t.stride()[:-1], cols // groups) for t in every))
-        assert found is not None
-    return read, found
-
-
-def _has_no_gaps(x: Tensor) -> bool:
-    """Whether x is contiguous, or was before it was transposed."""
-    return x.is_contiguous() or (x.dim() > 2 and x.transpose(0, 1).is_contiguous())
+    rest = [] if written is None else [_strides_in_order(written, transpose)]
+    levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
+    if levels is None:
+        x, *others = (t if t.is_contiguous() else t.contiguous() for t in (x, *read))
+        read = tuple(others)
+        levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
+        assert levels is not None
+    return (x, *read), levels
 
 
 def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
     rstd = None
     if a.stats:
         rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
-    return GatedNormOutputs(allocate_result(a.result, a.x, a.gate.shape), rstd)
+    return GatedNormOutputs(allocate_result(a.result, a.gate), rstd)
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
-    """Whether the row-wise copy comes from groups alone: no block of it has two."""
+    """Whether no block of the row-wise copy reaches from one group into the next."""
     if format.block == "128x128":
         return False
     if groups == 1:
@@ -233,35 +236,57 @@ def _within_groups(format: Format, groups: int, cols: int) -> bool:
     return format.block != "row" and cols % max(format.group, format.packed) == 0
 
 
-class _Constants(NamedTuple):
-    """What decides the code of the kernel over rows."""
+class _Layout(NamedTuple):
+    """Where the groups of x and of the gate lie, in the order in which kernels take it."""
 
-    act: str
-    format: str | None
-    cast: int
-    static: bool
-    known: bool
-    config: GroupConfig
-    align: int
-    cols_masked: bool
+    rows: int  # groups of all tokens
+    cols: int  # of a group
+    groups: int
+    levels: tuple[int, ...]
+
+    @property
+    def align(self) -> int:
+        """Of which the columns of a group and all strides are multiples."""
+        return align_of(self.cols, *self.levels[2:])
 
 
-@functools.cache
-def _rows_launch(c: _Constants) -> Launch:
-    return Launch.of(
+class _Pass(NamedTuple):
+    """What a pass over groups makes, as far as it decides the code of the kernel."""
+
+    smallest_tile: int = 1
+    format: str | None = None  # of the row-wise copy
+    cast: int = 0
+    static: bool = False  # the scale is given
+    known: bool = False  # the statistics are given
+
+
+_PLAIN = _Pass()
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups_launch(
+    layout: _Layout, act: str, target: str, made: _Pass
+) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
+    """(launch, grid, integers that say where everything lies) of a pass over groups."""
+    align = layout.align
+    config = GroupConfig.choose(layout.cols, made.smallest_tile, False, align, target)
+    launch = Launch.of(
         gated_norm_kernel,
-        num_warps=c.config.num_warps,
-        ACT=c.act,
-        FORMAT=c.format and Format.of(c.format),
-        CAST=c.cast,
-        STATIC=c.static,
-        KNOWN=c.known,
-        ROWS=c.config.rows,
-        TILE=c.config.tile,
-        LOOP=c.config.loop,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
+        num_warps=config.num_warps,
+        ACT=act,
+        FORMAT=made.format and Format.of(made.format),
+        CAST=made.cast,
+        STATIC=made.static,
+        KNOWN=made.known,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        ALIGN=align,
+        COLS_MASKED=layout.cols % config.tile != 0,
     )
+    rows, cols, groups, levels = layout
+    programs = -(-rows // config.rows)
+    return launch, (programs, 1, 1), (programs * config.rows, rows, cols, groups, *levels)
 
 
 class _GatedNorm:
@@ -269,99 +294,84 @@ class _GatedNorm:
 
     def __init__(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
         self.o, self.a = o, a
-        self.width = width = a.gate.shape[-1]
-        self.cols = width // a.groups
-        self.rows = a.gate.numel() // width * a.groups
+        width = a.gate.shape[-1]
         self.target = capabilities_of(a.x.device)
         self.weight = contiguous(a.weight)
-        (self.x, self.gate), self.levels = _laid_out(a.groups, (_in_order(a.x, a.transpose), a.gate))
-        self.align = align_of(self.cols, *self.levels[2:])
+        (self.x, self.gate), levels = _laid_out(a.groups, a.transpose, a.x, (a.gate,))
+        self.layout = _Layout(a.gate.numel() // width * a.groups, width // a.groups, a.groups, levels)
         self.rstd = o.rstd
-        self.cast = 0
 
-    def plain(self) -> None:
-        self._over_groups(self._config(1), None, None, self.o.result.y, None, False)
+    def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
+        launch, grid, integers = _groups_launch(self.layout, self.a.act, self.target.target, made)
+        launch(
+            grid,
+            (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
+            (*integers, 0, 0),
+            (self.a.eps, self.a.weight_offset),
+        )
 
     def quantized(self) -> None:
         o, a = self.o, self.a
         assert a.result.format is not None
         self.format = f = Format.of(a.result.format)
         self.cast = cast_mode(self.target)
-        direct = _within_groups(f, a.groups, self.cols)
-        if f.block == "row" and not direct:  # one scale to several groups: by way of y in fp32
+        direct = _within_groups(f, a.groups, self.layout.cols)
+        if f.block == "row" and not direct:
+            # One scale for several groups: y is stored in fp32 and then quantised.
             y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
-            self._over_groups(self._config(f.group), None, None, y, None, False)
+            self.plain(y, _Pass(f.group, cast=self.cast, static=a.result.scale is not None))
             quantize_into(o.result, a.result, y)
             return
         by_tensor = f.needs_tensor_amax and a.result.scale is None
         if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
-            # There is more than one pass: the later ones read the statistics.
-            self.rstd = torch.empty(self.rows, dtype=torch.float32, device=self.x.device)
-        make_copies(o.result, a.result, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+            # There is more than one pass, and the later ones read the statistics that the first one writes.
+            self.rstd = torch.empty(self.layout.rows, dtype=torch.float32, device=self.x.device)
+        make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
 
-    def _config(self, smallest_tile: int) -> GroupConfig:
-        return GroupConfig.choose(self.cols, smallest_tile, False, self.align, self.target.target)
-
-    def rows_pass(
+    def groups_pass(
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
-        config = self._config(self.format.group)
-        partials = None
-        if wants_amax:
-            partials = torch.empty(-(-self.rows // config.rows), dtype=torch.float32, device=self.x.device)
-        self._over_groups(config, copy, given, None, partials, known)
-        return partials
-
-    def _over_groups(
-        self, config: GroupConfig, copy: Copy | None, given: Tensor | None, y: Tensor | None,
-        partials: Tensor | None, known: bool,
-    ) -> None:  # fmt: skip
-        a = self.a
-        idle = copy is None and partials is None and y is None  # no more than the statistics
-        programs = -(-self.rows // config.rows)
-        data, data_scale, _, *strides = copy_arguments(copy)
-        constants = _Constants(
-            a.act,
-            None if copy is None else a.result.format,
-            self.cast,
-            a.result.scale is not None,
-            known,
-            config,
-            self.align,
-            self.cols % config.tile != 0,
+        a, to = self.a, self.a.result
+        made = _Pass(
+            self.format.group, None if copy is None else to.format, self.cast, to.scale is not None, known
         )
-        _rows_launch(constants)(
-            (programs, 1, 1),
-            (
-                self.x, None if idle else self.gate, None if idle else self.weight, given if copy else None, y,
-                self.rstd, partials, data, data_scale,
-            ),
-            (programs * config.rows, self.rows, self.cols, a.groups, *self.levels, *strides),
+        launch, grid, integers = _groups_launch(self.layout, a.act, self.target.target, made)
+        partials = torch.empty(grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
+        gate, weight = self.gate, self.weight
+        if copy is None and partials is None:  # computes the statistics alone
+            gate = weight = None  # type: ignore[assignment]
+        data, data_scale, _, *strides = copy_arguments(copy)
+        launch(
+            grid,
+            (self.x, gate, weight, given if copy else None, None, self.rstd, partials, data, data_scale),
+            (*integers, *strides),
             (a.eps, a.weight_offset),
-        )  # fmt: skip
+        )
+        return partials
 
     def stripes_pass(
         self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
-        groups, tokens = self.a.groups, self.rows // self.a.groups
+        rows, cols, groups, levels = self.layout
+        tokens, width, align = rows // groups, cols * groups, self.layout.align
         tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
-        stripes = count_stripes(tokens, self.width)
-        tiles = stripes * -(-self.width // tile)
+        stripes = count_stripes(tokens, width)
+        tiles = stripes * -(-width // tile)
         partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
         data, data_scale, *strides = copy_arguments(row)
         data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             gated_norm_stripe_kernel,
-            num_warps=16 if self.align == 1 and self.target.backend == "cuda" else num_warps,
+            num_warps=16 if align == 1 and self.target.backend == "cuda" else num_warps,
             ACT=self.a.act,
             FORMAT=self.format,
             CAST=self.cast,
             STATIC=self.a.result.scale is not None,
             ROWS=STRIPE,
             TILE=tile,
-            WITHIN=self.cols % tile == 0,
-            ALIGN=self.align,
-            COLS_MASKED=self.width % tile != 0,
+            WITHIN=cols % tile == 0,
+            ALIGN=align,
+            COLS_MASKED=width % tile != 0,
         )
         launch(
             (tiles, 1, 1),
@@ -377,7 +387,7 @@ class _GatedNorm:
                 data_t,
                 data_t_scale,
             ),
-            (stripes * STRIPE * groups, tokens, self.width, groups, *self.levels, *strides, *strides_t),
+            (stripes * STRIPE * groups, tokens, width, groups, *levels, *strides, *strides_t),
             (self.a.weight_offset,),
         )
         return partials
@@ -386,7 +396,7 @@ class _GatedNorm:
 def _launch_gated_norm(o: GatedNormOutputs, a: GatedNormArgs) -> None:
     call = _GatedNorm(o, a)
     if a.result.format is None:
-        call.plain()
+        call.plain(o.result.y)
     else:
         call.quantized()
 
@@ -399,16 +409,13 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
     groups, width = a.groups, a.gate.shape[-1]
     cols, tokens = width // groups, a.gate.numel() // width
     target = capabilities_of(a.x.device)
-    (x, gate, dy), levels = _laid_out(
-        groups,
-        (_in_order(a.x, a.transpose), a.gate, a.dy),
-        None if o.x is None else _in_order(o.x, a.transpose),
-    )
+    (x, gate, dy), levels = _laid_out(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
     if o.x is None:
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
     config = GroupConfig.choose(cols, 1, True, align, target.target)
-    # Four programs to a multiprocessor. Each group has its own, as many as it has tiles of tokens at most.
+    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
+    # tokens.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
     program_tokens = -(-tokens // parts)
     program_tokens = -(-program_tokens // config.rows) * config.rows
@@ -558,10 +565,10 @@ def gated_norm(
     fp16 or fp32, x and gate of any strides. Returns y in the shape of the gate, and the largest |y| with
     `return_amax`.
 
-    - `groups`: the mean is taken over each of so many equal parts of the last dimension. For heads with a weight
-      [d] in common, give x and gate as [..., H, d] and leave groups=1.
+    - `groups`: the mean is taken over each of this many equal parts of the last dimension. For heads that share a
+      weight [d], give x and gate as [..., H, d] and leave groups=1.
     - `act`: f, "sigmoid" or "silu".
-    - `eps`: None as for `weft.rms_norm`.
+    - `eps`: None means the same as for `weft.rms_norm`.
     - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
       layers around it want them.
     - `weight_offset`: 1 for weights stored around zero.

@@ -1,9 +1,11 @@
-"""The kernels of the gated norm. What they compute, and the names, are those of `gated.py`.
+"""The kernels of the gated norm. `gated.py` has the formulas, and the names in them.
 
-A row of the kernels is one group of a row of y; the groups of one row of y follow each other.
+To the kernels a "row" is one group of a row of y; the groups of a row of y follow each other.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from ...language import tl, triton
 from ...runtime import kernel
@@ -14,22 +16,46 @@ from ..common.rows import load_tile, load_vector, tile_mask
 from ..common.sums import add_to
 
 
+class Rows(NamedTuple):
+    """The rows of a tile."""
+
+    ptr: Any
+    off: Any  # int64 [R], where each row begins
+
+
+class Weight(NamedTuple):
+    """The weight of the groups of a tile's rows."""
+
+    ptr: Any  # or None
+    off: Any  # [R], where that of each row begins; None if all rows have the one at ptr
+    offset: Any  # added to it
+
+
+class Inputs(NamedTuple):
+    """What the backward reads of the rows of a tile."""
+
+    x: Any  # Rows
+    gate: Any  # Rows
+    dy: Any  # Rows
+    rstd: Any  # [R, 1]
+
+
 @triton.jit
 def _row_offset(row, second, third, first_stride, second_stride, third_stride, ALIGN: tl.constexpr):
-    """Where rows lie that are counted in three dimensions [any, second, third]. Offsets have 64 bits; rows have no
-    more than it takes to count them, since long divisions take time and registers."""
+    """The int64 offsets of rows that are counted in three dimensions [any, second, third]. The dtype of `row` is only
+    as wide as the number of rows needs, since 64-bit divisions take time and registers."""
     rest = row // third
     off = (rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride
     return tl.multiple_of(off + (row % third).to(tl.int64) * third_stride, ALIGN)
 
 
 @triton.jit
-def _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT: tl.constexpr):
-    """y [R, C] from x, zero where there is no element."""
+def _gated(x, rstd, gate, weight, col, mask, ACT: tl.constexpr):
+    """y [R, C] from x, zero past the last row and column."""
     y = x * rstd[:, None]
-    if weight_ptr is not None:
-        y = y * (load_tile(weight_ptr + weight_off[:, None] + col[None, :], mask) + weight_offset)
-    y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+    if weight.ptr is not None:
+        y = y * (load_tile(weight.ptr + weight.off[:, None] + col[None, :], mask) + weight.offset)
+    y = y * activate(load_tile(gate.ptr + gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     if mask is not None:
         y = tl.where(mask, y, 0.0)
     return y
@@ -38,11 +64,11 @@ def _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, c
 @kernel
 def gated_norm_kernel(
     x_ptr,  # [rows, cols]
-    gate_ptr,  # [rows, cols], or None if there is nothing to do but the statistics
+    gate_ptr,  # [rows, cols], or None to compute the statistics alone
     weight_ptr,  # [groups, cols], or None
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     y_ptr,  # [rows, cols], or None
-    rstd_ptr,  # [rows], or None; written, or read if KNOWN
+    rstd_ptr,  # [rows], or None; read if KNOWN, else written
     amax_ptr,  # [programs], or None
     data_ptr,  # row-wise codes, or None
     data_scale_ptr,
@@ -50,7 +76,7 @@ def gated_norm_kernel(
     rows,
     cols,  # of a group
     groups,
-    second,  # rows are counted in three dimensions, and each of x and gate has three strides
+    second,  # rows are counted in three dimensions; x and gate have three row strides each
     third,
     x_first_stride,
     x_second_stride,
@@ -66,14 +92,14 @@ def gated_norm_kernel(
     FORMAT: tl.constexpr,  # of the quantised copy, or None
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
-    KNOWN: tl.constexpr,  # the statistics are given
+    KNOWN: tl.constexpr,  # an earlier pass has written the statistics
     ROWS: tl.constexpr,
     TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
     LOOP: tl.constexpr,
     ALIGN: tl.constexpr,  # cols and all strides are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """ROWS groups in full to a program: y, or its row-wise copy; or no more than the statistics."""
+    """A program has ROWS whole groups: it makes y, or its row-wise copy, or the statistics alone."""
     cols = (cols // ALIGN) * ALIGN
     row = tl.program_id(0).to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
@@ -106,19 +132,20 @@ def gated_norm_kernel(
             tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
     if gate_ptr is not None:
+        gate, weight = Rows(gate_ptr, gate_off), Weight(weight_ptr, weight_off, weight_offset)
         if given_ptr is not None:
             given = tl.load(given_ptr)
         else:
             given = 0.0
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-        if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
+        if BY_ROW and LOOP:  # no code can be made before the largest y of its row is known
             largest = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
                 col = start + piece
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-                y = _gated(x, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, mask, ACT)
+                y = _gated(x, rstd, gate, weight, col, mask, ACT)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
@@ -129,9 +156,7 @@ def gated_norm_kernel(
                 value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
             else:
                 value = x
-            y = _gated(
-                value, rstd, gate_ptr, gate_off, weight_ptr, weight_off, weight_offset, col, exists, ACT
-            )
+            y = _gated(value, rstd, gate, weight, col, exists, ACT)
             if amax_ptr is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
             if y_ptr is not None:
@@ -146,7 +171,7 @@ def gated_norm_kernel(
                     row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
                     codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
                     tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
-                else:  # blocks of a row of y lie in one group, or there is but one
+                else:  # each block lies within one group, or there is only one group
                     codes, scale = quantize_rows(y, None, given, FP32_MAX, FORMAT, CAST)
                     G: tl.constexpr = FORMAT.group
                     blocks = (cols + G - 1) // G
@@ -156,7 +181,7 @@ def gated_norm_kernel(
                     scale_off += block_off * data_scale_col_stride
                     scale_mask = tile_mask(row, block, rows, blocks, ROWS_MASKED, COLS_MASKED)
                     tl.store(data_scale_ptr + scale_off, scale, mask=scale_mask)
-                # The groups of a row of codes follow each other; an odd row of 4-bit codes ends within a byte.
+                # The groups of a row of codes follow each other. An odd row of 4-bit codes ends within a byte.
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
                     codes,
@@ -182,7 +207,7 @@ def gated_norm_stripe_kernel(
     tokens,
     cols,  # of all groups
     groups,
-    second,  # as above; a token is `groups` rows
+    second,  # as in `gated_norm_kernel`, where a token is `groups` rows
     third,
     x_first_stride,
     x_second_stride,
@@ -197,13 +222,14 @@ def gated_norm_stripe_kernel(
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
-    ROWS: tl.constexpr,  # tokens of a stripe: the longest block along them
+    ROWS: tl.constexpr,  # tokens of a stripe, as many as the longest block has
     TILE: tl.constexpr,
     WITHIN: tl.constexpr,  # every tile lies in one group
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A tile as tall as the longest block: its copies, made from the same registers. The statistics are known."""
+    """Make the copies of a tile as tall as the longest block, from one read. An earlier pass has written the
+    statistics."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -211,7 +237,7 @@ def gated_norm_stripe_kernel(
     start = (tl.program_id(0) % tiles) * TILE
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(token, col, tokens, cols, True, COLS_MASKED)
-    row = token * groups  # the first group of each
+    row = token * groups  # the first group of each token
     x_off = _row_offset(row, second, third, x_first_stride, x_second_stride, x_third_stride, ALIGN)
     gate_off = _row_offset(
         row, second, third, gate_first_stride, gate_second_stride, gate_third_stride, ALIGN
@@ -242,21 +268,18 @@ def gated_norm_stripe_kernel(
 
 
 @triton.jit
-def _gradient_of_y(
-    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-    ACT: tl.constexpr, COLS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """(z, d, t, the slope's share of dgate) [R, C] as the module's formulas name them, zero where there is none."""
-    z = load_tile(x_ptr + x_off[:, None] + col[None, :], mask) * rstd
-    dy = load_tile(dy_ptr + dy_off[:, None] + col[None, :], mask)
-    f, slope = activate_with_slope(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
+def _gradient_of_y(a, weight, col, cols, mask, ACT: tl.constexpr, COLS_MASKED: tl.constexpr):
+    """(z, d, t, dgate / z) [R, C] as in the formulas of `gated.py`, zero past the last row and column."""
+    z = load_tile(a.x.ptr + a.x.off[:, None] + col[None, :], mask) * a.rstd
+    dy = load_tile(a.dy.ptr + a.dy.off[:, None] + col[None, :], mask)
+    f, slope = activate_with_slope(load_tile(a.gate.ptr + a.gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     d = dy * f
     t = d
     through = dy * slope
-    if weight_ptr is not None:
-        weight = load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset  # [1, C]
-        t = t * weight
-        through = through * weight
+    if weight.ptr is not None:
+        w = load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset  # [1, C]
+        t = t * w
+        through = through * w
     return z, d, t, through
 
 
@@ -275,7 +298,7 @@ def gated_norm_backward_kernel(
     program_tokens,
     cols,  # of a group
     groups,
-    second,  # rows are counted in three dimensions, and each of x, gate, dy and dx has three strides
+    second,  # rows are counted in three dimensions; x, gate, dy and dx have three row strides each
     third,
     x_first_stride,
     x_second_stride,
@@ -297,10 +320,10 @@ def gated_norm_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A run of tokens of one group: dx and dgate of each, and the sum over them.
+    """A run of tokens of one group: dx and dgate of each token, and the sum of dweight over them.
 
-    Without LOOP the sum stays in registers until the last token. With it, it lies in the program's own row of the
-    partial sums, which it reads and writes for each of its tokens.
+    Without LOOP the sum stays in registers until the last token. With LOOP it lies in the program's own row of the
+    partial sums, which is read and written for each token.
     """
     cols = (cols // ALIGN) * ALIGN
     program = tl.program_id(0)
@@ -326,25 +349,21 @@ def gated_norm_backward_kernel(
         dx_off = _row_offset(row, second, third, dx_first_stride, dx_second_stride, dx_third_stride, ALIGN)
         dgate_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
         rstd = tl.load(rstd_ptr + row, mask=token < last, other=0.0)[:, None]
+        inputs = Inputs(Rows(x_ptr, x_off), Rows(gate_ptr, gate_off), Rows(dy_ptr, dy_off), rstd)
+        weight = Weight(weight_ptr, None, weight_offset)
 
         tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
         if LOOP and dx_ptr is not None:
             for start in range(0, cols, TILE):
                 col = start + piece
                 mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                z, _, t, _ = _gradient_of_y(
-                    x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                    ACT, COLS_MASKED,
-                )  # fmt: skip
+                z, _, t, _ = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
                 tz += tl.sum(t * z, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + piece
             mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, d, t, through = _gradient_of_y(
-                x_ptr, x_off, gate_ptr, gate_off, dy_ptr, dy_off, rstd, weight_ptr, weight_offset, col, cols, mask,
-                ACT, COLS_MASKED,
-            )  # fmt: skip
+            z, d, t, through = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
             if dx_ptr is not None:
                 if not LOOP:
                     tz = tl.sum(t * z, axis=1)
@@ -357,6 +376,6 @@ def gated_norm_backward_kernel(
                 if LOOP:
                     add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), begin > first, col, cols)
                 else:
-                    sums += d * z  # zero where there is no element
+                    sums += d * z  # both are zero past the last row and column
     if dweight_ptr is not None and not LOOP:
         tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)

@@ -442,7 +442,7 @@ class _Quantized:
     def __init__(self, o: NormOutputs, a: NormArgs, operands: _Operands, layout: _Layout) -> None:
         assert a.result.format is not None
         self.o, self.a, self.operands, self.layout = o, a, operands, layout
-        self.align = layout.align  # for all passes: that of h may be larger
+        self.align: int | None = None  # of the first pass, for the others: that of h may be larger
         self.format = Format.of(a.result.format)
         self.target = capabilities_of(a.x.device)
         self.cast, self.static = cast_mode(self.target), a.result.scale is not None
@@ -462,6 +462,7 @@ class _Quantized:
 
     def _read_h(self) -> None:
         """After a pass that stored the sum h, read it in place of what it is made of."""
+        self.align = self.align or self.layout.align
         if self.o.residual is not None:
             self.operands = self.operands._replace(x=self.o.residual, residual=None, pre_bias=None, gate=None)
             self.layout = self.layout.of_h()
@@ -888,11 +889,10 @@ def _norm(
         o = result_into(norm_op, a, out, residual=residual_out)
     if residual is None and gate is None and options.format is None:
         return o.result.y
-    plain = o.result.y if return_plain else None
+    value, plain = o.result.value(options), o.result.y if return_plain else None
     h = None if residual is None else o.residual
-    results = (o.result.value(options), plain, h, gate, o.result.amax)
-    found = tuple(result for result in results if result is not None)
-    return found[0] if len(found) == 1 else found
+    found = tuple([t for t in (value, plain, h, gate, o.result.amax) if t is not None])
+    return value if len(found) == 1 else found
 
 
 @norm_like(_norm)

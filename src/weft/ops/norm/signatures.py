@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ScaleAndShift = tuple[Tensor | None, Tensor | None]
 Modulation = Tensor | ScaleAndShift
 
-# What a call returns whose number of results mypy cannot tell: a packed modulation may have a gate in it.
+# What a call returns if a type checker cannot tell the number of results: a packed modulation may contain a gate.
 NormResult = Tensor | tuple[Tensor, ...]
 
 
@@ -38,7 +38,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class NormOptions(CommonOptions, total=False):
-    """The same, with a modulation that adds no result."""
+    """`CommonOptions` with a modulation that does not add a result."""
 
     modulation: ScaleAndShift | None
 
@@ -95,8 +95,8 @@ class Norm(Protocol):
 
 
 def norm_like(shared: Callable[..., NormResult]) -> Callable[[Callable[..., NormResult]], Norm]:
-    """The decorator of a norm that passes its `**options` on to `shared`. Whoever looks at its signature sees them, by
-    name and with their defaults."""
+    """Decorate a norm that passes its `**options` on to `shared`: `inspect.signature` then shows these options by name
+    and with their defaults."""
     options = [
         parameter
         for parameter in inspect.signature(shared).parameters.values()
