@@ -258,7 +258,7 @@ class RowConfig(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def choose_backward(cols: int, target: str) -> RowConfig:
-        # Two tiles and up to four sums live at once: half the columns of the forward.
+        # Two tiles and up to six sums live at once: half the columns of the forward.
         tile = max(1 << max(cols - 1, 0).bit_length(), 64)
         if target == "cpu":
             tile = cpu_tile(cols, largest=4096)
@@ -267,7 +267,7 @@ class RowConfig(NamedTuple):
         tile = min(tile, 4096 if loop else 8192)
         rows = max(1, 1024 // tile)
         # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
-        # sm_90 without a loop: 72 to 123 registers.
+        # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
         return RowConfig(rows, tile, loop, tile_warps(rows * tile * (2 if loop else 1), target))
 
 
@@ -397,7 +397,7 @@ _PLAIN = _Pass()
 
 @functools.lru_cache(maxsize=4096)
 def _rows_launch(
-    layout: _Layout, kind: str, casting: str, target: str, made: _Pass, align: int | None = None
+    layout: _Layout, kind: str, casting: str, target: str, made: _Pass = _PLAIN, align: int | None = None
 ) -> tuple[Launch, tuple[int, int, int]]:
     """(launch, grid) of a pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
@@ -427,7 +427,7 @@ def _launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device).target
-    launch, grid = _rows_launch(layout, a.kind, a.casting, target, _PLAIN)
+    launch, grid = _rows_launch(layout, a.kind, a.casting, target)
     launch(
         grid,
         (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
@@ -834,13 +834,13 @@ def _norm(
         check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
     if residual is not None:
         check_tensor("residual", residual, (x.dtype,), device, shape)
+        if residual_gate is not None:
+            residual_gate = _flat_samples("residual_gate", residual_gate, x)
     elif residual_out is not None or residual_gate is not None:
         name = "residual_gate" if residual_out is None else "residual_out"
         raise ValueError(f"{name}= needs residual=")
     if pre_bias is not None:
         check_tensor("pre_bias", pre_bias, FLOATS, device, shape[-1:])
-    if residual_gate is not None:
-        residual_gate = _flat_samples("residual_gate", residual_gate, x)
     if casting not in ("fp32", "llama"):
         raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
     scale = shift = gate = None
