@@ -113,7 +113,7 @@ def silu_experts(name: str) -> Contest:
     ends = torch.arange(1, 33, dtype=torch.int32) * 1024
 
     def ours() -> Any:
-        return parts(weft.glu(x, prob=prob, offsets=ends, align=128, quantize="1x128", columnwise=True))
+        return parts(weft.glu(x, probs=prob, ends=ends, align=128, quantize="1x128", columnwise=True))
 
     return contest(name, ours, silu, (x, prob), workload(8).least_bytes(32768), TARGET)
 
@@ -124,7 +124,7 @@ def silu_experts_backward(name: str) -> Contest:
 
     def ours() -> Any:
         dx, _, dprob = weft.glu_backward(
-            dy, x, prob=prob, offsets=ends, align=128, quantize="1x128", columnwise=True
+            dy, x, probs=prob, ends=ends, align=128, quantize="1x128", columnwise=True
         )
         return *parts(dx), dprob
 

@@ -25,8 +25,8 @@ def expert_products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
     routing = weft.route(weft.router_linear(x, router), TOP_K)
     rows = weft.row_map(routing.indices, EXPERTS, align=ALIGN)
-    permuted, prob = weft.permute(x, rows, routing.weights)
-    h = weft.glu(expert_products(permuted, up, rows.offsets), prob=prob, ends=rows.ends, align=ALIGN)
+    permuted, probs = weft.permute(x, rows, routing.weights)
+    h = weft.glu(expert_products(permuted, up, rows.offsets), probs=probs, ends=rows.ends, align=ALIGN)
     return weft.unpermute(expert_products(h, down, rows.offsets), rows)
 
 

@@ -279,7 +279,7 @@ def routed(x: Tensor, logits: Tensor) -> Any:
     rows = weft.row_map(indices, EXPERTS, align=4)
     y, probs = weft.permute(x, rows, weights)
     assert not isinstance(y, DTensor)
-    back = weft.unpermute(weft.glu(y, layout="none", prob=probs), rows)
+    back = weft.unpermute(weft.glu(y, layout="none", probs=probs), rows)
     return (
         DTensor.from_local(back, x.device_mesh, x.placements, run_check=False)
         if isinstance(x, DTensor)
@@ -328,10 +328,10 @@ CALLS = {
         {"x": X, "weight": WEIGHT},
         {"quantize": "tensor", "quant_scale": torch.tensor(0.01), "return_amax": True},
     ),
-    "glu": Call(weft.glu, {"x": X, "prob": ("b s", (BATCH, TOKENS))}),
+    "glu": Call(weft.glu, {"x": X, "probs": ("b s", (BATCH, TOKENS))}),
     "glu of two": Call(
         weft.glu,
-        {"x": X, "up": X, "prob": ("b s _", (BATCH, TOKENS, 1))},
+        {"x": X, "up": X, "probs": ("b s _", (BATCH, TOKENS, 1))},
         cuts=("k", "b"),
         exact=False,
         compiled=True,

@@ -27,12 +27,12 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 }
 
 # The sets of options: arguments of the function, and these settings of a workload:
-#   tensors     which of up, prob and bias to make
+#   tensors     which of up, probs and bias to make
 #   experts     how many there are; their numbers of rows are random, and the last but one has none
 OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "geglu-tanh": {"act": "gelu_tanh", "tensors": ("up",)},
-    "geglu": {"act": "gelu", "tensors": ("up", "prob")},
+    "geglu": {"act": "gelu", "tensors": ("up", "probs")},
     "reglu": {"act": "relu"},
     "relu2": {"act": "relu2", "layout": "none"},
     "gpt-oss": {
@@ -43,17 +43,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "align": 1,
     },
     "mlp-bias": {"act": "gelu_tanh", "layout": "none", "tensors": ("bias",)},
-    "experts": {"tensors": ("prob",), "experts": 128, "align": 16},
+    "experts": {"tensors": ("probs",), "experts": 128, "align": 16},
     "1x128": {"quantize": "1x128"},
     "1x128-both": {"quantize": "1x128", "columnwise": True},
     "1x128-both-experts": {
-        "tensors": ("prob",), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
+        "tensors": ("probs",), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
     },
     "1x128-both-bias": {
-        "tensors": ("prob", "bias"), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
+        "tensors": ("probs", "bias"), "experts": 32, "align": 16, "quantize": "1x128", "columnwise": True,
     },
     "1x128-both-experts-128": {
-        "tensors": ("prob",), "experts": 256, "align": 128, "quantize": "1x128", "columnwise": True,
+        "tensors": ("probs",), "experts": 256, "align": 128, "quantize": "1x128", "columnwise": True,
     },
     "mx-both-interleaved": {"layout": "interleaved", "quantize": "mx", "columnwise": True},
     "nvfp4": {"quantize": "nvfp4"},
@@ -109,8 +109,8 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
     made: dict[str, Any] = {"x": inputs.normal(*shape[:-1], shape[-1] * (1 if single else 2), std=2.0)}
     if "up" in tensors:
         made["up"] = inputs.normal(*shape)
-    if "prob" in tensors:
-        made["prob"] = inputs.normal(*shape[:-1], mean=0.3, std=0.1, dtype=torch.float32)
+    if "probs" in tensors:
+        made["probs"] = inputs.normal(*shape[:-1], mean=0.3, std=0.1, dtype=torch.float32)
     experts = settings.pop("experts", None)
     if "bias" in tensors:
         made["bias"] = inputs.normal(*([] if experts is None else [experts]), made["x"].shape[-1])

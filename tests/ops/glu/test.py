@@ -57,9 +57,9 @@ def experts(align: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
 
 
 def call_of(rows: int = 6, cols: int = 96, lead: int | None = None, **options: Any) -> Call:
-    """x with gate and up in it, and prob."""
+    """x with gate and up in it, and probs."""
     shape = (rows,) if lead is None else (lead, rows)
-    return Call(weft.glu, {"x": draw(*shape, 2 * cols), "prob": torch.rand(*shape), **options})
+    return Call(weft.glu, {"x": draw(*shape, 2 * cols), "probs": torch.rand(*shape), **options})
 
 
 def backward_of(call: Call, dy: Tensor, **options: Any) -> Call:
@@ -218,19 +218,19 @@ def test_gelu_keeps_its_digits_in_the_tail(backend: Literal["triton", "reference
 
 
 def test_probabilities() -> None:
-    """0 and 1 among them: linear in prob, and its gradient does not divide by it."""
+    """0 and 1 among them: linear in probs, and its gradient does not divide by it."""
     call = call_of(rows=7)
-    prob = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
-    call = call.with_(prob=prob)
+    probs = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
+    call = call.with_(probs=probs)
     assert_accurate("glu", call)
     y, plain = results(call)["y"], weft.glu(call["x"])
     assert not y[0].count_nonzero()
-    assert torch.equal(y[1:5], plain[1:5] * prob[1:5, None].to(BF16))
-    column = call.with_(prob=prob[:, None])
+    assert torch.equal(y[1:5], plain[1:5] * probs[1:5, None].to(BF16))
+    column = call.with_(probs=probs[:, None])
     got = run(column)
-    assert got["dprob"].shape == (7, 1)
-    assert_same({"d": got["dprob"].view(-1)}, {"d": run(call)["dprob"]}, "a column of probabilities")
-    half = run(call.with_(prob=prob.to(BF16)))["dprob"]
+    assert got["dprobs"].shape == (7, 1)
+    assert_same({"d": got["dprobs"].view(-1)}, {"d": run(call)["dprobs"]}, "a column of probabilities")
+    half = run(call.with_(probs=probs.to(BF16)))["dprobs"]
     assert half.dtype == BF16
 
 
@@ -247,16 +247,16 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
     for start, end in spans:
         real[start:end] = True
     assert torch.equal(real_rows_reference(call["ends"], 300, align), real)
-    x, prob, dy = call["x"], call["prob"], draw(300, 96)
-    for t in (x, prob, dy):
+    x, probs, dy = call["x"], call["probs"], draw(300, 96)
+    for t in (x, probs, dy):
         t[~real] = torch.nan
     got = run(call, {"y": dy})
     for start, end in spans:
         rows = slice(start, end)
-        alone = Call(weft.glu, {"x": x[rows], "prob": prob[rows]})
+        alone = Call(weft.glu, {"x": x[rows], "probs": probs[rows]})
         wanted = run(alone, {"y": dy[rows]})
         assert_same({k: got[k][rows] for k in wanted}, wanted, f"rows {start} to {end}")
-    for name in ("y", "dx", "dprob"):
+    for name in ("y", "dx", "dprobs"):
         assert not words(got[name][~real]).count_nonzero(), name
 
 
@@ -271,8 +271,8 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     x = call["x"].clone()
     last = ends[-1] if ends else 0
     x[last:] = torch.nan
-    y = weft.glu(x, prob=call["prob"], ends=call["ends"])
-    assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), prob=call["prob"][:last].contiguous()))
+    y = weft.glu(x, probs=call["probs"], ends=call["ends"])
+    assert torch.equal(y[:last], weft.glu(x[:last].contiguous(), probs=call["probs"][:last].contiguous()))
     assert not words(y[last:]).count_nonzero()
 
 
@@ -303,7 +303,7 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     assert_copies(q, values["y"], call["ends"], align)
     assert amax == values["y"].abs().max()
     assert_copies(got.x, wanted["dx"], call["ends"], align)
-    near(got.prob, truth_glu.glu(call.with_(return_amax=False), dy)["dprob"])
+    near(got.probs, truth_glu.glu(call.with_(return_amax=False), dy)["dprobs"])
     assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
     assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
 
@@ -353,9 +353,11 @@ def test_quantized_gradients_of_autograd() -> None:
     call().backward(dy)
     grad = call["x"].grad
     assert isinstance(grad, QTensor)
-    assert_same({"dx": grad, "dprob": call["prob"].grad}, {"dx": wanted.x, "dprob": wanted.prob}, "autograd")
+    assert_same(
+        {"dx": grad, "dprobs": call["probs"].grad}, {"dx": wanted.x, "dprobs": wanted.probs}, "autograd"
+    )
     leaf = call["x"].detach().requires_grad_()
-    weft.glu(leaf * 1.0, prob=call["prob"].detach(), quantize_grad="1x128").backward(dy)
+    weft.glu(leaf * 1.0, probs=call["probs"].detach(), quantize_grad="1x128").backward(dy)
     assert not isinstance(leaf.grad, QTensor)
     assert torch.equal(leaf.grad, wanted.x.dequantize())
 
@@ -389,7 +391,8 @@ def test_codes_do_not_depend_on_the_copies() -> None:
 
 def two_inputs() -> Call:
     return Call(
-        weft.glu, {"x": draw(2, 65, 96), "up": draw(2, 65, 96), "prob": torch.rand(2, 65), "act": "gelu_tanh"}
+        weft.glu,
+        {"x": draw(2, 65, 96), "up": draw(2, 65, 96), "probs": torch.rand(2, 65), "act": "gelu_tanh"},
     )
 
 
@@ -461,7 +464,7 @@ def test_offsets_have_64_bits(copies: bool) -> None:
     ],
 )
 def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> None:
-    """Bugs A2, F15: several rows to a program, several programs to a row: the same bits as on the CPU but for dprob,
+    """Bugs A2, F15: several rows to a program, several programs to a row: the same bits as on the CPU but for dprobs,
     whose sum has another order."""
     call = call_of(37, cols, **options)
     gradients = backward_of(call, draw(37, cols), **{k: v for k, v in options.items() if k != "layout"})
@@ -469,9 +472,9 @@ def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> No
     with choosing_for(target):
         got, got_gradients = results(call), results(gradients)
     assert_same(got, wanted, target)
-    expected = truth_glu.glu(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprob"]
-    near(got_gradients.pop("dprob"), expected)
-    del wanted_gradients["dprob"]
+    expected = truth_glu.glu(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprobs"]
+    near(got_gradients.pop("dprobs"), expected)
+    del wanted_gradients["dprobs"]
     assert_same(got_gradients, wanted_gradients, target)
 
 
@@ -498,13 +501,13 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     opcheck(op, arguments_of(calls[op], op, results)[0])
 
 
-def grouped(x: Tensor, prob: Tensor, up: Tensor) -> Any:
+def grouped(x: Tensor, probs: Tensor, up: Tensor) -> Any:
     ends = torch.tensor([5, 5, 40])
-    return weft.glu(x, up, prob=prob, ends=ends, align=16, limit=2.0)
+    return weft.glu(x, up, probs=probs, ends=ends, align=16, limit=2.0)
 
 
-def quantized(x: Tensor, prob: Tensor) -> Any:
-    q = weft.glu(x * 2, prob=prob, quantize="1x128", columnwise=True, quantize_grad="1x128")
+def quantized(x: Tensor, probs: Tensor) -> Any:
+    q = weft.glu(x * 2, probs=probs, quantize="1x128", columnwise=True, quantize_grad="1x128")
     return q.dequantize()
 
 
@@ -567,9 +570,9 @@ def test_gradcheck_of_the_reference(act: str, layout: str) -> None:
     inputs += [torch.randn(6, 5, dtype=torch.float64)] if layout == "pair" else []
     ends = torch.tensor([2, 5])
 
-    def f(x: Tensor, prob: Tensor, up: Tensor | None = None) -> Any:
+    def f(x: Tensor, probs: Tensor, up: Tensor | None = None) -> Any:
         return weft.glu(
-            x, up, act=act, layout="concat" if layout == "pair" else layout, prob=prob, limit=1.0, up_offset=0.5,
+            x, up, act=act, layout="concat" if layout == "pair" else layout, probs=probs, limit=1.0, up_offset=0.5,
             alpha=1.3 if act in ("silu", "sigmoid") else 1.0, ends=ends,
         )  # fmt: skip
 
@@ -577,7 +580,7 @@ def test_gradcheck_of_the_reference(act: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("x",), ("up",), ("prob",), ("x", "prob"), ("up", "prob"), ("x", "up")], ids=str
+    "names", [("x",), ("up",), ("probs",), ("x", "probs"), ("up", "probs"), ("x", "up")], ids=str
 )
 def test_gradients_of_a_subset(names: tuple[str, ...]) -> None:
     """Bugs D8, D9."""
@@ -613,8 +616,8 @@ SOME_ENDS = torch.tensor([3, 6])
         ({"layout": "block"}, "layout must be"),
         ({"up": torch.ones(6, 95)}, r"up must have the shape \(6, 96\)"),
         ({"up": torch.ones(6, 96), "layout": "interleaved"}, "no layout"),
-        ({"prob": torch.ones(5)}, r"prob must have the shape \(6,\) or \(6, 1\)"),
-        ({"prob": torch.ones(6, dtype=torch.int32)}, "prob must be bfloat16, .* got torch.int32"),
+        ({"probs": torch.ones(5)}, r"probs must have the shape \(6,\) or \(6, 1\)"),
+        ({"probs": torch.ones(6, dtype=torch.int32)}, "probs must be bfloat16, .* got torch.int32"),
         ({"limit": 0.0}, "limit must be positive"),
         ({"limit": -1.0}, "limit must be positive"),
         ({"act": "relu", "alpha": 2.0}, "alpha is the steepness of a sigmoid"),

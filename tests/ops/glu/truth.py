@@ -65,11 +65,11 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
-    """y, and with an upstream gradient those of x, up, prob and bias."""
+    """y, and with an upstream gradient those of x, up, probs and bias."""
     a: dict[str, Any] = arguments(call)
     leaves = {
         name: a[name].detach().double().requires_grad_()
-        for name in ("x", "up", "prob", "bias")
+        for name in ("x", "up", "probs", "bias")
         if a[name] is not None
     }
     x = leaves["x"]
@@ -98,11 +98,11 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         value = None if up is None else up.clamp(-a["limit"], a["limit"])
     alpha = float(a["alpha"])
     factor = torch.ones_like(inside) if value is None else value + a["up_offset"]
-    prob = torch.ones(*lead, 1, dtype=torch.float64)
-    if "prob" in leaves:
-        prob = torch.where(real, leaves["prob"].view(*lead, 1), 0.0)
+    probs = torch.ones(*lead, 1, dtype=torch.float64)
+    if "probs" in leaves:
+        probs = torch.where(real, leaves["probs"].view(*lead, 1), 0.0)
     active = _activation(a["act"], alpha)(inside)
-    y = torch.where(real, active * factor * prob, 0.0)
+    y = torch.where(real, active * factor * probs, 0.0)
     with torch.no_grad():
         f_noise, slope_noise = _noise(inside.detach(), a["act"], alpha)
         # f' itself: what one would get from a gradient of ones through f alone
@@ -114,15 +114,15 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         if "bias" in leaves:  # gate and up are sums in fp32; no f'' is larger than 2, for alpha up to 2
             rounding = EPS32 * inside.detach().abs()
             f_noise, slope_noise = f_noise + slope * rounding, slope_noise + 2 * rounding
-        noise = torch.where(real, f_noise * (factor * prob).abs() + FEW * y.abs(), 0.0)
+        noise = torch.where(real, f_noise * (factor * probs).abs() + FEW * y.abs(), 0.0)
     found = {"y": Near(y.detach(), noise)}
     if dy is None:
         return found
     d = torch.where(real, dy.detach().double(), 0.0)
     y.backward(d)
     with torch.no_grad():
-        dgate = (d * prob * factor).abs() * (slope_noise + FEW * slope)
-        dup = (d * prob).abs() * (f_noise + FEW * active.abs())
+        dgate = (d * probs * factor).abs() * (slope_noise + FEW * slope)
+        dup = (d * probs).abs() * (f_noise + FEW * active.abs())
         noises = {"x": dgate, "up": dup}
         if up is not None and "up" not in leaves:
             noises["x"] = (
@@ -130,9 +130,9 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
                 if a["layout"] == "concat"
                 else torch.stack([dgate, dup], -1).flatten(-2)
             )
-        if "prob" in leaves:
+        if "probs" in leaves:
             terms = (d * factor).abs() * (f_noise + FEW * active.abs())
-            noises["prob"] = terms.sum(-1).view(leaves["prob"].shape)
+            noises["probs"] = terms.sum(-1).view(leaves["probs"].shape)
         if "bias" in leaves:
             assert leaves["x"].grad is not None
             terms = (noises["x"] + FEW * leaves["x"].grad.abs()).view(len(owner), -1)

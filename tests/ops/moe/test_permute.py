@@ -149,8 +149,8 @@ def test_too_few_rows_for_every_consumer(align: int, room: int, dense: bool) -> 
     leaves = [torch.randn(64, 64).requires_grad_(), torch.rand(64, 4 if dense else 2).requires_grad_()]
     dz = torch.randn(64, 32)
     with triton_loom.sanitize() as seen:
-        y, prob = weft.permute(leaves[0], rows, leaves[1])
-        h = weft.glu(y, prob=prob, ends=rows.ends, align=align)
+        y, probs = weft.permute(leaves[0], rows, leaves[1])
+        h = weft.glu(y, probs=probs, ends=rows.ends, align=align)
         got = [weft.unpermute(h, rows)]
         got += torch.autograd.grad(got[0], leaves, dz)
         weft.permute(leaves[0].detach(), rows, quantize="mx", columnwise=align == 128)

@@ -2,7 +2,7 @@
 
     gate, up = split(x + bias)                                            the bias of a row is that of its expert
     a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit: gate and up themselves
-    y = f(a) * (b + up_offset) * prob                                     out = round(y), or its codes and scales
+    y = f(a) * (b + up_offset) * probs                                    out = round(y), or its codes and scales
 
     silu       f = a * s(alpha a)      s(z) = 1 / (1 + exp(-z))              f' = s (1 + alpha a (1 - s))
     gelu       f = a * Phi(a)          Phi(a) = erfc(-a / sqrt 2) / 2        f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
@@ -12,9 +12,9 @@
 All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward, with
 dy the gradient of y:
 
-    dgate = dy * prob * (b + up_offset) * f'(a), 0 where gate > limit
-    dup = dy * prob * f(a), 0 where |up| > limit
-    dprob = sum over the row of dy * f(a) * (b + up_offset)
+    dgate = dy * probs * (b + up_offset) * f'(a), 0 where gate > limit
+    dup = dy * probs * f(a), 0 where |up| > limit
+    dprobs = sum over the row of dy * f(a) * (b + up_offset)
     dbias = sum over the rows, or over those of each expert, of dgate and dup
 
 The quantised gradient is made from the fp32 dgate and dup as well, and so is dbias. For it a program goes through a
@@ -93,7 +93,7 @@ class GatedUnit(NamedTuple):
 class GluArgs(NamedTuple):
     x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
     up: Tensor | None  # [..., H]
-    prob: Tensor | None  # [M]
+    probs: Tensor | None  # [M]
     bias: Tensor | None  # [width of x], with groups one for each of them
     groups: Groups
     unit: GatedUnit
@@ -110,14 +110,14 @@ class GluNeeds(NamedTuple):
 
     x: bool = False
     up: bool = False
-    prob: bool = False
+    probs: bool = False
     bias: bool = False
 
 
 class GluBackwardArgs(NamedTuple):
     x: Tensor
     up: Tensor | None
-    prob: Tensor | None
+    probs: Tensor | None
     bias: Tensor | None
     dy: Tensor  # [..., H]
     groups: Groups
@@ -129,7 +129,7 @@ class GluBackwardArgs(NamedTuple):
 class GluBackwardOutputs(NamedTuple):
     x: Result
     up: Result
-    prob: Tensor | None
+    probs: Tensor | None
     bias: Tensor | None
 
 
@@ -175,8 +175,8 @@ def glu_reference(a: GluArgs) -> GluOutputs:
     y, _ = activation_reference(gate, a.unit.act, a.unit.alpha)
     if up is not None:
         y = y * (up + a.unit.up_offset)
-    if a.prob is not None:
-        y = y * a.prob.to(y.dtype)[:, None]
+    if a.probs is not None:
+        y = y * a.probs.to(y.dtype)[:, None]
     if a.groups.ends is not None:
         y = torch.where(real_rows_reference(a.groups.ends, len(y), a.groups.align)[:, None], y, 0.0)
     return GluOutputs(result_reference(a.result, y, (*a.x.shape[:-1], y.shape[1]), a.x, a.groups))
@@ -184,17 +184,17 @@ def glu_reference(a: GluArgs) -> GluOutputs:
 
 def glu_backward_reference(a: GluBackwardArgs) -> GluBackwardOutputs:
     gate, up = _parts(a)
-    d, prob, unit, needs = a.dy.reshape(gate.shape).to(gate.dtype), a.prob, a.unit, a.needs
+    d, probs, unit, needs = a.dy.reshape(gate.shape).to(gate.dtype), a.probs, a.unit, a.needs
     real = None
     if a.groups.ends is not None:
         real = real_rows_reference(a.groups.ends, len(gate), a.groups.align)[:, None]
         gate, d = torch.where(real, gate, 0.0), torch.where(real, d, 0.0)
         up = up if up is None else torch.where(real, up, 0.0)
-        prob = prob if prob is None else torch.where(real[:, 0], prob, 0.0)
+        probs = probs if probs is None else torch.where(real[:, 0], probs, 0.0)
     inside, value = _limited(gate, up, unit.limit)
     f, slope = activation_reference(inside, unit.act, unit.alpha)
     g = torch.ones_like(f) if value is None else value + unit.up_offset
-    w = d if prob is None else d * prob.to(d.dtype)[:, None]
+    w = d if probs is None else d * probs.to(d.dtype)[:, None]
     dgate, dup = w * g * slope, w * f
     if unit.limit is not None:
         dgate = torch.where(gate > unit.limit, 0.0, dgate)
@@ -218,7 +218,7 @@ def glu_backward_reference(a: GluBackwardArgs) -> GluBackwardOutputs:
         _NO_RESULT
         if a.up is None or not needs.up
         else result_reference(a.gradient, dup, a.up.shape, a.up, a.groups),
-        (d * (f * g)).sum(1).to(prob.dtype) if prob is not None and needs.prob else None,
+        (d * (f * g)).sum(1).to(probs.dtype) if probs is not None and needs.probs else None,
         dbias,
     )
 
@@ -291,7 +291,7 @@ class _Pass(NamedTuple):
     format: str | None = None  # of copies that are made
     rowwise: bool = False  # the row-wise copy is made
     stripes: bool = False  # by stripes
-    sums: bool = False  # dprob is made
+    sums: bool = False  # dprobs is made
     bias_sums: bool = False  # and the gradient of the bias
 
 
@@ -372,13 +372,13 @@ class _Call:
             straight = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
             self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
             return
-        self.gate, self.up, self.dy, self.prob, self.unit = x, up, dy, a.prob, unit
+        self.gate, self.up, self.dy, self.probs, self.unit = x, up, dy, a.probs, unit
         self.bias = contiguous(a.bias)
         self.layout = _Layout(
             a.x.numel() // a.x.shape[-1], cols, cols if layout == "concat" else 0, inner, outer_stride, inner_stride,
             *up_strides, *dy_strides,
         )  # fmt: skip
-        self.prob_stride = 0 if a.prob is None else a.prob.stride(0)
+        self.prob_stride = 0 if a.probs is None else a.probs.stride(0)
         self.groups = NO_ENDS
         if a.groups.ends is not None:
             self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
@@ -445,7 +445,7 @@ class _Glu(_Call):
                 inner=layout.inner,
                 gate=(self.gate, layout.gate_outer_stride, layout.gate_inner_stride),
                 up=(self.up, layout.up_outer_stride, layout.up_inner_stride),
-                prob_ptr=self.prob,
+                prob_ptr=self.probs,
                 prob_stride=self.prob_stride,
                 groups=self.groups,
                 bias_ptr=self.bias,
@@ -484,12 +484,12 @@ def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
 
 
 def _allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
-    x, up, prob, bias, needs = a.x, a.up, a.prob, a.bias, a.needs
+    x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
     return GluBackwardOutputs(
         allocate_result(a.gradient, x, groups=a.groups) if needs.x else _NO_RESULT,
         allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else _NO_RESULT,
-        torch.empty(prob.shape, dtype=prob.dtype, device=prob.device)
-        if prob is not None and needs.prob
+        torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+        if probs is not None and needs.probs
         else None,
         empty_like(bias) if bias is not None and needs.bias else None,
     )
@@ -535,13 +535,13 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     up = dx if unit.layout == "concat" else dup
     format = options.format if any(direct) else None
     stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
-    made = _Pass(None, format, direct[0], stripes, o.prob is not None, o.bias is not None)
+    made = _Pass(None, format, direct[0], stripes, o.probs is not None, o.bias is not None)
     launch, blocks, row_programs = call.cut(made)
-    dprob, dbias = o.prob, None
+    dprobs, dbias = o.probs, None
     if o.bias is not None:
         dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
-    if dprob is not None and row_programs > 1:
-        dprob = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprob.device)
+    if dprobs is not None and row_programs > 1:
+        dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
     if (
@@ -558,13 +558,13 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
             gate=(call.gate, layout.gate_outer_stride, layout.gate_inner_stride),
             up=(call.up, layout.up_outer_stride, layout.up_inner_stride),
             dy=(call.dy, layout.dy_outer_stride, layout.dy_inner_stride),
-            prob_ptr=call.prob,
+            prob_ptr=call.probs,
             prob_stride=call.prob_stride,
             groups=call.groups,
             bias_ptr=call.bias,
             dgate_ptr=dx.plain,
             dup_ptr=up.plain,
-            dprob_ptr=dprob,
+            dprob_ptr=dprobs,
             dbias_ptr=dbias,
             row_programs=row_programs,
             stride=a.x.shape[-1],
@@ -576,8 +576,8 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
             up_offset=unit.up_offset,
         ),
     )
-    if o.prob is not None and dprob is not None and dprob is not o.prob:
-        o.prob.copy_(dprob.sum(0))
+    if o.probs is not None and dprobs is not None and dprobs is not o.probs:
+        o.probs.copy_(dprobs.sum(0))
     if o.bias is not None and dbias is not None:
         if call.groups.ends is None:
             sum_partials(dbias, o.bias)
@@ -591,12 +591,12 @@ def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
 
 
 def _keep(a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
-    return GluBackwardArgs(a.x, a.up, a.prob, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
+    return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
 
 
 def _gradients(b: Backward) -> Gradients:
     kept: GluBackwardArgs = b.kept
-    needs = GluNeeds(b.needs.x, b.needs.up, b.needs.prob, b.needs.bias)
+    needs = GluNeeds(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
     found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
     dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
     if type(kept.x) not in (Tensor, torch.nn.Parameter):
@@ -604,7 +604,7 @@ def _gradients(b: Backward) -> Gradients:
         of_x, *of_others = b.node.next_functions
         dx = _dequantized_leaf(dx, of_x)
         dup = dup if dup is None else _dequantized_leaf(dup, of_others[0])
-    return {"x": dx, "up": dup, "prob": found.prob, "bias": found.bias}
+    return {"x": dx, "up": dup, "probs": found.probs, "bias": found.bias}
 
 
 def _gradient(result: Result, options: ResultOptions, like: Tensor | None) -> Tensor | None:
@@ -626,7 +626,7 @@ def _present(a: GluBackwardArgs) -> Any:
     return GluBackwardOutputs(
         there if a.needs.x else _NO_RESULT,
         there if a.needs.up and a.up is not None else _NO_RESULT,
-        a.needs.prob and a.prob is not None,  # type: ignore[arg-type]
+        a.needs.probs and a.probs is not None,  # type: ignore[arg-type]
         a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
     )
 
@@ -645,7 +645,7 @@ def _shard(a: GluArgs) -> Sharding:
         whole["h"] = "a block of the quantised result may reach over it"
     of_bias = of_x.split()[-1] if a.groups.ends is None else f"e {of_x.split()[-1]}"
     return Sharding(
-        {"x": of_x, "up": "... h", "prob": "(...)", "bias": of_bias, "groups_ends": "e", "result_scale": ""},
+        {"x": of_x, "up": "... h", "probs": "(...)", "bias": of_bias, "groups_ends": "e", "result_scale": ""},
         {"result_y": "... h", "result_amax": "max:"},
         whole,
         max(block, rows),
@@ -684,11 +684,11 @@ Layout = Literal["concat", "interleaved", "none"]
 
 
 class GluGradients(NamedTuple):
-    """What `glu_backward` returns: the gradients of x, up, prob and bias, None for what the call does not have."""
+    """What `glu_backward` returns: the gradients of x, up, probs and bias, None for what the call does not have."""
 
     x: Tensor
     up: Tensor | None
-    prob: Tensor | None
+    probs: Tensor | None
     bias: Tensor | None
 
 
@@ -699,7 +699,7 @@ def glu(
     *,
     act: Act = "silu",
     layout: Layout = "concat",
-    prob: Tensor | None = None,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
@@ -726,7 +726,7 @@ def glu(
     *,
     act: Act = "silu",
     layout: Layout = "concat",
-    prob: Tensor | None = None,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
@@ -752,7 +752,7 @@ def glu(
     *,
     act: Act = "silu",
     layout: Layout = "concat",
-    prob: Tensor | None = None,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
@@ -770,7 +770,7 @@ def glu(
     grad_columnwise: bool = True,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A gated linear unit: `y = f(gate) * up * prob`, in fp32 and rounded once.
+    """A gated linear unit: `y = f(gate) * up * probs`, in fp32 and rounded once.
 
     x: [..., 2H] with gate and up in it, or the gate [..., H] beside `up` [..., H]; bf16, fp16 or fp32, of any
     strides. Returns y [..., H], and the largest |y| with `return_amax`.
@@ -778,7 +778,7 @@ def glu(
     - `act`: f. "silu" makes it SwiGLU, "gelu" (by erf) and "gelu_tanh" GeGLU, "relu" ReGLU; "relu2" is ReLU squared.
     - `layout` of x: "concat" has all of the gate first, "interleaved" gate and up in turn. "none": nothing is gated,
       x is [..., H] and y = f(x).
-    - `prob` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
+    - `probs` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
     - `bias` [last dimension of x], with `ends` one for each expert, [experts, last dimension of x]: that of the
       projection which makes x, added to it in fp32; bf16, fp16 or fp32. Its gradient is a sum over rows in fp32, in a
       fixed order. It does not go with `up`, where each of two projections adds its own.
@@ -806,7 +806,7 @@ def glu(
     >>> weft.glu(x).shape
     torch.Size([48, 256])
     >>> ends = torch.tensor([5, 32, 40])  # rows 0-4, 16-31, 32-39; the others are padding
-    >>> y = weft.glu(x, prob=torch.rand(48), ends=ends, align=16)
+    >>> y = weft.glu(x, probs=torch.rand(48), ends=ends, align=16)
     >>> y[5:16].count_nonzero(), y[40:].count_nonzero()
     (tensor(0), tensor(0))
     >>> q = weft.glu(x, quantize="1x128", columnwise=True)
@@ -814,7 +814,7 @@ def glu(
     (torch.Size([48, 256]), torch.Size([256, 48]))
     """
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
-    prob, groups = _checked_rows(x, prob, ends, align)
+    probs, groups = _checked_rows(x, probs, ends, align)
     if bias is not None:
         _check_bias(bias, x, unit, groups)
     options = result_options(
@@ -826,7 +826,7 @@ def glu(
         _check_groups(options, groups, True)
     if quantize_grad is not None:
         gradient = _gradient_options(x, unit, groups, quantize_grad, grad_rowwise, grad_columnwise)
-    a = GluArgs(x, up, prob, bias, groups, unit, options, gradient)
+    a = GluArgs(x, up, probs, bias, groups, unit, options, gradient)
     result = (glu_op(a) if out is None else result_into(glu_op, a, out)).result
     if options.format is None:
         return result.y
@@ -841,7 +841,7 @@ def glu_backward(
     *,
     act: Act = "silu",
     layout: Layout = "concat",
-    prob: Tensor | None = None,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
@@ -857,12 +857,12 @@ def glu_backward(
 
     >>> import torch, weft
     >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)
-    >>> found = weft.glu_backward(dy, x, prob=torch.rand(48), quantize="1x128", columnwise=True)
-    >>> found.x.rowwise.data.shape, found.x.columnwise.data.shape, found.prob.shape
+    >>> found = weft.glu_backward(dy, x, probs=torch.rand(48), quantize="1x128", columnwise=True)
+    >>> found.x.rowwise.data.shape, found.x.columnwise.data.shape, found.probs.shape
     (torch.Size([48, 512]), torch.Size([512, 48]), torch.Size([48]))
     """
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
-    flat_prob, groups = _checked_rows(x, prob, ends, align)
+    flat_probs, groups = _checked_rows(x, probs, ends, align)
     if bias is not None:
         _check_bias(bias, x, unit, groups)
     check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], _hidden(x, unit.layout)))
@@ -871,13 +871,13 @@ def glu_backward(
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
     elif columnwise:
         raise ValueError("columnwise goes with quantize=…")
-    needs = GluNeeds(True, up is not None, prob is not None, bias is not None)
-    found = glu_backward_op(GluBackwardArgs(x, up, flat_prob, bias, dy, groups, unit, gradient, needs))
-    dx, dup, dprob = _gradient(found.x, gradient, x), _gradient(found.up, gradient, up), found.prob
+    needs = GluNeeds(True, up is not None, probs is not None, bias is not None)
+    found = glu_backward_op(GluBackwardArgs(x, up, flat_probs, bias, dy, groups, unit, gradient, needs))
+    dx, dup, dprobs = _gradient(found.x, gradient, x), _gradient(found.up, gradient, up), found.probs
     assert dx is not None
-    if dprob is not None and prob is not None:
-        dprob = dprob.view(prob.shape)
-    return GluGradients(dx, dup, dprob, found.bias)
+    if dprobs is not None and probs is not None:
+        dprobs = dprobs.view(probs.shape)
+    return GluGradients(dx, dup, dprobs, found.bias)
 
 
 _ACTS = get_args(Act)
@@ -912,24 +912,24 @@ def _checked_unit(
 
 
 def _checked_rows(
-    x: Tensor, prob: Tensor | None, ends: Tensor | None, align: int
+    x: Tensor, probs: Tensor | None, ends: Tensor | None, align: int
 ) -> tuple[Tensor | None, Groups]:
     """What the rows of x have: their weights [M], and their experts."""
-    if prob is not None:
+    if probs is not None:
         lead = x.shape[:-1]
-        check_tensor("prob", prob, FLOATS, x.device, lead, (*lead, 1))
-        if not is_distributed(x, prob):
-            prob = prob.reshape(-1)
-        elif prob.dim() == x.dim():
-            prob = prob.squeeze(-1)  # the shards are joined into rows, by each rank its own
+        check_tensor("probs", probs, FLOATS, x.device, lead, (*lead, 1))
+        if not is_distributed(x, probs):
+            probs = probs.reshape(-1)
+        elif probs.dim() == x.dim():
+            probs = probs.squeeze(-1)  # the shards are joined into rows, by each rank its own
     if whole("align", align) < 1 or (ends is None and align != 1):
         raise ValueError(f"align is a positive number that goes with ends=…; got {align}")
     if ends is None:
-        return prob, NO_GROUPS
+        return probs, NO_GROUPS
     check_tensor("ends", ends, INTEGERS, x.device)
     if ends.dim() != 1:
         raise ValueError(f"ends must be [experts], where the rows of each end; got {tuple(ends.shape)}")
-    return prob, Groups(ends, align)
+    return probs, Groups(ends, align)
 
 
 def _check_bias(bias: Tensor, x: Tensor, unit: GatedUnit, groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of gated linear units: the result and its copies, and the gradients of gate, up and prob."""
+"""The kernels of gated linear units: the result and its copies, and the gradients of gate, up and probs."""
 
 from __future__ import annotations
 
