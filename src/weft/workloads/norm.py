@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import layer_norm, rms_norm
-from ..ops.norm.norm import NormNeeds
+from ..ops.norm.arguments import NormNeeds
 from .problem import Call, Inputs, Size, Workload, run_op
 
 # The shape, by the model it comes from. "rows" are tokens.

@@ -15,8 +15,9 @@ from typing import Any
 
 from tests.support.mutation import Mutant
 
-NORM, LAUNCH, COPIES, ROWS, SUMS = (
-    f"ops/{name}.py" for name in ("norm/kernels", "norm/norm", "common/copies", "common/rows", "common/sums")
+NORM, LAUNCH, OP, COPIES, ROWS, SUMS = (
+    f"ops/{name}.py"
+    for name in ("norm/kernels", "norm/launch", "norm/norm", "common/copies", "common/rows", "common/sums")
 )
 REDUCE = "tiles/reduce.py"
 
@@ -90,7 +91,7 @@ _NORM: list[tuple[Any, ...]] = [
     ("residual gated as well", "_load_h", "h += load_tile(source.residual", "h = h + load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask) * load_tile(source.residual", (f"{GATED_SUM}[rms_norm-lead0]",)),
     ("every sample gated like the first", "norm_kernel", "_sample_offset(row, source.gated,", "_sample_offset(row * 0, source.gated,", (GATED,)),
     ("gate read at the modulation's stride", "norm_kernel", "_sample_offset(row, source.gated,", "_sample_offset(row, formula.modulated,", (GATED,)),
-    ("h of a pre_bias alone not kept", f"{LAUNCH}:_keep", "a.x if o.residual is None else o.residual", "o.residual if a.residual is not None and o.residual is not None else a.x", (f"{PRE_BIAS_ALONE}[rms_norm]",)),
+    ("h of a pre_bias alone not kept", f"{OP}:_keep", "a.x if o.residual is None else o.residual", "o.residual if a.residual is not None and o.residual is not None else a.x", (f"{PRE_BIAS_ALONE}[rms_norm]",)),
     ("pre_bias added twice", f"{LAUNCH}:_Quantized._read_h", "pre_bias=None, ", "", (f"{QUANTISED_SUM}[128x128-rows]",)),
     ("h gated twice", f"{LAUNCH}:_Quantized._read_h", ", gate=None", "", (f"{QUANTISED_SUM}[nvfp4-rows]",)),
     ("y rounded before it is encoded", "_affine", "return y", "return _rounded(y, x_ptr)", ("quant/test_norms.py::test_norm_codes_are_those_of_the_fp32_result",)),
@@ -212,9 +213,9 @@ _SUM: list[tuple[Any, ...]] = [
     ("last columns left out", "sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(max(cols // width, 1) * (rows // count), 1, 1)", (PLAIN_LOOP,)),
     ("every piece the first", "_sum_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (PLAIN_LOOP,)),
     ("first sample alone", "sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(-(-cols // width), 1, 1)", (BY_SAMPLE,)),
-    ("weight gradient of the first sample alone", f"{LAUNCH}:_launch_norm_backward", "sum_partials(partials, grad, count // (grad.numel() // cols))", "sum_partials(partials[: count // 2] if grad is o.weight else partials, grad, count // 2 if grad is o.weight else count // (grad.numel() // cols))", (SAMPLES,)),
+    ("weight gradient of the first sample alone", f"{LAUNCH}:launch_norm_backward", "sum_partials(partials, grad, count // (grad.numel() // cols))", "sum_partials(partials[: count // 2] if grad is o.weight else partials, grad, count // 2 if grad is o.weight else count // (grad.numel() // cols))", (SAMPLES,)),
     ("summed in the weight's dtype", "_sum_kernel", "total += tl.sum(", "total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.sum(", (LAYER,)),
-    ("partial sums in bf16", f"{LAUNCH}:_launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
+    ("partial sums in bf16", f"{LAUNCH}:launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
     ("last column left out", "_sum_kernel", "exists = col < cols", "exists = col < cols - 1", (PLAIN_ODD,)),
     ("columns past a multiple of 16 left out", "_sum_kernel", "cols = (cols // ALIGN) * ALIGN", "cols = (cols // 16) * 16", (PLAIN_LOOP,)),
     ("sums cut, not rounded", "_sum_kernel", "total.to(", DOWN_TO_BF16.format("total") + ".to(", (PLAIN_ODD,)),

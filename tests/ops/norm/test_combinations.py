@@ -15,7 +15,7 @@ from tests.ops.norm import truth
 from tests.quant.copies import assert_copies
 from weft import Format
 from weft.ops.common.results import ResultOptions
-from weft.ops.norm.norm import NormArgs, NormBackwardArgs, NormNeeds
+from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
 from weft.ops.quantize import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for
 from weft.workloads import Call

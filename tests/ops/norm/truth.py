@@ -198,7 +198,10 @@ def own_value(call: Call) -> Tensor:
     """The fp32 y that a quantising norm encodes: that of a plain norm whose rows are added up in the same pieces."""
     dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax", "return_plain")
     plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
-    config, group = importlib.import_module("weft.ops.norm.norm").RowConfig, Format.of(call["quantize"]).group
+    config, group = (
+        importlib.import_module("weft.ops.norm.launch").RowConfig,
+        Format.of(call["quantize"]).group,
+    )
     choose = config.choose
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "choose", staticmethod(lambda cols, _, target: choose(cols, group, target)))

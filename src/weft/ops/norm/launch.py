@@ -1,0 +1,462 @@
+"""How norms are cut into programs, and launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy, Format
+from ...runtime import (
+    Launch,
+    capabilities_of,
+)
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ..common.results import (
+    allocate_result,
+    make_copies,
+)
+from ..common.rows import (
+    align_of,
+    contiguous,
+    count_rows,
+    cpu_tile,
+    empty_like,
+    empty_where,
+    one_stride,
+    row_strides,
+    tile_warps,
+)
+from ..common.sums import sum_partials
+from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
+from .kernels import Programs, norm_backward_kernel, norm_kernel, norm_stripe_kernel
+
+
+class RowConfig(NamedTuple):
+    """How rows are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+
+    rows: int
+    tile: int
+    loop: bool
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(cols: int, smallest_tile: int, target: str) -> RowConfig:
+        # A power of two that holds the row, up to what registers hold.
+        tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
+        if target == "cpu":
+            # Measured with 2048 columns: reading a row twice is 1.1 times as fast as keeping it.
+            # Quantised rows in pieces of 1024, plain ones of 512: 1.05 times as fast as the other way round.
+            return RowConfig(1, cpu_tile(cols, smallest_tile, 1024 if smallest_tile > 1 else 512), True, 4)
+        loop = tile > 16384
+        tile = min(tile, 8192 if loop else 16384)
+        rows = max(1, 2048 // tile)
+        # Compiled for sm_90: 32 to 48 registers.
+        return RowConfig(rows, tile, loop, tile_warps(rows * tile, target))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose_backward(cols: int, target: str) -> RowConfig:
+        # Two tiles and up to six sums live at once: half the columns of the forward.
+        tile = max(1 << max(cols - 1, 0).bit_length(), 64)
+        if target == "cpu":
+            tile = cpu_tile(cols, largest=4096)
+            return RowConfig(1, tile, tile < cols, 4)
+        loop = tile > 8192
+        tile = min(tile, 4096 if loop else 8192)
+        rows = max(1, 1024 // tile)
+        # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
+        # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
+        return RowConfig(rows, tile, loop, tile_warps(rows * tile * (2 if loop else 1), target))
+
+
+def allocate_norm(a: NormArgs) -> NormOutputs:
+    x = a.x
+    residual = rstd = mean = None
+    if a.keeps_h:
+        residual = empty_like(x)
+    if a.stats:
+        rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if a.kind == "layer" else None
+    return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
+
+
+def present(a: NormArgs) -> Any:
+    return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
+
+
+class _Operands(NamedTuple):
+    """The tensors that kernels read, in the order in which they take them."""
+
+    x: Tensor
+    residual: Tensor | None
+    pre_bias: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+
+
+class _Layout(NamedTuple):
+    """Where the rows of the operands lie, in the order in which kernels take it. Row r of x lies at
+    (r // inner) * outer_stride + (r % inner) * inner_stride."""
+
+    rows: int
+    cols: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    residual_stride: int
+    gate_stride: int
+    rows_per_gate: int
+    modulation_stride: int
+    rows_per_sample: int
+
+    @property
+    def align(self) -> int:
+        """Of which all row strides are multiples."""
+        return align_of(
+            self.cols,
+            self.outer_stride,
+            self.inner_stride,
+            self.residual_stride,
+            self.gate_stride,
+            self.modulation_stride,
+        )
+
+    def of_h(self) -> _Layout:
+        """That of h, which has no gaps, no residual and no gate."""
+        return self._replace(
+            inner=1, outer_stride=self.cols, inner_stride=0, residual_stride=0, gate_stride=0, rows_per_gate=1
+        )
+
+
+def _by_sample(part: Tensor | None, rows: int) -> tuple[Tensor | None, int, int]:
+    """(a tensor [samples, K], its stride, rows of a sample). Without one, no sample is a single row."""
+    if part is None:
+        return None, 0, max(rows, 2)
+    flat, stride = one_stride(part)
+    return flat, stride, rows // part.shape[0]
+
+
+def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
+    cols = a.x.shape[-1]
+    rows = a.x.numel() // cols
+    x, inner, outer_stride, inner_stride = row_strides(a.x)
+    residual, residual_stride = one_stride(a.residual)
+    gate, gate_stride, rows_per_gate = a.residual_gate, 0, 1
+    if gate is not None:
+        gate, gate_stride, rows_per_gate = _by_sample(gate, rows)
+    scale, shift, modulation_stride, rows_per_sample = a.scale, a.shift, 0, 1
+    if scale is not None or shift is not None:
+        scale, scale_stride = one_stride(scale)
+        shift, shift_stride = one_stride(shift)
+        if scale is not None and shift is not None and scale_stride != shift_stride:
+            scale, shift = scale.contiguous(), shift.contiguous()
+        one = scale if scale is not None else shift
+        assert one is not None
+        modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
+    return (
+        _Operands(
+            x, residual, contiguous(a.pre_bias), gate, contiguous(a.weight), contiguous(a.bias), scale, shift
+        ),
+        _Layout(
+            rows,
+            cols,
+            inner,
+            outer_stride,
+            inner_stride,
+            residual_stride,
+            gate_stride,
+            rows_per_gate,
+            modulation_stride,
+            rows_per_sample,
+        ),
+    )
+
+
+class _Pass(NamedTuple):
+    """What a pass over rows makes, as far as it decides the code of the kernel."""
+
+    format: str | None = None  # of the result
+    copy: bool = False  # the row-wise copy is made
+    cast: int = 0
+    static: bool = False  # the scale is given
+    known: bool = False  # the statistics are given
+
+
+_PLAIN = _Pass()
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_launch(
+    layout: _Layout, kind: str, casting: str, target: str, made: _Pass = _PLAIN, align: int | None = None
+) -> tuple[Launch, tuple[int, int, int]]:
+    """(launch, grid) of a pass over rows; `align` is that of the layout, or what another pass has to go by."""
+    format = None if made.format is None else Format.of(made.format)
+    config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
+    launch = Launch.of(
+        norm_kernel,
+        num_warps=config.num_warps,
+        LAYER=kind == "layer",
+        LLAMA=casting == "llama",
+        FORMAT=format if made.copy else None,
+        CAST=made.cast,
+        STATIC=made.static,
+        KNOWN=made.known,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=layout.inner > 1,
+        ALIGN=align or layout.align,
+        COLS_MASKED=layout.cols % config.tile != 0,
+    )
+    return launch, (-(-layout.rows // config.rows), 1, 1)
+
+
+def launch_norm(o: NormOutputs, a: NormArgs) -> None:
+    operands, layout = _laid_out(a)
+    if a.result.format is not None:
+        _Quantized(o, a, operands, layout).make()
+        return
+    target = capabilities_of(a.x.device).target
+    launch, grid = _rows_launch(layout, a.kind, a.casting, target)
+    launch(
+        grid,
+        (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
+        (*layout, 0, 0, 0),
+        (a.weight_offset, a.eps),
+    )
+
+
+class _Quantized:
+    """A call with a quantised result: its passes."""
+
+    def __init__(self, o: NormOutputs, a: NormArgs, operands: _Operands, layout: _Layout) -> None:
+        assert a.result.format is not None
+        self.o, self.a, self.operands, self.layout = o, a, operands, layout
+        self.align: int | None = None  # of the first pass, for the others: that of h may be larger
+        self.format = Format.of(a.result.format)
+        self.target = capabilities_of(a.x.device)
+        self.cast, self.static = cast_mode(self.target), a.result.scale is not None
+        self.rstd, self.mean = o.rstd, o.mean
+
+    def make(self) -> None:
+        f, to = self.format, self.a.result
+        direct = f.block != "128x128"
+        if self.rstd is None and ((f.needs_tensor_amax and not self.static) or to.columnwise or not direct):
+            # There is more than one pass: the later ones read the statistics.
+            self.rstd = self._empty(self.layout.rows)
+            self.mean = self._empty(self.layout.rows) if self.a.kind == "layer" else None
+        make_copies(self.o.result, to, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
+
+    def _read_h(self) -> None:
+        """After a pass that stored the sum h, read it in place of what it is made of."""
+        self.align = self.align or self.layout.align
+        if self.o.residual is not None:
+            self.operands = self.operands._replace(x=self.o.residual, residual=None, pre_bias=None, gate=None)
+            self.layout = self.layout.of_h()
+
+    def rows_pass(
+        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+    ) -> Tensor | None:
+        if known:
+            self._read_h()
+        a, operands = self.a, self.operands
+        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
+        launch, grid = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
+        partials = self._empty(grid[0]) if wants_amax else None
+        y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
+        if copy is None and partials is None and y is None:  # no more than the statistics
+            operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
+        data, data_scale, *strides = copy_arguments(copy)
+        h = None if known else self.o.residual
+        launch(
+            grid,
+            (*operands, self.rstd, self.mean, given if copy else None, y, h, partials, data, data_scale),
+            (*self.layout, *strides),
+            (a.weight_offset, a.eps),
+        )
+        return partials
+
+    def stripes_pass(
+        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        self._read_h()
+        layout = self.layout
+        tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
+        tiles = count_stripes(layout.rows, layout.cols) * -(-layout.cols // tile)
+        partials = self._empty(tiles) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(row)
+        data_t, data_t_scale, *strides_t = copy_arguments(col)
+        launch = Launch.of(
+            norm_stripe_kernel,
+            num_warps=num_warps,
+            LAYER=self.a.kind == "layer",
+            LLAMA=self.a.casting == "llama",
+            FORMAT=self.format,
+            CAST=self.cast,
+            STATIC=self.static,
+            ROWS=STRIPE,
+            TILE=tile,
+            NESTED=layout.inner > 1,
+            ALIGN=self.align,
+            COLS_MASKED=layout.cols % tile != 0,
+        )
+        launch(
+            (tiles, 1, 1),
+            (
+                *self.operands,
+                self.rstd,
+                self.mean,
+                given,
+                None,
+                None,
+                partials,
+                data,
+                data_scale,
+                data_t,
+                data_t_scale,
+            ),
+            (*layout, *strides, *strides_t),
+            (self.a.weight_offset,),
+        )
+        return partials
+
+
+def allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:
+    like = (a.h, a.weight, a.bias, a.scale, a.scale, a.h, a.residual_gate, a.pre_bias)
+    return NormGradients(*empty_where(a.needs, like))
+
+
+class _BackwardLayout(NamedTuple):
+    """Where the rows lie that a backward reads, in the order in which the kernel takes it."""
+
+    inner: int
+    h_outer_stride: int
+    h_inner_stride: int
+    dy_outer_stride: int
+    dy_inner_stride: int
+    dresidual_stride: int
+    modulation_stride: int
+    rows_per_sample: int
+    x_stride: int
+    gate_stride: int
+    rows_per_gate: int
+
+    def align(self, cols: int) -> int:
+        """Of which all row strides are multiples."""
+        return align_of(
+            cols,
+            self.h_outer_stride,
+            self.h_inner_stride,
+            self.dy_outer_stride,
+            self.dy_inner_stride,
+            self.dresidual_stride,
+            self.modulation_stride,
+            self.x_stride,
+            self.gate_stride,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    rows: int,
+    cols: int,
+    layout: _BackwardLayout,
+    layer: bool,
+    casting: str,
+    target: str,
+    multiprocessors: int,
+) -> tuple[Launch, Programs, int]:
+    """(launch, how rows are dealt out to programs, how many programs)."""
+    config = RowConfig.choose_backward(cols, target)
+    # What belongs to single rows is stored by row. Of two sizes of samples the larger is a multiple of the smaller.
+    sample_rows = min([rows, *(n for n in (layout.rows_per_sample, layout.rows_per_gate) if n > 1)])
+    samples = rows // sample_rows
+    wanted = max(1, (multiprocessors * 2) // samples)
+    sample_programs = min(-(-sample_rows // config.rows), wanted)
+    program_rows = -(-sample_rows // sample_programs)
+    program_rows = -(-program_rows // config.rows) * config.rows
+    sample_programs = -(-sample_rows // program_rows)
+    launch = Launch.of(
+        norm_backward_kernel,
+        num_warps=config.num_warps,
+        LAYER=layer,
+        LLAMA=casting == "llama",
+        PER_ROW=layout.rows_per_sample == 1,
+        GATE_PER_ROW=layout.rows_per_gate == 1,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.loop,
+        NESTED=layout.inner > 1,
+        ALIGN=layout.align(cols),
+        COLS_MASKED=cols % config.tile != 0,
+    )
+    programs = Programs(sample_rows, sample_programs, program_rows, cols)
+    return launch, programs, samples * sample_programs
+
+
+def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
+    h, inner, h_outer, h_inner = row_strides(a.h)
+    dy, dy_nest, dy_outer, dy_inner = row_strides(a.dy)
+    if inner != dy_nest:  # two ways to nest rows: both are straightened
+        h, inner, h_outer, h_inner = row_strides(h.contiguous())
+        dy, _, dy_outer, dy_inner = row_strides(dy.contiguous())
+    cols = h.shape[-1]
+    rows = h.numel() // cols
+    dresidual, dresidual_stride = one_stride(a.dresidual)
+    scale, modulation_stride, rows_per_sample = _by_sample(a.scale, rows)
+    x, x_stride = one_stride(a.x if a.needs.residual_gate else None)
+    gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
+    layout = _BackwardLayout(
+        inner,
+        h_outer,
+        h_inner,
+        dy_outer,
+        dy_inner,
+        dresidual_stride,
+        modulation_stride,
+        rows_per_sample,
+        x_stride,
+        gate_stride,
+        rows_per_gate,
+    )
+    target = capabilities_of(h.device)
+    launch, programs, count = _backward_launch(
+        rows, cols, layout, a.mean is not None, a.casting, target.target, target.multiprocessors
+    )
+
+    def partial(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else torch.empty((count, cols), dtype=torch.float32, device=h.device)
+
+    sums = NormGradients(
+        o.x,
+        partial(o.weight),
+        partial(o.bias),
+        o.scale if rows_per_sample == 1 else partial(o.scale),
+        o.shift if rows_per_sample == 1 else partial(o.shift),
+        o.residual,
+        o.residual_gate if rows_per_gate == 1 else partial(o.residual_gate),
+        partial(o.pre_bias),
+    )
+    weight, bias = contiguous(a.weight), contiguous(a.bias) if a.needs.scale else None
+    pre_bias = None if x is None else contiguous(a.pre_bias)
+    launch(
+        (count, 1, 1),
+        (h, dy, dresidual, weight, bias, scale, None, a.rstd, a.mean, x, pre_bias, gate, *sums),
+        (*programs, *layout),
+        (a.weight_offset,),
+    )
+    for grad, partials in zip(o, sums, strict=True):
+        if grad is not partials:
+            assert grad is not None
+            assert partials is not None
+            sum_partials(partials, grad, count // (grad.numel() // cols))
