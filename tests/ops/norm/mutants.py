@@ -148,7 +148,7 @@ _STRIPE: list[tuple[Any, ...]] = [
 
 _BACKWARD: list[tuple[Any, ...]] = [
     ("upstream gradient of ones", "_gradient_of_z", "d = dy\n", "d = dy * 0.0 + 1.0\n", (LAYER,)),
-    ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], None)", (LAYER,)),
+    ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], None)", (BY_SAMPLE,)),
     ("no residual gradient", "norm_backward_kernel", "dh += load_tile(", "dh += 0.0 * load_tile(", (RESIDUAL,)),
     ("residual gradient added before the norm's", "norm_backward_kernel", """dh = dh * rstd[:, None]
             if upstream.dresidual is not None:
