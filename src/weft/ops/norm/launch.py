@@ -119,14 +119,8 @@ class _Layout(NamedTuple):
     @property
     def align(self) -> int:
         """Of which all row strides are multiples."""
-        return align_of(
-            self.cols,
-            self.outer_stride,
-            self.inner_stride,
-            self.residual_stride,
-            self.gate_stride,
-            self.modulation_stride,
-        )
+        strides = (self.outer_stride, self.inner_stride, self.residual_stride)
+        return align_of(self.cols, *strides, self.gate_stride, self.modulation_stride)
 
     def of_h(self) -> _Layout:
         """That of h, which has no gaps, no residual and no gate."""
@@ -310,21 +304,10 @@ class _Quantized:
             ALIGN=self.align,
             COLS_MASKED=layout.cols % tile != 0,
         )
+        pointers = (*self.operands, self.rstd, self.mean, given, None, None, partials)
         launch(
             (tiles, 1, 1),
-            (
-                *self.operands,
-                self.rstd,
-                self.mean,
-                given,
-                None,
-                None,
-                partials,
-                data,
-                data_scale,
-                data_t,
-                data_t_scale,
-            ),
+            (*pointers, data, data_scale, data_t, data_t_scale),
             (*layout, *strides, *strides_t),
             (self.a.weight_offset,),
         )
