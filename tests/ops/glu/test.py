@@ -601,6 +601,42 @@ def test_second_derivatives_are_refused() -> None:
         first.sum().backward()
 
 
+# ---- out= ----------------------------------------------------------------------------------------------
+
+
+def test_out() -> None:
+    """The result is written to the caller's memory, and is the one without `out`, by kernels and by the reference."""
+    x, probs = draw(6, 96), torch.rand(6)
+    for backend in ("triton", "reference"):
+        with weft.backend(backend):  # type: ignore[arg-type]
+            out = torch.empty(6, 48, dtype=BF16)
+            assert weft.glu(x, probs=probs, out=out).data_ptr() == out.data_ptr()
+            assert torch.equal(out, weft.glu(x, probs=probs))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_out_is_a_qtensor(columnwise: bool) -> None:
+    x = draw(130, 512)
+    out = weft.quantize(torch.zeros(130, 256, dtype=BF16), "1x128", columnwise=columnwise)
+    got = weft.glu(x, quantize="1x128", columnwise=columnwise, out=out)
+    wanted = weft.glu(x, quantize="1x128", columnwise=columnwise)
+    assert_same({"y": out}, {"y": wanted}, "out")
+    assert got.rowwise is not None
+    assert out.rowwise is not None
+    assert got.rowwise.data.data_ptr() == out.rowwise.data.data_ptr()
+
+
+def test_out_that_does_not_fit() -> None:
+    x = draw(6, 96)
+    for wrong in (torch.empty(6, 96, dtype=BF16), torch.empty(6, 48), torch.empty(48, 6, dtype=BF16).t()):
+        with pytest.raises(
+            ValueError, match=r"^out must (be bfloat16 like|be contiguous|have the shape \(6, 48\))"
+        ):
+            weft.glu(x, out=wrong)
+    with pytest.raises(ValueError, match="no_grad"):
+        weft.glu(x.clone().requires_grad_(), out=torch.empty(6, 48, dtype=BF16))
+
+
 # ---- what is refused -----------------------------------------------------------------------------------
 
 SOME_ENDS = torch.tensor([3, 6])
