@@ -124,6 +124,30 @@ def test_a_carried_accumulator_is_rescaled_in_place_and_its_old_value_kept() -> 
     assert torch.equal(out, total - old)
 
 
+@triton.jit
+def half_loop_kernel(a_ptr, b_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    total = tl.zeros((M, N), tl.float16)
+    for step in range(steps):
+        a = tl.load(a_ptr + (step * M + m[:, None]) * K + k[None, :])
+        b = tl.load(b_ptr + (step * K + k[:, None]) * N + n[None, :])
+        total = tl.dot(a, b, total, out_dtype=tl.float16)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], total)
+
+
+@pytest.mark.compat
+def test_a_carried_half_accumulator_begins_with_what_it_holds() -> None:
+    """The sum is computed in fp32, in memory of its own: each step has to begin with the accumulator, and not with what
+    that memory holds. The second launch finds there what the first one left."""
+    steps, m, n, k = 3, 32, 32, 16
+    a, b = torch.randint(-3, 4, (steps, m, k)).half(), torch.randint(-3, 4, (steps, k, n)).half()
+    wanted = (a.float() @ b.float()).sum(0).half()  # whole numbers that fp16 has
+    for _ in range(2):
+        out = torch.empty(m, n, dtype=torch.float16)
+        half_loop_kernel[(1,)](a, b, out, steps, M=m, N=n, K=k)
+        assert torch.equal(out, wanted)
+
+
 # ---- block-scaled products ---------------------------------------------------------------------------
 
 

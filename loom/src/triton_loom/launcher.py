@@ -12,6 +12,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from . import DeviceAssertion, toolchain
@@ -29,6 +30,8 @@ def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
 
 class LoomLauncher:
     """Launches one compiled kernel. Triton makes one per kernel and calls it once per launch."""
+
+    poisoned = False  # every program begins with scratch memory that is full of 0xFF
 
     def __init__(self, src: Any, metadata: Any) -> None:
         from torch import get_num_threads
@@ -60,6 +63,7 @@ class LoomLauncher:
             check_extents(grid_x, grid_y, grid_z)
         if programs:
             own, threads = _own.memory, self.threads(programs)
+            own.status.poisoned = self.poisoned or _poisoned
             failed = function(
                 self.pack(args),
                 grid_x,
@@ -80,6 +84,7 @@ class WatchedLauncher(LoomLauncher):
     """Launches an instrumented kernel and hands what it saw to the scopes that are open (see `witness`)."""
 
     takes_tensors = True  # a caller that has tensors gives those, not their addresses
+    poisoned = True
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
@@ -194,6 +199,7 @@ class Status(ctypes.Structure):
         ("program", ctypes.c_int32 * 3),
         ("message", ctypes.c_char * 496),
         ("witness", ctypes.c_void_p),
+        ("poisoned", ctypes.c_int32),
     ]
 
 
@@ -218,6 +224,21 @@ class ThreadMemory:
         program, message = tuple(self.status.program), self.status.message.decode(errors="replace")
         self.status.code = 0
         raise DeviceAssertion(f"{message} (in program {program} of {kernel})")
+
+
+_poisoned = False
+
+
+@contextmanager
+def poisoned_scratch() -> Iterator[None]:
+    """Inside a `with` block, every program of every launch begins with scratch memory that is full of 0xFF. A kernel
+    that reads there what it has not written gives NaN, or -1, whatever ran before it."""
+    global _poisoned
+    before, _poisoned = _poisoned, True
+    try:
+        yield
+    finally:
+        _poisoned = before
 
 
 class _Own(threading.local):

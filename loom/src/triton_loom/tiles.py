@@ -282,7 +282,7 @@ class FunctionEmitter(ControlFlow):
         c = op.operands[2]
         target, out = self.buffer_for(op.result), element_of(op.result.type)
         into = target if out == accumulate else self.new_buffer(op.result.name, accumulate, target.shape)
-        if self.aliases.get(target, target) is not self.buffers.get(c):
+        if into is not target or self.aliases.get(target, target) is not self.buffers.get(c):
             self.write_to([(into, c)], self.plan.nest(op, 2))
         *batch, m, n = target.shape
         k = left.shape[-1]

@@ -12,6 +12,7 @@ struct Status {
   i32 program[3];
   char message[496];
   struct Witness *witness;  // of an instrumented kernel (witness.h)
+  i32 poisoned;             // scratch is filled with 0xFF before every program
 };
 
 struct Program {
@@ -101,6 +102,7 @@ template <class Args, void (*program)(const Args &, const Program &), i64 SCRATC
     p.id[0] = (i32)(i % gx), p.id[1] = (i32)(i / gx % gy), p.id[2] = (i32)(i / gx / gy);
     for (; i < end; ++i) {
       if (__atomic_load_n(&launch.status->code, __ATOMIC_RELAXED)) return;
+      if (launch.status->poisoned) __builtin_memset(p.scratch, 0xFF, SCRATCH);
 #ifdef LOOM_WITNESS
       if (enter(p, i))
 #endif

@@ -1,4 +1,5 @@
-"""What every test of both packages runs under: poisoned allocations, fixed seeds, a known number of threads.
+"""What every test of both packages runs under: poisoned allocations and scratch memory, fixed seeds, a known number of
+threads.
 
 A `conftest.py` imports the fixtures that it wants; all of them are used without being asked for.
 """
@@ -14,6 +15,7 @@ import pytest
 import torch
 import triton
 
+from .. import launcher
 from . import memory
 
 SEED = int(os.environ.get("LOOM_TEST_SEED", "0"))
@@ -30,6 +32,13 @@ def pytest_report_header() -> str:
 def poisoned_allocations() -> Iterator[None]:
     """`torch.empty` and its relatives return poison, so an output that a kernel leaves unwritten shows."""
     with memory.poisoned_allocations():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_scratch() -> Iterator[None]:
+    """Programs begin with poison in their scratch memory, so a kernel that reads what another one left there shows."""
+    with launcher.poisoned_scratch():
         yield
 
 
