@@ -11,7 +11,7 @@ struct Status {
   i32 code;
   i32 program[3];
   char message[496];
-  struct Witness *witness;  // of an instrumented kernel (witness.h)
+  struct Witness *witness;  // of an instrumented kernel (witness_data.h)
   i32 poisoned;             // scratch is filled with 0xFF before every program
 };
 
@@ -21,7 +21,7 @@ struct Program {
   char *scratch;          // SCRATCH_BYTES of this thread's own, aligned to 64
   Status *status;         // this thread's own
   i32 threads;            // how many programs run at a time
-  struct Worker *worker;  // what an instrumented kernel's thread keeps (witness.h)
+  struct Worker *worker;  // what an instrumented kernel's thread keeps (witness_data.h)
 };
 
 // Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
