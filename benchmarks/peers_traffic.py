@@ -19,7 +19,7 @@ from liger_kernel.ops.utils import torch_to_triton_dtype
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from triton_loom.counters import LaunchCount
+from triton_loom.witness.counters import LaunchCount
 
 from weft.workloads.norm import WORKLOADS
 from weft.workloads.traffic import Totals, count_traffic, totals

@@ -6,4 +6,10 @@ from triton_loom.testing.fixtures import (
     restored_threads,
 )
 
-__all__ = ["fixed_seeds", "poisoned_allocations", "poisoned_scratch", "pytest_report_header", "restored_threads"]
+__all__ = [
+    "fixed_seeds",
+    "poisoned_allocations",
+    "poisoned_scratch",
+    "pytest_report_header",
+    "restored_threads",
+]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import triton_loom
 from triton.backends.compiler import GPUTarget
-from triton_loom import compiler, toolchain
+from triton_loom import compiler
+from triton_loom.device import toolchain
 from triton_loom.options import LoomOptions
 
 KERNEL = """
@@ -252,7 +253,8 @@ CROWD = """
 import os, sys, traceback
 import torch, triton, triton.language as tl
 from triton.runtime.cache import triton_key
-from triton_loom import compiler, toolchain
+from triton_loom import compiler
+from triton_loom.device import toolchain
 
 torch.set_num_threads(1)
 triton_key(), toolchain.identity(), compiler._sources()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from support import drawn, short
 from test_witness import double
 from triton.tools.tensor_descriptor import TensorDescriptor
-from triton_loom.counters import Traffic
 from triton_loom.testing.fixtures import SEED
+from triton_loom.witness.counters import Traffic
 
 # A kernel's launch comes with the byte addresses that it is known to touch: (program, addresses) for each access.
 

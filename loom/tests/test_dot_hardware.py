@@ -16,8 +16,8 @@ import triton.language as tl
 import triton_loom
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton_loom import toolchain
 from triton_loom.compiler import LoomBackend
+from triton_loom.device import toolchain
 from triton_loom.driver import LoomDriver
 from triton_loom.options import LoomOptions
 from triton_loom.testing import EPS32, assert_same, check

@@ -24,7 +24,7 @@ import triton_loom
 from triton.backends import Backend, backends
 from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
-from triton_loom import launcher, toolchain
+from triton_loom.device import launcher, toolchain
 from triton_loom.driver import CPU, LoomDriver
 
 pytestmark = pytest.mark.compat
@@ -344,7 +344,7 @@ def test_import_triton_stays_light() -> None:
     code = """if True:
         import sys, triton
         print("cpu" in triton.backends.backends)
-        heavy = {"torch", "numpy", "ctypes", "triton.language", "triton_loom.launcher", "triton_loom.options"}
+        heavy = {"torch", "numpy", "ctypes", "triton.language", "triton_loom.device", "triton_loom.options"}
         print(sorted(heavy & set(sys.modules)))
     """
 
@@ -355,6 +355,16 @@ def test_import_triton_stays_light() -> None:
     with_loom, alone = imported(TRITON_BACKENDS_IN_TREE="0"), imported(TRITON_BACKENDS_IN_TREE="1")
     assert (with_loom[0], alone[0]) == ("True", "False")
     assert with_loom[1] == alone[1]
+
+
+def test_loom_may_be_used_before_triton_is_imported() -> None:
+    """Triton imports Loom's driver while it is being imported, which must not be the other way round."""
+    code = """if True:
+        import triton_loom
+        with triton_loom.active(), triton_loom.sanitize() as seen, triton_loom.count() as counted:
+            print(seen.findings, counted.launches)
+    """
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[] []\n"
 
 
 # ---- through @triton.jit ---------------------------------------------------------------------------------

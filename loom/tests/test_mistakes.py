@@ -12,7 +12,7 @@ import torch
 import triton_loom
 from mistakes import MISTAKES, ORIGINS, Mistake
 from triton.runtime import JITFunction
-from triton_loom.sanitizer import Finding
+from triton_loom import Finding
 
 every_mistake = pytest.mark.parametrize("case", MISTAKES, ids=str)
 

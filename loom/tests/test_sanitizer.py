@@ -18,7 +18,7 @@ from support import FLOAT8, FLOATS, INTEGERS, drawn, short
 from test_counters import histogram
 from test_witness import double, kinds, launch_outside
 from triton.runtime import driver
-from triton_loom.sanitizer import Finding
+from triton_loom import Finding
 from triton_loom.testing.fixtures import SEED
 
 # ---- which elements a tensor has ------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def sums(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 def unwritten(x: torch.Tensor, n: int | None = None, block: int = 64) -> int:
     """How many elements of x a launch reads that count as unwritten, and none of the others; the scope is open."""
-    from triton_loom.witness import SCOPES
+    from triton_loom.witness.scopes import SCOPES
 
     seen = SCOPES.sanitizers[-1]
     before = len(seen.findings)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from triton_loom import ops
-from triton_loom.tiles import FunctionEmitter
+from triton_loom.codegen import operations
+from triton_loom.codegen.tiles import FunctionEmitter
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -21,19 +21,26 @@ def section(name: str) -> str:
 
 
 def test_the_operation_table_is_the_codes_own() -> None:
-    assert section("operations") == ops.support_table()
+    assert section("operations") == operations.support_table()
 
 
 def test_every_listed_operation_has_a_handler_and_the_other_way_round() -> None:
-    listed = {*ops.ROOTS, *ops.EFFECTS, *ops.CONTROL} - {"scf.yield", "scf.condition"}
+    listed = {*operations.ROOTS, *operations.EFFECTS, *operations.CONTROL} - {"scf.yield", "scf.condition"}
     handlers = {name.removeprefix("on_") for name in dir(FunctionEmitter) if name.startswith("on_")}
     assert {re.sub(r"\W", "_", name) for name in listed} <= handlers
-    known = {re.sub(r"\W", "_", name) for name in (*listed, *ops.SHAPES, "tt.map_elementwise.return")}
+    known = {re.sub(r"\W", "_", name) for name in (*listed, *operations.SHAPES, "tt.map_elementwise.return")}
     assert handlers <= known
 
 
 def test_no_operation_is_listed_twice() -> None:
-    tables = (ops.ELEMENTWISE, ops.SHAPES, ops.ROOTS, ops.EFFECTS, ops.CONTROL, ops.IGNORED)
+    tables = (
+        operations.ELEMENTWISE,
+        operations.SHAPES,
+        operations.ROOTS,
+        operations.EFFECTS,
+        operations.CONTROL,
+        operations.IGNORED,
+    )
     names = [name for table in tables for name in table]
     assert len(names) == len(set(names))
 

@@ -11,8 +11,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_loom import compiler, ops, ttir
-from triton_loom.ttir import Bits, Function, Module, Op, Opaque, ParseError, Pointer, Scalar, Tensor, parse
+from triton_loom import compiler
+from triton_loom.codegen import operations
+from triton_loom.ir import ttir
+from triton_loom.ir.reader import parse
+from triton_loom.ir.scanner import ParseError
+from triton_loom.ir.ttir import Bits, Function, Module, Op, Opaque, Pointer, Scalar, Tensor
 
 F32, I32 = Scalar("f32"), Scalar("i32")
 VALUE = re.compile(r"%([\w\-]+)(?:#\d+)?")
@@ -796,8 +800,14 @@ def front_end(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def known(op: Op) -> bool:
     terminators = {"tt.reduce.return", "tt.scan.return"}
-    table = {**ops.ELEMENTWISE, **ops.SHAPES, **ops.ROOTS, **ops.EFFECTS, **ops.CONTROL}
-    return op.name in table or op.name in ops.IGNORED or op.name in terminators
+    table = {
+        **operations.ELEMENTWISE,
+        **operations.SHAPES,
+        **operations.ROOTS,
+        **operations.EFFECTS,
+        **operations.CONTROL,
+    }
+    return op.name in table or op.name in operations.IGNORED or op.name in terminators
 
 
 def described(module: Module) -> list[object]:

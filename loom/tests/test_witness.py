@@ -22,7 +22,7 @@ import triton_loom
 import triton_loom.driver
 from support import short
 from triton.runtime import driver
-from triton_loom.sanitizer import Finding
+from triton_loom import Finding
 
 
 def kinds(findings: Sequence[Finding]) -> list[str]:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 import torch
 from rich.console import Console
-from triton_loom import toolchain
+from triton_loom.device import toolchain
 
 import weft
 from weft import Capabilities

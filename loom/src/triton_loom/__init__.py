@@ -10,27 +10,18 @@ and `driver.py` may import torch, numpy or `triton.language`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .errors import DeviceAssertion, Finding, SanitizerError
+
 if TYPE_CHECKING:
-    from .counters import Counter
-    from .sanitizer import Finding, Sanitizer
+    from .witness.counters import Counter
+    from .witness.sanitizer import Sanitizer
 
 __version__ = "0.1.0"
-__all__ = ["DeviceAssertion", "SanitizerError", "active", "count", "obstacle", "sanitize"]
-
-
-class DeviceAssertion(RuntimeError):
-    """A program of a launch failed a `tl.device_assert`."""
-
-
-class SanitizerError(RuntimeError):
-    """A launch inside `sanitize()` did what it must not; `findings` says what."""
-
-    def __init__(self, findings: list[Finding]) -> None:
-        super().__init__("\n".join(map(str, findings)))
-        self.findings = findings
+__all__ = ["DeviceAssertion", "Finding", "SanitizerError", "active", "count", "obstacle", "sanitize"]
 
 
 @contextmanager
@@ -39,17 +30,9 @@ def active() -> Iterator[None]:
 
     The choice of a device is Triton's own global state: it holds for every thread of the process.
     """
-    from triton.runtime import driver
-
-    from .driver import LoomDriver
-
-    # Not the public `driver.active`: reading that would start the default device's runtime.
-    previous = driver._active
-    driver.set_active(LoomDriver())
-    try:
+    driver = _driver()
+    with driver.activated(driver.LoomDriver()):
         yield
-    finally:
-        driver.set_active(previous)
 
 
 def obstacle() -> str | None:
@@ -57,7 +40,7 @@ def obstacle() -> str | None:
 
     It looks for a C++ compiler and does not run it: the answer costs a few look-ups of files.
     """
-    from . import toolchain
+    from .device import toolchain
 
     try:
         toolchain.compiler()
@@ -66,7 +49,8 @@ def obstacle() -> str | None:
     return None
 
 
-def sanitize(*, collect: bool = False, dry: bool = False) -> AbstractContextManager[Sanitizer]:
+@contextmanager
+def sanitize(*, collect: bool = False, dry: bool = False) -> Iterator[Sanitizer]:
     """Check every memory access of the launches inside a `with` block.
 
     A launch that reads or writes outside of its tensor arguments, reads memory that nobody has written since it was
@@ -80,20 +64,34 @@ def sanitize(*, collect: bool = False, dry: bool = False) -> AbstractContextMana
             kernel[grid](x, y)
         print(*seen.findings, sep="\\n")
     """
-    from . import sanitizer
+    driver = _driver()
+    from .witness import sanitizer
 
-    return sanitizer.sanitize(collect, dry)
+    with sanitizer.sanitize(collect=collect, dry=dry) as scope, driver.instrumented():
+        yield scope
 
 
-def count() -> AbstractContextManager[Counter]:
+@contextmanager
+def count() -> Iterator[Counter]:
     """Count what the launches inside a `with` block load, store and multiply: bytes for each tensor argument.
 
         with triton_loom.count() as counted:
             kernel[grid](x, y)
         print(counted.launches[0].arguments["x_ptr"].loads.distinct)
 
-    What is counted is explained at `triton_loom.counters.Traffic`.
+    What is counted is explained at `triton_loom.witness.counters.Traffic`.
     """
-    from . import counters
+    driver = _driver()
+    from .witness import counters
 
-    return counters.count()
+    with counters.count() as scope, driver.instrumented():
+        yield scope
+
+
+def _driver() -> ModuleType:
+    """Triton goes first: while it is being imported it looks for a backend, and would find one half imported."""
+    import triton  # noqa: F401
+
+    from . import driver
+
+    return driver

@@ -1,4 +1,4 @@
-"""Triton's compiler interface: TTIR by stock Triton's passes, C++ by `emit`, a library by `toolchain`."""
+"""Triton's compiler interface: TTIR by stock Triton's passes, C++ by `codegen`, a library by `device.toolchain`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
-from .driver import HARDWARE_DOT
+from .features import HARDWARE_DOT
 
 if TYPE_CHECKING:
     from .options import LoomOptions
 
 
 class LoomBackend(BaseBackend):
+    """How Triton compiles for the CPU."""
+
     binary_ext = "so"
 
     @staticmethod
@@ -27,7 +29,7 @@ class LoomBackend(BaseBackend):
         return bool(target.backend == "cpu")
 
     def hash(self) -> str:
-        from . import toolchain
+        from .device import toolchain
 
         return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
 
@@ -86,6 +88,7 @@ TTIR_PASSES = [
 
 
 def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
+    """The stage that Triton calls `ttir`: its own passes, none that knows a GPU."""
     manager = ir.pass_manager(module.context)
     manager.enable_debug()
     for family, name in TTIR_PASSES:
@@ -96,7 +99,8 @@ def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
 
 
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
-    from . import emit
+    """From TTIR to C++; what the launcher has to know goes into the metadata."""
+    from .codegen import emit
 
     kernel = emit.generate(module.str(), frozenset(options.witness), options.hardware_dot)
     metadata["name"] = kernel.name
@@ -108,7 +112,8 @@ def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
 
 
 def make_so(source: str, options: LoomOptions) -> bytes:
-    from . import toolchain
+    """From C++ to a shared object."""
+    from .device import toolchain
 
     # An instrumented kernel spends its time at its accesses; it compiles in half the time.
     return toolchain.build(source, options.arch, "-O1" if options.witness else "-O2")
@@ -118,5 +123,6 @@ def make_so(source: str, options: LoomOptions) -> bytes:
 def _sources() -> str:
     """A hash of this package's own code: an upgraded Loom compiles anew."""
     package = Path(__file__).parent
-    files = sorted([*package.glob("*.py"), *package.glob("include/*.h")])
+    modules = [file for file in package.rglob("*.py") if file.parent.name != "testing"]
+    files = sorted([*modules, *package.glob("include/*.h")])
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

@@ -5,36 +5,39 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from .features import COUNT, HARDWARE_DOT, SANITIZE
+
+if TYPE_CHECKING:
+    from .device.launcher import LoomLauncher
+
 # No CUDA ordinal, so that a kernel launched on both devices in one process keeps two sets of binaries.
 CPU = -1
 # Instrumented kernels run on devices of their own, for the same reason.
-INSTRUMENTED = {("sanitize",): -2, ("count",): -3, ("sanitize", "count"): -4}
+INSTRUMENTED = {(SANITIZE,): -2, (COUNT,): -3, (SANITIZE, COUNT): -4}
 # And so do kernels whose bf16 dots are the processor's own: each of the above has a twin, four further down.
-HARDWARE_DOT = "hardware_dot"
 _TWIN = 4
 
 
 class LoomDriver(DriverBase):
     """The CPU as a Triton device. Any number of instances may exist.
 
-    `witness` is what kernels do at each access to memory (see `witness.py`); the process may ask for it by environment.
+    `witness` is what kernels do at each access to memory (see `witness`); the process may ask for it by environment.
     So it may for the processor's own bf16 dots: TRITON_LOOM_HARDWARE_DOT=1, read when the device is made.
     """
 
     def __init__(self, witness: tuple[str, ...] | None = None) -> None:
-        from . import launcher
-
         super().__init__()
         self.witness = _open_scopes() if witness is None else witness
         self.hardware_dot = _hardware_dot()
         self.utils = LoomUtils()
-        self.launcher_cls = launcher.WatchedLauncher if self.witness else launcher.LoomLauncher
+        self.launcher_cls = _launcher(bool(self.witness))
 
     @classmethod
     def is_active(cls) -> bool:
@@ -70,9 +73,9 @@ class LoomDriver(DriverBase):
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        from . import launcher
+        from .device.arguments import SCALARS
 
-        return "void*" if ty.startswith("*") else launcher.SCALARS[ty][1]
+        return "void*" if ty.startswith("*") else SCALARS[ty][1]
 
     # ---- triton.testing ----
 
@@ -97,20 +100,51 @@ class LoomDriver(DriverBase):
 _asking = threading.local()
 
 
+@contextmanager
+def activated(device: LoomDriver) -> Iterator[None]:
+    """Makes this the device of all launches inside a `with` block."""
+    from triton.runtime import driver
+
+    # Not the public `driver.active`: reading that would start the default device's runtime.
+    previous = driver._active
+    driver.set_active(device)
+    try:
+        yield
+    finally:
+        driver.set_active(previous)
+
+
+def instrumented() -> AbstractContextManager[None]:
+    """Makes the CPU, instrumented for all scopes that are open, the device of all launches inside a `with` block."""
+    from .witness.scopes import SCOPES
+
+    return activated(LoomDriver(SCOPES.modes))
+
+
+def _launcher(watched: bool) -> type[LoomLauncher]:
+    if watched:
+        from .witness.launcher import WatchedLauncher
+
+        return WatchedLauncher
+    from .device.launcher import LoomLauncher
+
+    return LoomLauncher
+
+
 def _open_scopes() -> tuple[str, ...]:
     """What the scopes that are open ask for; one may be that of the process.
 
     TRITON_LOOM_SANITIZE=1: every launch is checked and the first finding raised; =collect: findings are printed at
     the end.
     """
-    from .witness import SCOPES
+    from .witness.scopes import SCOPES
 
     asked = os.environ.get("TRITON_LOOM_SANITIZE", "0")
     if asked in ("", "0"):
         return SCOPES.modes
     if asked not in ("1", "collect"):
         raise ValueError(f"TRITON_LOOM_SANITIZE is 0, 1 or collect; got {asked!r}")
-    from . import sanitizer
+    from .witness import sanitizer
 
     sanitizer.sanitize_process(collect=asked == "collect")
     return SCOPES.modes
@@ -157,9 +191,11 @@ class LoomInterface:
 
 
 class LoomUtils:
+    """What Triton asks of a device's driver library."""
+
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Module, function, registers, spills, and the most threads a program may have."""
-        from . import launcher
+        from .device import launcher
 
         return (*launcher.load(binary, name), 1, 0, 1 << 30)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
+    from .witness.sanitizer import Sanitizer
 
 
 def pytest_addoption(parser: Any) -> None:
+    """Adds `--loom-sanitize`."""
     parser.getgroup("triton-loom").addoption(
         "--loom-sanitize",
         action="store_true",
@@ -30,6 +31,7 @@ def loom_sanitizer() -> Iterator[Sanitizer]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Iterator[None]:
+    """With `--loom-sanitize`, a test runs in a scope of its own."""
     if not item.config.getoption("--loom-sanitize") or "loom_sanitizer" in item.fixturenames:
         return (yield)
     from . import sanitize

@@ -222,7 +222,7 @@ def _loom(report: Report) -> None:
     report.facts.append(Fact("Loom", metadata.version("triton-loom")))
     if not TRITON:
         return
-    from triton_loom import toolchain
+    from triton_loom.device import toolchain
 
     try:
         command = toolchain.compiler()
@@ -284,7 +284,7 @@ def _cache(report: Report) -> None:
     except OSError as error:
         cache.problem = error.strerror or str(error)
     if cache.writable and os.path.isdir(cache.path) and loom.is_installed():
-        from triton_loom import toolchain
+        from triton_loom.device import toolchain
 
         try:
             toolchain.check_trusted(cache.path)

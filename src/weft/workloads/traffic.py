@@ -19,7 +19,7 @@ from ..runtime import choosing_for
 from .problem import Workload
 
 if TYPE_CHECKING:
-    from triton_loom.counters import LaunchCount
+    from triton_loom.witness.counters import LaunchCount
 
 CACHED = 8 << 20  # a sixth of an H100's L2 cache
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 import triton
 
-from .. import launcher
+from ..device import launcher
 from . import memory
 
 SEED = int(os.environ.get("LOOM_TEST_SEED", "0"))
 
 
 def pytest_report_header() -> str:
+    """What a failure depends on besides the code: versions, threads, the seed, the cache."""
     return (
         f"triton {triton.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"LOOM_TEST_SEED={SEED}, TRITON_CACHE_DIR={os.environ.get('TRITON_CACHE_DIR', '(default)')}"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .ops import ELEMENTWISE, IGNORED, SHAPES
-from .ttir import Block, Function, Op, Tensor, Value, element_of, shape_of
+from ..ir.ttir import Block, Function, Op, Tensor, Value, element_of, shape_of
+from .operations import ELEMENTWISE, IGNORED, SHAPES
 
 _WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
 # On ranges and scalars these make offsets and masks, which are cheaper to compute again than to read back.
@@ -47,12 +47,16 @@ class Nest:
 
 @dataclass
 class Use:
+    """How a nest uses a value."""
+
     factor: float = 0.0  # how often each element is computed
     direct: bool = True  # computed at the nest's own index, so that the nest covers the value exactly
 
 
 @dataclass
 class Plan:
+    """Which values get a buffer, and where each of them is computed."""
+
     buffered: set[Value] = field(default_factory=set)
     tee: dict[Value, Nest] = field(default_factory=dict)
     uses: dict[Value, dict[Nest, Use]] = field(default_factory=dict)
@@ -77,14 +81,17 @@ class Plan:
 
 
 def schedule(function: Function) -> Plan:
+    """The plan for one function."""
     return _Scheduler(function).run()
 
 
 def is_write(op: Op) -> bool:
+    """Whether an operation, or one inside of it, may write memory."""
     return any(inner.name in _WRITES for inner in op.walk())
 
 
 def tile_operands(op: Op) -> list[Value]:
+    """The operands of an operation that are tiles."""
     return [v for v in op.operands if isinstance(v.type, Tensor)]
 
 
@@ -311,6 +318,7 @@ def lane_dimension(shape: tuple[int, ...]) -> int:
 
 
 def lane_extent(shape: tuple[int, ...]) -> int:
+    """How many elements a shape has along the dimension that chunks run along."""
     return shape[lane_dimension(shape)] if shape else 1
 
 

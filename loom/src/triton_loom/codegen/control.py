@@ -6,15 +6,19 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..ir.ttir import Block, Function, Op, Pointer, Region, Tensor, Value, element_of, shape_of
 from .accesses import exact_result
-from .frame import Buffer, Frame, Target, Unit
-from .nest import Index, LoopNest
-from .ops import ELEMENTWISE, IGNORED, Unsupported, c_type, literal, size_of
+from .cpp import c_type, literal, size_of
+from .forms import Index
+from .frame import Frame, Target, Unit
+from .nest import Buffer, LoopNest
+from .operations import ELEMENTWISE, IGNORED, Unsupported
 from .schedule import is_virtual, is_write, schedule
-from .ttir import Block, Function, Op, Pointer, Region, Tensor, Value, element_of, shape_of
 
 
 class ControlFlow(Frame):
+    """Runs the operations of a function one after another; `on_<operation>` writes one that is no expression."""
+
     def __init__(self, unit: Unit, body: Region) -> None:
         super().__init__(unit, schedule(Function("", [], [], body, False)))
         self.body = body
@@ -63,7 +67,7 @@ class ControlFlow(Frame):
         if op.name in IGNORED:
             return
         self.run_op(op)
-        if hints := self.unit.accesses.hints(op):
+        if hints := self.accesses.hints(op):
             self.check_hints(op, hints)
 
     def run_op(self, op: Op) -> None:
@@ -73,9 +77,9 @@ class ControlFlow(Frame):
         handler = getattr(self, "on_" + re.sub(r"\W", "_", op.name), None)
         if handler is None and op.name in ELEMENTWISE:
             operands = [self.scalar(v) for v in op.operands]
-            if self.unit.accesses.watches_offset(op):
+            if self.accesses.watches_offset(op):
                 exact = exact_result(op, *(f"(i64){text}" for text in operands))
-                self.lines += self.unit.accesses.offset(op, [exact])
+                self.lines += self.accesses.offset(op, [exact])
             self.let(op.result, ELEMENTWISE[op.name].write(op, operands, 1))
             return
         if handler is None:
@@ -129,7 +133,7 @@ class ControlFlow(Frame):
                     starts = f"{at} % {equal} == 0"
                 conditions.append(f"!({starts}) || {own} % {multiple} == 0")
             for condition in conditions:
-                for statement in self.unit.accesses.promise(op, condition, own):
+                for statement in self.accesses.promise(op, condition, own):
                     nest.do(statement, nest.depth)
         self.run_nest(nest)
 
@@ -200,7 +204,7 @@ class ControlFlow(Frame):
         self.comment(op)
         self.lines.append(f"for ({type_} {induction} = {lower}; {condition}; {induction} += {step}) {{")
         self.region(body, lambda end: self.assign(targets, end.operands, end))
-        self.lines += self.unit.accesses.loop_step(op, induction, step)
+        self.lines += self.accesses.loop_step(op, induction, step)
         self.lines.append("}")
 
     def share_buffers(self, body: Block, targets: list[Target]) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-INCLUDE = Path(__file__).parent / "include"
+INCLUDE = Path(__file__).parents[1] / "include"
 
 # Integers wrap, pointers alias, and floats round once per operation: what Triton promises its kernels.
 SEMANTICS = """
@@ -167,6 +167,7 @@ class UntrustedCache(RuntimeError):
 
 
 def check_trusted(path: str) -> None:
+    """Raises `UntrustedCache` where another user could have put code, or could exchange it."""
     status, user = os.stat(path), os.geteuid()
     if status.st_uid not in (user, 0):
         reason = f"belongs to user {status.st_uid} and you are user {user}"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ttir import Block, Function, Module, Op, Pointer, Scalar, Tensor, Value, element_of
-
-_I64 = Scalar("i64")
+from .ttir import I1, I64, Block, Function, Module, Op, Pointer, Scalar, Tensor, Value, element_of
 
 
 def rewrite(module: Module) -> Module:
+    """All rewrites, in place."""
     for function in module.functions.values():
         for op in list(function.body.walk()):
             if op.name == "scf.for":
@@ -36,13 +35,13 @@ def _scalarize_moving_tiles(loop: Op, function: Function) -> None:
     terminator = body.ops[-1]
     for index in reversed(range(len(loop.results))):
         arg, init, result = body.args[1 + index], loop.operands[3 + index], loop.results[index]
-        if not isinstance(arg.type, Tensor) or arg.type.element == Scalar("i1") or arg.type.element.is_float:
+        if not isinstance(arg.type, Tensor) or arg.type.element == I1 or arg.type.element.is_float:
             continue
         steps = _steps(terminator.operands[index], arg, loop)
         if steps is None:
             continue
         element = arg.type.element
-        counter_type = _I64 if isinstance(element, Pointer) or any(s.tile for s in steps) else element
+        counter_type = I64 if isinstance(element, Pointer) or any(s.tile for s in steps) else element
         zero = _constant(0, counter_type, loop)
         moved = Value(f"{arg.name}_moved", counter_type, owner=body)
         final = Value(f"{result.name}_moved", counter_type, producer=loop)
@@ -155,11 +154,11 @@ class _Builder:
             step = self.op("tt.splat", [distance], step_type)
         else:
             assert isinstance(invariant.type, Tensor)
-            wide = Tensor(init.type.shape, _I64)
-            if invariant.type.element != _I64:
+            wide = Tensor(init.type.shape, I64)
+            if invariant.type.element != I64:
                 invariant = self.op("arith.extsi", [invariant], wide)
             step = self.op("arith.muli", [self.op("tt.splat", [distance], wide), invariant], wide)
-            if isinstance(element, Scalar) and element != _I64:
+            if isinstance(element, Scalar) and element != I64:
                 step = self.op("arith.trunci", [step], init.type)
         return self.op("tt.addptr" if isinstance(element, Pointer) else "arith.addi", [init, step], init.type)
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
+from ..ir.ttir import F64, I1, Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
 from .accesses import Accesses
-from .nest import I1, Form, LoopNest, constant_index, declare_const, operand_dims
-from .ops import ELEMENTWISE, Unsupported, c_type, literal, memory_type, size_of, vector_of, widen
+from .cpp import c_type, declare_const, literal, memory_type, size_of, vector_of, widen
+from .dimensions import Dims, operand_dims
+from .forms import Form, constant_index
+from .nest import Buffer, LoopNest
+from .operations import ELEMENTWISE, Unsupported
 from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write
-from .ttir import Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
 
-F64 = Scalar("f64")
 _RESERVED = frozenset(
     re.findall(
         r"\w+",
@@ -33,20 +34,6 @@ _RESERVED = frozenset(
         u8 u16 u32 u64 f32 f64""",
     )
 )
-
-
-@dataclass(eq=False)
-class Buffer:
-    """A tile in scratch memory, row-major."""
-
-    name: str
-    element: Scalar | Pointer
-    shape: tuple[int, ...]
-    filled: bool = False
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass
@@ -71,8 +58,11 @@ class Unit(Protocol):
 
 
 class Frame:
+    """What a function has so far: lines, names, and the storage of values. Its loop nests know it as `Storage`."""
+
     def __init__(self, unit: Unit, plan: Plan) -> None:
         self.unit = unit
+        self.accesses = unit.accesses
         self.plan = plan
         self.declarations: list[str] = []
         self.lines: list[str] = []
@@ -217,12 +207,12 @@ class Frame:
         (dim,) = directions - {None}
         return dim if dim is not None and shape[dim] >= CHUNK else None
 
-    def sources(self, value: Value) -> set[tuple[Value, tuple[int | None, ...]]]:
+    def sources(self, value: Value) -> set[tuple[Value, Dims]]:
         """The loads and stored tiles that a tile is read from, and which of its dimensions theirs follow."""
-        found: set[tuple[Value, tuple[int | None, ...]]] = set()
-        seen: set[tuple[Value, tuple[int | None, ...]]] = set()
+        found: set[tuple[Value, Dims]] = set()
+        seen: set[tuple[Value, Dims]] = set()
 
-        def visit(value: Value, dims: tuple[int | None, ...]) -> None:
+        def visit(value: Value, dims: Dims) -> None:
             if not isinstance(value.type, Tensor) or (value, dims) in seen:
                 return
             seen.add((value, dims))

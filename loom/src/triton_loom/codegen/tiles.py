@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from math import prod
 
+from ..ir.ttir import BF16, F32, F64, I1, I8, I32, Op, Scalar, Tensor, Value, element_of, shape_of
 from .control import ControlFlow
-from .frame import Buffer
-from .nest import I1, I32, Form, Index, LoopNest, constant_index
-from .ops import (
-    ELEMENTWISE,
-    IGNORED,
-    Unsupported,
-    c_type,
-    literal,
-    narrow,
-    size_of,
-    stored_type,
-    vector_of,
-    widen,
-)
+from .cpp import c_type, literal, narrow, size_of, stored_type, vector_of, widen
+from .forms import Form, Index, constant_index
+from .nest import Buffer, LoopNest
+from .operations import ELEMENTWISE, IGNORED, Unsupported
 from .schedule import lane_dimension
-from .ttir import Op, Scalar, Tensor, Value, element_of, shape_of
-
-F32, F64, BF16, I8 = Scalar("f32"), Scalar("f64"), Scalar("bf16"), Scalar("i8")
 
 
 class FunctionEmitter(ControlFlow):
+    """The emitter of one C++ function, operations on tiles included."""
+
     # -- memory --
 
     def on_tt_load(self, op: Op) -> None:
         pointer, mask, other = [*(self.scalar(v) for v in op.operands), None, None][:3]
         assert pointer
-        self.let(op.result, self.unit.accesses.load_one(op, pointer, mask, other))
+        self.let(op.result, self.accesses.load_one(op, pointer, mask, other))
 
     def on_tt_unsplat(self, op: Op) -> None:
         (value,) = op.operands
@@ -100,12 +90,12 @@ class FunctionEmitter(ControlFlow):
         """One element after another, an indivisible update each; 0 where the mask is off."""
         self.comment(op)
         self.prepare(op.operands, self.plan.nest(op))
-        self.lines += self.unit.accesses.begin_atomic()
+        self.lines += self.accesses.begin_atomic()
         shape = shape_of(op.result.type)
         nest = LoopNest(self, shape, lanes=1, values=op.operands)
         forms = [nest.at_own_index(v).expr for v in op.operands]
         mask = forms[2] if op.name == "tt.atomic_rmw" and len(forms) > 2 else None
-        text = self.unit.accesses.atomic(op, forms[0], mask, template.format(*forms))
+        text = self.accesses.atomic(op, forms[0], mask, template.format(*forms))
         if not shape:
             nest.do(f"{self.variable(op.result)} = {text};", 0)
         elif op.result in self.plan.uses:
@@ -295,7 +285,7 @@ class FunctionEmitter(ControlFlow):
                 f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
             ]
         self.lines.append(f"{kernel}({', '.join(names)});")
-        self.lines += self.unit.accesses.multiply_adds(prod(batch) * m * n * k)
+        self.lines += self.accesses.multiply_adds(prod(batch) * m * n * k)
         if into is not target:
             assert isinstance(out, Scalar)
             nest = LoopNest(self, target.shape, values=[])

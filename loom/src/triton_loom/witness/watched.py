@@ -1,137 +1,40 @@
 """One launch of an instrumented kernel: what its accesses are held against, and what became of them.
 
-`Watched` describes the launch's arguments to include/witness.h, which mirrors the structures here, and reads its
-findings and counts back. What is done with them is the business of the scopes: `sanitizer` and `counters`.
+`Watched` describes the launch's arguments to include/witness.h and reads its findings and counts back. What is done
+with them is the business of the scopes that it tells.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .accesses import COUNT, SANITIZE
+from ..errors import FindingKind
+from . import abi
 
-if TYPE_CHECKING:
-    from .counters import Counter
-    from .sanitizer import Sanitizer
-
-FindingKind = Literal[  # in the order of `Kind` in include/witness.h
-    "out-of-bounds load",
-    "out-of-bounds store",
-    "uninitialised read",
-    "race",
-    "offset overflow",
-    "broken promise",
-]
-KINDS = get_args(FindingKind)
+if TYPE_CHECKING:  # that it is not imported keeps `import torch` out of the making of a device
+    from .fresh import FreshMemory
 
 
-# ---- the scopes that are open ----------------------------------------------------------------------------
+class Listener(Protocol):
+    """A scope, as a launch knows it."""
+
+    def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
+        """Hears of a launch that is over; `broken` are promises about arguments, by name, that it did not keep."""
 
 
-class Scopes:
-    """The scopes that see a launch. As the choice of a device is, they are the same for every thread."""
+class Checker(Listener, Protocol):
+    """A scope that decides what a launch may access."""
 
-    def __init__(self) -> None:
-        self.sanitizers: list[Sanitizer] = []
-        self.counters: list[Counter] = []
+    dry: bool  # addresses are evaluated, and memory is left alone
+    allowed: dict[str, Any]  # tensors that may be reached by addresses found in memory
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        return (SANITIZE,) * bool(self.sanitizers) + (COUNT,) * bool(self.counters)
-
-    @contextmanager
-    def opened(self, scopes: list[Any], scope: Any) -> Iterator[None]:
-        """Adds a scope and makes the CPU, instrumented for all open scopes, the device of launches."""
-        from triton.runtime import driver
-
-        from .driver import LoomDriver
-
-        previous = driver._active
-        scopes.append(scope)
-        driver.set_active(LoomDriver(self.modes))
-        try:
-            yield
-        finally:
-            scopes[:] = [other for other in scopes if other is not scope]
-            driver.set_active(previous)
-
-
-SCOPES = Scopes()
-
-
-# ---- include/witness.h ---------------------------------------------------------------------------------------
-
-_u64, _i64, _i32, _pointer = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
-
-
-class _Finding(ctypes.Structure):
-    _fields_ = [
-        ("count", _i64),
-        ("program", _i32 * 3),
-        ("argument", _i32),
-        ("address", _u64),
-        ("value", _i64),
-        ("other", _i64),
-    ]
-
-
-class _Traffic(ctypes.Structure):
-    _fields_ = [(name, _i64) for name in ("requested", "distinct", "program_sectors", "launch_sectors")]
-
-
-class _Direction(ctypes.Structure):
-    _fields_ = [("total", _Traffic), ("touched", _pointer)]
-
-
-_DIMENSIONS = 64  # as many as a tensor of PyTorch can have
-
-
-class _Argument(ctypes.Structure):
-    _fields_ = [
-        *[("low", _u64), ("high", _u64), ("run", _i64)],
-        *[(name, _i32) for name in ("rank", "region", "shadow", "loaded", "stored")],
-        *[
-            ("extent", _i64 * _DIMENSIONS),
-            ("stride", _i64 * _DIMENSIONS),
-            ("reach", _i64 * (_DIMENSIONS + 1)),
-        ],
-        ("direction", _Direction * 2),
-    ]
-
-
-class _Region(ctypes.Structure):
-    _fields_ = [
-        *[("low", _u64), ("high", _u64), ("shift", _i32), ("loaded", _i32), ("updated", _i32)],
-        *[("writer", _pointer), ("reader", _pointer), ("updater", _pointer)],
-    ]
-
-
-class _Shadow(ctypes.Structure):
-    _fields_ = [("low", _u64), ("high", _u64), ("written", _pointer), ("loaded", _i32), ("grain", _i32)]
-
-
-class _Witness(ctypes.Structure):
-    _fields_ = [
-        *[(name, _pointer) for name in ("arguments", "regions", "shadows", "findings")],
-        *[
-            (name, _i32)
-            for name in ("argument_count", "region_count", "shadow_count", "dry", "ordered", "lock")
-        ],
-        ("dot_flops", _i64),
-        ("locks", _pointer),
-        *[("base", ctypes.c_uint32), ("number", ctypes.c_uint32)],
-        *[(name, _pointer) for name in ("cells", "bits")],
-        *[(name, _pointer) for name in ("workers", "workers_memory", "actors", "clocks", "releases")],
-        *[(name, _u64) for name in ("actor_capacity", "release_count", "release_capacity")],
-    ]
+    def fresh_memory(self, tensor: Any) -> FreshMemory | None:
+        """The memory that a tensor lies in, if it was allocated in the scope."""
 
 
 class Arena:
@@ -279,12 +182,15 @@ class Watched:
         self,
         kernel: str,
         told: dict[str, Any],
+        *,
         pointers: list[tuple[str, Any]],
         grid: tuple[int, int, int],
         reached: Sequence[Any] = (),
+        sanitizer: Checker | None = None,
+        counters: Sequence[Listener] = (),
     ) -> None:
         self.kernel, self.grid, self.sites, self.location = kernel, grid, told["sites"], told["location"]
-        self.sanitizer = SCOPES.sanitizers[-1] if SCOPES.sanitizers else None
+        self.sanitizer, self.counters = sanitizer, tuple(counters)
         self.arguments: list[PointerArgument] = []
         for number, (name, value) in enumerate(pointers):
             tensor, address = _tensor_and_address(value, (number + 1) << 44)
@@ -298,11 +204,11 @@ class Watched:
         self.dry = declared_only or (self.sanitizer is not None and self.sanitizer.dry)
         for site in self.sites:
             self._note(site)
-        self.witness = _Witness(dry=self.dry, ordered=told["ordered"])
-        self._findings = (_Finding * (len(self.sites) * len(KINDS) + 1))()
+        self.witness = abi.Witness(dry=self.dry, ordered=told["ordered"])
+        self._findings = (abi.Finding * (len(self.sites) * len(abi.KINDS) + 1))()
         self._regions = self._make_regions()
-        self._shadows = (_Shadow * 0)()
-        self._c_arguments = (_Argument * len(self.arguments))(*map(self._c_argument, self.arguments))
+        self._shadows = (abi.Shadow * 0)()
+        self._c_arguments = (abi.Argument * len(self.arguments))(*map(self._c_argument, self.arguments))
         if self.sanitizer is not None and not self.dry:
             self._shadows = self._find_shadows(self.sanitizer)
         for name in ("arguments", "regions", "shadows", "findings"):
@@ -324,9 +230,9 @@ class Watched:
     def address(self) -> int:
         return ctypes.addressof(self.witness)
 
-    def _c_argument(self, argument: PointerArgument) -> _Argument:
+    def _c_argument(self, argument: PointerArgument) -> abi.Argument:
         memory = argument.memory
-        made = _Argument(
+        made = abi.Argument(
             low=memory.low,
             high=memory.high,
             run=memory.run,
@@ -369,22 +275,22 @@ class Watched:
             while any(step % (1 << shift) for step in steps):
                 shift -= 1
             loaded, updated = (any(what in a.accesses for a in group) for what in ("load", "atomic"))
-            regions.append(_Region(low, high, shift, loaded, updated))
-        return (_Region * len(regions))(*regions)
+            regions.append(abi.Region(low, high, shift, loaded, updated))
+        return (abi.Region * len(regions))(*regions)
 
-    def _find_shadows(self, sanitizer: Sanitizer) -> Any:
-        shadows: dict[int, _Shadow] = {}
+    def _find_shadows(self, sanitizer: Checker) -> Any:
+        shadows: dict[int, abi.Shadow] = {}
         for argument, made in zip(self.arguments, self._c_arguments, strict=True):
             fresh = sanitizer.fresh_memory(argument.tensor) if argument.known else None
             if fresh is None:
                 continue
             if fresh.low not in shadows:
-                shadows[fresh.low] = _Shadow(fresh.low, fresh.high, fresh.written_address, 0, 4)
+                shadows[fresh.low] = abi.Shadow(fresh.low, fresh.high, fresh.written_address, 0, 4)
             shadows[fresh.low].loaded |= argument.loaded
             if argument.tensor.element_size() < 4:
                 shadows[fresh.low].grain = 8
             made.shadow = list(shadows).index(fresh.low)
-        return (_Shadow * len(shadows))(*shadows.values())
+        return (abi.Shadow * len(shadows))(*shadows.values())
 
     def prepare(self, threads: int) -> None:
         """Gives the launch its memory: cells for what is written and each thread's sectors, bits for bytes touched."""
@@ -393,7 +299,7 @@ class Watched:
             cells += sum(
                 (1 + r.loaded + r.updated) * (4 * ((r.high - r.low) >> r.shift) + 128) for r in self._regions
             )
-        if SCOPES.counters and not self.dry:
+        if self.counters and not self.dry:
             for argument in (a for a in self._c_arguments if a.loaded or a.stored):
                 size = (argument.high - argument.low) // 8 + 192
                 bits += 2 * size
@@ -411,20 +317,16 @@ class Watched:
 
     def tell(self, broken: Sequence[tuple[str, str]]) -> None:
         """Tells the scopes; the sanitizer last, because it may raise."""
-        if SCOPES.counters:
-            from .counters import launch_count
-
-            counted = launch_count(self)
-            for counter in SCOPES.counters:
-                counter.launches.append(counted)
+        for counter in self.counters:
+            counter.finish(self, broken)
         if self.sanitizer is not None:
             self.sanitizer.finish(self, broken)
 
-    def findings(self) -> Iterator[tuple[str, dict[str, Any], _Finding]]:
+    def findings(self) -> Iterator[tuple[FindingKind, dict[str, Any], abi.Finding]]:
         """Kind, site and record of whatever was found."""
         for number, site in enumerate(self.sites):
-            for k, kind in enumerate(KINDS):
-                record = self._findings[number * len(KINDS) + k]
+            for k, kind in enumerate(abi.KINDS):
+                record = self._findings[number * len(abi.KINDS) + k]
                 if record.count:
                     yield kind, site, record
 
@@ -436,16 +338,3 @@ class Watched:
         """The program at a position in the grid."""
         x, y, _ = self.grid
         return position % x, position // x % y, position // x // y
-
-
-def caller() -> str:
-    """ "file:line" of the innermost frame that is neither Triton's nor Loom's."""
-    import triton
-
-    own = (os.path.dirname(__file__) + os.sep, os.path.dirname(triton.__file__) + os.sep)
-    frame = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.startswith("<")
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

@@ -1,11 +1,12 @@
 """Turns a TTIR module into C++.
 
-    generated = generate(ttir_text, options)
+    generated = generate(ttir_text)
     generated.source      the C++ text: one function that runs one program, readable from top to bottom
 
 The story continues downwards: `tiles` (operations on tiles), `control` (loops, branches, calls), `frame`
-(names, scalars, buffers), `nest` (one loop nest), `schedule` (what is kept, what is recomputed), `rewrite`,
-`ttir`.
+(names, scalars, buffers), `nest` (one loop nest), `accesses` (to memory), `dimensions` and `forms` (what a value is
+in a nest), `schedule` (what is kept, what is recomputed), `operations` (what each one computes), `cpp` (types and
+numbers), and the modules of `ir`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..ir.reader import parse
+from ..ir.rewrite import rewrite
+from ..ir.ttir import I1, Module, Region, Tensor, Type, Value
 from .accesses import Accesses, Witnessed
-from .frame import Buffer
-from .nest import I1, declare_const
-from .ops import c_type, memory_type
-from .rewrite import rewrite
+from .cpp import c_type, declare_const, memory_type
+from .nest import Buffer
 from .tiles import FunctionEmitter
-from .ttir import Module, Region, Tensor, Type, Value, parse
 
 # Each header, with a sign that the text needs it; what every kernel needs has none.
 _HEADERS = {
@@ -37,6 +38,8 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Generated:
+    """A kernel's C++ text, and what its launcher has to know."""
+
     source: str
     name: str
     scratch_bytes: int

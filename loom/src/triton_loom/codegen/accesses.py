@@ -3,41 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from .ops import literal, memory_type, size_of, stored_type, vector_of
-from .ttir import Block, Dense, Function, Module, Op, Pointer, Scalar, Value, element_of, shape_of
+from ..features import COUNT, SANITIZE
+from ..ir.provenance import ARITHMETIC, offset_arithmetic, root_of
+from ..ir.ttir import I1, I32, Dense, Module, Op, Pointer, element_of, shape_of
+from .cpp import literal, memory_type, size_of, stored_type, vector_of
+from .forms import Form
 
-if TYPE_CHECKING:
-    from .nest import Form, LoopNest
 
-I1, I32 = Scalar("i1"), Scalar("i32")
+@dataclass(frozen=True)
+class Chunk:
+    """The lanes of a nest that access memory together."""
+
+    pointer: Form
+    lanes: int
+    count: str | None = None  # how many of the first lanes are on
+    masked: Form | None = None  # or which of them
+
+    @property
+    def mask(self) -> str | None:
+        """The lanes that are on, if not all are."""
+        if self.count is not None:
+            return f"first_mask<{self.lanes}>({self.count})"
+        return self.masked.vec(self.lanes) if self.masked else None
+
+    @property
+    def every(self) -> str:
+        """All lanes are on."""
+        return f"splat<i32x{self.lanes}>(-1)"
+
+    def place(self, stored: str) -> str:
+        """Where the lanes are: base and step, or an address each."""
+        if self.pointer.kind in ("vector", "offsets"):
+            return self.pointer.vec(self.lanes)
+        return f"({stored} *){self.pointer.expr}, {self.pointer.step}"
 
 
 class Accesses:
-    """Plain memory accesses. A chunk's pointer is a `Form`; `count` says how many of its first lanes are on, `masked`
-    which of them."""
+    """Plain memory accesses."""
 
     def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
         element = element_of(op.result.type)
         text = f"*{pointer}{' != 0' if element == I1 else ''}"
         return text if mask is None else f"{mask} ? {text} : {other or literal(element, 0)}"
 
-    def load_chunk(
-        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, rest: str
-    ) -> str:
-        lanes, stored = nest.lanes, stored_type(element_of(op.result.type))
-        type_ = vector_of(stored, lanes)
-        mask = _mask(nest, count, masked)
+    def load_chunk(self, op: Op, chunk: Chunk, rest: str) -> str:
+        """`rest` is what lanes that are off hold."""
+        stored = stored_type(element_of(op.result.type))
+        type_ = vector_of(stored, chunk.lanes)
+        pointer, masked, mask = chunk.pointer, chunk.masked, chunk.mask
         if pointer.kind == "vector":
-            return f"load_at<{type_}>({pointer.expr}, {mask or every_lane(nest)}, {rest})"
+            return f"load_at<{type_}>({pointer.expr}, {mask or chunk.every}, {rest})"
         base = f"(const {stored} *){pointer.expr}"
         if pointer.kind == "offsets":
             assert pointer.offset
-            offsets = nest.vec(pointer.offset)
+            offsets = pointer.offset.vec(chunk.lanes)
         elif pointer.step == 1:
-            if count is not None:
-                return f"load_first<{type_}>({base}, {count}, {rest})"
+            if chunk.count is not None:
+                return f"load_first<{type_}>({base}, {chunk.count}, {rest})"
             if masked is None:
                 return f"load<{type_}>({base})"
             if masked.kind == "uniform":
@@ -46,7 +70,7 @@ class Accesses:
         elif mask is None:
             return f"load_strided<{type_}>({base}, {pointer.step})"
         else:
-            offsets = f"ramp<i64x{lanes}>(0, {pointer.step})"
+            offsets = f"ramp<i64x{chunk.lanes}>(0, {pointer.step})"
         if mask is None:
             return f"gather<{type_}>({base}, {offsets})"
         return f"gather_masked<{type_}>({base}, {offsets}, {mask}, {rest})"
@@ -54,19 +78,17 @@ class Accesses:
     def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         return f"{f'if ({mask}) ' if mask else ''}*{pointer} = {text};"
 
-    def store_chunk(
-        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, text: str
-    ) -> str:
-        lanes, stored = nest.lanes, stored_type(element_of(op.operands[1].type))
-        type_ = vector_of(stored, lanes)
-        mask = _mask(nest, count, masked)
-        every = mask or every_lane(nest)
+    def store_chunk(self, op: Op, chunk: Chunk, text: str) -> str:
+        stored = stored_type(element_of(op.operands[1].type))
+        type_ = vector_of(stored, chunk.lanes)
+        pointer, masked, mask = chunk.pointer, chunk.masked, chunk.mask
+        every = mask or chunk.every
         base = f"({stored} *){pointer.expr}"
         if pointer.kind == "vector":
             return f"store_at<{type_}>({pointer.expr}, {every}, {text});"
         if pointer.kind == "affine" and pointer.step == 1:
-            if count:
-                return f"store_first<{type_}>({base}, {count}, {text});"
+            if chunk.count:
+                return f"store_first<{type_}>({base}, {chunk.count}, {text});"
             if masked is None:
                 return f"store<{type_}>({base}, {text});"
             if masked.kind == "uniform":
@@ -74,7 +96,8 @@ class Accesses:
             return f"store_masked<{type_}>({base}, {mask}, {text});"
         if pointer.kind == "affine" and mask is None:
             return f"store_strided<{type_}>({base}, {pointer.step}, {text});"
-        offsets = nest.vec(pointer.offset) if pointer.offset else f"ramp<i64x{lanes}>(0, {pointer.step})"
+        ramp = f"ramp<i64x{chunk.lanes}>(0, {pointer.step})"
+        offsets = pointer.offset.vec(chunk.lanes) if pointer.offset else ramp
         return f"scatter<{type_}>({base}, {offsets}, {every}, {text});"
 
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
@@ -110,7 +133,6 @@ class Accesses:
 
 # ---- under a witness -------------------------------------------------------------------------------------
 
-SANITIZE, COUNT = "sanitize", "count"
 What = Literal["load", "store", "atomic", "offset", "loop", "promise"]
 
 
@@ -128,12 +150,14 @@ class Site:
 
 
 class Witnessed(Accesses):
+    """Accesses that are reported to a witness, by the `modes` that it works in."""
+
     def __init__(self, module: Module, modes: frozenset[str]) -> None:
         self.modes = modes
         self.sites: list[Site] = []
         pointers = [arg for arg in module.entry.args if isinstance(arg.type, Pointer)]
         self.arguments = {arg: position for position, arg in enumerate(pointers)}
-        self.offsets = {op for f in module.functions.values() for op in _offset_arithmetic(f)}
+        self.offsets = {op for f in module.functions.values() for op in offset_arithmetic(f)}
 
     @property
     def define(self) -> str:
@@ -162,27 +186,23 @@ class Witnessed(Accesses):
         text = f"seen_load_one<{type_}>({self.site(op, 'load')}, {pointer}, {mask or 'true'}, {rest})"
         return f"{text} != 0" if element == I1 else text
 
-    def load_chunk(
-        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, rest: str
-    ) -> str:
+    def load_chunk(self, op: Op, chunk: Chunk, rest: str) -> str:
         stored = stored_type(element_of(op.result.type))
-        where = _chunk(nest, pointer, f"const {stored}")
-        each = "load_each" if pointer.kind in ("vector", "offsets") else "seen_load"
-        mask = _mask(nest, count, masked) or every_lane(nest)
-        return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'load')}, {where}, {mask}, {rest})"
+        where = chunk.place(f"const {stored}")
+        each = "load_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_load"
+        mask = chunk.mask or chunk.every
+        return f"{each}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'load')}, {where}, {mask}, {rest})"
 
     def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         type_ = memory_type(element_of(op.operands[1].type))
         return f"seen_store_one<{type_}>({self.site(op, 'store')}, {pointer}, {mask or 'true'}, {text});"
 
-    def store_chunk(
-        self, nest: LoopNest, op: Op, pointer: Form, count: str | None, masked: Form | None, text: str
-    ) -> str:
+    def store_chunk(self, op: Op, chunk: Chunk, text: str) -> str:
         stored = stored_type(element_of(op.operands[1].type))
-        where = _chunk(nest, pointer, stored)
-        each = "store_each" if pointer.kind in ("vector", "offsets") else "seen_store"
-        mask = _mask(nest, count, masked) or every_lane(nest)
-        return f"{each}<{vector_of(stored, nest.lanes)}>({self.site(op, 'store')}, {where}, {mask}, {text});"
+        where = chunk.place(stored)
+        each = "store_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_store"
+        mask = chunk.mask or chunk.every
+        return f"{each}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'store')}, {where}, {mask}, {text});"
 
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         flags = op.attrs["flags"]
@@ -237,126 +257,6 @@ class Witnessed(Accesses):
         }
 
 
-def _chunk(nest: LoopNest, pointer: Form, stored: str) -> str:
-    """Where the lanes of a chunk are: base and step, or an address each."""
-    if pointer.kind in ("vector", "offsets"):
-        return nest.vec(pointer)
-    return f"({stored} *){pointer.expr}, {pointer.step}"
-
-
-def _mask(nest: LoopNest, count: str | None, masked: Form | None) -> str | None:
-    """The lanes of a chunk that are on, if not all are."""
-    if count is not None:
-        return f"first_mask<{nest.lanes}>({count})"
-    return nest.vec(masked) if masked else None
-
-
-def every_lane(nest: LoopNest) -> str:
-    return f"splat<i32x{nest.lanes}>(-1)"
-
-
-def root_of(value: Value) -> Value | None:
-    """The value that a pointer was made from by adding offsets, if there is just one."""
-    seen: set[Value] = set()
-    roots: set[Value] = set()
-
-    def visit(value: Value) -> None:
-        if value in seen:
-            return
-        seen.add(value)
-        sources = _same_or_moved(value)
-        if sources is None:
-            roots.add(value)
-        for source in sources or ():
-            visit(source)
-
-    visit(value)
-    return roots.pop() if len(roots) == 1 else None
-
-
-_MOVES = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast"}
-
-
-def _same_or_moved(value: Value) -> list[Value] | None:
-    """The values that this one equals or is an offset from; None if it is its own beginning."""
-    op = value.producer
-    if op is None:
-        return _carried(value)
-    if op.name in _MOVES:
-        return op.operands[:1]
-    if op.name == "arith.select":
-        return op.operands[1:]
-    if op.name in ("scf.for", "scf.if", "scf.while"):
-        return _results(op, op.results.index(value))
-    return None
-
-
-def _carried(value: Value) -> list[Value] | None:
-    """What an argument of a loop's body starts as and becomes; None for the arguments of a function."""
-    block: Block | None = value.owner
-    loop = block.region.parent if block and block.region else None
-    if loop is None or loop.name not in ("scf.for", "scf.while"):
-        return None
-    assert block
-    slot = block.args.index(value)
-    if loop.name == "scf.for":
-        if slot == 0:
-            return None
-        return [loop.operands[2 + slot], block.ops[-1].operands[slot - 1]]
-    before, after = (region.block for region in loop.regions)
-    if block is before:
-        return [loop.operands[slot], after.ops[-1].operands[slot]]
-    return [before.ops[-1].operands[1 + slot]]
-
-
-def _results(op: Op, slot: int) -> list[Value]:
-    if op.name == "scf.for":
-        return [op.operands[3 + slot], op.regions[0].block.ops[-1].operands[slot]]
-    if op.name == "scf.if":
-        return [region.block.ops[-1].operands[slot] for region in op.regions]
-    return [op.regions[0].block.ops[-1].operands[1 + slot]]
-
-
-# Operations that keep an offset what it is, and arithmetic that a wrong offset survives. What hashes its operands
-# (and, or, xor, unsigned division) wraps around on purpose.
-_THROUGH = {
-    *("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"),
-    *("arith.extsi", "arith.index_cast", "arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi"),
-}
-_ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.shli": "<<"}
-
-
-def _offset_arithmetic(function: Function) -> set[Op]:
-    """32-bit sums, differences and products that offsets of pointers and the bounds of loops are made of."""
-    found: set[Op] = set()
-    seen: set[Value] = set()
-    todo: list[Value] = []
-    for user in function.body.walk():
-        if user.name == "tt.addptr":
-            todo.append(user.operands[1])
-        elif user.name == "scf.for" and not user.attrs.get("unsigned"):
-            todo += user.operands[:3]  # where it begins and ends, and its step
-    while todo:
-        value = todo.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        op = value.producer
-        if op is None:
-            todo += _carried(value) or []
-        elif op.name in _ARITHMETIC:
-            if element_of(value.type) == I32:
-                found.add(op)
-            todo += op.operands
-        elif op.name in _THROUGH:
-            todo += op.operands
-        elif op.name == "arith.select":
-            todo += op.operands[1:]
-        elif op.name in ("scf.for", "scf.if", "scf.while"):
-            todo += _results(op, op.results.index(value))
-    return found
-
-
 def exact_result(op: Op, left: str, right: str) -> str:
     """The result of 32-bit arithmetic in 64 bits, from operands in 64 bits."""
-    return f"({left} {_ARITHMETIC[op.name]} {right})"
+    return f"({left} {ARITHMETIC[op.name]} {right})"

@@ -7,115 +7,46 @@ ranges), or a vector. Each statement is placed in the outermost loop that it var
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import gcd
-from typing import TYPE_CHECKING, Literal
+from math import gcd, prod
+from typing import Literal, Protocol
 
-from .accesses import exact_result
-from .ops import ELEMENTWISE, Unsupported, c_type, literal, predicate, size_of, stored_type, vector_of
-from .schedule import CHUNK, is_virtual, lane_dimension
-from .ttir import Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
-
-if TYPE_CHECKING:
-    from .frame import Buffer, Frame
-
-I1, I32, I64 = Scalar("i1"), Scalar("i32"), Scalar("i64")
-Step = int | str  # a number, or a C++ expression
+from ..ir.ttir import I1, I32, I64, Op, Pointer, Scalar, Tensor, Value, element_of, shape_of
+from .accesses import Accesses, Chunk, exact_result
+from .cpp import c_type, declare_const, literal, stored_type, vector_of
+from .dimensions import merged
+from .forms import Form, Index, Step, add_steps, as_step, constant_index, multiply_steps, pointee_size
+from .operations import ELEMENTWISE, Unsupported, predicate
+from .schedule import CHUNK, Plan, is_virtual, lane_dimension
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a value is in the current chunk.
+@dataclass(eq=False)
+class Buffer:
+    """A tile in scratch memory, row-major."""
 
-    kind      expr                        lane l holds
-    uniform   a scalar                    expr
-    affine    a scalar (lane 0)           expr + l * step            (pointers: in elements)
-    vector    a vector                    expr[l]
-    offsets   a scalar pointer            expr + offset[l]           (pointers only)
-    """
-
-    kind: Literal["uniform", "affine", "vector", "offsets"]
+    name: str
     element: Scalar | Pointer
-    expr: str
-    level: int
-    step: Step = 0
-    offset: Form | None = None
-    multiple: int = 1  # a number that divides `expr` of an index
-    exact: Callable[[], str] | None = None  # the true vector, where the affine form holds for addresses only
+    shape: tuple[int, ...]
+    filled: bool = False
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
 
 
-Index = tuple[Form, ...]
+class Storage(Protocol):
+    """What a nest needs of the function it stands in: the names of scalars, and the tiles that are kept."""
 
+    plan: Plan
+    accesses: Accesses
+    scalar_names: set[str]
+    buffers: dict[Value, Buffer]
 
-def declare_const(type_: str, name: str, expr: str) -> str:
-    return f"{type_}const {name} = {expr};" if type_.endswith("*") else f"const {type_} {name} = {expr};"
-
-
-def constant_index(number: int) -> Form:
-    return Form("uniform", I32, str(number), 0, multiple=number or 1 << 30)
-
-
-def merged(
-    function: Frame, shape: tuple[int, ...], values: list[Value], alone: int | None
-) -> tuple[int, ...]:
-    """The shape with neighbouring dimensions rolled into one wherever no value tells them apart.
-
-    A rolled-up group keeps its last dimension, with the extent of the whole group; the others become 1.
-    Row-major positions stay what they were, because the index of that last dimension runs through the group.
-    The dimension `alone` (the axis of a reduction) keeps to itself.
-    """
-    joined = [alone not in (d, d + 1) and a > 1 and b > 1 for d, (a, b) in enumerate(pairwise(shape))]
-    seen: set[object] = set()
-
-    def visit(value: Value, dims: tuple[int | None, ...]) -> None:
-        if not isinstance(value.type, Tensor) or (value, dims) in seen:
-            return
-        seen.add((value, dims))
-        op = value.producer
-        buffer = function.buffers.get(value)
-        stored = op is None or (buffer is not None and buffer.filled) or not is_virtual(value)
-        if op is None or stored or op.name in _INDEX_LEAVES:
-            present = [d for d in dims if d is not None]
-            neighbours = set(pairwise(present))
-            for d in range(len(joined)):
-                if (d in present or d + 1 in present) and (d, d + 1) not in neighbours:
-                    joined[d] = False
-            if op is not None and not stored and op.name == "tt.gather":
-                joined[:] = [False] * len(joined)
-                visit(op.operands[1], dims)
-            return
-        for operand in op.operands:
-            visit(operand, operand_dims(op, operand, dims))
-
-    whole = tuple(d if extent > 1 else None for d, extent in enumerate(shape))
-    for value in values:
-        visit(value, whole)
-    rolled = list(shape)
-    for d, together in enumerate(joined):
-        if together:
-            rolled[d + 1] *= rolled[d]
-            rolled[d] = 1
-    return tuple(rolled)
-
-
-_INDEX_LEAVES = ("tt.make_range", "tt.reshape", "tt.gather", "tt.split")
-
-
-def operand_dims(op: Op, operand: Value, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Which dimension of the nest each dimension of the operand follows (None: it has one element)."""
-    shape = shape_of(operand.type)
-    if op.name == "tt.expand_dims":
-        return dims[: op.attrs["axis"]] + dims[op.attrs["axis"] + 1 :]
-    if op.name == "tt.broadcast":
-        return tuple(None if extent == 1 else d for extent, d in zip(shape, dims, strict=True))
-    if op.name == "tt.trans":
-        inner: list[int | None] = [None] * len(shape)
-        for d, source in zip(dims, op.attrs["order"], strict=True):
-            inner[source] = d
-        return tuple(inner)
-    return dims
+    def identifier(self, name: str) -> str: ...
+    def scalar(self, value: Value) -> str: ...
+    def is_filled(self, value: Value) -> bool: ...
+    def buffer_for(self, value: Value) -> Buffer: ...
+    def table(self, op: Op) -> Buffer: ...
 
 
 class LoopNest:
@@ -127,16 +58,18 @@ class LoopNest:
 
     def __init__(
         self,
-        function: Frame,
+        storage: Storage,
         shape: tuple[int, ...],
+        *,
         innermost: int | None = None,
         lanes: int | None = None,
         lane_dim: int | None = None,
         values: list[Value] | None = None,
     ) -> None:
-        self.function = function
-        self.accesses = function.unit.accesses
-        shape = merged(function, shape, values, innermost) if values is not None and len(shape) > 1 else shape
+        self.storage = storage
+        self.accesses = storage.accesses
+        if values is not None and len(shape) > 1:
+            shape = merged(shape, values, alone=innermost, is_stored=self._is_stored)
         self.shape = shape
         self.lane_dim = lane_dimension(shape) if lane_dim is None else lane_dim
         extent = shape[self.lane_dim] if shape else 1
@@ -164,6 +97,9 @@ class LoopNest:
         if dim == self.lane_dim and self.lanes > 1:
             return Form("affine", I32, variable, level, 1, multiple=self.lanes)
         return Form("uniform", I32, variable, level)
+
+    def _is_stored(self, value: Value) -> bool:
+        return value.producer is None or self.storage.is_filled(value) or not is_virtual(value)
 
     @property
     def depth(self) -> int:
@@ -193,10 +129,10 @@ class LoopNest:
     # -- statements --
 
     def name(self, wanted: str) -> str:
-        wanted = self.function.identifier(wanted)
+        wanted = self.storage.identifier(wanted)
         count = self.taken.get(wanted, 0)
         self.taken[wanted] = count + 1
-        if count or wanted in self.function.scalar_names:
+        if count or wanted in self.storage.scalar_names:
             return self.name(f"{wanted}_{count + 1}")
         return wanted
 
@@ -219,31 +155,11 @@ class LoopNest:
 
     def vec(self, form: Form) -> str:
         """The form as a vector expression (a scalar one in a nest without lanes)."""
-        if form.kind == "vector" or self.lanes == 1:
-            return form.expr
-        type_ = c_type(form.element, self.lanes)
-        if form.kind == "uniform":
-            if form.element == I1:
-                bit = {"true": "-1", "false": "0"}.get(form.expr, f"-(i32){form.expr}")
-                return f"splat<{type_}>({bit})"
-            return f"splat<{type_}>({'(i64)' if isinstance(form.element, Pointer) else ''}{form.expr})"
-        if form.exact:
-            return form.exact()
-        if form.kind == "affine" and isinstance(form.element, Pointer):
-            return f"ramp<{type_}>((i64){form.expr}, {form.step} * {_pointee_size(form.element)}ll)"
-        if form.kind == "affine":
-            return f"ramp<{type_}>({form.expr}, {form.step})"
-        assert form.offset
-        assert isinstance(form.element, Pointer)
-        return (
-            f"(splat<{type_}>((i64){form.expr}) + {self.wide(form.offset)} * {_pointee_size(form.element)}ll)"
-        )
+        return form.vec(self.lanes)
 
     def wide(self, form: Form) -> str:
         """An integer form as i64 lanes (sign-extended)."""
-        text = self.vec(form)
-        wide = vector_of("i64", self.lanes)
-        return text if form.element == I64 else f"convert<{wide}>({text})"
+        return form.wide(self.lanes)
 
     # -- index arithmetic --
 
@@ -258,7 +174,7 @@ class LoopNest:
             return Form("vector", I32, f"({self.vec(a)} + {self.vec(b)})", max(level, self.lane_level))
         both = a.expr.isdigit() and b.expr.isdigit()
         expr = str(int(a.expr) + int(b.expr)) if both else f"({a.expr} + {b.expr})"
-        step = _add(a.step, b.step)
+        step = add_steps(a.step, b.step)
         kind: Literal["affine", "uniform"] = "uniform" if step == 0 else "affine"
         return Form(kind, I32, expr, level, step, multiple=gcd(a.multiple, b.multiple))
 
@@ -270,7 +186,7 @@ class LoopNest:
         if a.kind == "vector":
             return replace(a, expr=f"({a.expr} * {factor})")
         expr = str(int(a.expr) * factor) if a.expr.isdigit() else f"{a.expr} * {factor}"
-        return replace(a, expr=expr, step=_mul(a.step, factor), multiple=a.multiple * factor)
+        return replace(a, expr=expr, step=multiply_steps(a.step, factor), multiple=a.multiple * factor)
 
     def linear(self, index: Index, shape: tuple[int, ...]) -> Form:
         """The row-major position of an index; what `delinear` took apart is put together again as it was."""
@@ -339,26 +255,26 @@ class LoopNest:
 
     def eval(self, value: Value, index: Index) -> Form:
         if not isinstance(value.type, Tensor):
-            return Form("uniform", element_of(value.type), self.function.scalar(value), 0)
+            return Form("uniform", element_of(value.type), self.storage.scalar(value), 0)
         key = (value, tuple((f.kind, f.expr, str(f.step)) for f in index))
         if key not in self.memo:
             self.memo[key] = self.compute(value, index)
         return self.memo[key]
 
     def compute(self, value: Value, index: Index) -> Form:
-        buffer = self.function.buffers.get(value)
-        if buffer is not None and buffer.filled:
+        if self.storage.is_filled(value):
+            buffer = self.storage.buffers[value]
             return self.read(buffer, self.linear(index, buffer.shape), value.name)
         op = value.producer
         if op is None:
             raise AssertionError(f"{value} has no storage")
         form = self.define(op, value, index)
-        if value in self.function.plan.buffered:
+        if value in self.storage.plan.buffered:
             form = self.tee(value, form, index)
         return form
 
     def tee(self, value: Value, form: Form, index: Index) -> Form:
-        buffer = self.function.buffer_for(value)
+        buffer = self.storage.buffer_for(value)
         if form.kind != "vector" and self.lanes > 1:
             form = self.vector(value.name, form.element, self.vec(form), form.level)
         self.write(buffer, self.linear(index, buffer.shape), form)
@@ -371,9 +287,7 @@ class LoopNest:
         if name == "arith.constant":
             number = op.attrs["value"]
             if isinstance(number, list | bytes):
-                return self.read(
-                    self.function.table(op), self.linear(index, shape_of(value.type)), value.name
-                )
+                return self.read(self.storage.table(op), self.linear(index, shape_of(value.type)), value.name)
             return Form("uniform", element, literal(element, number), 0)
         if name == "ub.poison":
             return Form("uniform", element, literal(element, 0), 0)
@@ -381,10 +295,9 @@ class LoopNest:
             return self.eval(op.operands[0], ())
         if name == "tt.make_range":
             return self.plus(index[0], constant_index(op.attrs["start"]))
-        if name == "tt.reshape":
-            source = self.function.buffers.get(op.operands[0])
-            if source is not None and source.filled:
-                return self.read(source, self.linear(index, shape_of(value.type)), value.name)
+        if name == "tt.reshape" and self.storage.is_filled(op.operands[0]):
+            source = self.storage.buffers[op.operands[0]]
+            return self.read(source, self.linear(index, shape_of(value.type)), value.name)
         if name in ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape"):
             return self.eval(op.operands[0], self.view_index(op, index))
         if name == "tt.split":
@@ -453,13 +366,13 @@ class LoopNest:
         name = op.name
         step: Step
         if name == "arith.addi":
-            step = _add(forms[0].step, forms[1].step)
+            step = add_steps(forms[0].step, forms[1].step)
         elif name == "arith.subi":
-            step = _add(forms[0].step, _mul(forms[1].step, -1))
+            step = add_steps(forms[0].step, multiply_steps(forms[1].step, -1))
         elif name == "arith.muli" and forms[1].kind == "uniform":
-            step = _mul(forms[0].step, _as_step(forms[1].expr))
+            step = multiply_steps(forms[0].step, as_step(forms[1].expr))
         elif name == "arith.muli" and forms[0].kind == "uniform":
-            step = _mul(forms[1].step, _as_step(forms[0].expr))
+            step = multiply_steps(forms[1].step, as_step(forms[0].expr))
         elif name in ("arith.extsi", "arith.trunci", "arith.index_cast"):
             step = forms[0].step
         else:
@@ -485,11 +398,11 @@ class LoopNest:
         assert isinstance(element, Pointer)
         level = max(pointer.level, offset.level)
         if pointer.kind == "vector":
-            size = _pointee_size(element)
+            size = pointee_size(element)
             return self.vector(value.name, element, f"{pointer.expr} + {self.wide(offset)} * {size}ll", level)
         if offset.kind in ("uniform", "affine"):
             base = self.let(value.name, c_type(element), f"{pointer.expr} + {offset.expr}", level)
-            step = _add(pointer.step, offset.step)
+            step = add_steps(pointer.step, offset.step)
             if pointer.kind == "offsets":
                 return replace(
                     pointer, expr=base, level=level, offset=self.shifted(pointer.offset, offset.step)
@@ -513,7 +426,7 @@ class LoopNest:
     def first_lanes(self, mask: Value, index: Index) -> tuple[str, int] | None:
         """If the mask holds for just the first n lanes of a chunk: n, as an i64 expression, and its level."""
         op = mask.producer
-        if op is None or mask in self.function.buffers:
+        if op is None or mask in self.storage.buffers:
             return None
         if op.name in ("tt.expand_dims", "tt.broadcast", "tt.trans"):
             return self.first_lanes(op.operands[0], self.view_index(op, index))
@@ -563,7 +476,8 @@ class LoopNest:
         rest = self.vec(other) if other else f"{type_}{{}}"
         if other and element == I1:
             rest = f"convert<{type_}>({rest})"
-        text = self.accesses.load_chunk(self, op, pointer, count[0] if count else None, masked, rest)
+        chunk = Chunk(pointer, self.lanes, count[0] if count else None, masked)
+        text = self.accesses.load_chunk(op, chunk, rest)
         if element == I1:
             text = f"mask({text} != 0)"
         return self.vector(value.name, element, text, level)
@@ -581,7 +495,8 @@ class LoopNest:
         else:
             if element == I1:
                 text = f"convert<{vector_of(stored_type(element), self.lanes)}>({text} & 1)"
-            text = self.accesses.store_chunk(self, op, pointer, count[0] if count else None, masked, text)
+            chunk = Chunk(pointer, self.lanes, count[0] if count else None, masked)
+            text = self.accesses.store_chunk(op, chunk, text)
         self.do(text, self.depth)
 
     # -- buffers --
@@ -623,32 +538,3 @@ class LoopNest:
             self.do(f"store_strided<{type_}>({base} + {linear.expr}, {linear.step}, {text});", self.depth)
         else:
             raise AssertionError("a buffer is written at an index of its nest")
-
-
-def _pointee_size(pointer: Pointer) -> int:
-    pointee = pointer.pointee
-    assert isinstance(pointee, Scalar | Pointer)
-    return size_of(pointee)
-
-
-def _as_step(expr: str) -> Step:
-    text = expr.removesuffix("ll")
-    return int(text) if text.lstrip("-").isdigit() else expr
-
-
-def _add(a: Step, b: Step) -> Step:
-    if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    if a == 0 or b == 0:
-        return b if a == 0 else a
-    return f"({a} + {b})"
-
-
-def _mul(a: Step, b: Step) -> Step:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    if a == 0 or b == 0:
-        return 0
-    if a == 1 or b == 1:
-        return b if a == 1 else a
-    return f"({a} * {b})"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .witness import SCOPES, Watched
+from .scopes import SCOPES
+from .watched import Watched
 
 
 class Traffic(NamedTuple):
@@ -26,6 +27,7 @@ class Traffic(NamedTuple):
     launch_sectors: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
+        """The sum, number by number."""
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -42,6 +44,8 @@ class ArgumentCount:
 
 @dataclass(frozen=True)
 class LaunchCount:
+    """What one launch moved and multiplied."""
+
     kernel: str
     grid: tuple[int, int, int]
     arguments: dict[str, ArgumentCount]
@@ -49,14 +53,17 @@ class LaunchCount:
 
     @property
     def loads(self) -> Traffic:
+        """What is loaded, all arguments together."""
         return total(argument.loads for argument in self.arguments.values())
 
     @property
     def stores(self) -> Traffic:
+        """What is stored, all arguments together."""
         return total(argument.stores for argument in self.arguments.values())
 
 
-def total(parts: Iterator[Traffic]) -> Traffic:
+def total(parts: Iterable[Traffic]) -> Traffic:
+    """The traffic of several tensors or launches."""
     sum_ = Traffic()
     for part in parts:
         sum_ = sum_.plus(part)
@@ -69,16 +76,23 @@ class Counter:
 
     launches: list[LaunchCount] = field(default_factory=list)
 
+    def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
+        """Takes a launch down."""
+        self.launches.append(launch_count(watched))
+
     @property
     def loads(self) -> Traffic:
+        """What is loaded, all launchs together."""
         return total(launch.loads for launch in self.launches)
 
     @property
     def stores(self) -> Traffic:
+        """What is stored, all launchs together."""
         return total(launch.stores for launch in self.launches)
 
 
 def launch_count(watched: Watched) -> LaunchCount:
+    """What the witness of a launch has counted."""
     arguments = {}
     for number, argument in enumerate(watched.arguments):
         loads, stores = (Traffic(*watched.traffic(number, direction)) for direction in (0, 1))
@@ -91,6 +105,7 @@ def launch_count(watched: Watched) -> LaunchCount:
 
 @contextmanager
 def count() -> Iterator[Counter]:
+    """A scope for a `with` block. It counts launches on a device that is made inside of it."""
     counter = Counter()
     with SCOPES.opened(SCOPES.counters, counter):
         yield counter

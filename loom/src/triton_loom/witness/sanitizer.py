@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+import triton
 
-from . import SanitizerError
-from .witness import SCOPES, FindingKind, PointerArgument, Watched, caller
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a launch did wrong at one line: the first program that did, and how often it happened."""
-
-    kind: FindingKind
-    kernel: str
-    file: str
-    line: int
-    program: tuple[int, int, int] | None
-    argument: str | None
-    index: tuple[int, ...] | None  # into the tensor; outside of its shape if the access was
-    launch: int  # the launches of a scope count from 0
-    launched_from: str
-    count: int
-    detail: str
-
-    def __str__(self) -> str:
-        where = f"{self.file}:{self.line}: {self.kind} in {self.kernel}"
-        times = f", {self.count} times, first" if self.count > 1 else ""
-        program = f"{times} by program {self.program}" if self.program else times
-        return f"{where}{program}: {self.detail} (launch {self.launch}, from {self.launched_from})"
+from ..errors import Finding, SanitizerError
+from .fresh import FreshMemory
+from .scopes import SCOPES
+from .watched import PointerArgument, Watched
 
 
 class Sanitizer:
@@ -163,48 +143,20 @@ def _detail(
     return f"there is no {element}"
 
 
-# ---- memory that nobody has written ------------------------------------------------------------------------
-
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_PERIOD = 4096
-_LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0xA0A0A0A0A0A0A0A0 - (1 << 64)
-
-
-class FreshMemory:
-    """An allocation, filled with the pattern of `poison` in include/witness.h; a bit per byte says what was written."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.freed: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
-        self.low = storage.data_ptr()
-        self.high = self.low + storage.nbytes()
-        data = torch.tensor([], dtype=torch.uint8).set_(storage)
-        _fill(data, self.low)
-        self._written = bytearray(-(-len(data) // 8))
-        self.written_address = ctypes.addressof(ctypes.c_char.from_buffer(self._written))
-
-
-@functools.cache
-def _pattern() -> torch.Tensor:
-    """The bytes of `poison`, twice over."""
-    words = (
-        torch.arange(_PERIOD, dtype=torch.int64)
-        .mul_(_GOLDEN)
-        .bitwise_right_shift_(4)
-        .bitwise_and_(_LOW)
-        .bitwise_or_(_HIGH)
+def caller() -> str:
+    """ "file:line" of the innermost frame that is neither Triton's nor Loom's."""
+    own = tuple(
+        f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(triton.__file__).parent)
     )
-    return words.repeat(2).view(torch.uint8)
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
-def _fill(data: torch.Tensor, address: int) -> None:
-    period = 8 * _PERIOD
-    start = address % period
-    pattern = _pattern()[start : start + period]
-    whole = len(data) // period * period
-    data[:whole].view(-1, period).copy_(pattern)
-    data[whole:].copy_(pattern[: len(data) - whole])
-
+# ---- scopes ----------------------------------------------------------------------------------------------
 
 _ALLOCATORS = [
     *[(torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")],
@@ -232,7 +184,8 @@ def _watched_allocations(sanitizer: Sanitizer) -> Iterator[None]:
 
 
 @contextmanager
-def sanitize(collect: bool, dry: bool) -> Iterator[Sanitizer]:
+def sanitize(*, collect: bool, dry: bool) -> Iterator[Sanitizer]:
+    """A scope for a `with` block. It checks launches on a device that is made inside of it."""
     sanitizer = Sanitizer(collect, dry)
     with SCOPES.opened(SCOPES.sanitizers, sanitizer), _watched_allocations(sanitizer):
         yield sanitizer

@@ -1,32 +1,26 @@
-"""`python -m triton_loom report script.py`: a script under the sanitizer and the counters, and what they saw."""
+"""What the sanitizer and the counters saw, for a terminal."""
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from . import count, sanitize
+from ..errors import Finding
 from .counters import ArgumentCount, LaunchCount, Traffic
 
 
-def report(script: str, args: list[str]) -> int:
-    """Runs the script as if by itself; the number of findings."""
+def report(launches: Sequence[LaunchCount], findings: Sequence[Finding]) -> None:
+    """Prints a table of what launches moved, and the findings."""
     from rich.console import Console
 
-    sys.argv = [script, *args]
-    with sanitize(collect=True) as seen, count() as counted:
-        runpy.run_path(script, run_name="__main__")
     console = Console()
-    console.print(table(counted.launches))
-    for finding in seen.findings:
+    console.print(table(launches))
+    for finding in findings:
         console.print(str(finding), style="red", highlight=False, soft_wrap=True)
-    programs = sum(x * y * z for x, y, z in (launch.grid for launch in counted.launches))
+    programs = sum(x * y * z for x, y, z in (launch.grid for launch in launches))
     console.print(
-        f"{len(counted.launches):,} launches, {programs:,} programs, "
-        f"{sum(launch.dot_flops for launch in counted.launches):,} flops in dots, {len(seen.findings)} findings"
+        f"{len(launches):,} launches, {programs:,} programs, "
+        f"{sum(launch.dot_flops for launch in launches):,} flops in dots, {len(findings)} findings"
     )
-    return len(seen.findings)
 
 
 def table(launches: Iterable[LaunchCount]) -> object:

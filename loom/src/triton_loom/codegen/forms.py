@@ -1,0 +1,100 @@
+"""What a value is in one chunk of a loop nest, and how that is written in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..ir.ttir import I1, I32, I64, Pointer, Scalar
+from .cpp import c_type, size_of, vector_of
+
+Step = int | str  # from lane to lane: a number, or a C++ expression
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value is in the current chunk.
+
+    kind      expr                        lane l holds
+    uniform   a scalar                    expr
+    affine    a scalar (lane 0)           expr + l * step            (pointers: in elements)
+    vector    a vector                    expr[l]
+    offsets   a scalar pointer            expr + offset[l]           (pointers only)
+    """
+
+    kind: Literal["uniform", "affine", "vector", "offsets"]
+    element: Scalar | Pointer
+    expr: str
+    level: int
+    step: Step = 0
+    offset: Form | None = None
+    multiple: int = 1  # a number that divides `expr` of an index
+    exact: Callable[[], str] | None = None  # the true vector, where the affine form holds for addresses only
+
+    def vec(self, lanes: int) -> str:
+        """As an expression of so many lanes; a scalar one for a single lane."""
+        if self.kind == "vector" or lanes == 1:
+            return self.expr
+        type_ = c_type(self.element, lanes)
+        if self.kind == "uniform":
+            if self.element == I1:
+                bit = {"true": "-1", "false": "0"}.get(self.expr, f"-(i32){self.expr}")
+                return f"splat<{type_}>({bit})"
+            return f"splat<{type_}>({'(i64)' if isinstance(self.element, Pointer) else ''}{self.expr})"
+        if self.exact:
+            return self.exact()
+        if self.kind == "affine" and isinstance(self.element, Pointer):
+            return f"ramp<{type_}>((i64){self.expr}, {self.step} * {pointee_size(self.element)}ll)"
+        if self.kind == "affine":
+            return f"ramp<{type_}>({self.expr}, {self.step})"
+        assert self.offset
+        assert isinstance(self.element, Pointer)
+        offsets = f"{self.offset.wide(lanes)} * {pointee_size(self.element)}ll"
+        return f"(splat<{type_}>((i64){self.expr}) + {offsets})"
+
+    def wide(self, lanes: int) -> str:
+        """An integer form as i64 lanes (sign-extended)."""
+        text = self.vec(lanes)
+        return text if self.element == I64 else f"convert<{vector_of('i64', lanes)}>({text})"
+
+
+Index = tuple[Form, ...]
+
+
+def constant_index(number: int) -> Form:
+    """The same position along a dimension in every chunk."""
+    return Form("uniform", I32, str(number), 0, multiple=number or 1 << 30)
+
+
+def pointee_size(pointer: Pointer) -> int:
+    """How many bytes an offset of 1 is."""
+    pointee = pointer.pointee
+    assert isinstance(pointee, Scalar | Pointer)
+    return size_of(pointee)
+
+
+def as_step(expr: str) -> Step:
+    """The number that an expression is, or else the expression."""
+    text = expr.removesuffix("ll")
+    return int(text) if text.lstrip("-").isdigit() else expr
+
+
+def add_steps(a: Step, b: Step) -> Step:
+    """a + b, computed now if both are numbers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    if a == 0 or b == 0:
+        return b if a == 0 else a
+    return f"({a} + {b})"
+
+
+def multiply_steps(a: Step, b: Step) -> Step:
+    """a * b, computed now if both are numbers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    if a == 0 or b == 0:
+        return 0
+    if a == 1 or b == 1:
+        return b if a == 1 else a
+    return f"({a} * {b})"

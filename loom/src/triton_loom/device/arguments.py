@@ -1,0 +1,128 @@
+"""The arguments of a launch, as C sees them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+# Triton's name of a type: its format in the `struct` module, its name in C++.
+SCALARS = {
+    "i1": ("?", "bool"),
+    "u1": ("?", "bool"),
+    "i8": ("b", "int8_t"),
+    "u8": ("B", "uint8_t"),
+    "i16": ("h", "int16_t"),
+    "u16": ("H", "uint16_t"),
+    "i32": ("i", "int32_t"),
+    "u32": ("I", "uint32_t"),
+    "i64": ("q", "int64_t"),
+    "u64": ("Q", "uint64_t"),
+    "fp16": ("e", "uint16_t"),
+    "bf16": ("H", "uint16_t"),
+    "fp32": ("f", "float"),
+    "f32": ("f", "float"),
+    "fp64": ("d", "double"),
+    "f64": ("d", "double"),
+}
+
+
+def argument_packer(signature: dict[str, Any]) -> Callable[[tuple[Any, ...]], bytes]:
+    """A function from a launch's arguments to the bytes of the kernel's `struct Args`.
+
+    It is one expression made for the signature: `pack(address(args[0], 'x_ptr'), args[1])`.
+    """
+    members = list(fields(signature))
+    layout = struct.Struct("@" + "".join(field.code for field in members))
+    text = f"lambda args: pack({', '.join(field.expression for field in members)})"
+    functions = {"address": address, "single": single, "brain": brain, "is_nan": is_nan}
+    packer: Callable[[tuple[Any, ...]], bytes] = eval(text, {"pack": layout.pack, **functions})
+    return packer
+
+
+class Field(NamedTuple):
+    """A member of `struct Args`, which is an argument of the kernel in TTIR."""
+
+    name: str  # of the argument in Python that it comes from
+    code: str  # its format in the `struct` module
+    path: tuple[int | str, ...]  # where its value is among the launch's arguments
+    convert: str = ""  # a function of the value
+
+    @property
+    def expression(self) -> str:
+        value = "args" + "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in self.path)
+        if self.code == "P":
+            return f"address({value}, {self.name!r})"
+        return f"{self.convert}({value})" if self.convert else value
+
+
+def fields(signature: dict[str, Any]) -> Iterator[Field]:
+    """The members of `struct Args` for a signature of Triton's: one or more for each argument that is no constexpr."""
+    for position, (name, kind) in enumerate(signature.items()):
+        yield from _fields(kind, (position,), str(name))
+
+
+def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field]:
+    if isinstance(kind, tuple):
+        labels = getattr(kind, "_fields", None)  # of a NamedTuple
+        for position, inner in enumerate(kind):
+            label = f".{labels[position]}" if labels else f"[{position}]"
+            yield from _fields(inner, (*path, position), name + label)
+    elif kind.startswith("*"):
+        yield Field(name, "P", path)
+    elif kind.startswith("tensordesc"):
+        # The compiler turns a descriptor into base, shape, strides and two flags, and keeps the shape and
+        # strides that the front end had put beside it.
+        shape, strides = (
+            [(*path, what, d) for d in range(_descriptor_rank(kind))] for what in ("shape", "strides")
+        )
+        yield Field(name, "P", (*path, "base"))
+        yield from (Field(name, "q", place) for place in shape + strides)
+        yield Field(name, "?", (*path, "padding"), "is_nan")
+        yield Field(name, "?", (*path, "round_f32_to_tf32"))
+        yield from (Field(name, "i", extent) for extent in shape)
+        yield from (Field(name, "q", stride) for stride in strides)
+    elif kind != "constexpr":
+        convert = {"fp32": "single", "f32": "single", "bf16": "brain"}.get(kind, "")
+        yield Field(name, SCALARS[kind][0], path, convert)
+
+
+def _descriptor_rank(kind: str) -> int:
+    if explicit := re.search(r"input_rank=(\d+)", kind):
+        return int(explicit[1])
+    block = re.search(r"\[([^]]*)\]", kind)
+    assert block is not None, kind
+    return block[1].count(",") + 1
+
+
+def address(argument: Any, name: str) -> int:
+    """Where a pointer argument points; refuses memory that the CPU can't reach."""
+    try:
+        if argument.is_cpu:
+            return argument.data_ptr()  # type: ignore[no-any-return]
+    except AttributeError:  # a plain address, or a tensor of `triton.reinterpret` or of another library
+        if argument is None or isinstance(argument, int):
+            return argument or 0
+        if getattr(getattr(argument, "device", None), "type", "cpu") == "cpu":
+            return argument.data_ptr()  # type: ignore[no-any-return]
+    raise ValueError(
+        f"argument {name!r} is a tensor on {argument.device}, but the kernel is launched on the CPU: pass a "
+        "CPU tensor, or launch on that device (not in triton_loom.active() or TRITON_DEFAULT_BACKEND=cpu)"
+    )
+
+
+def single(value: float) -> float:
+    """To float32, where too large a value is infinite (`struct` would refuse it)."""
+    return ctypes.c_float(value).value
+
+
+def is_nan(padding: str) -> bool:
+    """What a descriptor pads with."""
+    return padding == "nan"
+
+
+def brain(value: float) -> int:
+    """The bits of a bfloat16; cut off rather than rounded, as the GPU drivers do."""
+    return int.from_bytes(struct.pack("<f", single(value)), "little") >> 16

@@ -1,0 +1,179 @@
+"""A launch: the memory and the threads it gets, and the call itself."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import mmap
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import DeviceAssertion
+from . import toolchain
+from .arguments import argument_packer
+
+
+def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
+    """A kernel's shared object, and the function in it that launches the kernel."""
+    library = toolchain.load(binary, name)
+    function = library.loom_launch
+    pointer, i32 = ctypes.c_void_p, ctypes.c_int32
+    function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
+    function.restype = i32
+    return library, function
+
+
+class LoomLauncher:
+    """Launches one compiled kernel. Triton makes one per kernel and calls it once per launch."""
+
+    poisoned = False  # every program begins with scratch memory that is full of 0xFF
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        from torch import get_num_threads
+
+        self.pack = argument_packer(src.signature)
+        self.threads = _threads(metadata, get_num_threads)
+        self.scratch_bytes = -(-metadata.scratch_bytes // 64) * 64
+        self.gomp_parallel = find_gomp_parallel()
+        self.name = metadata.name
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        function: Any,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Callable[[Any], None] | None,
+        exit_hook: Callable[[Any], None] | None,
+        *args: Any,
+    ) -> None:
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        failed = 0
+        programs = grid_x * grid_y * grid_z
+        if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0:
+            check_extents(grid_x, grid_y, grid_z)
+        if programs:
+            own, threads = THREAD.memory, self.threads(programs)
+            own.status.poisoned = self.poisoned or _poisoned
+            failed = function(
+                self.pack(args),
+                grid_x,
+                grid_y,
+                grid_z,
+                threads,
+                self.gomp_parallel,
+                own.scratch(threads * self.scratch_bytes),
+                own.status_address,
+            )
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+        if failed:
+            own.raise_failure(self.name)
+
+
+def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int]:
+    """How many threads run a launch, from its number of programs."""
+    if metadata.launch_cooperative_grid:  # programs wait for each other, so all must be under way
+        if find_gomp_parallel() is None:
+            raise RuntimeError("launch_cooperative_grid needs an OpenMP runtime, and torch has loaded none")
+        return lambda programs: programs
+    if metadata.serial:
+        return lambda programs: 1
+    return lambda programs: min(programs, available())
+
+
+def check_extents(*grid: int) -> None:
+    """The number of programs has 64 bits; each extent of the grid is a Triton int32."""
+    if any(not 0 <= extent < 2**31 for extent in grid):
+        raise ValueError(f"each extent of a grid must lie between 0 and 2**31 - 1: {grid}")
+
+
+class Status(ctypes.Structure):
+    """`Status` of launch.h."""
+
+    _fields_ = [
+        ("code", ctypes.c_int32),
+        ("program", ctypes.c_int32 * 3),
+        ("message", ctypes.c_char * 496),
+        ("witness", ctypes.c_void_p),
+        ("poisoned", ctypes.c_int32),
+    ]
+
+
+class ThreadMemory:
+    """What launches made by one thread of the caller write to besides their outputs."""
+
+    def __init__(self) -> None:
+        self.status = Status()
+        self.status_address = ctypes.addressof(self.status)
+        self.size = 0
+        self.address: int | None = None
+        self.arena: ctypes.c_char
+
+    def scratch(self, size: int) -> int | None:
+        if size > self.size:
+            self.size = max(size, 2 * self.size)
+            self.arena = ctypes.c_char.from_buffer(mmap.mmap(-1, self.size))
+            self.address = ctypes.addressof(self.arena)
+        return self.address
+
+    def raise_failure(self, kernel: str) -> None:
+        program, message = tuple(self.status.program), self.status.message.decode(errors="replace")
+        self.status.code = 0
+        raise DeviceAssertion(f"{message} (in program {program} of {kernel})")
+
+
+_poisoned = False
+
+
+@contextmanager
+def poisoned_scratch() -> Iterator[None]:
+    """Inside a `with` block, every program of every launch begins with scratch memory that is full of 0xFF. A kernel
+    that reads there what it has not written gives NaN, or -1, whatever ran before it."""
+    global _poisoned
+    before, _poisoned = _poisoned, True
+    try:
+        yield
+    finally:
+        _poisoned = before
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.memory = ThreadMemory()
+
+
+THREAD = _Thread()  # the caller's
+
+
+@functools.lru_cache
+def find_gomp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses: one pool of threads for both.
+
+    Two runtimes would each keep a thread per core spinning between their parallel regions.
+    """
+    import torch
+
+    bundled = os.path.join(os.path.dirname(torch.__file__), "lib")
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line[line.index("/") : -1] for line in maps if re.search(r"/lib(g|i)?omp[^/]*$", line)}
+    except OSError:
+        mapped = set()
+    candidates = sorted(mapped, key=lambda path: not path.startswith(bundled))
+    candidates += [*glob.glob(f"{bundled}/lib*omp*"), "libgomp.so.1", "libomp.so", "libomp.so.5"]
+    for candidate in candidates:
+        try:
+            return ctypes.cast(ctypes.CDLL(candidate).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

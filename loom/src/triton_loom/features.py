@@ -1,0 +1,5 @@
+"""What a device may ask of the kernels that it runs, as words of its target: `native+sanitize`."""
+
+SANITIZE = "sanitize"  # check every access to memory
+COUNT = "count"  # count them
+HARDWARE_DOT = "hardware_dot"  # dots of bf16 are the processor's own

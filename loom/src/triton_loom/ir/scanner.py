@@ -1,0 +1,247 @@
+"""MLIR's text, token by token: characters, locations, types and attributes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .ttir import Bits, Dense, Opaque, Pointer, Scalar, Tensor, Type
+
+
+class ParseError(ValueError):
+    """The text is not TTIR as this reader knows it."""
+
+
+_SPACE = re.compile(r"(?:\s+|//[^\n]*)*")
+VALUE = re.compile(r"%([\w$.\-]+)(?:#(\d+))?")
+_WORD = re.compile(r"[A-Za-z_][\w.$]*")
+NUMBER = re.compile(r"-?(?:0x[0-9A-Fa-f]+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)")
+STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+SYMBOL = re.compile(r'@(?:"([^"]*)"|([\w.$\-]+))')
+BLOCK = re.compile(r"\^(\w+)")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)")
+_LOC_ALIAS = re.compile(r"^#(loc\d*) = loc\((.*)\)$", re.MULTILINE)
+_LOC_FILE = re.compile(r'"([^"]+)":(\d+):(\d+)')
+_OPEN_CLOSE = {"(": ")", "[": "]", "{": "}", "<": ">"}
+
+
+class _Locations:
+    """`#loc12` to "file:line". Where functions were inlined there are two: the line in the kernel, which is that of
+    the outermost call, and the line of the operation itself."""
+
+    def __init__(self, text: str) -> None:
+        self.aliases = dict(_LOC_ALIAS.findall(text))
+
+    def resolve(self, loc: str, innermost: bool, depth: int = 0) -> str:
+        loc = loc.strip()
+        if depth > 64:
+            return ""
+        if loc.startswith("#"):
+            return self.resolve(self.aliases.get(loc[1:], ""), innermost, depth + 1)
+        if loc.startswith("callsite("):
+            inside = loc[len("callsite(") : -1]
+            split = next(
+                (i for i in _places(inside, " at ") if inside.count("(", 0, i) == inside.count(")", 0, i)), 0
+            )
+            chosen = inside[:split] if innermost else inside[split + len(" at ") :]
+            return self.resolve(chosen, innermost, depth + 1)
+        if match := _LOC_FILE.match(loc):
+            return f"{match[1]}:{match[2]}"
+        if named := re.fullmatch(r'"[^"]*"\((.*)\)', loc):
+            return self.resolve(named[1], innermost, depth + 1)
+        return ""
+
+
+def _places(text: str, part: str) -> Iterator[int]:
+    return (match.start() for match in re.finditer(re.escape(part), text))
+
+
+class Scanner:
+    """A position in the text, and what can be taken from there."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.pos = 0
+        self.locations = _Locations(text)
+        self.in_operation = False
+
+    # -- characters --
+
+    def fail(self, expected: str) -> ParseError:
+        # an operation ends with its line: what it lacks is missing there, not on the next one
+        start = self.pos if self.in_operation and self.at_line_end() else self.after_space()
+        line = self.text.count("\n", 0, start) + 1
+        rest = self.text[start : start + 60].split("\n")[0].strip()
+        return ParseError(f"TTIR line {line}: expected {expected}, found {rest!r}")
+
+    def after_space(self) -> int:
+        match = _SPACE.match(self.text, self.pos)
+        assert match
+        return match.end()
+
+    def peek(self, token: str) -> bool:
+        return self.text.startswith(token, self.after_space())
+
+    def take(self, token: str) -> bool:
+        start = self.after_space()
+        if self.text.startswith(token, start):
+            self.pos = start + len(token)
+            return True
+        return False
+
+    def need(self, token: str) -> None:
+        if not self.take(token):
+            raise self.fail(repr(token))
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        match = pattern.match(self.text, self.after_space())
+        if match:
+            self.pos = match.end()
+        return match
+
+    def word(self) -> str:
+        match = self.match(_WORD)
+        if not match:
+            raise self.fail("a word")
+        return match[0]
+
+    def at_line_end(self) -> bool:
+        end = self.text.find("\n", self.pos)
+        rest = self.text[self.pos : end if end >= 0 else len(self.text)]
+        return not rest.strip() or rest.lstrip().startswith("//")
+
+    def balanced(self, opening: str) -> str:
+        """The text between the bracket just taken and its partner, which is taken too."""
+        start, depth = self.pos, 1
+        while depth:
+            char = self.text[self.pos : self.pos + 1]
+            if not char:
+                self.pos = start
+                raise self.fail(f"a closing {_OPEN_CLOSE[opening]!r}")
+            if char == '"' and (match := STRING.match(self.text, self.pos)):
+                self.pos = match.end()
+                continue
+            if char == opening:
+                depth += 1
+            elif char == _OPEN_CLOSE[opening] and not self.text.startswith("->", self.pos - 1):
+                depth -= 1
+            self.pos += 1
+        return self.text[start : self.pos - 1]
+
+    # -- locations, types, attributes --
+
+    def location(self) -> str:
+        return self.both_locations()[0]
+
+    def both_locations(self) -> tuple[str, str]:
+        """The line in the kernel, and the line of the operation itself."""
+        if not self.take("loc("):
+            return "", ""
+        text = self.balanced("(")
+        return self.locations.resolve(text, innermost=False), self.locations.resolve(text, innermost=True)
+
+    def type(self) -> Type:
+        if match := self.match(_TENSOR):
+            shape = tuple(int(d) for d in match[1].split("x")[:-1])
+            element = self.type()
+            while self.take(","):  # an encoding, of no meaning here
+                self.attribute()
+            self.need(">")
+            if not isinstance(element, Scalar | Pointer):
+                raise self.fail("a tensor of scalars or pointers")
+            return Tensor(shape, element)
+        if self.take("!tt.ptr<"):
+            pointee = self.type()
+            while self.take(","):
+                self.match(NUMBER)
+            self.need(">")
+            return Pointer(pointee)
+        if self.take("!"):
+            text = "!" + self.word()
+            if self.take("<"):
+                text += f"<{self.balanced('<')}>"
+            return Opaque(text)
+        return Scalar(self.word())
+
+    def types(self) -> list[Type]:
+        """`t`, `t, t` or `(t, t)`."""
+        if self.take("("):
+            found: list[Type] = []
+            while not self.take(")"):
+                found.append(self.type())
+                self.take(",")
+            return found
+        found = [self.type()]
+        while self.take(","):
+            found.append(self.type())
+        return found
+
+    def attribute(self) -> Any:
+        if match := self.match(STRING):
+            return unescape(match[1])
+        if self.take("dense<"):
+            return _dense(self.balanced("<"))
+        if self.take("["):
+            return [part.strip() for part in self.balanced("[").split(",") if part.strip()]
+        if self.take("array<"):
+            _, _, numbers = self.balanced("<").partition(":")
+            return [_number(part.strip()) for part in numbers.split(",") if part.strip()]
+        if match := self.match(NUMBER):
+            value = _number(match[0])
+            if self.take(":"):
+                self.type()
+            return value
+        if self.take("#"):
+            name = self.word()
+            return {name: self.balanced("<")} if self.take("<") else name
+        if match := self.match(SYMBOL):
+            return match[1] or match[2]
+        if self.take("{"):
+            return self.attributes("}")
+        word = self.word()
+        return {"true": True, "false": False}.get(word, word)
+
+    def attributes(self, closing: str) -> dict[str, Any]:
+        attrs: dict[str, Any] = {}
+        while not self.take(closing):
+            match = self.match(STRING)
+            name = match[1] if match else self.word()
+            attrs[name] = self.attribute() if self.take("=") else True
+            if self.take(":"):
+                self.type()
+            self.take(",")
+        return attrs
+
+
+def _number(text: str) -> int | float | Bits:
+    if text.startswith(("0x", "-0x")):
+        return Bits(int(text, 16))
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return float(text)
+
+
+def _dense(text: str) -> Dense:
+    text = text.strip()
+
+    def literal(part: str) -> Any:
+        return {"true": True, "false": False}.get(part) if part in ("true", "false") else _number(part)
+
+    if text.startswith('"'):
+        raw = bytes.fromhex(text.strip('"').removeprefix("0x"))
+        return Dense(raw)
+    if text.startswith("["):
+        return Dense([literal(part) for part in re.findall(r"[\w.+\-]+", text)])
+    return Dense(literal(text))
+
+
+def unescape(text: str) -> str:
+    """MLIR escapes bytes as two hex digits (`\\0A`) beside the usual `\\n`, `\\"`."""
+
+    def one(match: re.Match[str]) -> str:
+        code = match[1]
+        named = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
+        return named[code] if code in named else chr(int(code, 16))
+
+    return re.sub(r'\\([nt"\\]|[0-9A-Fa-f]{2})', one, text)
