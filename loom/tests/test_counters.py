@@ -338,6 +338,17 @@ def test_counts_of_an_empty_grid_are_zero() -> None:
     assert counted.launches[0].loads == counted.launches[0].stores == Traffic()
 
 
+def test_a_kernel_that_counts_may_be_launched_after_its_scope() -> None:
+    """A caller may keep a compiled kernel. It still notes each byte that it touches: in memory that is there for it."""
+    size = 1 << 22
+    x, y = torch.ones(size), torch.zeros(size)
+    with triton_loom.count() as counted:
+        compiled = double[(1,)](x, y, 64, BLOCK=64)
+    compiled[(size // 64, 1, 1)](x, y, size, 64)
+    assert torch.equal(y, torch.full_like(y, 2))
+    assert len(counted.launches) == 1
+
+
 @pytest.mark.parametrize("order", ["count inside", "sanitize inside"])
 def test_counts_of_a_sanitized_launch(order: str) -> None:
     case = gather_of_repeated_rows()

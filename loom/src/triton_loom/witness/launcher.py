@@ -10,6 +10,7 @@ from typing import Any
 from ..device.arguments import address, fields
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion
+from ..features import COUNT
 from .scopes import SCOPES
 from .watched import ARENA, Watched
 
@@ -22,6 +23,7 @@ class WatchedLauncher(LoomLauncher):
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
+        self.counted = COUNT in metadata.witness
         self.told = _moved(metadata.witnessed, src)
         self.fields = list(fields(src.signature))
         self.pointers = [field for field in self.fields if field.code == "P"]
@@ -45,6 +47,7 @@ class WatchedLauncher(LoomLauncher):
             reached=reached,
             sanitizer=SCOPES.sanitizer,
             counters=SCOPES.counters,
+            counted=self.counted,
         )
         broken = list(self.broken_promises(args))
         # Arguments that are reached through memory come after the pointers.

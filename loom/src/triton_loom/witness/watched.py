@@ -188,9 +188,11 @@ class Watched:
         reached: Sequence[Any] = (),
         sanitizer: Checker | None = None,
         counters: Sequence[Listener] = (),
+        counted: bool = False,
     ) -> None:
+        """`counted`: the kernel counts its accesses, whether or not a scope is open to hear of them."""
         self.kernel, self.grid, self.sites, self.location = kernel, grid, told["sites"], told["location"]
-        self.sanitizer, self.counters = sanitizer, tuple(counters)
+        self.sanitizer, self.counters, self.counted = sanitizer, tuple(counters), counted
         self.arguments: list[PointerArgument] = []
         for number, (name, value) in enumerate(pointers):
             tensor, address = _tensor_and_address(value, (number + 1) << 44)
@@ -299,7 +301,7 @@ class Watched:
             cells += sum(
                 (1 + r.loaded + r.updated) * (4 * ((r.high - r.low) >> r.shift) + 128) for r in self._regions
             )
-        if self.counters and not self.dry:
+        if self.counted and not self.dry:
             for argument in (a for a in self._c_arguments if a.loaded or a.stored):
                 size = (argument.high - argument.low) // 8 + 192
                 bits += 2 * size
