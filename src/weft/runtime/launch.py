@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class Launch:
     `kernel.arguments(...)` puts them into it, which is simplest where there are structs.
     """
 
-    __slots__ = ("_known", "_read", "constants", "kernel", "num_stages", "num_warps")
+    __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps", "read")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
         if set(constants) != kernel.constants:
@@ -141,13 +141,17 @@ class Launch:
             raise TypeError(f"{kernel.name} and its launch disagree about the constants {', '.join(wrong)}")
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
-        self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...], bool]] = {}
-        self._read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
+        self.read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
+        self._known: dict[Any, _Prepared] = {}
 
     @staticmethod
     @functools.cache
     def of(kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> Launch:
         return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **constants)
+
+    def bind(self, grid: tuple[int, int, int], integers: tuple[int, ...]) -> BoundLaunch:
+        """The launch with its grid and its integers."""
+        return BoundLaunch(self, grid, integers)
 
     def __call__(
         self,
@@ -163,52 +167,17 @@ class Launch:
         if _recorder is not None:
             _recorder.append(self.variant(pointers, wide, len(integers)))
             return
-        dtypes, addresses, low_bits = self._read(*pointers)
-        driver = drivers.active
-        index = pointers[0].device.index  # type: ignore[union-attr]
+        dtypes, addresses, low_bits = self.read(*pointers)
+        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
         found = self._known.get(identity)
         if found is None:
-            found = self._prepare(identity, driver, index, pointers, wide, len(integers))
-        run, function, metadata, constants, whole = found
-        if whole:
+            found = self.prepare(identity, pointers, len(integers))
+        if found.whole:
             addresses = pointers
             if reached:
-                run = run.reaching(reached)
-        enter = knobs.runtime.launch_enter_hook
-        if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
-            stream = driver.get_current_stream(index)
-            run(
-                *grid,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                *addresses,
-                *integers,
-                *floats,
-                *constants,
-            )
-        else:
-            with _on_device(index):
-                stream = driver.get_current_stream(index)
-                hook_info = {"name": self.kernel.name, "function": function, "stream": stream}
-                leave = knobs.runtime.launch_exit_hook
-                run(
-                    *grid,
-                    stream,
-                    function,
-                    metadata,
-                    hook_info,
-                    enter,
-                    leave,
-                    *addresses,
-                    *integers,
-                    *floats,
-                    *constants,
-                )
+                found = found._replace(run=found.run.reaching(reached))
+        _start(found, driver, index, grid, (*addresses, *integers, *floats))
 
     def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
         """What is compiled for these arguments. All integers have 64 bits if `wide`, else 32."""
@@ -233,27 +202,89 @@ class Launch:
             num_stages=self.num_stages,
         )
 
-    def _prepare(
-        self,
-        identity: Any,
-        driver: Any,
-        index: int | None,
-        pointers: tuple[Tensor | None, ...],
-        wide: bool,
-        integers: int,
-    ) -> Any:
-        compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
-        constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
-        run = compiled.run
-        if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
-            run = _with_scratch(run, index)
-        # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
-        whole = getattr(run, "takes_tensors", False)
-        if not self.kernel.layout.is_flat:
-            run = self.kernel.layout.nesting(run)
-        found = (run, compiled.function, compiled.packed_metadata, constants, whole)
-        self._known[identity] = found
+    def prepare(self, identity: Any, pointers: tuple[Tensor | None, ...], integers: int) -> _Prepared:
+        """The compiled kernel of a call with such arguments, loaded; it is known from then on. `identity` is all that
+        decides which one it is: driver, index of the device, whether pointers are aligned and integers wide, dtypes."""
+        found = self._known.get(identity)
+        if found is None:
+            driver, index, _, wide, _ = identity
+            compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
+            run = compiled.run
+            if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
+                run = _with_scratch(run, index)
+            # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
+            whole = getattr(run, "takes_tensors", False)
+            nested = run if self.kernel.layout.is_flat else self.kernel.layout.nesting(run)
+            constants = tuple(
+                self.constants[name] for name in self.kernel.parameters if name in self.constants
+            )
+            found = _Prepared(
+                self.kernel.name, nested, run, compiled.function, compiled.packed_metadata, constants, whole
+            )
+            self._known[identity] = found
         return found
+
+
+class BoundLaunch:
+    """A launch whose grid and integers are chosen as well: what is left of a call are its tensors and its floats.
+
+    An op that keeps one for each layout of its arguments does not look at their sizes and strides again.
+    """
+
+    __slots__ = ("_known", "_rest", "_wide", "grid", "integers", "launch")
+
+    def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
+        self.launch, self.grid, self.integers = launch, grid, integers
+        self._wide = max(integers) >= WIDE
+        self._rest = (
+            integers if launch.kernel.layout.is_flat else ()
+        )  # of structs they are bound into the launcher
+        self._known: dict[Any, _Prepared] = {}
+
+    def __call__(self, pointers: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
+        if _recorder is not None:
+            _recorder.append(self.launch.variant(pointers, self._wide, len(self.integers)))
+            return
+        dtypes, addresses, low_bits = self.launch.read(*pointers)
+        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
+        identity = (driver, index, low_bits % 16 == 0, self._wide, dtypes)
+        found = self._known.get(identity)
+        if found is None:
+            found = self.launch.prepare(identity, pointers, len(self.integers))
+            if not self._rest:
+                found = found._replace(run=self.launch.kernel.layout.binder(found.nested_run, *self.integers))
+            self._known[identity] = found
+        _start(
+            found, driver, index, self.grid, (*(pointers if found.whole else addresses), *self._rest, *floats)
+        )
+
+
+class _Prepared(NamedTuple):
+    """A compiled kernel, ready to be launched."""
+
+    name: str
+    run: Any  # the launcher, which takes its arguments flat
+    nested_run: Any  # Triton's own, which takes structs as tuples
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    whole: bool  # tensors are given to it, not their addresses
+
+
+def _start(
+    kernel: _Prepared, driver: Any, index: int | None, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+) -> None:
+    _, run, _, function, metadata, constants, _ = kernel
+    enter = knobs.runtime.launch_enter_hook
+    if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
+        stream = driver.get_current_stream(index)
+        run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
+        return
+    with _on_device(index):
+        stream = driver.get_current_stream(index)
+        hook_info = {"name": kernel.name, "function": function, "stream": stream}
+        leave = knobs.runtime.launch_exit_hook
+        run(*grid, stream, function, metadata, hook_info, enter, leave, *arguments, *constants)
 
 
 def _with_scratch(run: Any, index: int) -> Any:

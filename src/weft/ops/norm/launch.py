@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import (
-    Launch,
-    capabilities_of,
-)
+from ...runtime import BoundLaunch, Launch, capabilities_of
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import (
     allocate_result,
@@ -174,13 +171,14 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
 
 
 class _Pass(NamedTuple):
-    """What a pass over rows makes, as far as it decides the code of the kernel."""
+    """What a pass over rows makes, as far as it decides the launch."""
 
     format: str | None = None  # of the result
     copy: bool = False  # the row-wise copy is made
     cast: int = 0
     static: bool = False  # the scale is given
     known: bool = False  # the statistics are given
+    strides: tuple[int, ...] = (0, 0, 0)  # of the codes and scales of the copy
 
 
 _PLAIN = _Pass()
@@ -189,8 +187,8 @@ _PLAIN = _Pass()
 @functools.lru_cache(maxsize=4096)
 def _rows_launch(
     layout: _Layout, kind: str, casting: str, target: str, made: _Pass = _PLAIN, align: int | None = None
-) -> tuple[Launch, tuple[int, int, int]]:
-    """(launch, grid) of a pass over rows; `align` is that of the layout, or what another pass has to go by."""
+) -> BoundLaunch:
+    """A pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
     config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
     launch = Launch.of(
@@ -209,7 +207,7 @@ def _rows_launch(
         ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
-    return launch, (-(-layout.rows // config.rows), 1, 1)
+    return launch.bind((-(-layout.rows // config.rows), 1, 1), (*layout, *made.strides))
 
 
 def launch_norm(o: NormOutputs, a: NormArgs) -> None:
@@ -218,11 +216,8 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device).target
-    launch, grid = _rows_launch(layout, a.kind, a.casting, target)
-    launch(
-        grid,
+    _rows_launch(layout, a.kind, a.casting, target)(
         (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
-        (*layout, 0, 0, 0),
         (a.weight_offset, a.eps),
     )
 
@@ -264,18 +259,16 @@ class _Quantized:
         if known:
             self._read_h()
         a, operands = self.a, self.operands
-        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
-        launch, grid = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
-        partials = self._empty(grid[0]) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(copy)
+        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known, tuple(strides))
+        launch = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
+        partials = self._empty(launch.grid[0]) if wants_amax else None
         y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
         if copy is None and partials is None and y is None:  # no more than the statistics
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
-        data, data_scale, *strides = copy_arguments(copy)
         h = None if known else self.o.residual
         launch(
-            grid,
             (*operands, self.rstd, self.mean, given if copy else None, y, h, partials, data, data_scale),
-            (*self.layout, *strides),
             (a.weight_offset, a.eps),
         )
         return partials
