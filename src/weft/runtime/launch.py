@@ -163,10 +163,9 @@ class Launch:
     ) -> None:
         """Launch `grid` programs. A pointer that is None is a constant of the compiled code; the first pointer is never
         None. `reached` are tensors whose addresses the kernel reads from memory: a sanitizer has to know them."""
-        wide = max(integers) >= WIDE
-        if _recorder is not None:
-            _recorder.append(self.variant(pointers, wide, len(integers)))
+        if _observer is not None and not _observer(self, grid, pointers, integers, floats):
             return
+        wide = max(integers) >= WIDE
         dtypes, addresses, low_bits = self.read(*pointers)
         driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
@@ -231,23 +230,22 @@ class BoundLaunch:
     An op that keeps one for each layout of its arguments does not look at their sizes and strides again.
     """
 
-    __slots__ = ("_known", "_rest", "_wide", "grid", "integers", "launch")
+    __slots__ = ("_known", "_largest", "_rest", "grid", "integers", "launch")
 
     def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
         self.launch, self.grid, self.integers = launch, grid, integers
-        self._wide = max(integers) >= WIDE
+        self._largest = max(integers)
         self._rest = (
             integers if launch.kernel.layout.is_flat else ()
         )  # of structs they are bound into the launcher
         self._known: dict[Any, _Prepared] = {}
 
     def __call__(self, pointers: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
-        if _recorder is not None:
-            _recorder.append(self.launch.variant(pointers, self._wide, len(self.integers)))
+        if _observer is not None and not _observer(self.launch, self.grid, pointers, self.integers, floats):
             return
         dtypes, addresses, low_bits = self.launch.read(*pointers)
         driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
-        identity = (driver, index, low_bits % 16 == 0, self._wide, dtypes)
+        identity = (driver, index, low_bits % 16 == 0, self._largest >= WIDE, dtypes)
         found = self._known.get(identity)
         if found is None:
             found = self.launch.prepare(identity, pointers, len(self.integers))
@@ -306,10 +304,39 @@ def _with_scratch(run: Any, index: int) -> Any:
     return launch
 
 
-# ---- recording: which variants would run, without compiling or launching any -----------------------------
+# ---- seeing launches ------------------------------------------------------------------------------------
 
-_recorder: list[Variant] | None = None
+# The launch, its grid, pointers, integers and floats; returns whether the launch takes place.
+_Observer = Callable[
+    ["Launch", tuple[int, int, int], tuple[Tensor | None, ...], tuple[int, ...], tuple[float, ...]], bool
+]
+
+_observer: _Observer | None = None
+_is_recording = False
 _chosen_target: Capabilities | None = None
+
+
+@contextmanager
+def observing(note: Callable[..., object]) -> Iterator[None]:
+    """Call `note(launch, grid, pointers, integers, floats)` before every launch of a kernel, on any thread."""
+    outer = _observer
+
+    def observer(*call: Any) -> bool:
+        note(*call)
+        return outer is None or outer(*call)
+
+    with _observed_by(observer):
+        yield
+
+
+@contextmanager
+def _observed_by(observer: _Observer) -> Iterator[None]:
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
 
 
 @contextmanager
@@ -325,14 +352,19 @@ def recording(target: str) -> Iterator[list[Variant]]:
     >>> [v.kernel for v in variants]
     ['norm_kernel']
     """
-    global _recorder
-    previous = _recorder
-    _recorder = []
+    global _is_recording
+    variants: list[Variant] = []
+
+    def record(launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> bool:
+        variants.append(launch.variant(pointers, max(integers) >= WIDE, len(integers)))
+        return False
+
+    previous, _is_recording = _is_recording, True
     try:
-        with choosing_for(target):
-            yield _recorder
+        with choosing_for(target), _observed_by(record):
+            yield variants
     finally:
-        _recorder = previous
+        _is_recording = previous
 
 
 @contextmanager
@@ -347,7 +379,7 @@ def choosing_for(target: str) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    return _recorder is not None
+    return _is_recording
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
