@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def allocate_norm(a: NormArgs) -> NormOutputs:
     return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
 
 
-def present(a: NormArgs) -> Any:
+def present(a: NormArgs) -> NormOutputs:
     return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
 
