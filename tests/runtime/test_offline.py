@@ -308,4 +308,4 @@ def test_structs_are_compiled() -> None:
         assert set(binary.loads) == set(binary.stores) == {128}
     unknown = replace(variant, divisible=("x.strides",))
     (refused,) = compile_all([(unknown, "sm_90")])
-    assert "no parameters ['x.strides']" in str(refused)
+    assert "no integer parameters ['x.strides']" in str(refused)

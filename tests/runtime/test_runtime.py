@@ -30,7 +30,17 @@ import triton_loom
 import weft
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.language import tl
-from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, notice, recording
+from weft.runtime import (
+    Capabilities,
+    Kernel,
+    Launch,
+    kernel,
+    launch,
+    launch_device,
+    notice,
+    observing,
+    recording,
+)
 
 PACKAGE = Path(weft.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -62,16 +72,16 @@ def test_triton_serves_the_cpu_through_loom() -> None:
     torch.testing.assert_close(y, reference, rtol=1e-6, atol=1e-6)
 
 
-def test_reference_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
+def test_reference_launches_nothing() -> None:
+    def refuse(*call: Any) -> None:
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(Launch, "__call__", refuse)
     x = torch.randn(3, 64, requires_grad=True)
-    with weft.backend("reference"):
-        weft.rms_norm(x, quantize="1x128").dequantize().sum().backward()
-    with pytest.raises(AssertionError, match="launched"):
-        weft.rms_norm(x)
+    with observing(refuse):
+        with weft.backend("reference"):
+            weft.rms_norm(x, quantize="1x128").dequantize().sum().backward()
+        with pytest.raises(AssertionError, match="launched"):
+            weft.rms_norm(x)
 
 
 def test_backends_nest_and_are_of_a_thread() -> None:
@@ -99,14 +109,7 @@ def test_backends_nest_and_are_of_a_thread() -> None:
 def launched_by(function: Any, *args: Any) -> tuple[Any, list[str]]:
     """What a call returns, and the kernels that it launches."""
     names: list[str] = []
-    launch = Launch.__call__
-
-    def noting(self: Launch, *args: Any, **kwargs: Any) -> None:
-        names.append(self.kernel.name)
-        launch(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", noting)
+    with observing(lambda launch, *call: names.append(launch.kernel.name)):
         return function(*args), names
 
 

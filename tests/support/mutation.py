@@ -256,21 +256,15 @@ def _child(directory: Path, request: Any, pipe: int) -> int:
         file.write_text(request["change"][1])
     sys.path.insert(0, str(sources))
     import weft
-    from weft.runtime.launch import Launch
+    from weft.runtime import observing
 
     assert Path(weft.__file__).parent == sources / "weft"
     launched: set[str] = set()
-    original = Launch.__call__
-
-    def noted(self: Launch, *args: Any, **kwargs: Any) -> None:
-        launched.add(self.kernel.name)
-        original(self, *args, **kwargs)
-
-    Launch.__call__ = noted  # type: ignore[method-assign]
     tests = [f"tests/{test}" for test in request["tests"]]
     plugins = ("cacheprovider", "xdist", "hypothesispytest")  # none is needed, one is slow to import
     options = ["-x", "-q", "--tb=short", f"--rootdir={ROOT}", *(f"-pno:{name}" for name in plugins)]
-    return int(pytest.main([*options, *tests], plugins=[_Teller(pipe, launched)]))
+    with observing(lambda launch, *call: launched.add(launch.kernel.name)):
+        return int(pytest.main([*options, *tests], plugins=[_Teller(pipe, launched)]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 from triton_loom.testing import words  # noqa: E402
 
 from tests.catalogue.calls import backward, differentiable, handed_through, parts, results, small  # noqa: E402
-from weft.runtime import Launch, recording  # noqa: E402
+from weft.runtime import Launch, observing, recording  # noqa: E402
 from weft.workloads import Call, Workload, distinct  # noqa: E402
 
 TARGETS = ("sm_90", "gfx950")
@@ -39,24 +39,17 @@ TARGETS = ("sm_90", "gfx950")
 def noting() -> Iterator[list[str]]:
     """Collect a line for each launch, which then takes place as before."""
     seen: list[str] = []
-    launch = Launch.__call__
 
-    def note(
-        self: Launch, grid: Any, pointers: Any, integers: Any, floats: Any = (), reached: Any = ()
-    ) -> None:
-        constants = ", ".join(f"{name}={value}" for name, value in sorted(self.constants.items()))
+    def note(launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
+        constants = ", ".join(f"{name}={value}" for name, value in sorted(launch.constants.items()))
         kinds = [None if p is None else str(p.dtype).removeprefix("torch.") for p in pointers]
-        options = f"warps={self.num_warps} stages={self.num_stages}"
+        options = f"warps={launch.num_warps} stages={launch.num_stages}"
         seen.append(
-            f"{self.kernel.name}{grid} {options} [{constants}] {kinds} {list(integers)} {list(floats)}"
+            f"{launch.kernel.name}{grid} {options} [{constants}] {kinds} {list(integers)} {list(floats)}"
         )
-        launch(self, grid, pointers, integers, floats, reached)
 
-    Launch.__call__ = note  # type: ignore[method-assign]
-    try:
+    with observing(note):
         yield seen
-    finally:
-        Launch.__call__ = launch  # type: ignore[method-assign]
 
 
 def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:

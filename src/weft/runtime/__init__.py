@@ -3,7 +3,7 @@
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
-from .launch import Kernel, Launch, capabilities_of, choosing_for, kernel, recording
+from .launch import BoundLaunch, Kernel, Launch, capabilities_of, choosing_for, kernel, observing, recording
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import LATER, Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
@@ -13,6 +13,7 @@ __all__ = [
     "TARGETS",
     "Backward",
     "Binary",
+    "BoundLaunch",
     "Capabilities",
     "CompileError",
     "Fields",
@@ -37,6 +38,7 @@ __all__ = [
     "launch_device",
     "local_of",
     "local_rows",
+    "observing",
     "place_like",
     "recording",
     "serves",

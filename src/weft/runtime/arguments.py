@@ -20,11 +20,16 @@ Triton's own launchers take the arguments nested as the parameters are.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
+
+# What Triton's launchers take before the arguments of a kernel.
+_BEFORE = "x, y, z, stream, function, metadata, hook_info, enter_hook, exit_hook"
 
 Flat = tuple[tuple[Tensor | None, ...], tuple[int, ...], tuple[float, ...]]
 
@@ -82,16 +87,35 @@ class Parameters:
 
     def nesting(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A launcher that takes the arguments flat and calls `run`, which takes structs as tuples."""
-        before = "x, y, z, stream, function, metadata, hook_info, enter_hook, exit_hook"
         flat = ", ".join(leaf.variable for leaf in self.leaves)
         nested = ", ".join(_pattern(member) for member in self.members)
-        source = f"def launch({before}, {flat}, *constants):\n    run({before}, {nested}, *constants)"
+        source = f"def launch({_BEFORE}, {flat}, *constants):\n    run({_BEFORE}, {nested}, *constants)"
         launch = generated(source, f"{self.kernel}.launch", run=run)
         if hasattr(
             run, "reaching"
         ):  # Loom's launcher, which can be given the tensors whose addresses are in memory
             launch.reaching = lambda tensors: self.nesting(run.reaching(tensors))  # type: ignore[attr-defined]
         return launch
+
+    @functools.cached_property
+    def binder(self) -> Callable[..., Callable[..., Any]]:
+        """A function of a launcher that takes structs as tuples, and of the integers of a launch: the launcher that
+        takes the pointers and the floats. Structs of integers alone are made once, when these are known."""
+        integers, others = (
+            [leaf.variable for leaf in self.leaves if (leaf.kind is int) is whole] for whole in (True, False)
+        )
+        made = [
+            member
+            for member in _structs(self.members)
+            if all(leaf.kind is int for leaf in _leaves((member,)))
+        ]
+        known = {member.name: member.name.replace(".", "__") for member in made}
+        nested = ", ".join(_pattern(member, known) for member in self.members)
+        lines = [f"def bind({', '.join(['run', *integers])}):"]
+        lines += [f"    {known[member.name]} = {_pattern(member)}" for member in made]
+        lines += [f"    def launch({_BEFORE}, {', '.join(others)}, *constants):"]
+        lines += [f"        run({_BEFORE}, {nested}, *constants)", "    return launch"]
+        return generated("\n".join(lines), f"{self.kernel}.bind")
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values by the names of leaves, as values by the names of parameters: a struct becomes an instance of its
@@ -122,10 +146,20 @@ def _leaves(members: tuple[Leaf | Struct, ...]) -> Iterator[Leaf]:
             yield member
 
 
-def _pattern(member: Leaf | Struct) -> str:
+def _structs(members: tuple[Leaf | Struct, ...]) -> Iterator[Struct]:
+    """Structs, and those among their members."""
+    for member in members:
+        if isinstance(member, Struct):
+            yield member
+            yield from _structs(member.members)
+
+
+def _pattern(member: Leaf | Struct, known: Mapping[str, str] = MappingProxyType({})) -> str:
     """Source code with the variables of a member as nested tuples, to take a struct apart or to put it together."""
     if isinstance(member, Struct):
-        return f"({''.join(f'{_pattern(inner)}, ' for inner in member.members)})"
+        if member.name in known:
+            return known[member.name]
+        return f"({''.join(f'{_pattern(inner, known)}, ' for inner in member.members)})"
     return member.variable
 
 

@@ -48,7 +48,6 @@ class Leaf(NamedTuple):
     """One value of a flat list."""
 
     name: str
-    path: str  # of attributes, as in Python
     schema: str  # its type as a schema spells it
     written: bool
 
@@ -72,7 +71,7 @@ class Fields(Generic[T]):
 
     def __init__(self, cls: type[T]) -> None:
         self.cls = cls
-        self.leaves = tuple(_leaves_of(cls, "", ""))
+        self.leaves = tuple(_leaves_of(cls, ""))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
             raise TypeError(f"{cls.__name__} has two leaves of one name: {', '.join(names)}")
@@ -80,25 +79,22 @@ class Fields(Generic[T]):
         self.tensor_names = tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
         self.tensor_name_set = frozenset(self.tensor_names)
         self.schema = ", ".join(f"{_aliased(leaf)} {leaf.name}" for leaf in self.leaves)
-        paths = {leaf.name: f"a.{leaf.path}" for leaf in self.leaves}
         others = [name for name in names if name not in self.tensor_name_set]
         places = {name: f"t[{i}]" for i, name in enumerate(self.tensor_names)}
         places |= {name: f"o[{i}]" for i, name in enumerate(others)}
         known: dict[str, type] = {}
-        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(
-            f"lambda a: {_tuple_of(paths.values())}", known
-        )
+        # To unpack a NamedTuple takes less time than to look at its members one by one.
+        unpack = f"(a): {_unpacked(cls, '')} = a; return "
+        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(names), known)
         self.tensors: Callable[[T], tuple[Any, ...]] = _generated(
-            f"lambda a: {_tuple_of(paths[name] for name in self.tensor_names)}", known
+            unpack + _tuple_of(self.tensor_names), known
         )
-        self.others: Callable[[T], tuple[Any, ...]] = _generated(
-            f"lambda a: {_tuple_of(paths[name] for name in others)}", known
-        )
+        self.others: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(others), known)
         self.build: Callable[..., T] = _generated(
-            f"lambda {', '.join(names)}: {_built(cls, '', {name: name for name in names}, known)}", known
+            f"({', '.join(names)}): return {_built(cls, '', {name: name for name in names}, known)}", known
         )
         self.join: Callable[[Any, Any], T] = _generated(
-            f"lambda t, o: {_built(cls, '', places, known)}", known
+            f"(t, o): return {_built(cls, '', places, known)}", known
         )
 
     @staticmethod
@@ -118,14 +114,14 @@ def _is_namedtuple(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-def _leaves_of(cls: Any, prefix: str, path: str) -> Iterable[Leaf]:
+def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
     if not _is_namedtuple(cls):
         raise TypeError(f"the arguments and outputs of an op are NamedTuples; got {cls!r}")
     for name, kind in get_type_hints(cls, include_extras=True).items():
         if _is_namedtuple(kind):
-            yield from _leaves_of(kind, f"{prefix}{name}_", f"{path}{name}.")
+            yield from _leaves_of(kind, f"{prefix}{name}_")
         else:
-            yield Leaf(prefix + name, path + name, _spelled(cls, name, kind), kind == Written)
+            yield Leaf(prefix + name, _spelled(cls, name, kind), kind == Written)
 
 
 def _spelled(cls: type, name: str, kind: Any) -> str:
@@ -160,6 +156,15 @@ def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]
     return f"{name}({', '.join(members)})"
 
 
+def _unpacked(cls: Any, prefix: str) -> str:
+    """The variables of the leaves as nested tuples, to take a `cls` apart."""
+    return _tuple_of(
+        _unpacked(kind, f"{prefix}{name}_") if _is_namedtuple(kind) else prefix + name
+        for name, kind in get_type_hints(cls).items()
+    )
+
+
 def _generated(source: str, known: dict[str, type]) -> Any:
-    """The function that a lambda expression defines. torch.compile can trace it like other code of this file."""
-    return eval(compile(source, __file__, "eval"), known)
+    """The function with these parameters and this body. torch.compile can trace it like other code of this file."""
+    exec(compile(f"def function{source}", __file__, "exec"), known)
+    return known.pop("function")

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class Launch:
     `kernel.arguments(...)` puts them into it, which is simplest where there are structs.
     """
 
-    __slots__ = ("_known", "_read", "constants", "kernel", "num_stages", "num_warps")
+    __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps", "read")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
         if set(constants) != kernel.constants:
@@ -141,13 +141,17 @@ class Launch:
             raise TypeError(f"{kernel.name} and its launch disagree about the constants {', '.join(wrong)}")
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
-        self._known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...], bool]] = {}
-        self._read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
+        self.read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
+        self._known: dict[Any, _Prepared] = {}
 
     @staticmethod
     @functools.cache
     def of(kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> Launch:
         return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **constants)
+
+    def bind(self, grid: tuple[int, int, int], integers: tuple[int, ...]) -> BoundLaunch:
+        """The launch with its grid and its integers."""
+        return BoundLaunch(self, grid, integers)
 
     def __call__(
         self,
@@ -159,56 +163,20 @@ class Launch:
     ) -> None:
         """Launch `grid` programs. A pointer that is None is a constant of the compiled code; the first pointer is never
         None. `reached` are tensors whose addresses the kernel reads from memory: a sanitizer has to know them."""
-        wide = max(integers) >= WIDE
-        if _recorder is not None:
-            _recorder.append(self.variant(pointers, wide, len(integers)))
+        if _observer is not None and not _observer(self, grid, pointers, integers, floats):
             return
-        dtypes, addresses, low_bits = self._read(*pointers)
-        driver = drivers.active
-        index = pointers[0].device.index  # type: ignore[union-attr]
+        wide = max(integers) >= WIDE
+        dtypes, addresses, low_bits = self.read(*pointers)
+        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
         found = self._known.get(identity)
         if found is None:
-            found = self._prepare(identity, driver, index, pointers, wide, len(integers))
-        run, function, metadata, constants, whole = found
-        if whole:
+            found = self.prepare(identity, pointers, len(integers))
+        if found.whole:
             addresses = pointers
             if reached:
-                run = run.reaching(reached)
-        enter = knobs.runtime.launch_enter_hook
-        if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
-            stream = driver.get_current_stream(index)
-            run(
-                *grid,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                *addresses,
-                *integers,
-                *floats,
-                *constants,
-            )
-        else:
-            with _on_device(index):
-                stream = driver.get_current_stream(index)
-                hook_info = {"name": self.kernel.name, "function": function, "stream": stream}
-                leave = knobs.runtime.launch_exit_hook
-                run(
-                    *grid,
-                    stream,
-                    function,
-                    metadata,
-                    hook_info,
-                    enter,
-                    leave,
-                    *addresses,
-                    *integers,
-                    *floats,
-                    *constants,
-                )
+                found = found._replace(run=found.run.reaching(reached))
+        _start(found, driver, index, grid, (*addresses, *integers, *floats))
 
     def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
         """What is compiled for these arguments. All integers have 64 bits if `wide`, else 32."""
@@ -233,27 +201,88 @@ class Launch:
             num_stages=self.num_stages,
         )
 
-    def _prepare(
-        self,
-        identity: Any,
-        driver: Any,
-        index: int | None,
-        pointers: tuple[Tensor | None, ...],
-        wide: bool,
-        integers: int,
-    ) -> Any:
-        compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
-        constants = tuple(self.constants[name] for name in self.kernel.parameters if name in self.constants)
-        run = compiled.run
-        if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
-            run = _with_scratch(run, index)
-        # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
-        whole = getattr(run, "takes_tensors", False)
-        if not self.kernel.layout.is_flat:
-            run = self.kernel.layout.nesting(run)
-        found = (run, compiled.function, compiled.packed_metadata, constants, whole)
-        self._known[identity] = found
+    def prepare(self, identity: Any, pointers: tuple[Tensor | None, ...], integers: int) -> _Prepared:
+        """The compiled kernel of a call with such arguments, loaded; it is known from then on. `identity` is all that
+        decides which one it is: driver, index of the device, whether pointers are aligned and integers wide, dtypes."""
+        found = self._known.get(identity)
+        if found is None:
+            driver, index, _, wide, _ = identity
+            compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
+            run = compiled.run
+            if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
+                run = _with_scratch(run, index)
+            # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
+            whole = getattr(run, "takes_tensors", False)
+            nested = run if self.kernel.layout.is_flat else self.kernel.layout.nesting(run)
+            constants = tuple(
+                self.constants[name] for name in self.kernel.parameters if name in self.constants
+            )
+            found = _Prepared(
+                self.kernel.name, nested, run, compiled.function, compiled.packed_metadata, constants, whole
+            )
+            self._known[identity] = found
         return found
+
+
+class BoundLaunch:
+    """A launch whose grid and integers are chosen as well: what is left of a call are its tensors and its floats.
+
+    An op that keeps one for each layout of its arguments does not look at their sizes and strides again.
+    """
+
+    __slots__ = ("_known", "_largest", "_rest", "grid", "integers", "launch")
+
+    def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
+        self.launch, self.grid, self.integers = launch, grid, integers
+        self._largest = max(integers)
+        self._rest = (
+            integers if launch.kernel.layout.is_flat else ()
+        )  # of structs they are bound into the launcher
+        self._known: dict[Any, _Prepared] = {}
+
+    def __call__(self, pointers: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
+        if _observer is not None and not _observer(self.launch, self.grid, pointers, self.integers, floats):
+            return
+        dtypes, addresses, low_bits = self.launch.read(*pointers)
+        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
+        identity = (driver, index, low_bits % 16 == 0, self._largest >= WIDE, dtypes)
+        found = self._known.get(identity)
+        if found is None:
+            found = self.launch.prepare(identity, pointers, len(self.integers))
+            if not self._rest:
+                found = found._replace(run=self.launch.kernel.layout.binder(found.nested_run, *self.integers))
+            self._known[identity] = found
+        _start(
+            found, driver, index, self.grid, (*(pointers if found.whole else addresses), *self._rest, *floats)
+        )
+
+
+class _Prepared(NamedTuple):
+    """A compiled kernel, ready to be launched."""
+
+    name: str
+    run: Any  # the launcher, which takes its arguments flat
+    nested_run: Any  # Triton's own, which takes structs as tuples
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    whole: bool  # tensors are given to it, not their addresses
+
+
+def _start(
+    kernel: _Prepared, driver: Any, index: int | None, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+) -> None:
+    _, run, _, function, metadata, constants, _ = kernel
+    enter = knobs.runtime.launch_enter_hook
+    if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
+        stream = driver.get_current_stream(index)
+        run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
+        return
+    with _on_device(index):
+        stream = driver.get_current_stream(index)
+        hook_info = {"name": kernel.name, "function": function, "stream": stream}
+        leave = knobs.runtime.launch_exit_hook
+        run(*grid, stream, function, metadata, hook_info, enter, leave, *arguments, *constants)
 
 
 def _with_scratch(run: Any, index: int) -> Any:
@@ -275,10 +304,39 @@ def _with_scratch(run: Any, index: int) -> Any:
     return launch
 
 
-# ---- recording: which variants would run, without compiling or launching any -----------------------------
+# ---- seeing launches ------------------------------------------------------------------------------------
 
-_recorder: list[Variant] | None = None
+# The launch, its grid, pointers, integers and floats; returns whether the launch takes place.
+_Observer = Callable[
+    ["Launch", tuple[int, int, int], tuple[Tensor | None, ...], tuple[int, ...], tuple[float, ...]], bool
+]
+
+_observer: _Observer | None = None
+_is_recording = False
 _chosen_target: Capabilities | None = None
+
+
+@contextmanager
+def observing(note: Callable[..., object]) -> Iterator[None]:
+    """Call `note(launch, grid, pointers, integers, floats)` before every launch of a kernel, on any thread."""
+    outer = _observer
+
+    def observer(*call: Any) -> bool:
+        note(*call)
+        return outer is None or outer(*call)
+
+    with _observed_by(observer):
+        yield
+
+
+@contextmanager
+def _observed_by(observer: _Observer) -> Iterator[None]:
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
 
 
 @contextmanager
@@ -294,14 +352,19 @@ def recording(target: str) -> Iterator[list[Variant]]:
     >>> [v.kernel for v in variants]
     ['norm_kernel']
     """
-    global _recorder
-    previous = _recorder
-    _recorder = []
+    global _is_recording
+    variants: list[Variant] = []
+
+    def record(launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> bool:
+        variants.append(launch.variant(pointers, max(integers) >= WIDE, len(integers)))
+        return False
+
+    previous, _is_recording = _is_recording, True
     try:
-        with choosing_for(target):
-            yield _recorder
+        with choosing_for(target), _observed_by(record):
+            yield variants
     finally:
-        _recorder = previous
+        _is_recording = previous
 
 
 @contextmanager
@@ -316,7 +379,7 @@ def choosing_for(target: str) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    return _recorder is not None
+    return _is_recording
 
 
 def capabilities_of(device: torch.device) -> Capabilities:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .checks import FLOATS, check_out_dtype, check_tensor, checked_once
 from .copies import reduce_amax
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
+
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -281,10 +283,10 @@ def make_copies(
 # ---- results in the caller's memory ---------------------------------------------------------------------
 
 
-def result_into(op: Op[Any, Any], a: Any, out: Tensor | None, **others: Tensor | None) -> Any:
+def result_into(op: Op[Any, Outputs], a: Any, out: Tensor | None, **others: Tensor | None) -> Outputs:
     """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors given by
     name. Returns the outputs."""
-    options, room = a.result, op.allocate(a)
+    options, room = a.result, cast(Any, op.allocate(a))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
         raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
     result = Result(None)  # type: ignore[arg-type]
@@ -300,7 +302,7 @@ def result_into(op: Op[Any, Any], a: Any, out: Tensor | None, **others: Tensor |
     for name, tensor in others.items():
         if tensor is not None:
             _check_room(f"{name}_out", tensor, getattr(room, name))
-    nothing = op.outputs.build(*[None] * len(op.outputs.names))
+    nothing: Any = op.outputs.build(*[None] * len(op.outputs.names))
     return op.into(nothing._replace(result=result, **others), a)
 
 

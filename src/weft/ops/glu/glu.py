@@ -29,563 +29,45 @@ a fixed order: the same bits every run.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
+from ...quant import Format, QTensor
 from ...runtime import (
     LATER,
     Backward,
     Gradients,
-    Launch,
     Sharding,
-    capabilities_of,
     define_op,
     is_distributed,
-    warp_size_of,
 )
-from ..common.activations import Act, activation_reference
+from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
 from ..common.groups import (
-    NO_ENDS,
     NO_GROUPS,
-    GroupEnds,
     Groups,
-    clear_slots,
-    count_slots,
-    group_of_reference,
-    real_rows_reference,
 )
 from ..common.results import (
     Result,
     ResultOptions,
-    allocate_result,
     check_copies,
-    make_copies,
     result_into,
     result_options,
-    result_reference,
 )
-from ..common.rows import align_of, compute_dtype, contiguous, count_rows, cpu_tile, empty_like, row_strides
-from ..common.sums import sum_groups, sum_partials
-from ..quantize import quantize_into
-from .kernels import glu_backward_kernel, glu_kernel
-
-# ---- arguments and outputs ------------------------------------------------------------------------------
-
-
-class GatedUnit(NamedTuple):
-    """What is computed."""
-
-    act: str
-    layout: (
-        str  # of gate and up: "concat" or "interleaved" in x, "pair" in x and up, "none" if nothing is gated
-    )
-    limit: float | None
-    alpha: float
-    up_offset: float
-
-
-class GluArgs(NamedTuple):
-    x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
-    up: Tensor | None  # [..., H]
-    probs: Tensor | None  # [M]
-    bias: Tensor | None  # [width of x], with groups one for each of them
-    groups: Groups
-    unit: GatedUnit
-    result: ResultOptions
-    gradient: ResultOptions  # of x and up
-
-
-class GluOutputs(NamedTuple):
-    result: Result
-
-
-class GluNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool = False
-    up: bool = False
-    probs: bool = False
-    bias: bool = False
-
-
-class GluBackwardArgs(NamedTuple):
-    x: Tensor
-    up: Tensor | None
-    probs: Tensor | None
-    bias: Tensor | None
-    dy: Tensor  # [..., H]
-    groups: Groups
-    unit: GatedUnit
-    gradient: ResultOptions
-    needs: GluNeeds
-
-
-class GluBackwardOutputs(NamedTuple):
-    x: Result
-    up: Result
-    probs: Tensor | None
-    bias: Tensor | None
-
-
-_NO_RESULT = Result(None)  # type: ignore[arg-type]
-
-
-# ---- reference ------------------------------------------------------------------------------------------
-
-
-def _hidden(x: Tensor, layout: str) -> int:
-    """Columns of y."""
-    cols = x.shape[-1]
-    return cols // 2 if layout in ("concat", "interleaved") else cols
-
-
-def _parts(a: GluArgs | GluBackwardArgs) -> tuple[Tensor, Tensor | None]:
-    """gate and up as [M, H], with their bias; no up if nothing is gated."""
-    dtype, layout = compute_dtype(a.x), a.unit.layout
-    flat = a.x.reshape(count_rows(a.x), a.x.shape[-1]).to(dtype)
-    if a.bias is not None and a.groups.ends is None:
-        flat = flat + a.bias.to(dtype)
-    elif a.bias is not None and a.groups.ends is not None:  # rows past the last expert have none
-        biases = torch.cat([a.bias, a.bias.new_zeros(1, flat.shape[1])])
-        flat = flat + biases.to(dtype)[group_of_reference(a.groups.ends, len(flat))]
-    if layout == "concat":
-        hidden = flat.shape[1] // 2
-        return flat[:, :hidden], flat[:, hidden:]
-    if layout == "interleaved":
-        return flat[:, 0::2], flat[:, 1::2]
-    return flat, None if a.up is None else a.up.reshape(flat.shape).to(dtype)
-
-
-def _limited(gate: Tensor, up: Tensor | None, limit: float | None) -> tuple[Tensor, Tensor | None]:
-    if limit is None:
-        return gate, up
-    gate = torch.where(gate > limit, limit, gate)
-    return gate, up if up is None else torch.where(up.abs() > limit, up.sign() * limit, up)
-
-
-def glu_reference(a: GluArgs) -> GluOutputs:
-    """The definition."""
-    gate, up = _limited(*_parts(a), a.unit.limit)
-    y, _ = activation_reference(gate, a.unit.act, a.unit.alpha)
-    if up is not None:
-        y = y * (up + a.unit.up_offset)
-    if a.probs is not None:
-        y = y * a.probs.to(y.dtype)[:, None]
-    if a.groups.ends is not None:
-        y = torch.where(real_rows_reference(a.groups.ends, len(y), a.groups.align)[:, None], y, 0.0)
-    return GluOutputs(result_reference(a.result, y, (*a.x.shape[:-1], y.shape[1]), a.x, a.groups))
-
-
-def glu_backward_reference(a: GluBackwardArgs) -> GluBackwardOutputs:
-    gate, up = _parts(a)
-    d, probs, unit, needs = a.dy.reshape(gate.shape).to(gate.dtype), a.probs, a.unit, a.needs
-    real = None
-    if a.groups.ends is not None:
-        real = real_rows_reference(a.groups.ends, len(gate), a.groups.align)[:, None]
-        gate, d = torch.where(real, gate, 0.0), torch.where(real, d, 0.0)
-        up = up if up is None else torch.where(real, up, 0.0)
-        probs = probs if probs is None else torch.where(real[:, 0], probs, 0.0)
-    inside, value = _limited(gate, up, unit.limit)
-    f, slope = activation_reference(inside, unit.act, unit.alpha)
-    g = torch.ones_like(f) if value is None else value + unit.up_offset
-    w = d if probs is None else d * probs.to(d.dtype)[:, None]
-    dgate, dup = w * g * slope, w * f
-    if unit.limit is not None:
-        dgate = torch.where(gate > unit.limit, 0.0, dgate)
-        dup = dup if up is None else torch.where(up.abs() > unit.limit, 0.0, dup)
-    if real is not None:
-        dgate, dup = torch.where(real, dgate, 0.0), torch.where(real, dup, 0.0)
-    dx = dgate
-    if unit.layout == "concat":
-        dx = torch.cat([dgate, dup], 1)
-    elif unit.layout == "interleaved":
-        dx = torch.stack([dgate, dup], -1).flatten(1)
-    dbias = None
-    if a.bias is not None and needs.bias:
-        dbias = dx.sum(0)
-        if a.groups.ends is not None:
-            by_group = dx.new_zeros(len(a.bias) + 1, dx.shape[1])
-            dbias = by_group.index_add(0, group_of_reference(a.groups.ends, len(dx)), dx)[:-1]
-        dbias = dbias.to(a.bias.dtype)
-    return GluBackwardOutputs(
-        result_reference(a.gradient, dx, a.x.shape, a.x, a.groups) if needs.x else _NO_RESULT,
-        _NO_RESULT
-        if a.up is None or not needs.up
-        else result_reference(a.gradient, dup, a.up.shape, a.up, a.groups),
-        (d * (f * g)).sum(1).to(probs.dtype) if probs is not None and needs.probs else None,
-        dbias,
-    )
-
-
-# ---- launch ---------------------------------------------------------------------------------------------
-
-
-class GluConfig(NamedTuple):
-    """How a tensor is cut: `rows` rows and `tile` columns of y at a time."""
-
-    rows: int
-    tile: int
-    num_warps: int
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, backward: bool, known_multiple: int, target: str) -> GluConfig:
-        if target == "cpu":
-            return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
-        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-        # Where an access has one element, its address is longer than it.
-        numbers = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
-        return GluConfig(max(1, numbers // tile), tile, 4)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose_stripe(
-        block: str, rowwise: bool, backward: bool, interleaved: bool, known_multiple: int, target: str
-    ) -> GluConfig:
-        narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
-        tile = 64 if narrow else 128
-        warps = 16
-        if target == "cpu":
-            tile = 128
-        elif warp_size_of(target) == 64:
-            warps = tile * STRIPE // 16 // 64
-        elif (backward and tile == 128) or known_multiple == 1:
-            # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
-            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
-            # integers.
-            warps = 8
-        # Interleaved gradients are twice as wide as gate or up.
-        return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
-
-
-class _Layout(NamedTuple):
-    """Where rows lie: row r of the gate at (r // inner) * gate_outer_stride + (r % inner) * gate_inner_stride."""
-
-    rows: int
-    cols: int
-    up_shift: int
-    inner: int
-    gate_outer_stride: int
-    gate_inner_stride: int
-    up_outer_stride: int
-    up_inner_stride: int
-    dy_outer_stride: int
-    dy_inner_stride: int
-
-    @property
-    def known_multiple(self) -> int:
-        """Of which the columns and all row strides are multiples."""
-        return align_of(self.cols, self.up_shift, *self[4:])
-
-
-class _Pass(NamedTuple):
-    """What a pass makes, as far as it decides the code of the kernel."""
-
-    static: bool | None  # the scale is given; None in the backward
-    format: str | None = None  # of copies that are made
-    rowwise: bool = False  # the row-wise copy is made
-    stripes: bool = False  # by stripes
-    sums: bool = False  # dprobs is made
-    bias_sums: bool = False  # and the gradient of the bias
-
-
-class _Cut(NamedTuple):
-    """How a pass is cut into programs."""
-
-    launch: Launch
-    blocks: int  # of rows
-    row_programs: int  # programs that share a block
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut(
-    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
-) -> _Cut:
-    """groups: how many there are, and their align."""
-    backward, cpu, multiple = made.static is None, target == "cpu", layout.known_multiple
-    interleaved = unit.layout == "interleaved"
-    format = None if made.format is None else Format.of(made.format)
-    if made.stripes:
-        assert format is not None
-        config = GluConfig.choose_stripe(format.block, made.rowwise, backward, interleaved, multiple, target)
-        blocks = count_stripes(layout.rows, layout.cols)
-    else:
-        group = 1 if format is None else format.group
-        config = GluConfig.choose(layout.cols, group, backward, multiple, target)
-        height = STRIPE if made.bias_sums else config.rows
-        blocks = -(-layout.rows // height)
-    places = "rows"
-    if (made.stripes or made.bias_sums) and groups is not None:
-        number, align = groups
-        if align % STRIPE == 0:
-            places = "stripes"
-        elif made.bias_sums or (format is not None and format.group):
-            places, blocks = "slots", count_slots(layout.rows, number)
-    # A scale of a whole row belongs to one program, and so does a sum over the row, unless its tiles are stripes: in a
-    # loop over those, too much is held in registers. Sums over rows are those of one tile.
-    by_row = format is not None and format.block == "row"
-    once = made.bias_sums or not (cpu or by_row or (made.sums and not made.stripes))
-    launch = Launch.of(
-        glu_backward_kernel if backward else glu_kernel,
-        num_warps=config.num_warps,
-        ACT=unit.act,
-        INTERLEAVED=interleaved,
-        LIMITED=unit.limit is not None,
-        FORMAT=format,
-        CAST=cast,
-        STRIPES=made.stripes,
-        PLACES=places,
-        ROWS=config.rows,
-        TILE=config.tile,
-        ONCE=once,
-        NESTED=layout.inner > 1,
-        ALIGN=multiple,
-        COLS_MASKED=layout.cols % config.tile != 0,
-        **({} if backward else {"STATIC": made.static}),
-    )
-    return _Cut(launch, blocks, -(-layout.cols // config.tile) if once else 1)
-
-
-class _Call:
-    """A call's inputs as kernels take them."""
-
-    def __init__(self, a: GluArgs | GluBackwardArgs, dy: Tensor | None) -> None:
-        layout, unit = a.unit.layout, a.unit
-        x, up, cols = a.x, a.up, _hidden(a.x, layout)
-        x, inner, outer_stride, inner_stride = row_strides(x)
-        up_strides, dy_strides, nested = (0, 0), (0, 0), True
-        if layout == "concat":
-            up, up_strides = x, (outer_stride, inner_stride)
-        elif up is not None:
-            up, up_inner, *strides = row_strides(up)
-            up_strides, nested = (strides[0], strides[1]), up_inner == inner
-        if dy is not None:
-            dy, dy_inner, *strides = row_strides(dy)
-            dy_strides, nested = (strides[0], strides[1]), nested and dy_inner == inner
-        if not nested:  # two ways to nest rows: all are straightened
-            straight = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
-            self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
-            return
-        self.gate, self.up, self.dy, self.probs, self.unit = x, up, dy, a.probs, unit
-        self.bias = contiguous(a.bias)
-        self.layout = _Layout(
-            a.x.numel() // a.x.shape[-1], cols, cols if layout == "concat" else 0, inner, outer_stride, inner_stride,
-            *up_strides, *dy_strides,
-        )  # fmt: skip
-        self.prob_stride = 0 if a.probs is None else a.probs.stride(0)
-        self.groups = NO_ENDS
-        if a.groups.ends is not None:
-            self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
-        self.target = capabilities_of(x.device)
-
-    def cut(self, made: _Pass) -> _Cut:
-        ends, *groups = self.groups
-        known = None if ends is None else (groups[0], groups[1])
-        return _cut(self.layout, self.unit, known, made, cast_mode(self.target), self.target.target)
-
-
-def _allocate_glu(a: GluArgs) -> GluOutputs:
-    shape = (*a.x.shape[:-1], _hidden(a.x, a.unit.layout))
-    return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
-
-
-class _Glu(_Call):
-    """One call of glu: its passes."""
-
-    options: ResultOptions
-
-    def quantize(self, result: Result, options: ResultOptions, groups: Groups) -> None:
-        assert options.format is not None
-        f, self.options = Format.of(options.format), options
-        if result.scale_t is not None and groups.have_slots(f, True):
-            clear_slots(result.scale_t)
-        direct = f.block != "128x128"
-        make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
-
-    def rows_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
-    ) -> Tensor | None:
-        made = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
-        return self.run(made, None, copy, None, given, wants_amax)
-
-    def stripes_pass(
-        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
-    ) -> Tensor | None:
-        static = self.options.scale is not None
-        made = _Pass(static, self.options.format, row is not None, stripes=True)
-        return self.run(made, None, row, col, given, wants_amax)
-
-    def run(
-        self,
-        made: _Pass,
-        y: Tensor | None,
-        row: Copy | None = None,
-        col: Copy | None = None,
-        given: Tensor | None = None,
-        wants_amax: bool = False,
-    ) -> Tensor | None:
-        """A pass; the amax of each of its programs, if it is wanted."""
-        launch, blocks, row_programs = self.cut(made)
-        layout, unit, programs = self.layout, self.unit, blocks * row_programs
-        found = None
-        if wants_amax:
-            found = torch.empty(programs, dtype=torch.float32, device=self.gate.device)
-        launch(
-            (programs, 1, 1),
-            *glu_kernel.arguments(
-                rows=layout.rows,
-                cols=layout.cols,
-                up_shift=layout.up_shift,
-                inner=layout.inner,
-                gate=(self.gate, layout.gate_outer_stride, layout.gate_inner_stride),
-                up=(self.up, layout.up_outer_stride, layout.up_inner_stride),
-                prob_ptr=self.probs,
-                prob_stride=self.prob_stride,
-                groups=self.groups,
-                bias_ptr=self.bias,
-                given_ptr=given,
-                y_ptr=y,
-                amax_ptr=found,
-                row_programs=row_programs,
-                copy=copy_arguments(row),
-                copy_t=copy_arguments(col),
-                alpha=unit.alpha,
-                limit=0.0 if unit.limit is None else unit.limit,
-                up_offset=unit.up_offset,
-            ),
-        )
-        return found
-
-
-def _launch_glu(o: GluOutputs, a: GluArgs) -> None:
-    call = _Glu(a, None)
-    if a.result.format is None:
-        call.run(_PLAIN, o.result.y)
-    else:
-        call.quantize(o.result, a.result, a.groups)
-
-
-_PLAIN = _Pass(static=False)
-
-
-def _in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
-    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
-    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
-    if format.block not in ("1x128", "128x128", "mx"):
-        return False, False
-    crossing = layout == "concat" and hidden % format.group != 0
-    return not crossing, not (crossing and format.block == "128x128")
-
-
-def _allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
-    x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
-    return GluBackwardOutputs(
-        allocate_result(a.gradient, x, groups=a.groups) if needs.x else _NO_RESULT,
-        allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else _NO_RESULT,
-        torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
-        if probs is not None and needs.probs
-        else None,
-        empty_like(bias) if bias is not None and needs.bias else None,
-    )
-
-
-class _Gradient:
-    """The gradient of x or up: which of its copies come from the kernel, and which from an fp32 gradient after it."""
-
-    def __init__(self, result: Result, options: ResultOptions, direct: tuple[bool, bool]) -> None:
-        self.plain: Tensor | None = result.y
-        self.result, self.options, self.later = result, options, False
-        self.row = self.col = None
-        if result.y is None or options.format is None:
-            return
-        self.row = result.rowwise if direct[0] else None
-        self.col = result.columnwise if direct[1] else None
-        self.later = direct != (options.rowwise, options.columnwise)
-        self.plain = (
-            torch.empty(result.y.shape, dtype=torch.float32, device=result.y.device) if self.later else None
-        )
-
-    def finish(self) -> None:
-        """Make the copies that the kernel did not; its column-wise one stays."""
-        if self.later:
-            assert self.plain is not None
-            options = self.options._replace(columnwise=self.options.columnwise and self.col is None)
-            result = self.result if options.columnwise else self.result._replace(data_t=None, scale_t=None)
-            quantize_into(result, options._replace(dtype=torch.float32), self.plain)
-
-
-def _launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
-    call = _Call(a, a.dy)
-    layout, unit, options = call.layout, a.unit, a.gradient
-    direct = (False, False)
-    if options.format is not None:
-        f = Format.of(options.format)
-        direct = _in_one_pass(f, unit.layout, layout.cols)
-        direct = direct[0] and options.rowwise, direct[1] and options.columnwise
-        for result in (o.x, o.up):
-            if result.scale_t is not None and a.groups.have_slots(f, True):
-                clear_slots(result.scale_t)
-    dx, dup = _Gradient(o.x, options, direct), _Gradient(o.up, options, direct)
-    up = dx if unit.layout == "concat" else dup
-    format = options.format if any(direct) else None
-    stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
-    made = _Pass(None, format, direct[0], stripes, o.probs is not None, o.bias is not None)
-    launch, blocks, row_programs = call.cut(made)
-    dprobs, dbias = o.probs, None
-    if o.bias is not None:
-        dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
-    if dprobs is not None and row_programs > 1:
-        dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
-    row, col = copy_arguments(dx.row), copy_arguments(dx.col)
-    up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
-    if (
-        dx.plain is None and dx.row is None and dx.col is None
-    ):  # dup alone, whose copies lie as those of dgate would
-        row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
-    launch(
-        (blocks * row_programs, 1, 1),
-        *glu_backward_kernel.arguments(
-            rows=layout.rows,
-            cols=layout.cols,
-            up_shift=layout.up_shift,
-            inner=layout.inner,
-            gate=(call.gate, layout.gate_outer_stride, layout.gate_inner_stride),
-            up=(call.up, layout.up_outer_stride, layout.up_inner_stride),
-            dy=(call.dy, layout.dy_outer_stride, layout.dy_inner_stride),
-            prob_ptr=call.probs,
-            prob_stride=call.prob_stride,
-            groups=call.groups,
-            bias_ptr=call.bias,
-            dgate_ptr=dx.plain,
-            dup_ptr=up.plain,
-            dprob_ptr=dprobs,
-            dbias_ptr=dbias,
-            row_programs=row_programs,
-            stride=a.x.shape[-1],
-            copy=row,
-            copy_t=col,
-            up_codes=(up_row.data, up_row.scale, up_col.data, up_col.scale),
-            alpha=unit.alpha,
-            limit=0.0 if unit.limit is None else unit.limit,
-            up_offset=unit.up_offset,
-        ),
-    )
-    if o.probs is not None and dprobs is not None and dprobs is not o.probs:
-        o.probs.copy_(dprobs.sum(0))
-    if o.bias is not None and dbias is not None:
-        if call.groups.ends is None:
-            sum_partials(dbias, o.bias)
-        elif call.groups.number:
-            sum_groups(dbias, o.bias, call.groups, layout.rows)
-    dx.finish()
-    dup.finish()
-
+from .arguments import (
+    NO_RESULT,
+    GatedUnit,
+    GluArgs,
+    GluBackwardArgs,
+    GluBackwardOutputs,
+    GluNeeds,
+    GluOutputs,
+    hidden_of,
+)
+from .launch import allocate_glu, allocate_glu_backward, in_one_pass, launch_glu, launch_glu_backward
+from .reference import glu_backward_reference, glu_reference
 
 # ---- registration ---------------------------------------------------------------------------------------
 
@@ -624,8 +106,8 @@ def _dequantized_leaf(gradient: Tensor | None, edge: tuple[Any, int]) -> Tensor 
 def _present(a: GluBackwardArgs) -> Any:
     there = a.gradient.present()
     return GluBackwardOutputs(
-        there if a.needs.x else _NO_RESULT,
-        there if a.needs.up and a.up is not None else _NO_RESULT,
+        there if a.needs.x else NO_RESULT,
+        there if a.needs.up and a.up is not None else NO_RESULT,
         a.needs.probs and a.probs is not None,  # type: ignore[arg-type]
         a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
     )
@@ -656,8 +138,8 @@ glu_backward_op = define_op(
     "glu_backward",
     GluBackwardArgs,
     GluBackwardOutputs,
-    allocate=_allocate_glu_backward,
-    launch=_launch_glu_backward,
+    allocate=allocate_glu_backward,
+    launch=launch_glu_backward,
     reference=glu_backward_reference,
     present=_present,
     variants=32,
@@ -667,8 +149,8 @@ glu_op = define_op(
     "glu",
     GluArgs,
     GluOutputs,
-    allocate=_allocate_glu,
-    launch=_launch_glu,
+    allocate=allocate_glu,
+    launch=launch_glu,
     reference=glu_reference,
     present=lambda a: GluOutputs(a.result.present()),
     keep=_keep,
@@ -865,7 +347,7 @@ def glu_backward(
     flat_probs, groups = _checked_rows(x, probs, ends, align)
     if bias is not None:
         _check_bias(bias, x, unit, groups)
-    check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], _hidden(x, unit.layout)))
+    check_tensor("dy", dy, FLOATS, x.device, (*x.shape[:-1], hidden_of(x, unit.layout)))
     gradient = _PLAIN_GRADIENTS[x.dtype]
     if quantize is not None:
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
@@ -949,7 +431,7 @@ def _gradient_options(
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
     options = ResultOptions(x.dtype, format.spec, bool(rowwise), bool(columnwise), None, False)
-    _, one_pass = _in_one_pass(format, unit.layout, _hidden(x, unit.layout))
+    _, one_pass = in_one_pass(format, unit.layout, hidden_of(x, unit.layout))
     _check_groups(options, groups, one_pass)
     return options
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import Capabilities, Launch, capabilities_of
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
@@ -147,22 +147,10 @@ class Forms(NamedTuple):
     target: str
 
 
-class Forward(NamedTuple):
-    """A launch, and the strides of everything it reads and writes."""
-
-    launch: Launch
-    grid: tuple[int, int, int]
-    source: PartStrides
-    to: tuple[Strides, ...]
-    angles: AngleStrides
-    cache: CacheStrides
-    sizes: Sizes
+_known: dict[Forms, BoundLaunch] = {}
 
 
-_known: dict[Forms, Forward] = {}
-
-
-def _forward(forms: Forms, target: Capabilities) -> Forward:
+def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
     """The launch for these forms, computed once for all calls that have them."""
     choice, cut = forms.choice, forms.choice.cut
     source = PartStrides.of(forms.inputs, cut)
@@ -175,7 +163,25 @@ def _forward(forms: Forms, target: Capabilities) -> Forward:
     sizes = choice.sizes(forms.batch, forms.tokens)
     if len(_known) >= 4096:
         _known.clear()
-    _known[forms] = found = Forward(launch, (programs, 1, 1), source, to, angles, cache, sizes)
+    to_q, to_k, to_v, to_gate = (Place(None, strides) for strides in to)
+    _, integers, _ = qkv_kernel.arguments(  # tensors and floats are given by each call
+        q=Place(None, source.q),
+        k=Place(None, source.k),
+        v=Place(None, source.v),
+        bias_ptr=None,
+        q_out=to_q,
+        k_out=to_k,
+        v_out=to_v,
+        gate_out=to_gate,
+        q_norm=None,
+        k_norm=None,
+        angles=Angles(None, None, None, None, angles, 1.0),
+        slots=(None, cache.slots),
+        k_cache=(None, None, cache.k),
+        v_cache=(None, None, cache.v),
+        sizes=sizes,
+    )
+    _known[forms] = found = launch.bind((programs, 1, 1), integers)
     return found
 
 
@@ -206,31 +212,17 @@ def launch_forward(
         cache.forms(),
         target.target,
     )
-    found = _known.get(forms) or _forward(forms, target)
+    launch = _known.get(forms) or _forward(forms, target)
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
-    source, to, kept = found.source, found.to, found.cache
-    # A launch takes plain tuples for structs, and a tuple takes a tenth of the time that a NamedTuple takes.
-    found.launch(
-        found.grid,
-        *qkv_kernel.arguments(
-            q=(x, source.q),
-            k=(k, source.k),
-            v=(v, source.v),
-            bias_ptr=contiguous(a.bias),
-            q_out=(to_q, to[0]),
-            k_out=(to_k, to[1]),
-            v_out=(to_v, to[2]),
-            gate_out=(to_gate, to[3]),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            angles=(cos, sin, per_position, turning.positions, found.angles, magnitude),
-            slots=(cache.slots, kept.slots),
-            k_cache=(cache.k, cache.k_scale, kept.k),
-            v_cache=(cache.v, cache.v_scale, kept.v),
-            sizes=found.sizes,
+    launch(  # in the order of the kernel's parameters
+        (
+            x, k, v, contiguous(a.bias), to_q, to_k, to_v, to_gate,
+            q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias, cos, sin, per_position, turning.positions,
+            cache.slots, cache.k, cache.k_scale, cache.v, cache.v_scale,
         ),
-    )
+        (q_norm.eps, q_norm.weight_offset, k_norm.eps, k_norm.weight_offset, magnitude),
+    )  # fmt: skip
 
 
 # ---- backward -------------------------------------------------------------------------------------------

@@ -26,7 +26,16 @@ from ...quant.copies import scale_room
 from ...quant.qtensor import PLAIN, Codes, register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, local_rows, warp_size_of
+from ...runtime import (
+    Backward,
+    BoundLaunch,
+    Gradients,
+    Launch,
+    capabilities_of,
+    define_op,
+    local_rows,
+    warp_size_of,
+)
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import Result, ResultOptions, allocate_result, result_options
@@ -253,8 +262,8 @@ class _Layout(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _permute_launch(
     layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: str
-) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
-    """(launch, grid, integers) of a permutation that makes codes in the format `made` of numbers of this dtype, or
+) -> BoundLaunch:
+    """A permutation that makes codes in the format `made` of numbers of this dtype, or
     moves what there is."""
     tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
     config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target)
@@ -273,7 +282,7 @@ def _permute_launch(
     whole = format is not None and format.block == "row"  # rows are not cut
     token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
     grid = (token_programs - (-rows // PADS.value), 1, 1)
-    return launch, grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y)
+    return launch.bind(grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y))
 
 
 @functools.cache
@@ -350,11 +359,8 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     )
     made = a.result.format if a.codes.data is None else None
     cast = 0 if made is None else cast_mode(target)
-    launch, grid, integers = _permute_launch(layout, made, x.dtype, cast, target.target)
-    launch(
-        grid,
-        (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs),
-        integers,
+    _permute_launch(layout, made, x.dtype, cast, target.target)(
+        (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs)
     )
 
 

@@ -34,7 +34,7 @@ class Shards(NamedTuple):
 
 Tensors = Tensor | Shards | Iterable[Tensor | None] | Iterable[Shards]
 
-_TENSOR, _NONE = frozenset({Tensor}), frozenset({None})
+_TENSOR = frozenset({Tensor})
 
 
 class Kind(NamedTuple):
@@ -90,8 +90,8 @@ def _not_tensors(where: str, wrong: Any) -> TypeError:
 
 def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     """The gradients that the entries of a list stand for; see `grad_norm`."""
-    # `.grad` is read only if no tensor requires a gradient: on one that does and is not a leaf, it would warn.
-    if types <= _TENSOR and True not in {t.requires_grad for t in given} and {t.grad for t in given} <= _NONE:
+    # `.grad` is read only of a tensor that requires no gradient: of one that does and is not a leaf, it would warn.
+    if types <= _TENSOR and not [t for t in given if t.requires_grad or t.grad is not None]:
         return Kind(given, _listed_groups(groups), True)
     found = []
     for t in given:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...runtime import LATER, Backward, Gradients, Launch, Sharding, capabilities_of, define_op
+from ...runtime import LATER, Backward, BoundLaunch, Gradients, Launch, Sharding, capabilities_of, define_op
 from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
@@ -251,23 +251,22 @@ class _Layout(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What a pass over groups makes, as far as it decides the code of the kernel."""
+    """What a pass over groups makes, as far as it decides the launch."""
 
     smallest_tile: int = 1
     format: str | None = None  # of the row-wise copy
     cast: int = 0
     static: bool = False  # the scale is given
     known: bool = False  # the statistics are given
+    strides: tuple[int, ...] = (0, 0)  # of the scales of the copy
 
 
 _PLAIN = _Pass()
 
 
 @functools.lru_cache(maxsize=4096)
-def _groups_launch(
-    layout: _Layout, act: str, target: str, made: _Pass
-) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
-    """(launch, grid, integers that say where everything lies) of a pass over groups."""
+def _groups_launch(layout: _Layout, act: str, target: str, made: _Pass) -> BoundLaunch:
+    """A pass over groups."""
     align = layout.align
     config = GroupConfig.choose(layout.cols, made.smallest_tile, False, align, target)
     launch = Launch.of(
@@ -286,7 +285,7 @@ def _groups_launch(
     )
     rows, cols, groups, levels = layout
     programs = -(-rows // config.rows)
-    return launch, (programs, 1, 1), (programs * config.rows, rows, cols, groups, *levels)
+    return launch.bind((programs, 1, 1), (programs * config.rows, rows, cols, groups, *levels, *made.strides))
 
 
 class _GatedNorm:
@@ -302,11 +301,8 @@ class _GatedNorm:
         self.rstd = o.rstd
 
     def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
-        launch, grid, integers = _groups_launch(self.layout, self.a.act, self.target.target, made)
-        launch(
-            grid,
+        _groups_launch(self.layout, self.a.act, self.target.target, made)(
             (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
-            (*integers, 0, 0),
             (self.a.eps, self.a.weight_offset),
         )
 
@@ -332,19 +328,18 @@ class _GatedNorm:
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         a, to = self.a, self.a.result
-        made = _Pass(
-            self.format.group, None if copy is None else to.format, self.cast, to.scale is not None, known
+        data, data_scale, _, *strides = copy_arguments(copy)
+        format = None if copy is None else to.format
+        made = _Pass(self.format.group, format, self.cast, to.scale is not None, known, tuple(strides))
+        launch = _groups_launch(self.layout, a.act, self.target.target, made)
+        partials = (
+            torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         )
-        launch, grid, integers = _groups_launch(self.layout, a.act, self.target.target, made)
-        partials = torch.empty(grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         gate, weight = self.gate, self.weight
         if copy is None and partials is None:  # computes the statistics alone
             gate = weight = None  # type: ignore[assignment]
-        data, data_scale, _, *strides = copy_arguments(copy)
         launch(
-            grid,
             (self.x, gate, weight, given if copy else None, None, self.rstd, partials, data, data_scale),
-            (*integers, *strides),
             (a.eps, a.weight_offset),
         )
         return partials

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import (
-    Launch,
-    capabilities_of,
-)
+from ...runtime import BoundLaunch, Launch, capabilities_of
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
 from ..common.results import (
     allocate_result,
@@ -84,7 +81,7 @@ def allocate_norm(a: NormArgs) -> NormOutputs:
     return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
 
 
-def present(a: NormArgs) -> Any:
+def present(a: NormArgs) -> NormOutputs:
     return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
 
@@ -174,13 +171,14 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
 
 
 class _Pass(NamedTuple):
-    """What a pass over rows makes, as far as it decides the code of the kernel."""
+    """What a pass over rows makes, as far as it decides the launch."""
 
     format: str | None = None  # of the result
     copy: bool = False  # the row-wise copy is made
     cast: int = 0
     static: bool = False  # the scale is given
     known: bool = False  # the statistics are given
+    strides: tuple[int, ...] = (0, 0, 0)  # of the codes and scales of the copy
 
 
 _PLAIN = _Pass()
@@ -189,8 +187,8 @@ _PLAIN = _Pass()
 @functools.lru_cache(maxsize=4096)
 def _rows_launch(
     layout: _Layout, kind: str, casting: str, target: str, made: _Pass = _PLAIN, align: int | None = None
-) -> tuple[Launch, tuple[int, int, int]]:
-    """(launch, grid) of a pass over rows; `align` is that of the layout, or what another pass has to go by."""
+) -> BoundLaunch:
+    """A pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
     config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
     launch = Launch.of(
@@ -209,7 +207,7 @@ def _rows_launch(
         ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
-    return launch, (-(-layout.rows // config.rows), 1, 1)
+    return launch.bind((-(-layout.rows // config.rows), 1, 1), (*layout, *made.strides))
 
 
 def launch_norm(o: NormOutputs, a: NormArgs) -> None:
@@ -218,11 +216,8 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device).target
-    launch, grid = _rows_launch(layout, a.kind, a.casting, target)
-    launch(
-        grid,
+    _rows_launch(layout, a.kind, a.casting, target)(
         (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
-        (*layout, 0, 0, 0),
         (a.weight_offset, a.eps),
     )
 
@@ -264,18 +259,16 @@ class _Quantized:
         if known:
             self._read_h()
         a, operands = self.a, self.operands
-        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known)
-        launch, grid = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
-        partials = self._empty(grid[0]) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(copy)
+        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known, tuple(strides))
+        launch = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
+        partials = self._empty(launch.grid[0]) if wants_amax else None
         y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
         if copy is None and partials is None and y is None:  # no more than the statistics
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
-        data, data_scale, *strides = copy_arguments(copy)
         h = None if known else self.o.residual
         launch(
-            grid,
             (*operands, self.rstd, self.mean, given if copy else None, y, h, partials, data, data_scale),
-            (*self.layout, *strides),
             (a.weight_offset, a.eps),
         )
         return partials
@@ -399,6 +392,10 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     scale, modulation_stride, rows_per_sample = _by_sample(a.scale, rows)
     x, x_stride = one_stride(a.x if a.needs.residual_gate else None)
     gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
+    if gate is not None and gate.shape[0] == 1:
+        rows_per_gate = max(
+            rows, 2
+        )  # one for all rows, also of a single row: no number of rows is compiled for
     layout = _BackwardLayout(
         inner,
         h_outer,

@@ -1,0 +1,79 @@
+"""What gated linear units and their backward take and give."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..common.groups import (
+    Groups,
+)
+from ..common.results import (
+    Result,
+    ResultOptions,
+)
+
+
+class GatedUnit(NamedTuple):
+    """What is computed."""
+
+    act: str
+    layout: (
+        str  # of gate and up: "concat" or "interleaved" in x, "pair" in x and up, "none" if nothing is gated
+    )
+    limit: float | None
+    alpha: float
+    up_offset: float
+
+
+class GluArgs(NamedTuple):
+    x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
+    up: Tensor | None  # [..., H]
+    probs: Tensor | None  # [M]
+    bias: Tensor | None  # [width of x], with groups one for each of them
+    groups: Groups
+    unit: GatedUnit
+    result: ResultOptions
+    gradient: ResultOptions  # of x and up
+
+
+class GluOutputs(NamedTuple):
+    result: Result
+
+
+class GluNeeds(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool = False
+    up: bool = False
+    probs: bool = False
+    bias: bool = False
+
+
+class GluBackwardArgs(NamedTuple):
+    x: Tensor
+    up: Tensor | None
+    probs: Tensor | None
+    bias: Tensor | None
+    dy: Tensor  # [..., H]
+    groups: Groups
+    unit: GatedUnit
+    gradient: ResultOptions
+    needs: GluNeeds
+
+
+class GluBackwardOutputs(NamedTuple):
+    x: Result
+    up: Result
+    probs: Tensor | None
+    bias: Tensor | None
+
+
+NO_RESULT = Result(None)  # type: ignore[arg-type]
+
+
+def hidden_of(x: Tensor, layout: str) -> int:
+    """Columns of y."""
+    cols = x.shape[-1]
+    return cols // 2 if layout in ("concat", "interleaved") else cols

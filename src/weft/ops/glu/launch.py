@@ -1,0 +1,425 @@
+"""How gated linear units are cut into programs, and launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy, Format
+from ...runtime import (
+    BoundLaunch,
+    Launch,
+    capabilities_of,
+    warp_size_of,
+)
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
+from ..common.groups import (
+    NO_ENDS,
+    GroupEnds,
+    Groups,
+    clear_slots,
+    count_slots,
+)
+from ..common.results import (
+    Result,
+    ResultOptions,
+    allocate_result,
+    make_copies,
+)
+from ..common.rows import align_of, contiguous, cpu_tile, empty_like, row_strides
+from ..common.sums import sum_groups, sum_partials
+from ..quantize import quantize_into
+from .arguments import (
+    NO_RESULT,
+    GatedUnit,
+    GluArgs,
+    GluBackwardArgs,
+    GluBackwardOutputs,
+    GluOutputs,
+    hidden_of,
+)
+from .kernels import glu_backward_kernel, glu_kernel
+
+
+class GluConfig(NamedTuple):
+    """How a tensor is cut: `rows` rows and `tile` columns of y at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose(cols: int, smallest_tile: int, backward: bool, known_multiple: int, target: str) -> GluConfig:
+        if target == "cpu":
+            return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
+        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
+        # Where an access has one element, its address is longer than it.
+        numbers = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
+        return GluConfig(max(1, numbers // tile), tile, 4)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def choose_stripe(
+        block: str, rowwise: bool, backward: bool, interleaved: bool, known_multiple: int, target: str
+    ) -> GluConfig:
+        narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
+        tile = 64 if narrow else 128
+        warps = 16
+        if target == "cpu":
+            tile = 128
+        elif warp_size_of(target) == 64:
+            warps = tile * STRIPE // 16 // 64
+        elif (backward and tile == 128) or known_multiple == 1:
+            # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
+            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
+            # integers.
+            warps = 8
+        # Interleaved gradients are twice as wide as gate or up.
+        return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
+
+
+class _Layout(NamedTuple):
+    """Where rows lie: row r of the gate at (r // inner) * gate_outer_stride + (r % inner) * gate_inner_stride."""
+
+    rows: int
+    cols: int
+    up_shift: int
+    probs_stride: int
+    inner: int
+    gate_outer_stride: int
+    gate_inner_stride: int
+    up_outer_stride: int
+    up_inner_stride: int
+    dy_outer_stride: int
+    dy_inner_stride: int
+
+    @property
+    def known_multiple(self) -> int:
+        """Of which the columns and all row strides are multiples."""
+        return align_of(self.cols, self.up_shift, *self[5:])
+
+
+class _Pass(NamedTuple):
+    """What a pass makes, as far as it decides the launch."""
+
+    static: bool | None  # the scale is given; None in the backward
+    format: str | None = None  # of copies that are made
+    rowwise: bool = False  # the row-wise copy is made
+    stripes: bool = False  # by stripes
+    sums: bool = False  # dprobs is made
+    bias_sums: bool = False  # and the gradient of the bias
+    strides: tuple[int, ...] = (0, 0, 0)  # of the codes and scales of the row-wise copy of a result
+    strides_t: tuple[int, ...] = (0, 0, 0)  # and of the column-wise one
+
+
+class _Cut(NamedTuple):
+    """How a pass is cut into programs."""
+
+    launch: Launch
+    blocks: int  # of rows
+    row_programs: int  # programs that share a block
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(
+    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
+) -> _Cut:
+    """groups: how many there are, and their align."""
+    backward, cpu, multiple = made.static is None, target == "cpu", layout.known_multiple
+    interleaved = unit.layout == "interleaved"
+    format = None if made.format is None else Format.of(made.format)
+    if made.stripes:
+        assert format is not None
+        config = GluConfig.choose_stripe(format.block, made.rowwise, backward, interleaved, multiple, target)
+        blocks = count_stripes(layout.rows, layout.cols)
+    else:
+        group = 1 if format is None else format.group
+        config = GluConfig.choose(layout.cols, group, backward, multiple, target)
+        height = STRIPE if made.bias_sums else config.rows
+        blocks = -(-layout.rows // height)
+    places = "rows"
+    if (made.stripes or made.bias_sums) and groups is not None:
+        number, align = groups
+        if align % STRIPE == 0:
+            places = "stripes"
+        elif made.bias_sums or (format is not None and format.group):
+            places, blocks = "slots", count_slots(layout.rows, number)
+    # A scale of a whole row belongs to one program, and so does a sum over the row, unless its tiles are stripes: in a
+    # loop over those, too much is held in registers. Sums over rows are those of one tile.
+    by_row = format is not None and format.block == "row"
+    once = made.bias_sums or not (cpu or by_row or (made.sums and not made.stripes))
+    launch = Launch.of(
+        glu_backward_kernel if backward else glu_kernel,
+        num_warps=config.num_warps,
+        ACT=unit.act,
+        INTERLEAVED=interleaved,
+        LIMITED=unit.limit is not None,
+        FORMAT=format,
+        CAST=cast,
+        STRIPES=made.stripes,
+        PLACES=places,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ONCE=once,
+        NESTED=layout.inner > 1,
+        ALIGN=multiple,
+        COLS_MASKED=layout.cols % config.tile != 0,
+        **({} if backward else {"STATIC": made.static}),
+    )
+    return _Cut(launch, blocks, -(-layout.cols // config.tile) if once else 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(
+    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
+) -> BoundLaunch:
+    """A pass of glu; each call gives its tensors and floats."""
+    launch, blocks, row_programs = _cut(layout, unit, groups, made, cast, target)
+    _, integers, _ = glu_kernel.arguments(
+        rows=layout.rows,
+        cols=layout.cols,
+        up_shift=layout.up_shift,
+        inner=layout.inner,
+        gate=(None, layout.gate_outer_stride, layout.gate_inner_stride),
+        up=(None, layout.up_outer_stride, layout.up_inner_stride),
+        prob_ptr=None,
+        prob_stride=layout.probs_stride,
+        groups=NO_ENDS if groups is None else (None, *groups),
+        bias_ptr=None,
+        given_ptr=None,
+        y_ptr=None,
+        amax_ptr=None,
+        row_programs=row_programs,
+        copy=(None, None, *made.strides),
+        copy_t=(None, None, *made.strides_t),
+        alpha=0.0,
+        limit=0.0,
+        up_offset=0.0,
+    )
+    return launch.bind((blocks * row_programs, 1, 1), integers)
+
+
+class _Call:
+    """A call's inputs as kernels take them."""
+
+    def __init__(self, a: GluArgs | GluBackwardArgs, dy: Tensor | None) -> None:
+        layout, unit = a.unit.layout, a.unit
+        x, up, cols = a.x, a.up, hidden_of(a.x, layout)
+        x, inner, outer_stride, inner_stride = row_strides(x)
+        up_strides, dy_strides, nested = (0, 0), (0, 0), True
+        if layout == "concat":
+            up, up_strides = x, (outer_stride, inner_stride)
+        elif up is not None:
+            up, up_inner, *strides = row_strides(up)
+            up_strides, nested = (strides[0], strides[1]), up_inner == inner
+        if dy is not None:
+            dy, dy_inner, *strides = row_strides(dy)
+            dy_strides, nested = (strides[0], strides[1]), nested and dy_inner == inner
+        if not nested:  # two ways to nest rows: all are straightened
+            straight = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
+            self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
+            return
+        self.gate, self.up, self.dy, self.probs, self.unit = x, up, dy, a.probs, unit
+        self.bias = contiguous(a.bias)
+        self.layout = _Layout(
+            a.x.numel() // a.x.shape[-1], cols, cols if layout == "concat" else 0,
+            0 if a.probs is None else a.probs.stride(0), inner, outer_stride, inner_stride, *up_strides, *dy_strides,
+        )  # fmt: skip
+        self.groups = NO_ENDS
+        if a.groups.ends is not None:
+            self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
+        self.target = capabilities_of(x.device)
+
+    def plan(self, made: _Pass) -> tuple[_Layout, GatedUnit, tuple[int, int] | None, _Pass, int, str]:
+        """What decides the launch of a pass."""
+        ends, *groups = self.groups
+        known = None if ends is None else (groups[0], groups[1])
+        return self.layout, self.unit, known, made, cast_mode(self.target), self.target.target
+
+
+def allocate_glu(a: GluArgs) -> GluOutputs:
+    shape = (*a.x.shape[:-1], hidden_of(a.x, a.unit.layout))
+    return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
+
+
+class _Glu(_Call):
+    """One call of glu: its passes."""
+
+    options: ResultOptions
+
+    def quantize(self, result: Result, options: ResultOptions, groups: Groups) -> None:
+        assert options.format is not None
+        f, self.options = Format.of(options.format), options
+        if result.scale_t is not None and groups.have_slots(f, True):
+            clear_slots(result.scale_t)
+        direct = f.block != "128x128"
+        make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
+
+    def rows_pass(
+        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+    ) -> Tensor | None:
+        made = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
+        return self.run(made, None, copy, None, given, wants_amax)
+
+    def stripes_pass(
+        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        static = self.options.scale is not None
+        made = _Pass(static, self.options.format, row is not None, stripes=True)
+        return self.run(made, None, row, col, given, wants_amax)
+
+    def run(
+        self,
+        made: _Pass,
+        y: Tensor | None,
+        row: Copy | None = None,
+        col: Copy | None = None,
+        given: Tensor | None = None,
+        wants_amax: bool = False,
+    ) -> Tensor | None:
+        """A pass; the amax of each of its programs, if it is wanted."""
+        copy, copy_t = copy_arguments(row), copy_arguments(col)
+        if row is not None or col is not None:
+            _, _, *strides = copy
+            _, _, *strides_t = copy_t
+            made = made._replace(strides=tuple(strides), strides_t=tuple(strides_t))
+        launch, unit = _forward(*self.plan(made)), self.unit
+        found = None
+        if wants_amax:
+            found = torch.empty(launch.grid[0], dtype=torch.float32, device=self.gate.device)
+        launch(  # in the order of the kernel's parameters
+            (
+                self.gate, self.up, self.probs, self.groups.ends, self.bias, given, y, found,
+                copy.data, copy.scale, copy_t.data, copy_t.scale,
+            ),
+            (unit.alpha, 0.0 if unit.limit is None else unit.limit, unit.up_offset),
+        )  # fmt: skip
+        return found
+
+
+def launch_glu(o: GluOutputs, a: GluArgs) -> None:
+    call = _Glu(a, None)
+    if a.result.format is None:
+        call.run(_PLAIN, o.result.y)
+    else:
+        call.quantize(o.result, a.result, a.groups)
+
+
+_PLAIN = _Pass(static=False)
+
+
+def in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
+    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
+    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
+    if format.block not in ("1x128", "128x128", "mx"):
+        return False, False
+    crossing = layout == "concat" and hidden % format.group != 0
+    return not crossing, not (crossing and format.block == "128x128")
+
+
+def allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
+    x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
+    return GluBackwardOutputs(
+        allocate_result(a.gradient, x, groups=a.groups) if needs.x else NO_RESULT,
+        allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else NO_RESULT,
+        torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+        if probs is not None and needs.probs
+        else None,
+        empty_like(bias) if bias is not None and needs.bias else None,
+    )
+
+
+class _Gradient:
+    """The gradient of x or up: which of its copies come from the kernel, and which from an fp32 gradient after it."""
+
+    def __init__(self, result: Result, options: ResultOptions, direct: tuple[bool, bool]) -> None:
+        self.plain: Tensor | None = result.y
+        self.result, self.options, self.later = result, options, False
+        self.row = self.col = None
+        if result.y is None or options.format is None:
+            return
+        self.row = result.rowwise if direct[0] else None
+        self.col = result.columnwise if direct[1] else None
+        self.later = direct != (options.rowwise, options.columnwise)
+        self.plain = (
+            torch.empty(result.y.shape, dtype=torch.float32, device=result.y.device) if self.later else None
+        )
+
+    def finish(self) -> None:
+        """Make the copies that the kernel did not; its column-wise one stays."""
+        if self.later:
+            assert self.plain is not None
+            options = self.options._replace(columnwise=self.options.columnwise and self.col is None)
+            result = self.result if options.columnwise else self.result._replace(data_t=None, scale_t=None)
+            quantize_into(result, options._replace(dtype=torch.float32), self.plain)
+
+
+def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
+    call = _Call(a, a.dy)
+    layout, unit, options = call.layout, a.unit, a.gradient
+    direct = (False, False)
+    if options.format is not None:
+        f = Format.of(options.format)
+        direct = in_one_pass(f, unit.layout, layout.cols)
+        direct = direct[0] and options.rowwise, direct[1] and options.columnwise
+        for result in (o.x, o.up):
+            if result.scale_t is not None and a.groups.have_slots(f, True):
+                clear_slots(result.scale_t)
+    dx, dup = _Gradient(o.x, options, direct), _Gradient(o.up, options, direct)
+    up = dx if unit.layout == "concat" else dup
+    format = options.format if any(direct) else None
+    stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
+    made = _Pass(None, format, direct[0], stripes, o.probs is not None, o.bias is not None)
+    launch, blocks, row_programs = _cut(*call.plan(made))
+    dprobs, dbias = o.probs, None
+    if o.bias is not None:
+        dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
+    if dprobs is not None and row_programs > 1:
+        dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
+    row, col = copy_arguments(dx.row), copy_arguments(dx.col)
+    up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
+    if (
+        dx.plain is None and dx.row is None and dx.col is None
+    ):  # dup alone, whose copies lie as those of dgate would
+        row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
+    launch(
+        (blocks * row_programs, 1, 1),
+        *glu_backward_kernel.arguments(
+            rows=layout.rows,
+            cols=layout.cols,
+            up_shift=layout.up_shift,
+            inner=layout.inner,
+            gate=(call.gate, layout.gate_outer_stride, layout.gate_inner_stride),
+            up=(call.up, layout.up_outer_stride, layout.up_inner_stride),
+            dy=(call.dy, layout.dy_outer_stride, layout.dy_inner_stride),
+            prob_ptr=call.probs,
+            prob_stride=layout.probs_stride,
+            groups=call.groups,
+            bias_ptr=call.bias,
+            dgate_ptr=dx.plain,
+            dup_ptr=up.plain,
+            dprob_ptr=dprobs,
+            dbias_ptr=dbias,
+            row_programs=row_programs,
+            stride=a.x.shape[-1],
+            copy=row,
+            copy_t=col,
+            up_codes=(up_row.data, up_row.scale, up_col.data, up_col.scale),
+            alpha=unit.alpha,
+            limit=0.0 if unit.limit is None else unit.limit,
+            up_offset=unit.up_offset,
+        ),
+    )
+    if o.probs is not None and dprobs is not None and dprobs is not o.probs:
+        o.probs.copy_(dprobs.sum(0))
+    if o.bias is not None and dbias is not None:
+        if call.groups.ends is None:
+            sum_partials(dbias, o.bias)
+        elif call.groups.number:
+            sum_groups(dbias, o.bias, call.groups, layout.rows)
+    dx.finish()
+    dup.finish()
