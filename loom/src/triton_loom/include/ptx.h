@@ -108,16 +108,18 @@ enum rounding { NEAREST, TOWARD_ZERO, STOCHASTIC };
 template <class F, rounding MODE, bool SATURATES, bool RELU> LOOM_INLINE u32 encode(f32 x, u32 random = 0) {
   constexpr u32 infinity = 0x7F800000;
   constexpr i32 smallest_normal = 128 - F::bias;  // its exponent, as f32 counts them
+  typedef integer<MODE == STOCHASTIC ? 8 : 4, false> U;
+  constexpr i32 all = MODE == STOCHASTIC ? 40 : 25;  // as many bits as leave nothing, whatever is added
   u32 u = bits<u32>(x), a = u & 0x7FFFFFFF;
   i32 exponent = (i32)(a >> 23) > 0 ? (i32)(a >> 23) : 1;
-  u64 significand = (a & 0x7FFFFF) | (a > 0x7FFFFF ? 0x800000 : 0);
+  U significand = (a & 0x7FFFFF) | (a > 0x7FFFFF ? 0x800000 : 0);
   i32 scale = exponent > smallest_normal ? exponent : smallest_normal;
   i32 dropped = 23 - F::mantissa + scale - exponent;
-  dropped = dropped < 40 ? dropped : 40;  // below all of the format's numbers
-  u64 kept = significand >> dropped, rest = significand & (((u64)1 << dropped) - 1), half = (u64)1 << (dropped - 1);
-  u64 up = 0;
-  if constexpr (MODE == NEAREST) up = (rest > half) | ((rest == half) & (kept & 1));
-  if constexpr (MODE == STOCHASTIC) up = (rest + ((u64)random << dropped >> 16)) >> dropped;
+  dropped = dropped < all ? dropped : all;
+  U kept = significand >> dropped, rest = significand & (((U)1 << dropped) - 1), half = (U)1 << (dropped - 1);
+  U up = 0;
+  if constexpr (MODE == NEAREST) up = (U)(rest > half) | ((U)(rest == half) & kept & 1);
+  if constexpr (MODE == STOCHASTIC) up = (rest + ((U)random << dropped >> 16)) >> dropped;
   u32 code = ((u32)(scale - smallest_normal) << F::mantissa) + (u32)(kept + up);
   constexpr bool finite = SATURATES || F::infinite == 0;
   u32 limit = finite || (MODE == TOWARD_ZERO && a < infinity) ? F::largest : F::infinite;
