@@ -704,14 +704,14 @@ def test_hints_and_barriers_change_nothing() -> None:
 
 
 @triton.jit
-def use_assembly(x_ptr):
+def wait_for_threads(x_ptr):
     x = tl.load(x_ptr)
-    y = tl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    tl.store(x_ptr, y)
+    tl.inline_asm_elementwise("bar.sync 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(x_ptr, x)
 
 
 @pytest.mark.compat
-def test_inline_assembly_is_refused_by_name_and_line() -> None:
-    line = line_of(use_assembly, "inline_asm_elementwise")
+def test_what_a_cpu_lacks_is_refused_by_name_and_line() -> None:
+    line = line_of(wait_for_threads, "inline_asm_elementwise")
     with pytest.raises(Exception, match=rf"tt\.elementwise_inline_asm.*test_control\.py:{line}\b"):
-        use_assembly[(1,)](torch.zeros(1))
+        wait_for_threads[(1,)](torch.zeros(1))

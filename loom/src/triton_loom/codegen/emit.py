@@ -29,6 +29,7 @@ _HEADERS = {
     "tile.h": "",
     "casts.h": "_from_",
     "math.h": r"loom_math::|\b(shl|shr|sar|div[su]|rem[su]|mulhi_\w+)\(",
+    "ptx.h": "ptx::",
     "dot.h": r"\bdot(_i8|_bf16)?<",
     "launch.h": "",
     "print.h": "print_",

@@ -363,6 +363,7 @@ ROOTS = {
     "tt.atomic_rmw": "an atomic instruction per element",
     "tt.atomic_cas": "an atomic instruction per element",
     "tt.map_elementwise": "a C++ function per element",
+    "tt.elementwise_inline_asm": "the PTX of a [table](docs/assembly.md), by element",
 }
 EFFECTS = {
     "tt.load": "contiguous, strided, gathered or scalar; mask and other",

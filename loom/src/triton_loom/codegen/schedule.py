@@ -298,11 +298,12 @@ def _nest_per_operand(op: Op) -> bool:
     return op.name in (
         "tt.dot", "tt.dot_scaled", "tt.cat", "tt.histogram", "scf.for", "scf.while", "scf.yield",
         "scf.condition", "tt.return", "tt.call", "tt.print", "cf.br", "cf.cond_br", "tt.map_elementwise",
+        "tt.elementwise_inline_asm",
     )  # fmt: skip
 
 
 def _nests_with_partial_order(op: Op) -> bool:
-    return op.name in ("tt.scan", "tt.map_elementwise", "tt.dot_scaled")
+    return op.name in ("tt.scan", "tt.map_elementwise", "tt.elementwise_inline_asm", "tt.dot_scaled")
 
 
 def _chunk_friendly(op: Op) -> bool:

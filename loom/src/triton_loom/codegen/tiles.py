@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ..ir.ttir import BF16, F32, F64, I1, I8, I32, Op, Scalar, Tensor, Value, element_of, shape_of
+from . import assembly
 from .control import ControlFlow
 from .cpp import c_type, literal, narrow, size_of, stored_type, vector_of, widen
 from .forms import Form, Index, constant_index
@@ -400,6 +401,35 @@ class FunctionEmitter(ControlFlow):
         self.lines.append(
             f"for (i32 i = 0; i < {targets[0].size}; i += {pack}) {name}(p, {', '.join(passed)});"
         )
+        for target in targets:
+            target.filled = True
+
+    def on_tt_elementwise_inline_asm(self, op: Op) -> None:
+        self.comment(op)
+        name = self.unit.unique("assembly")
+        self.unit.top += assembly.function(op, name)
+        pack = op.attrs.get("packed_element", 1)
+        if not isinstance(op.result.type, Tensor):
+            if pack > 1:
+                raise Unsupported(op, f"a scalar has one element, not the {pack} of pack")
+            outputs = [f"&{self.variable(result)}" for result in op.results]
+            inputs = [self.unit.unique("passed") for _ in op.operands]
+            self.lines += [
+                "{",
+                *(
+                    f"const {c_type(v.type)} {i} = {self.scalar(v)};"
+                    for i, v in zip(inputs, op.operands, strict=True)
+                ),
+                f"{name}({', '.join([*(f'&{i}' for i in inputs), *outputs, '1'])});",
+                "}",
+            ]
+            return
+        sources = [self.stored(v).name for v in op.operands]
+        targets = [self.buffer_for(r) for r in op.results]
+        if targets[0].size % pack:
+            raise Unsupported(op, f"a tile of {targets[0].size} elements is no multiple of pack, {pack}")
+        passed = [*sources, *(t.name for t in targets), str(targets[0].size)]
+        self.lines.append(f"{name}({', '.join(passed)});")
         for target in targets:
             target.filled = True
 
