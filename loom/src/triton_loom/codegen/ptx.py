@@ -45,8 +45,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """Instructions that differ in their modifiers: a pattern of names, the error of their results, and a function from the
-    modifiers to a row."""
+    """Instructions that differ in their modifiers: a pattern of names, the error of their results, and a function from
+    the modifiers to a row."""
 
     pattern: str
     error: str
