@@ -383,9 +383,8 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
         dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
-    if (
-        dx.plain is None and dx.row is None and dx.col is None
-    ):  # dup alone, whose copies lie as those of dgate would
+    # With dup alone, its copies lie as those of dgate would.
+    if dx.plain is None and dx.row is None and dx.col is None:
         row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
     launch(
         (blocks * row_programs, 1, 1),
