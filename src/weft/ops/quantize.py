@@ -469,9 +469,8 @@ class _Quantize:
         stripes, tiles = count_stripes(rows, cols), -(-cols // tile)
         shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
         largest_of_row = largest_of_col = None
-        if (
-            self.format.block == "row"
-        ):  # no code can be made before the amax of its whole row and column is known
+        # No code can be made before the amax of its whole row and column is known.
+        if self.format.block == "row":
             of_rows = torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if row else None
             of_cols = torch.empty((stripes, cols), dtype=torch.float32, device=x.device)
             find = Launch.of(_amax_kernel, num_warps=warps, **shape)

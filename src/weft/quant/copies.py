@@ -48,16 +48,21 @@ class Room(NamedTuple):
         return allocate(self.padded, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
 
 
-def rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
-    """Those of the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
+def allocate_parts(
+    spec: str, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
+) -> list[Tensor | None]:
+    """Room for the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
     of the column-wise one, and nvfp4's scale of the whole tensor; None for what there is not."""
-    known = (
-        type(rows) is int and type(cols) is int
-    )  # the sizes of a traced call may be symbols, which no cache takes
-    return (_known_rooms if known else _rooms)(spec, rows, cols, rowwise, columnwise)
+    # The sizes of a traced call may be symbols, which no cache takes.
+    find = _known_rooms if type(rows) is int and type(cols) is int else _rooms
+    return [
+        None if room is None else room.allocate(device)
+        for room in find(spec, rows, cols, rowwise, columnwise)
+    ]
 
 
 def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Room | None, ...]:
+    """How the parts that `allocate_parts` makes lie in memory."""
     format = Format.of(spec)
     dtype = format.number.dtype
     data = scale = data_t = scale_t = last = None
@@ -91,9 +96,8 @@ def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> Copies:
     """Room for the copies of a [rows, cols] tensor that are asked for."""
-    data, scale, data_t, scale_t, last = (
-        None if room is None else room.allocate(device)
-        for room in rooms(format.spec, rows, cols, rowwise, columnwise)
+    data, scale, data_t, scale_t, last = allocate_parts(
+        format.spec, rows, cols, device, rowwise=rowwise, columnwise=columnwise
     )
     row = None if data is None or scale is None else Copy(data, scale, last)
     return row, None if data_t is None or scale_t is None else Copy(data_t, scale_t, last)

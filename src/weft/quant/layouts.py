@@ -268,9 +268,8 @@ def _whole_buffer(scale: Tensor, ld: int) -> Tensor:
     if torch.compiler.is_compiling():  # a traced tensor has no storage to look at
         return _mn_buffer(scale, ld)
     end = (scale.storage_offset() + cols * ld) * scale.element_size()
-    if (
-        scale.untyped_storage().nbytes() < end
-    ):  # the strides do not guarantee that memory for the last pads exists
+    # The strides do not guarantee that memory for the last pads exists.
+    if scale.untyped_storage().nbytes() < end:
         return _mn_buffer(scale, ld)
     return scale.as_strided((cols, ld), (ld, 1))
 

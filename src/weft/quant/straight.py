@@ -64,9 +64,8 @@ def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
     `wrap`."""
     if not isinstance(x, QTensor):
         return x, PLAIN
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler cannot look inside a QTensor; the dispatcher takes it apart later
+    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    if torch.compiler.is_compiling():
         return x, Codes(None, None, x.spec)
     if x.rowwise is None:
         raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")

@@ -91,9 +91,8 @@ class Parameters:
         nested = ", ".join(_pattern(member) for member in self.members)
         source = f"def launch({_BEFORE}, {flat}, *constants):\n    run({_BEFORE}, {nested}, *constants)"
         launch = generated(source, f"{self.kernel}.launch", run=run)
-        if hasattr(
-            run, "reaching"
-        ):  # Loom's launcher, which can be given the tensors whose addresses are in memory
+        # Loom's launcher can be given the tensors whose addresses a kernel finds in memory.
+        if hasattr(run, "reaching"):
             launch.reaching = lambda tensors: self.nesting(run.reaching(tensors))  # type: ignore[attr-defined]
         return launch
 

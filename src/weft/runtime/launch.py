@@ -235,9 +235,8 @@ class BoundLaunch:
     def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
         self.launch, self.grid, self.integers = launch, grid, integers
         self._largest = max(integers)
-        self._rest = (
-            integers if launch.kernel.layout.is_flat else ()
-        )  # of structs they are bound into the launcher
+        # Where there are structs, the integers are bound into the launcher.
+        self._rest = integers if launch.kernel.layout.is_flat else ()
         self._known: dict[Any, _Prepared] = {}
 
     def __call__(self, pointers: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:

@@ -118,14 +118,14 @@ class Stripe(NamedTuple):
 def copy_arguments(copy: Copy | None) -> Codes:
     """A copy as kernels take it."""
     if copy is None:
-        return _NO_CODES
+        return NO_CODES
     data, stride = copy.data, copy.data.stride(0)
     if stride > data.shape[1]:
         data = data.as_strided((data.shape[0], stride), (stride, 1))  # kernels write the padding too
     return Codes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
 
 
-_NO_CODES = Codes(None, None, 0, 0, 0)
+NO_CODES = Codes(None, None, 0, 0, 0)
 
 
 # ---- stores ---------------------------------------------------------------------------------------------

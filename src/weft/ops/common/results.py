@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...language import tl
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import rooms
+from ...quant.copies import allocate_parts
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
@@ -189,10 +189,9 @@ def allocate_result(
         return Result(torch.empty(*shape, dtype=options.dtype, device=like.device))
     shape = like.shape if shape is None else shape
     rows, cols, device = math.prod(shape[:-1]), shape[-1], like.device
-    data, scale, data_t, scale_t, global_scale = [
-        None if room is None else room.allocate(device)
-        for room in rooms(options.format, rows, cols, options.rowwise, options.columnwise)
-    ]
+    data, scale, data_t, scale_t, global_scale = allocate_parts(
+        options.format, rows, cols, device, rowwise=options.rowwise, columnwise=options.columnwise
+    )
     if data_t is not None and groups.ends is not None:
         f = Format.of(options.format)
         if groups.have_slots(f, True):

@@ -15,7 +15,7 @@ from ...runtime import (
     capabilities_of,
     warp_size_of,
 )
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes
+from ..common.copies import NO_CODES, STRIPE, cast_mode, copy_arguments, count_stripes
 from ..common.groups import (
     NO_ENDS,
     GroupEnds,
@@ -282,8 +282,9 @@ class _Glu(_Call):
         wants_amax: bool = False,
     ) -> Tensor | None:
         """A pass; the amax of each of its programs, if it is wanted."""
-        copy, copy_t = copy_arguments(row), copy_arguments(col)
+        copy = copy_t = NO_CODES
         if row is not None or col is not None:
+            copy, copy_t = copy_arguments(row), copy_arguments(col)
             _, _, *strides = copy
             _, _, *strides_t = copy_t
             made = made._replace(strides=tuple(strides), strides_t=tuple(strides_t))
@@ -382,9 +383,8 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
         dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
-    if (
-        dx.plain is None and dx.row is None and dx.col is None
-    ):  # dup alone, whose copies lie as those of dgate would
+    # With dup alone, its copies lie as those of dgate would.
+    if dx.plain is None and dx.row is None and dx.col is None:
         row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
     launch(
         (blocks * row_programs, 1, 1),

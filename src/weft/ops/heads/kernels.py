@@ -73,9 +73,8 @@ class Source(NamedTuple):
 
     ptr: tl.tensor
     at: Strides
-    bias: (
-        tl.tensor
-    )  # of a packed projection, in which the heads begin and follow each other as in its rows; or None
+    # That of a packed projection, in which the heads begin and follow each other as in its rows; or None.
+    bias: tl.tensor
 
 
 class HeadNumbers(NamedTuple):

@@ -451,9 +451,8 @@ def _launch_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
     tiles = max(1, cols // config.tile)
     spans = 1
-    if (
-        not capabilities.is_cpu
-    ):  # programs of a few tiles each, enough of them to keep all multiprocessors busy
+    # Programs of a few tiles each, enough of them to keep all multiprocessors busy.
+    if not capabilities.is_cpu:
         spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
     span = -(-tiles // spans) * config.tile
     spans = -(-tiles * config.tile // span)

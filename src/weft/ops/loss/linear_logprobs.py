@@ -240,9 +240,8 @@ class HeadConfig(NamedTuple):
         registers."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
-        if (
-            not whole
-        ):  # operands are split into up to six products, or loaded element by element: both take registers
+        # Operands are split into up to six products, or loaded element by element: both take registers.
+        if not whole:
             return HeadConfig(64, 64, 32, 4, 2)
         # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
         # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.

@@ -393,9 +393,8 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     x, x_stride = one_stride(a.x if a.needs.residual_gate else None)
     gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
     if gate is not None and gate.shape[0] == 1:
-        rows_per_gate = max(
-            rows, 2
-        )  # one for all rows, also of a single row: no number of rows is compiled for
+        # One for all rows, also of a single row: no number of rows is compiled for.
+        rows_per_gate = max(rows, 2)
     layout = _BackwardLayout(
         inner,
         h_outer,
