@@ -34,13 +34,14 @@ class LoomBackend(BaseBackend):
         return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
 
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
-        from .options import LoomOptions
+        from .options import LoomOptions, switched_on
 
         arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
         given = {
             "arch": knobs.runtime.override_arch or arch,
             "witness": tuple(name for name in features if name != HARDWARE_DOT),
             "hardware_dot": HARDWARE_DOT in features,
+            "quick_build": switched_on("TRITON_LOOM_QUICK_BUILD"),
         }
         return LoomOptions.of({**given, **options})
 
@@ -115,8 +116,8 @@ def make_so(source: str, options: LoomOptions) -> bytes:
     """From C++ to a shared object."""
     from .device import toolchain
 
-    # An instrumented kernel spends its time at its accesses; it compiles in half the time.
-    return toolchain.build(source, options.arch, "-O1" if options.witness else "-O2")
+    # An instrumented kernel spends its time at its accesses, whatever the optimisation.
+    return toolchain.build(source, options.arch, quick=options.quick_build or bool(options.witness))
 
 
 @functools.lru_cache

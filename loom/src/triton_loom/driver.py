@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from .features import COUNT, HARDWARE_DOT, SANITIZE
+from .options import switched_on
 
 if TYPE_CHECKING:
     from .device.launcher import LoomLauncher
@@ -35,7 +36,7 @@ class LoomDriver(DriverBase):
     def __init__(self, witness: tuple[str, ...] | None = None) -> None:
         super().__init__()
         self.witness = _open_scopes() if witness is None else witness
-        self.hardware_dot = _hardware_dot()
+        self.hardware_dot = switched_on("TRITON_LOOM_HARDWARE_DOT")
         self.utils = LoomUtils()
         self.launcher_cls = _launcher(bool(self.witness))
 
@@ -148,13 +149,6 @@ def _open_scopes() -> tuple[str, ...]:
 
     sanitizer.sanitize_process(collect=asked == "collect")
     return SCOPES.modes
-
-
-def _hardware_dot() -> bool:
-    asked = os.environ.get("TRITON_LOOM_HARDWARE_DOT", "0")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"TRITON_LOOM_HARDWARE_DOT is 0 or 1; got {asked!r}")
-    return asked == "1"
 
 
 class LoomInterface:
