@@ -80,7 +80,9 @@ class Frame:
         name = re.sub(r"\W", "_", name)
         if name[0].isdigit():
             name = f"v{name}"
-        return f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|result|a)\d+|kept\d+_.*", name) else name
+        return (
+            f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|ii|result|a)\d+|kept\d+_.*", name) else name
+        )
 
     def bind(self, value: Value, name: str) -> str:
         name = self.identifier(name)

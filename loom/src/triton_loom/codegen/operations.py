@@ -357,6 +357,7 @@ ROOTS = {
     "tt.scan": "sequential along the axis",
     "tt.dot": "a register-blocked micro-kernel, each sum in the order of K",
     "tt.dot_scaled": "operands dequantised to fp32, then as tt.dot",
+    "loom.bitonic": "what `tl.sort` and `tl.topk` are made of, recognised: compare-and-swaps in place",
     "tt.histogram": "a counting loop",
     "tt.join": "stored interleaved",
     "tt.cat": "stored one after the other",
