@@ -31,7 +31,7 @@ _RESERVED = frozenset(
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
-        u8 u16 u32 u64 f32 f64""",
+        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network""",
     )
 )
 
