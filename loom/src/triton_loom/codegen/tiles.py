@@ -361,7 +361,12 @@ class FunctionEmitter(ControlFlow):
             f"{{{m.first}, {m.last}, {m.flip}, {str(m.descending).lower()}}}" for m in op.attrs["merges"]
         )
         type_ = f"u{element.bits}" if op.attrs["unsigned"] else c_type(element)
-        key = f"[](auto x) LOOM_LAMBDA {{ return {widen(element.name, 'x')}; }}"
+        key = f"{element.name}_key"
+        definition = (
+            f"static const auto {key} = [](auto x) LOOM_LAMBDA {{ return {widen(element.name, 'x')}; }};"
+        )
+        if definition not in self.unit.top:
+            self.unit.top.append(definition)
         self.lines += [
             "{",
             f"static const Merge {steps}[] = {{{', '.join(merges)}}};",

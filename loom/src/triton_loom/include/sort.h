@@ -1,7 +1,8 @@
 // Sorting networks on a tile that lies in cache: what tl.sort and tl.topk are made of.
 //
+//   static const auto f32_key = [](auto x) LOOM_LAMBDA { return x; };
 //   static const Merge merges[] = {{1, 1, 2, false}, {2, 1, 0, false}};
-//   sort_network<64>(tile, merges, [](auto x) LOOM_LAMBDA { return x; });     sixteen runs of four
+//   sort_network<64>(tile, merges, f32_key);     sixteen runs of four
 //
 // A compare-and-swap of x at one place of a pair and y at the other leaves, at the place of x,
 //
@@ -72,7 +73,7 @@ LOOM_INLINE V exchange_near(V x, I places, const Merge &merge, Key key) {
 }
 
 template <int W, class T, class Key>
-LOOM_NOINLINE void merge_run(T *run, i64 position, i64 count, const Merge &merge, Key key) {
+LOOM_INLINE void merge_run(T *run, i64 position, i64 count, const Merge &merge, Key key) {
   typedef vec<T, W> V;
   typedef signed_of<V> I;
   i64 distance = merge.first;
@@ -87,16 +88,21 @@ LOOM_NOINLINE void merge_run(T *run, i64 position, i64 count, const Merge &merge
   }
 }
 
+// A run that no merge reaches beyond is sorted whole before the next one, so that it stays in the first-level cache.
+template <int W, class T, class Key>
+LOOM_NOINLINE void merge_all(T *tile, i64 size, const Merge *merges, int count, Key key) {
+  i64 run = W;
+  for (int m = 0; m < count; ++m)
+    if (2 * merges[m].first > run) run = 2 * merges[m].first;
+  for (i64 position = 0; position < size; position += run)
+    for (int m = 0; m < count; ++m) merge_run<W>(tile + position, position, run, merges[m], key);
+}
+
 }  // namespace loom_sort
 
-// A run that no merge reaches beyond is sorted whole before the next one, so that it stays in the first-level cache.
+// Networks of one type share their code if they are given the same key.
 template <int SIZE, class T, int COUNT, class Key>
-LOOM_NOINLINE void sort_network(T *tile, const Merge (&merges)[COUNT], Key key) {
+LOOM_INLINE void sort_network(T *tile, const Merge (&merges)[COUNT], Key key) {
   constexpr int full = LOOM_REGISTER / sizeof(key(T())), W = full < SIZE ? full : SIZE;
-  i64 run = W;
-  for (const Merge &merge : merges)
-    if (2 * merge.first > run) run = 2 * merge.first;
-  for (i64 position = 0; position < SIZE; position += run)
-    for (const Merge &merge : merges)
-      loom_sort::merge_run<W>(tile + position, position, run, merge, key);
+  loom_sort::merge_all<W>(tile, SIZE, merges, COUNT, key);
 }
