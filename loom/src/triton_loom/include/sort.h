@@ -8,8 +8,9 @@
 //
 //   smaller(x, y) = x > y ? y : x       or       larger(x, y) = x > y ? x : y
 //
-// where numbers are compared by their key. The two places decide for themselves: of two that are equal, or not
-// comparable, both keep what is at the lower place (ascending). So Triton defines it, and so it is here, bit for bit.
+// where numbers are compared by their key. The two places decide for themselves: of two that are equal (+0 and -0) or
+// not comparable (NaN), both get the one that was at the lower place, or at the higher one if descending. So Triton
+// defines it, and so it is here, bit for bit.
 #pragma once
 #include "tile.h"
 
@@ -37,7 +38,7 @@ template <int W, class T, class Key>
 LOOM_INLINE void exchange_far(T *run, i64 position, i64 count, i64 distance, const Merge &merge, Key key) {
   typedef vec<T, W> V;
   for (i64 i = 0; i < count; i += 2 * distance) {
-    const bool descending = ((position + i) & merge.flip ? 1 : 0) != merge.descending;
+    const bool descending = (((position + i) & merge.flip) != 0) != merge.descending;
     T *low = run + i, *high = low + distance;
     if (descending)
       for (i64 j = 0; j < distance; j += W) {
