@@ -115,8 +115,8 @@ def make_so(source: str, options: LoomOptions) -> bytes:
     """From C++ to a shared object."""
     from .device import toolchain
 
-    # An instrumented kernel spends its time at its accesses; it compiles in half the time.
-    return toolchain.build(source, options.arch, "-O1" if options.witness else "-O2")
+    # An instrumented kernel spends its time at its accesses: -Og leaves passes out that cost much and help little.
+    return toolchain.build(source, options.arch, "-Og" if options.witness else "-O2")
 
 
 @functools.lru_cache
