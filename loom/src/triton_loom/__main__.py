@@ -31,7 +31,7 @@ def run(script: str, args: list[str]) -> int:
     sys.argv = [script, *args]
     with sanitize(collect=True) as seen, count() as counted:
         runpy.run_path(script, run_name="__main__")
-    report(counted.launches, seen.findings)
+    report(counted, seen)
     return len(seen.findings)
 
 

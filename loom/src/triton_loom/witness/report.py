@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ..errors import Finding
-from .counters import ArgumentCount, LaunchCount, Traffic
+from .counters import ArgumentCount, Counter, LaunchCount, Traffic
+from .sanitizer import Sanitizer
 
 
-def report(launches: Sequence[LaunchCount], findings: Sequence[Finding]) -> None:
-    """Prints a table of what launches moved, and the findings."""
+def report(counted: Counter, seen: Sanitizer) -> None:
+    """Prints a table of what launches moved, the findings, and what became of each launch."""
     from rich.console import Console
 
     console = Console()
+    launches, findings = counted.launches, seen.findings
     console.print(table(launches))
     for finding in findings:
         console.print(str(finding), style="red", highlight=False, soft_wrap=True)
@@ -21,6 +22,7 @@ def report(launches: Sequence[LaunchCount], findings: Sequence[Finding]) -> None
         f"{len(launches):,} launches, {programs:,} programs, "
         f"{sum(launch.dot_flops for launch in launches):,} flops in dots, {len(findings)} findings"
     )
+    console.print(seen.summary, highlight=False, soft_wrap=True)
 
 
 def table(launches: Iterable[LaunchCount]) -> object:
