@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..device.arguments import address, fields
+from ..device.arguments import address, fields, problem
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion
 from ..features import COUNT
@@ -38,6 +38,8 @@ class WatchedLauncher(LoomLauncher):
         self, grid_x: int, grid_y: int, grid_z: int, *rest: Any, reached: Sequence[Any] = ()
     ) -> None:
         hidden, args = rest[:6], rest[6:]  # stream, function, metadata and hooks; then the kernel's own
+        if len(args) < len(self.names) and (wrong := problem(self.signature, args)):
+            raise TypeError(f"{self.name}: {wrong}")
         pointers = [(field.name, _at(args, field.path)) for field in self.pointers]
         watched = Watched(
             self.name,
