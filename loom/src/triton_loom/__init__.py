@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING
 from .errors import DeviceAssertion, Finding, SanitizerError
 
 if TYPE_CHECKING:
+    from .explained import Explained
     from .witness.counters import Counter
     from .witness.sanitizer import Sanitizer
 
 __version__ = "0.1.0"
-__all__ = ["DeviceAssertion", "Finding", "SanitizerError", "active", "count", "obstacle", "sanitize"]
+__all__ = [
+    "DeviceAssertion",
+    "Finding",
+    "SanitizerError",
+    "active",
+    "count",
+    "explain",
+    "obstacle",
+    "sanitize",
+]
 
 
 @contextmanager
@@ -85,6 +95,24 @@ def count() -> Iterator[Counter]:
     from .witness import counters
 
     with counters.count() as scope, driver.instrumented():
+        yield scope
+
+
+@contextmanager
+def explain() -> Iterator[Explained]:
+    """Say what kernels became, and where the time of the launches inside a `with` block goes.
+
+        with triton_loom.explain() as explained:
+            kernel[grid](x, y)
+        print(explained)
+
+    Kernels are compiled anew to take the time of each of their loop nests, by the processor's own clock. Not inside
+    `sanitize()` or `count()`, whose kernels spend their time on checks.
+    """
+    driver = _driver()
+    from . import explained
+
+    with explained.explain() as scope, driver.activated(driver.LoomDriver((), explain=True)):
         yield scope
 
 

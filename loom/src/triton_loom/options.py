@@ -13,6 +13,7 @@ class LoomOptions:
 
     arch: str = "native"
     witness: tuple[str, ...] = ()  # what an instrumented kernel does at each access: "sanitize", "count"
+    explain: bool = False  # take the time of every loop nest
     hardware_dot: bool = False  # bf16 dots by the processor's tiles: faster, in its order of summation
     backend_name: str = "cpu"
     warp_size: int = 1

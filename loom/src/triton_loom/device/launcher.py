@@ -26,6 +26,7 @@ def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
     pointer, i32 = ctypes.c_void_p, ctypes.c_int32
     function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
     function.restype = i32
+    function.library = library  # who has the function may want other symbols
     return library, function
 
 
