@@ -138,3 +138,31 @@ def exact(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype in FORMATS:
         return FORMATS[tensor.dtype].numbers(tensor)
     return tensor.double().numpy()
+
+
+# ---- formats that no tensor has --------------------------------------------------------------------------------
+
+# Without infinities and NaN, and with a minus zero.
+E2M1 = Format(torch.uint8, tl.uint8, 2, 1, 1, "fnuz", saturates=True)
+E2M3 = Format(torch.uint8, tl.uint8, 2, 3, 1, "fnuz", saturates=True)
+E3M2 = Format(torch.uint8, tl.uint8, 3, 2, 3, "fnuz", saturates=True)
+SMALL = {"e4m3": E4M3, "e5m2": E5M2, "e2m3": E2M3, "e3m2": E3M2, "e2m1": E2M1}
+
+
+def small_code(name: str, x: np.ndarray) -> np.ndarray:
+    """The code of numbers in a small format, to nearest: from `magnitudes`, since these formats have a minus zero."""
+    format_ = SMALL[name]
+    if name in ("e4m3", "e5m2"):
+        return format_.encode(x).astype(np.uint32)
+    magnitude = np.abs(np.where(np.isnan(x), format_.largest, x))
+    code = format_.encode(magnitude).astype(np.uint32)
+    return code | np.where(np.signbit(x) & ~np.isnan(x), format_.sign, 0).astype(np.uint32)
+
+
+def small_values(name: str) -> np.ndarray:
+    half = (
+        SMALL[name].values
+        if name in ("e4m3", "e5m2")
+        else np.concatenate([SMALL[name].magnitudes, -SMALL[name].magnitudes])
+    )
+    return np.resize(half, 256) if name != "e2m1" else np.resize(half, 16)

@@ -1,18 +1,23 @@
 """Inline assembly as a form: registers and packs, types and constraints, scopes and guards, masks, scalars; what is
 refused, and in which words; and small kernels in the manner of those that use it.
 
-What each instruction computes is tested in test_ptx.py."""
+What each instruction computes is tested in test_ptx_integers.py, test_ptx_floats.py and test_ptx_conversions.py."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+import test_ptx_conversions
+import test_ptx_floats
+import test_ptx_integers
 import torch
 import triton
 import triton.language as tl
-from formats import BF16, E4M3, F16
+import triton_loom
+from formats import BF16, E4M3, F16, small_code
 from support import random_values
-from test_ptx import small_code
 from triton.language.extra.cuda import utils as cuda
 from triton_loom.codegen import ptx
 from triton_loom.codegen.assembly import Brace, Declaration, Instruction, Operand, Refused, parse
@@ -251,6 +256,30 @@ def test_assembly_amid_other_operations() -> None:
     a = 2 * (x + 1)
     b = 2 * a * a
     assert_same(out, torch.where(torch.arange(256) % 2 == 0, a, b) + 2 * (a - b))
+
+
+@triton.jit
+def add_outside(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Reads whole packs, stores what is inside; the last load has no mask."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    y = tl.inline_asm_elementwise("add.f32 $0, $1, 1.0;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(out_ptr + offs, y, offs < n)
+
+
+def test_assembly_under_a_witness() -> None:
+    """The bytes of loads and stores around assembly are counted, a stray load is found, and results are the same."""
+    x, y = torch.randint(0, 5000, (100,), dtype=torch.int32), torch.full((100,), 7, dtype=torch.int32)
+    quotient, rest = torch.empty(100, dtype=torch.int32), torch.empty(100, dtype=torch.uint16)
+    with triton_loom.count() as counted, triton_loom.sanitize() as report:
+        divide_both[(2,)](x, y, quotient, rest, 100, PURE=True, BLOCK=64)
+    assert not report.findings
+    assert_same(quotient, (x // y).clamp(max=100))
+    assert_same(rest, (x % y).to(torch.uint16))
+    assert (counted.loads.distinct, counted.stores.distinct) == (2 * 400, 400 + 200)
+    out = torch.zeros(100)
+    with pytest.raises(triton_loom.SanitizerError, match="out-of-bounds load"), triton_loom.sanitize():
+        add_outside[(2,)](torch.ones(100), out, 100, BLOCK=64)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------
@@ -506,7 +535,36 @@ def test_the_fp8_that_triton_writes_in_assembly() -> None:
     assert_same(half, (torch.where(exponent > 0, normal, mantissa / 8 * 2.0**-14) * (1 - 2 * sign)).half())
 
 
-# ---- the document ---------------------------------------------------------------------------------------------
+# ---- the table and its document ---------------------------------------------------------------------------
+
+
+def names_of(pattern: str) -> list[str]:
+    """Every instruction that a family's pattern stands for."""
+    group = re.search(r"\(([^()]*)\)|\{([^(){}]*)\}", pattern)  # the first one that has none inside
+    if group is None:
+        return [pattern]
+    choices = ["", group[2]] if group[1] is None else group[1].split("|")
+    return [
+        name
+        for choice in choices
+        for name in names_of(pattern[: group.start()] + choice + pattern[group.end() :])
+    ]
+
+
+def test_every_instruction_is_tested() -> None:
+    """Each instruction of the table is in a text whose results are compared with a reference. Comparisons that both
+    flush and join are the exception: each of the two is tested alone."""
+    modules = (test_ptx_integers, test_ptx_floats, test_ptx_conversions)
+    batches = [batch for module in modules for make in module.GROUPS.values() for batch in make()]
+    batches += [test_ptx_floats.f32_approximations(), *test_ptx_floats.half_approximations()]
+    steps = [step for batch in batches for case in batch.cases for step in parse(case.assembly)]
+    tested = {step.name for step in steps if isinstance(step, Instruction)}
+    wanted = [
+        name for family in ptx.FAMILIES if family.error != "does nothing" for name in names_of(family.pattern)
+    ]
+    assert len(wanted) > 1700
+    missing = [name for name in wanted if name not in tested]
+    assert not [n for n in missing if not re.fullmatch(r"setp\.\w+\.(and|or|xor)\.ftz\.\w+", n)]
 
 
 def test_the_document_has_the_table() -> None:

@@ -413,6 +413,28 @@ def test_an_unknown_option_is_refused() -> None:
         add(1000, num_wraps=8)
 
 
+def test_missing_and_wrong_arguments_are_named() -> None:
+    """Of a compiled kernel, which takes arguments as they come. Constants may be left out, and are not looked at."""
+    x, y, out = torch.ones(3, 16)
+    compiled = add_kernel[(1,)](x, y, out, 16, BLOCK=16)
+    compiled[(1, 1, 1)](x, y, out, 16)
+    takes = (
+        r"add_kernel: the kernel takes 5 arguments \(x_ptr, y_ptr, out_ptr, n, BLOCK\), constants included"
+    )
+    with pytest.raises(TypeError, match=rf"{takes}, and 2 were given: out_ptr, n are missing"):
+        compiled[(1, 1, 1)](x, y)
+    with pytest.raises(TypeError, match=r"compiled for n: i32, which 2\.5 is not"):
+        compiled[(1, 1, 1)](x, y, out, 2.5)
+    with pytest.raises(TypeError, match="compiled for out_ptr: \\*fp32, which 'a' is not"):
+        compiled[(1, 1, 1)](x, y, "a", 16)
+    with pytest.raises(TypeError, match=r"must be an integer.*cdiv.*\(2.5, 1, 1\)"):
+        compiled[(2.5, 1, 1)](x, y, out, 16)
+    with triton_loom.sanitize():
+        watched = add_kernel[(1,)](x, y, out, 16, BLOCK=16)
+        with pytest.raises(TypeError, match=rf"{takes}, and 3 were given: n is missing"):
+            watched[(1, 1, 1)](x, y, out)
+
+
 def test_sparse_tensors_are_refused() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         add_kernel[(1,)](torch.ones(4).to_sparse(), torch.ones(4), torch.empty(4), 4, BLOCK=128)

@@ -756,11 +756,12 @@ def test_the_variant_of_a_struct() -> None:
 NESTED = """
 import torch
 from tests.support import noop_driver
+from triton_loom.testing import NoopLauncher
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.runtime import Launch
 
 launched = []
-noop_driver.Launcher.__call__ = lambda self, *args: launched.append(args)
+NoopLauncher.__call__ = lambda self, *args: launched.append(args)
 noop_driver.install()
 x = torch.ones(2, 64)
 for stride in (64, 2**30):

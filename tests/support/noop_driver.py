@@ -1,4 +1,4 @@
-"""A Triton driver that compiles for an sm_90 and launches nothing: what is left of a call is its time on the host.
+"""The time of calls on the host: kernels are compiled for an sm_90 and nothing is launched.
 
 python tests/support/noop_driver.py        prints the measured ratios as JSON
 """
@@ -15,75 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-
-
-class Launcher:
-    """In place of the C launcher, which takes the same arguments and returns."""
-
-    def __init__(self, src: Any, metadata: Any) -> None:
-        self.global_scratch_size = self.profile_scratch_size = 0
-        self.launch_cooperative_grid = self.launch_pdl = False
-
-    def __call__(self, *args: Any) -> None:
-        pass
-
-
-class Utils:
-    """Loading a binary gives handles that nobody uses."""
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return 1, 1, 0, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {
-            "max_shared_mem": 232_448,
-            "multiprocessor_count": 132,
-            "warpSize": 32,
-            "max_num_regs": 65_536,
-        }
-
-    def unload_module(self, module: int) -> None:
-        pass
-
-
-class NoopDriver(DriverBase):  # type: ignore[misc]
-    launcher_cls = Launcher
-
-    def __init__(self) -> None:
-        self.utils = Utils()
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
-
-    def get_device_interface(self) -> Any:
-        return torch.cpu
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_empty_cache_for_benchmark(self) -> Any:
-        raise NotImplementedError
-
-    def clear_cache(self, cache: Any) -> None:
-        pass
+from triton_loom.testing import NoopDriver
 
 
 def install() -> None:

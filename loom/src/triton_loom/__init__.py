@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from .errors import DeviceAssertion, Finding, Reason, SanitizerError
 
 if TYPE_CHECKING:
+    from .explained import Explained
     from .witness.counters import Counter
     from .witness.sanitizer import Sanitizer
 
@@ -28,6 +29,7 @@ __all__ = [
     "SanitizerError",
     "active",
     "count",
+    "explain",
     "obstacle",
     "sanitize",
 ]
@@ -97,6 +99,24 @@ def count() -> Iterator[Counter]:
     from .witness import counters
 
     with counters.count() as scope, driver.instrumented():
+        yield scope
+
+
+@contextmanager
+def explain() -> Iterator[Explained]:
+    """Say what kernels became, and where the time of the launches inside a `with` block goes.
+
+        with triton_loom.explain() as explained:
+            kernel[grid](x, y)
+        print(explained)
+
+    Kernels are compiled anew to take the time of each of their loop nests, by the processor's own clock. Not inside
+    `sanitize()` or `count()`, whose kernels spend their time on checks.
+    """
+    driver = _driver()
+    from . import explained
+
+    with explained.explain() as scope, driver.activated(driver.LoomDriver((), explain=True)):
         yield scope
 
 

@@ -13,7 +13,7 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
-from .features import HARDWARE_DOT
+from .features import EXPLAIN, HARDWARE_DOT
 
 if TYPE_CHECKING:
     from .options import LoomOptions
@@ -39,7 +39,8 @@ class LoomBackend(BaseBackend):
         arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
         given = {
             "arch": knobs.runtime.override_arch or arch,
-            "witness": tuple(name for name in features if name != HARDWARE_DOT),
+            "witness": tuple(name for name in features if name not in (EXPLAIN, HARDWARE_DOT)),
+            "explain": EXPLAIN in features,
             "hardware_dot": HARDWARE_DOT in features,
             "quick_build": switched_on("TRITON_LOOM_QUICK_BUILD"),
         }
@@ -103,10 +104,16 @@ def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
     """From TTIR to C++; what the launcher has to know goes into the metadata."""
     from .codegen import emit
 
-    kernel = emit.generate(module.str(), frozenset(options.witness), options.hardware_dot)
+    kernel = emit.generate(
+        module.str(),
+        frozenset(options.witness),
+        hardware_dot=options.hardware_dot,
+        explain=options.explain,
+    )
     metadata["name"] = kernel.name
     metadata["serial"] = kernel.serial
     metadata["witnessed"] = kernel.witness
+    metadata["explained"] = kernel.explained
     metadata["scratch_bytes"] = kernel.scratch_bytes
     metadata["shared"] = max(kernel.scratch_bytes, 1)  # callers divide by it to guess how many programs fit
     return kernel.source

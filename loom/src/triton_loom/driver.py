@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from .features import COUNT, HARDWARE_DOT, SANITIZE
+from .features import COUNT, EXPLAIN, HARDWARE_DOT, SANITIZE
 from .options import switched_on
 
 if TYPE_CHECKING:
@@ -22,23 +22,27 @@ if TYPE_CHECKING:
 CPU = -1
 # Instrumented kernels run on devices of their own, for the same reason.
 INSTRUMENTED = {(SANITIZE,): -2, (COUNT,): -3, (SANITIZE, COUNT): -4}
-# And so do kernels whose bf16 dots are the processor's own: each of the above has a twin, four further down.
+# And so do kernels whose bf16 dots are the processor's own: each of the above has a twin, four further down. Those that
+# take their time are further down still.
 _TWIN = 4
+_EXPLAINED = 8
 
 
 class LoomDriver(DriverBase):
     """The CPU as a Triton device. Any number of instances may exist.
 
     `witness` is what kernels do at each access to memory (see `witness`); the process may ask for it by environment.
-    So it may for the processor's own bf16 dots: TRITON_LOOM_HARDWARE_DOT=1, read when the device is made.
+    So it may for the processor's own bf16 dots: TRITON_LOOM_HARDWARE_DOT=1, read when the device is made. With
+    `explain`, or TRITON_LOOM_EXPLAIN=1, kernels that are not instrumented take the time of their nests.
     """
 
-    def __init__(self, witness: tuple[str, ...] | None = None) -> None:
+    def __init__(self, witness: tuple[str, ...] | None = None, explain: bool | None = None) -> None:
         super().__init__()
         self.witness = _open_scopes() if witness is None else witness
+        self.explain = (_explain() if explain is None else explain) and not self.witness
         self.hardware_dot = switched_on("TRITON_LOOM_HARDWARE_DOT")
         self.utils = LoomUtils()
-        self.launcher_cls = _launcher(bool(self.witness))
+        self.launcher_cls = _launcher(bool(self.witness), self.explain)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -56,11 +60,12 @@ class LoomDriver(DriverBase):
             _asking.others = False
 
     def get_current_target(self) -> GPUTarget:
-        features = (*self.witness, *[HARDWARE_DOT] * self.hardware_dot)
+        features = (*self.witness, *[EXPLAIN] * self.explain, *[HARDWARE_DOT] * self.hardware_dot)
         return GPUTarget("cpu", "+".join(("native", *features)), 1)
 
     def get_current_device(self) -> int:
-        return INSTRUMENTED.get(self.witness, CPU) - _TWIN * self.hardware_dot
+        twins = _TWIN * self.hardware_dot + _EXPLAINED * self.explain
+        return INSTRUMENTED.get(self.witness, CPU) - twins
 
     def set_current_device(self, device: int) -> None:
         pass
@@ -102,7 +107,7 @@ _asking = threading.local()
 
 
 @contextmanager
-def activated(device: LoomDriver) -> Iterator[None]:
+def activated(device: DriverBase) -> Iterator[None]:
     """Makes this the device of all launches inside a `with` block."""
     from triton.runtime import driver
 
@@ -122,11 +127,15 @@ def instrumented() -> AbstractContextManager[None]:
     return activated(LoomDriver(SCOPES.modes))
 
 
-def _launcher(watched: bool) -> type[LoomLauncher]:
+def _launcher(watched: bool, explained: bool) -> type[LoomLauncher]:
     if watched:
         from .witness.launcher import WatchedLauncher
 
         return WatchedLauncher
+    if explained:
+        from .explained import ExplainedLauncher
+
+        return ExplainedLauncher
     from .device.launcher import LoomLauncher
 
     return LoomLauncher
@@ -149,6 +158,16 @@ def _open_scopes() -> tuple[str, ...]:
 
     sanitizer.sanitize_process(collect=asked == "collect")
     return SCOPES.modes
+
+
+def _explain() -> bool:
+    """TRITON_LOOM_EXPLAIN=1: what kernels became and where their time went is printed when the process ends."""
+    asked = switched_on("TRITON_LOOM_EXPLAIN")
+    if asked:
+        from . import explained
+
+        explained.explain_process()
+    return asked
 
 
 class LoomInterface:

@@ -14,6 +14,7 @@ class LoomOptions:
 
     arch: str = "native"
     witness: tuple[str, ...] = ()  # what an instrumented kernel does at each access: "sanitize", "count"
+    explain: bool = False  # take the time of every loop nest
     hardware_dot: bool = False  # bf16 dots by the processor's tiles: faster, in its order of summation
     quick_build: bool = False  # compiled in half the time, 10 to 30 % slower, the same bits: for tests
     backend_name: str = "cpu"

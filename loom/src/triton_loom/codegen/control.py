@@ -94,6 +94,7 @@ class ControlFlow(Frame):
                 if value in self.crossing and value in self.pending:
                     self.fill(value)
             self.prepare([v for _, passed in op.successors for v in passed], None)
+        self.lap(op)
         handler(op)
 
     def check_hints(self, op: Op, hints: dict[str, list[int]]) -> None:

@@ -20,6 +20,7 @@ from ..ir.rewrite import rewrite
 from ..ir.ttir import I1, Module, Region, Tensor, Type, Value
 from .accesses import Accesses, Witnessed
 from .cpp import c_type, declare_const, memory_type
+from .explanation import Explanation
 from .nest import Buffer
 from .tiles import FunctionEmitter
 
@@ -35,6 +36,7 @@ _HEADERS = {
     "launch.h": "",
     "print.h": "print_",
     "witness.h": "LOOM_WITNESS",
+    "explain.h": "LOOM_EXPLAIN",
 }
 
 
@@ -47,21 +49,29 @@ class Generated:
     scratch_bytes: int
     serial: bool  # programs must run one after another for the result not to depend on threads
     witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
+    explained: dict[str, Any] | None  # its nests and buffers, if these were asked for
 
 
-def generate(text: str, witness: frozenset[str] = frozenset(), hardware_dot: bool = False) -> Generated:
-    """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both."""
+def generate(
+    text: str, witness: frozenset[str] = frozenset(), *, hardware_dot: bool = False, explain: bool = False
+) -> Generated:
+    """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both. With `explain` it
+    takes the time of its nests."""
     module = rewrite(parse(text))
-    return _Unit(module, Witnessed(module, witness) if witness else Accesses(), hardware_dot).generate()
+    accesses = Witnessed(module, witness) if witness else Accesses()
+    return _Unit(module, accesses, hardware_dot, Explanation() if explain else None).generate()
 
 
 class _Unit:
     """One C++ file: the program, and what stands before it."""
 
-    def __init__(self, module: Module, accesses: Accesses, hardware_dot: bool) -> None:
+    def __init__(
+        self, module: Module, accesses: Accesses, hardware_dot: bool, explanation: Explanation | None
+    ) -> None:
         self.module = module
         self.accesses = accesses
         self.hardware_dot = hardware_dot
+        self.explanation = explanation
         self.top: list[str] = []  # tables, combiners, called functions
         self.scratch = 0
         self.counter = 0
@@ -92,6 +102,7 @@ class _Unit:
                 declare_const(c_type(arg.type), name, f"args.{name}{' != 0' if arg.type == I1 else ''}")
                 for arg, name in names
             ),
+            *(["const loom::Explained explained;"] if self.explanation else []),
             *body,
             "}",
             "",
@@ -102,6 +113,8 @@ class _Unit:
         define = witnessed.define if witnessed else ""
         if self.hardware_dot:
             define += "#define LOOM_DOT_BF16_HARDWARE\n"
+        if self.explanation:
+            define += f"#define LOOM_EXPLAIN {len(self.explanation.nests)}\n"
         includes = [
             f'#include "{name}"\n' for name, sign in _HEADERS.items() if re.search(sign, define + text)
         ]
@@ -111,6 +124,7 @@ class _Unit:
             self.scratch,
             _depends_on_order(self.module),
             witnessed.metadata(self.module) if witnessed else None,
+            self.explanation.about(entry.location) if self.explanation else None,
         )
 
     def called(self, name: str) -> str:

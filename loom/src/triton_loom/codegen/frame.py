@@ -15,6 +15,7 @@ from ..ir.ttir import F64, I1, Op, Pointer, Region, Scalar, Tensor, Type, Value,
 from .accesses import Accesses
 from .cpp import c_type, declare_const, literal, memory_type, size_of, vector_of, widen
 from .dimensions import Dims, operand_dims
+from .explanation import Explanation
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
@@ -31,7 +32,7 @@ _RESERVED = frozenset(
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
-        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network""",
+        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained""",
     )
 )
 
@@ -50,6 +51,7 @@ class Unit(Protocol):
     top: list[str]  # what stands before the functions: tables, combiners
     accesses: Accesses
     hardware_dot: bool  # dots of bf16 are the processor's own
+    explanation: Explanation | None  # what takes down the nests, if anything does
 
     def unique(self, stem: str) -> str: ...
     def allocate(self, size: int) -> int: ...
@@ -73,6 +75,7 @@ class Frame:
         self.aliases: dict[Buffer, Buffer] = {}  # a buffer that is another one under the name of a new value
         self.kept = 0  # the number of buffers so far
         self.pending: list[Value] = []  # buffered values met but not computed yet
+        self.lapped: tuple[Op, str] | None = None  # the nest that is being timed
 
     # -- names and scalars --
 
@@ -113,13 +116,26 @@ class Frame:
         if op.location:
             self.lines.append(f"// {op.location.rsplit('/', 1)[-1]}")
 
+    def lap(self, op: Op, does: str = "") -> None:
+        """What follows is this operation's nest, to whoever asked where the time goes."""
+        if self.unit.explanation and (lap := self.unit.explanation.lap(op, does)):
+            if self.lines and self.lines[-1].startswith("loom::lap("):
+                self.lines.pop()  # a nest of nothing
+            self.lines += lap
+            self.lapped = op, does
+
     # -- buffers --
 
-    def new_buffer(self, name: str, element: Scalar | Pointer, shape: tuple[int, ...]) -> Buffer:
+    def new_buffer(
+        self, name: str, element: Scalar | Pointer, shape: tuple[int, ...], of: Value | None = None
+    ) -> Buffer:
         self.kept += 1
         buffer = Buffer(f"kept{self.kept}_{self.identifier(name)}", element, shape)
         offset = self.unit.allocate(buffer.size * size_of(element))
         type_ = memory_type(element)
+        if self.unit.explanation:
+            tile = f"{'x'.join(map(str, shape))} {element}"
+            self.unit.explanation.keep(name, tile, buffer.size * size_of(element), of)
         self.declarations.append(
             f"{type_} *const {buffer.name} = ({type_} *)(p.scratch + {offset});"
             f"  // {'x'.join(map(str, shape))} {element}"
@@ -128,7 +144,9 @@ class Frame:
 
     def buffer_for(self, value: Value) -> Buffer:
         if value not in self.buffers:
-            self.buffers[value] = self.new_buffer(value.name, element_of(value.type), shape_of(value.type))
+            self.buffers[value] = self.new_buffer(
+                value.name, element_of(value.type), shape_of(value.type), value
+            )
         return self.buffers[value]
 
     def is_filled(self, value: Value) -> bool:
@@ -188,6 +206,8 @@ class Frame:
         assert op
         self.prepare(op.operands, None)
         self.comment(op)
+        around = self.lapped
+        self.lap(op, "load, kept" if op.name == "tt.load" else "computed, kept")
         if (dim := self.transposed(value)) is not None:
             self.write_columns(buffer, dim, value, lambda nest: nest.define(op, value, nest.index))
         else:
@@ -196,6 +216,8 @@ class Frame:
             nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
             self.run_nest(nest)
         self.is_there(value)
+        if around:
+            self.lap(*around)
 
     def transposed(self, value: Value) -> int | None:
         """The dimension along which this tile is contiguous in its source, if that is not the last one."""
@@ -369,6 +391,8 @@ class Frame:
     def assign(self, targets: list[Target], values: list[Value], op: Op, first_slot: int = 0) -> None:
         """All targets take their values at once: none of them sees another's new value."""
         mine = {t.buffer for t in targets if t.buffer}
+        if mine:
+            self.lap(op, "assignment of tiles")
         copies: list[tuple[Buffer, Buffer]] = []
         groups: dict[Nest | None, list[tuple[Buffer, Value]]] = {}
         for slot, (target, value) in enumerate(zip(targets, values, strict=True)):

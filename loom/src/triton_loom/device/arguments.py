@@ -89,6 +89,22 @@ def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field
         yield Field(name, SCALARS[kind][0], path, convert)
 
 
+def problem(signature: dict[str, Any], args: tuple[Any, ...]) -> str:
+    """What is wrong with the arguments of a launch; empty if nothing is known to be. Constants may be left out."""
+    names = [str(name) for name in signature]
+    missing = [name for name in names[len(args) :] if signature[name] != "constexpr"]
+    if missing:
+        wanted = f"takes {len(names)} arguments ({', '.join(names)}), constants included, and {len(args)} were given"
+        return f"the kernel {wanted}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    for name, argument in zip(names, args, strict=False):
+        try:
+            argument_packer({name: signature[name]})((argument,))
+        except (TypeError, AttributeError, IndexError, struct.error) as error:
+            value = argument if isinstance(argument, int | float | str) else type(argument).__name__
+            return f"the kernel was compiled for {name}: {signature[name]}, which {value!r} is not ({error})"
+    return ""
+
+
 def _descriptor_rank(kind: str) -> int:
     if explicit := re.search(r"input_rank=(\d+)", kind):
         return int(explicit[1])

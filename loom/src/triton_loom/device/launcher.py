@@ -8,6 +8,7 @@ import glob
 import mmap
 import os
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..errors import DeviceAssertion
 from . import toolchain
-from .arguments import argument_packer
+from .arguments import argument_packer, problem
 
 
 def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
@@ -25,6 +26,7 @@ def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
     pointer, i32 = ctypes.c_void_p, ctypes.c_int32
     function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
     function.restype = i32
+    function.library = library  # who has the function may want other symbols
     return library, function
 
 
@@ -40,6 +42,7 @@ class LoomLauncher:
     def __init__(self, src: Any, metadata: Any) -> None:
         from torch import get_num_threads
 
+        self.signature = src.signature
         self.pack = argument_packer(src.signature)
         self.threads = _threads(metadata, get_num_threads)
         self.scratch_bytes = -(-metadata.scratch_bytes // 64) * 64
@@ -66,13 +69,17 @@ class LoomLauncher:
                 hear(self.name)
         failed = 0
         programs = grid_x * grid_y * grid_z
-        if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0:
+        if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0 or isinstance(programs, float):
             check_extents(grid_x, grid_y, grid_z)
         if programs:
             own, threads = THREAD.memory, self.threads(programs)
             own.status.poisoned = self.poisoned or _poisoned
+            try:
+                packed = self.pack(args)
+            except (TypeError, AttributeError, IndexError, struct.error) as error:
+                raise TypeError(f"{self.name}: {problem(self.signature, args) or error}") from error
             failed = function(
-                self.pack(args),
+                packed,
                 grid_x,
                 grid_y,
                 grid_z,
@@ -100,6 +107,10 @@ def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int
 
 def check_extents(*grid: int) -> None:
     """The number of programs has 64 bits; each extent of the grid is a Triton int32."""
+    if any(isinstance(extent, float) for extent in grid):
+        raise TypeError(
+            f"each extent of a grid must be an integer, as `//` and triton.cdiv give them: {grid}"
+        )
     if any(not 0 <= extent < 2**31 for extent in grid):
         raise ValueError(f"each extent of a grid must lie between 0 and 2**31 - 1: {grid}")
 

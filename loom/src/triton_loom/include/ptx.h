@@ -250,11 +250,11 @@ template <class U> LOOM_INLINE U insert(U field, U into, u32 position, u32 lengt
   U place = left<U>(low_bits<U>(length), position);
   return (into & ~place) | (left<U>(field, position) & place);
 }
+// By one input after another: where a is set the upper half of the table counts, elsewhere the lower one.
 template <u32 TABLE> LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c) {
-  u32 d = 0;
-  for (u32 row = 0; row < 8; ++row)
-    if (TABLE >> row & 1) d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
-  return d;
+  auto by_c = [&](u32 rows) LOOM_ALWAYS { return (rows & 2 ? c : 0) | (rows & 1 ? ~c : 0); };
+  auto by_b = [&](u32 rows) LOOM_ALWAYS { return (b & by_c(rows >> 2)) | (~b & by_c(rows)); };
+  return (a & by_b(TABLE >> 4)) | (~a & by_b(TABLE));
 }
 
 enum permutation { BY_NIBBLES, F4E, B4E, RC8, ECL, ECR, RC16 };

@@ -3,6 +3,8 @@
 - `accuracy`: error budgets against float64, each with the proof that it can fail.
 - `comparison`: tensors equal bit for bit.
 - `memory`: memory that shows what was left unwritten and what was touched outside of a tensor.
+- `mutation`: kernels that are broken on purpose, which a test has to notice.
+- `noop`: a device that compiles for a GPU and launches nothing.
 - `ranks`: a script run by each rank of a group on this machine.
 - `fixtures`: fixtures of pytest for a `conftest.py`; the only module here that imports pytest.
 """
@@ -10,6 +12,8 @@
 from .accuracy import EPS32, assert_not_worse, assert_rounded_once, check, ulp
 from .comparison import assert_same, words
 from .memory import NAN, Fenced, Guarded, guarded_allocations, poisoned_allocations
+from .mutation import assert_caught, mutant
+from .noop import NoopDriver, NoopLauncher, launching_nothing
 from .ranks import Results, results_of
 
 __all__ = [
@@ -17,12 +21,17 @@ __all__ = [
     "NAN",
     "Fenced",
     "Guarded",
+    "NoopDriver",
+    "NoopLauncher",
     "Results",
+    "assert_caught",
     "assert_not_worse",
     "assert_rounded_once",
     "assert_same",
     "check",
     "guarded_allocations",
+    "launching_nothing",
+    "mutant",
     "poisoned_allocations",
     "results_of",
     "ulp",

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
+
+if TYPE_CHECKING:
+    import pytest
 
 Results = Callable[[int], list[dict[str, Any]]]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..device.arguments import address, fields
+from ..device.arguments import address, fields, problem
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion
 from ..features import COUNT, SANITIZE
@@ -49,6 +49,8 @@ class WatchedLauncher(LoomLauncher):
         self, grid_x: int, grid_y: int, grid_z: int, *rest: Any, reached: Sequence[Any] = ()
     ) -> None:
         hidden, args = rest[:6], rest[6:]  # stream, function, metadata and hooks; then the kernel's own
+        if len(args) < len(self.names) and (wrong := problem(self.signature, args)):
+            raise TypeError(f"{self.name}: {wrong}")
         modes = self.kernel.modes
         values = [_at(args, field.path) for field in self.kernel.fields]
         watched = Watched(

@@ -1,0 +1,198 @@
+"""PTX instructions run many at a time, without Triton: `codegen.assembly` writes a C++ function for each text, one
+library has them all, and every bit of every result is compared with a reference that shares no code with it.
+
+Integers are Python's, of any size; floats are NumPy's, with a rounding to odd in float64 where a result is still to be
+rounded; the small formats are tables in which rounding is a search (`formats.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from formats import Format
+from triton_loom.codegen import assembly
+from triton_loom.device import toolchain
+from triton_loom.ir.ttir import Op, Scalar, Value
+
+Array = np.ndarray[Any, Any]
+Reference = Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text for {a}, {b}, {c} that leaves `bits` bits in {d}, and what they have to be."""
+
+    text: str
+    bits: int
+    reference: Reference
+
+    @property
+    def assembly(self) -> str:
+        return self.text.format(d="$0", a="$1", b="$2", c="$3")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cases on the same inputs: unsigned integers, the bits of registers."""
+
+    inputs: tuple[Array, ...]
+    cases: tuple[Case, ...]
+
+
+Group = Callable[[], list[Batch]]  # what is compiled together
+
+
+# ---- running them -------------------------------------------------------------------------------------------
+
+LETTERS = {16: "h", 32: "r", 64: "l"}
+
+
+def execute(batches: Sequence[Batch], optimize: str = "-O2") -> list[list[Array]]:
+    """The results of every case of every batch, all of them compiled at once: as any kernel is, or with -O1 as kernels
+    under `sanitize()` are, in half the time."""
+    cases = [(batch, case) for batch in batches for case in batch.cases]
+    # add.f32 and add.rn.f32 are one function.
+    bodies = ["\n".join(assembly.function(operation(batch, case), "NAME")) for batch, case in cases]
+    names = {body: f"case_{i}" for i, body in enumerate(bodies)}
+    table = ", ".join(f"(void *){names[body]}" for body in bodies)
+    source = [
+        '#include "simd.h"\n#include "casts.h"\n#include "ptx.h"',
+        *(body.replace("NAME", name) for body, name in names.items()),
+        f'extern "C" __attribute__((visibility("default"))) void *const cases[] = {{{table}}};\n',
+    ]
+    library = toolchain.load(toolchain.build("\n".join(source), optimize=optimize), "assembled")
+    functions = iter((ctypes.c_void_p * len(cases)).in_dll(library, "cases"))
+    return [[call(next(functions), batch, case) for case in batch.cases] for batch in batches]
+
+
+def operation(batch: Batch, case: Case) -> Op:
+    """What stock Triton makes of the text: {d} is $0, and the inputs follow."""
+    widths = [8 * array.dtype.itemsize for array in batch.inputs]
+    return Op(
+        "tt.elementwise_inline_asm",
+        [Value(f"x{i}", Scalar(f"i{bits}")) for i, bits in enumerate(widths)],
+        [Value("y", Scalar(f"i{case.bits}"))],
+        {
+            "text": case.assembly,
+            "constraints": ",".join([f"={LETTERS[case.bits]}", *(LETTERS[bits] for bits in widths)]),
+            "packed_element": 1,
+        },
+    )
+
+
+def call(function: int, batch: Batch, case: Case) -> Array:
+    inputs = [np.ascontiguousarray(array) for array in batch.inputs]
+    output = np.zeros(len(inputs[0]), f"u{case.bits // 8}")
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (len(inputs) + 1), ctypes.c_int32)
+    prototype(function)(*(array.ctypes.data for array in [*inputs, output]), len(output))
+    return output
+
+
+def verify(batches: Sequence[Batch], optimize: str = "-O2") -> None:
+    """Every bit of every case is as its reference says."""
+    with np.errstate(all="ignore"):
+        for batch, results in zip(batches, execute(batches, optimize), strict=True):
+            for case, got in zip(batch.cases, results, strict=True):
+                wanted = case.reference(*batch.inputs)
+                assert wanted.dtype == got.dtype, case.text
+                wrong = np.flatnonzero(got != wanted)
+                if len(wrong):
+                    i = wrong[0]
+                    given = [hex(int(array[i])) for array in batch.inputs]
+                    raise AssertionError(
+                        f"{case.text} of {given}: {int(got[i]):#x}, not {int(wanted[i]):#x}; {len(wrong)} wrong"
+                    )
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------
+
+
+def any_bits(bits: int, count: int) -> Array:
+    return np.frombuffer(np.random.bytes(count * bits // 8), f"u{bits // 8}").copy()
+
+
+def integer_inputs(bits: int, count: int = 3) -> tuple[Array, ...]:
+    """Any number, small ones, and the ends of the range; all pairs of the latter."""
+    ends = [0, 1, 2, 3, (1 << bits) - 1, (1 << bits) - 2, 1 << (bits - 1), (1 << (bits - 1)) - 1]
+    pairs = np.array(list(itertools.product(ends, repeat=2)), np.uint64)
+    columns = [pairs[:, i % 2] for i in range(count)]
+    wide = [any_bits(bits, 400) for _ in range(count)]
+    small = [any_bits(8, 200) for _ in range(count)]
+    return tuple(
+        np.concatenate(parts).astype(f"u{bits // 8}") for parts in zip(columns, wide, small, strict=True)
+    )
+
+
+# ---- references ---------------------------------------------------------------------------------------------
+
+
+def number(value: int, kind: str) -> int:
+    """What the bits of a register are in a type such as s16."""
+    bits = int(kind[1:])
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
+
+
+def of_integers(f: Callable[..., int], kinds: str, bits: int) -> Reference:
+    """f of Python integers that the registers are in these types, as the low bits of its result."""
+
+    def reference(*arrays: Array) -> Array:
+        split = kinds.split()
+        rows = zip(*(array.tolist() for array in arrays[: len(split)]), strict=True)
+        values = [
+            f(*(number(v, k) for v, k in zip(row, split, strict=True))) & ((1 << bits) - 1) for row in rows
+        ]
+        return np.array(values, np.uint64).astype(f"u{bits // 8}")
+
+    return reference
+
+
+NAN32, NAN16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)
+
+
+def f32(bits: Array) -> Array:
+    return np.ascontiguousarray(bits, np.uint32).view(np.float32)
+
+
+def bits32(x: Array, ftz: bool = False, sat: bool = False) -> Array:
+    """The bits of f32 results: PTX's NaN, and what .ftz and .sat make of them."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    u = np.where(np.isnan(x), NAN32, u)
+    u = flushed32(u) if ftz else u
+    if sat:
+        u = np.where(np.isnan(x), 0, np.clip(f32(u), 0, 1).view(np.uint32) & 0x7FFFFFFF)
+    return u.astype(np.uint32)
+
+
+def flushed32(bits: Array) -> Array:
+    return np.where(bits & 0x7F800000, bits, bits & 0x80000000).astype(np.uint32)
+
+
+def to_odd(a: Array, b: Array) -> Array:
+    """a + b in float64, rounded to odd: whatever rounds it next, to fewer bits, rounds the exact sum."""
+    s = a + b
+    part = s - a
+    error = (a - (s - part)) + (b - part)
+    towards = np.nextafter(s, np.where(error > 0, np.inf, -np.inf))
+    inexact = np.isfinite(s) & (error != 0)
+    odd = s.view(np.int64) % 2 == 1
+    return np.where(inexact & ~odd, towards, s)
+
+
+def half_bits(format_: Format, x: Array, ftz: bool = False, sat: bool = False, relu: bool = False) -> Array:
+    """float64 numbers (to odd, where inexact) as codes: PTX's NaN, and what the modifiers make of them."""
+    if sat:
+        x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)) + 0.0
+    code = np.where(np.isnan(x), NAN16, format_.encode(x))
+    if relu:
+        code = np.where(~np.isnan(x) & np.signbit(x), 0, code)
+    return (flushed16(format_, code) if ftz else code).astype(np.uint16)
+
+
+def flushed16(format_: Format, code: Array) -> Array:
+    return np.where((code & 0x7FFF) < 1 << format_.mantissa, code & 0x8000, code).astype(np.uint16)

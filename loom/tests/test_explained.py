@@ -1,0 +1,158 @@
+"""`explain()` and TRITON_LOOM_EXPLAIN: nests at their lines, ticks where the work is, what is kept; nothing if off."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton_loom
+from triton_loom.explained import ExplainedKernel
+from triton_loom.testing import assert_same
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "explain.md"
+
+
+@triton.jit
+def uneven(x_ptr, y_ptr, z_ptr, n, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, offs < n, 0)
+    tl.store(y_ptr + offs, x, offs < n)  # cheap
+    for _ in tl.static_range(ROUNDS):
+        x = tl.sin(x)
+    tl.store(z_ptr + offs, x, offs < n)  # dear
+
+
+@triton.jit
+def products(a_ptr, b_ptr, c_ptr, steps, B: tl.constexpr):
+    i, j = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+    total = tl.zeros((B, B), tl.float32)
+    for k in range(steps):
+        total += tl.dot(tl.load(a_ptr + k * B * B + i * B + j), tl.load(b_ptr + k * B * B + i * B + j))
+    if steps > 2:
+        total = total * 2
+    tl.store(c_ptr + i * B + j, total)
+
+
+def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[ExplainedKernel, str]:
+    """What is said of a launch, and its C++."""
+    with triton_loom.explain() as explained:
+        compiled = kernel[grid](*args, **constants)
+    (said,) = explained.kernels
+    return said, compiled.asm["c"]
+
+
+def line_of(text: str) -> int:
+    return 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if text in line)
+
+
+@pytest.mark.compat
+def test_time_goes_where_the_work_is() -> None:
+    x, y, z = torch.rand(3, 5000)
+    said, _ = launched(uneven, (5,), x, y, z, 5000, ROUNDS=40, BLOCK=1024)
+    assert (said.name, said.launches, said.programs) == ("uneven", 1, 5)
+    nests = {nest.line: nest for nest in said.nests}
+    cheap, dear = nests[line_of("# cheap")], nests[line_of("# dear")]
+    assert {cheap.file, dear.file, said.file} == {__file__}
+    assert (cheap.does, dear.does, cheap.times, dear.times) == ("store", "store", 5, 5)
+    assert dear.ticks > 3 * cheap.ticks > 0  # forty sines against a load and a store
+    assert said.ticks == sum(nest.ticks for nest in said.nests)
+    table = str(said).splitlines()
+    assert "tl.store(z_ptr + offs, x, offs < n) # dear" in table[2]
+    assert said.kept == [] or said.scratch_bytes
+
+
+def test_nests_in_loops_and_branches_are_entered_as_often_as_they_run() -> None:
+    a, b = torch.randn(2, 5, 32, 32)
+    c = torch.empty(32, 32)
+    said, _ = launched(products, (1,), a, b, c, 5, B=32)
+    torch.testing.assert_close(c, 2 * (a @ b).sum(0))
+    dot = [nest for nest in said.nests if nest.does == "product of tiles"]
+    assert [(nest.line, nest.times >= 5) for nest in dot] == [(line_of("total += tl.dot"), True)]
+    carried = [tile for tile in said.kept if tile.why == "carried by a loop or out of a branch"]
+    assert [(tile.name, tile.tile, tile.bytes) for tile in carried[:1]] == [("total", "32x32 f32", 4096)]
+    # one after another in scratch memory, or in place of each other
+    assert 4096 <= said.scratch_bytes <= sum(tile.bytes for tile in said.kept)
+
+
+def test_launches_add_up_and_scopes_nest() -> None:
+    x, y, z = torch.rand(3, 100)
+    with triton_loom.explain() as outer:
+        uneven[(1,)](x, y, z, 100, ROUNDS=1, BLOCK=128)
+        with triton_loom.explain() as inner:
+            for _ in range(3):
+                uneven[(2,)](x, y, z, 100, ROUNDS=1, BLOCK=128)
+    assert [(k.launches, k.programs) for k in outer.kernels] == [(4, 7)]
+    assert [(k.launches, k.programs) for k in inner.kernels] == [(3, 6)]
+    assert outer.kernels[0].ticks > inner.kernels[0].ticks > 0
+    assert str(triton_loom.explained.Explained()) == "no kernel was launched"
+
+
+@pytest.mark.parametrize("kernel", ["uneven", "products"])
+def test_it_costs_nothing_when_off(kernel: str) -> None:
+    """The C++ is the same but for the laps, and so are the results."""
+    if kernel == "uneven":
+        x, y, z, plain_y, plain_z = torch.rand(5, 300)
+        _, explained = launched(uneven, (3,), x, y, z, 300, ROUNDS=2, BLOCK=128)
+        plain = uneven[(3,)](x, plain_y, plain_z, 300, ROUNDS=2, BLOCK=128).asm["c"]
+        results = [(y, plain_y), (z, plain_z)]
+    else:
+        a, b = torch.randn(2, 3, 32, 32)
+        c, plain_c = torch.empty(2, 32, 32)
+        _, explained = launched(products, (1,), a, b, c, 3, B=32)
+        plain = products[(1,)](a, b, plain_c, 3, B=32).asm["c"]
+        results = [(c, plain_c)]
+    for got, want in results:
+        assert_same(got, want)
+    assert "loom::lap(" in explained
+    added = r"( *loom::lap\(\d+\);| *const loom::Explained explained;|#define LOOM_EXPLAIN \d+|#include .explain.h.)\n"
+    assert re.sub(added, "", explained) == plain
+    assert not re.search("loom::|LOOM_EXPLAIN|explain.h", plain)
+
+
+def test_instrumented_kernels_are_not_explained() -> None:
+    x, y, z = torch.rand(3, 100)
+    with triton_loom.explain() as explained, triton_loom.count() as counted:
+        uneven[(1,)](x, y, z, 100, ROUNDS=1, BLOCK=128)
+    assert len(counted.launches) == 1
+    assert explained.kernels == []
+
+
+def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def without_numbers(table: str) -> list[str]:
+    """Lines in order, with neither ticks nor shares nor the order that these make."""
+    lines = [
+        re.sub(r"[\d.,]+ (%|ms)|\(.*?:\d+\)|^ +[\d.,]+ +%? *[\d,]+", "", line) for line in table.splitlines()
+    ]
+    return sorted(" ".join(line.split()) for line in lines)
+
+
+@pytest.mark.compat
+def test_the_example_of_the_document(tmp_path: Path) -> None:
+    """Its table is what the example prints; the variable has the same printed at the end."""
+    code, table = re.findall(r"```(?:python)?\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    script = tmp_path / "softmax.py"
+    script.write_text(code)
+    ran = run(script)
+    assert not ran.returncode, ran.stderr
+    assert without_numbers(ran.stdout) == without_numbers(table)
+    script.write_text(
+        code.replace("print(explained)", "").replace("with triton_loom.explain() as explained:", "if True:")
+    )
+    ran = run(script, TRITON_LOOM_EXPLAIN="1")
+    assert ran.stdout == ""
+    assert without_numbers(ran.stderr) == without_numbers(table)
+    ran = run(script, TRITON_LOOM_EXPLAIN="yes")
+    assert "TRITON_LOOM_EXPLAIN is 0 or 1; got 'yes'" in ran.stderr
