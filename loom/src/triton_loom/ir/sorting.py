@@ -160,8 +160,6 @@ def _parity(value: Value) -> _Parity | None:
         return None
     if op.name == "arith.constant":
         number = op.attrs["value"]
-        if element_of(value.type) == I1:
-            return _Parity(frozenset(), bool(number)) if isinstance(number, bool | int) else None
         return _Parity(frozenset(), number == 1) if number in (0, 1) else None
     if op.name == "tt.make_range":
         return _Parity(frozenset({0})) if (op.attrs["start"], shape_of(value.type)) == (0, (2,)) else None
