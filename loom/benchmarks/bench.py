@@ -242,6 +242,8 @@ def first_launches(rounds: Iterable[int]) -> Iterable[Latency]:
             warm.append(first_launch(cache))
     median = statistics.median
     yield Latency("cold compile of the RMSNorm kernel", median(each["first_launch"] for each in cold), 0.8)
+    sanitized = median(each["first_sanitized_launch"] for each in cold)
+    yield Latency("first launch of a small kernel under sanitize()", sanitized, 0.6)
     yield Latency("warm start from the cache", median(each["first_launch"] for each in warm), 0.05)
     for what, key in (("hash of its own sources", "hash_of_triton"), ("import of Gluon", "import_of_gluon")):
         times = [each[key] for each in cold + warm]

@@ -2,7 +2,8 @@
 
 Which cache directory is used, and whether it already holds the kernel, is the caller's choice
 (TRITON_CACHE_DIR). What Triton does once per process is reported beside it: the hash of its own sources,
-and the import of Gluon, which it puts off until the first launch.
+and the import of Gluon, which it puts off until the first launch. So is the first launch of the smallest of
+kernels under the sanitizer, in the same process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import time
 from itertools import pairwise
 
 import torch
+import triton_loom
 from kernels import rms_norm_quant
+from smallest import double
 from triton.runtime.cache import triton_key
 
 
@@ -20,14 +23,24 @@ def import_gluon() -> None:
     import triton.experimental.gluon  # noqa: F401
 
 
+def launch_sanitized() -> None:
+    with triton_loom.sanitize():
+        double[(1,)](torch.ones(64), torch.zeros(64), 64, BLOCK=64)
+
+
 def main() -> None:
     x, weight = torch.randn(1, 2048).bfloat16(), torch.rand(2048).bfloat16()
+    steps = {
+        "hash_of_triton": triton_key,
+        "import_of_gluon": import_gluon,
+        "first_launch": lambda: rms_norm_quant(x, weight),
+        "first_sanitized_launch": launch_sanitized,
+    }
     times = [time.perf_counter()]
-    for step in (triton_key, import_gluon, lambda: rms_norm_quant(x, weight)):
+    for step in steps.values():
         step()
         times.append(time.perf_counter())
-    hashing, importing, launching = (after - before for before, after in pairwise(times))
-    print(json.dumps({"hash_of_triton": hashing, "import_of_gluon": importing, "first_launch": launching}))
+    print(json.dumps(dict(zip(steps, (after - before for before, after in pairwise(times)), strict=True))))
 
 
 if __name__ == "__main__":

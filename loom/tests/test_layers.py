@@ -155,8 +155,9 @@ def members(owner: Any) -> Iterator[str]:
 def handed_out() -> list[Any]:
     """What users get hold of: what the two packages export, and the classes of what those return."""
     exported = [getattr(package, name) for package in (triton_loom, testing) for name in package.__all__]
-    counters, sanitizer = (
-        importlib.import_module(f"triton_loom.witness.{name}") for name in ("counters", "sanitizer")
+    counters, sanitizer, verdicts = (
+        importlib.import_module(f"triton_loom.witness.{name}")
+        for name in ("counters", "sanitizer", "verdicts")
     )
     returned = [
         counters.Counter,
@@ -164,6 +165,7 @@ def handed_out() -> list[Any]:
         counters.ArgumentCount,
         counters.Traffic,
         sanitizer.Sanitizer,
+        verdicts.Verdict,
     ]
     return [*(found for found in exported if inspect.isclass(found)), *returned]
 
