@@ -14,7 +14,7 @@ import pytest
 import triton_loom
 from triton.backends.compiler import GPUTarget
 from triton_loom import compiler
-from triton_loom.device import toolchain
+from triton_loom.device import storage, toolchain
 from triton_loom.options import LoomOptions
 
 KERNEL = """
@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fresh_toolchain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A toolchain that has not looked around yet, and forgets what it finds during the test."""
-    memories = toolchain.compiler, toolchain.identity, toolchain.build
+    memories = toolchain.compiler, toolchain.identity, toolchain.is_gcc, toolchain.build
     for memory in memories:
         memory.cache_clear()
     for name in ("CXX", "CC"):
@@ -141,6 +141,70 @@ def test_other_processors_can_be_named() -> None:
     assert toolchain.build(KERNEL, "x86-64") != toolchain.build(KERNEL, "x86-64-v3")
 
 
+KERNEL_OF_TRITON = """#include "simd.h"
+#include "tile.h"
+#include "launch.h"
+
+struct Args { f32 *x; };
+static void program(const Args &a, const Program &p) { a.x[p.id[0]] = NUMBER; }
+LOOM_KERNEL(numbers, Args, program, 0)
+"""
+
+
+def logging_compiler(tmp_path: Path) -> tuple[Path, Path]:
+    log = tmp_path / "log"
+    log.touch()
+    return script(tmp_path / "bin" / "g++", f'echo "$*" >> {log}; exec g++ "$@"'), log
+
+
+def test_the_same_text_is_built_once(
+    cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also by processes that have nothing but the cache in common."""
+    wrapper, log = logging_compiler(tmp_path)
+    fresh_toolchain.setenv("CXX", str(wrapper))
+    first = toolchain.build(KERNEL)
+    toolchain.build.cache_clear()
+    assert toolchain.build(KERNEL) == first
+    assert log.read_text().count("\n") == 1
+    toolchain.build(KERNEL, quick=True)
+    toolchain.build(KERNEL, "x86-64")
+    assert log.read_text().count("\n") == 3
+    kept = list((cache / "loom-build").glob("*.so"))
+    assert len(kept) == 3
+    assert first in [file.read_bytes() for file in kept]
+
+
+def test_nothing_is_taken_from_where_others_can_write(
+    cache: Path, fresh_toolchain: pytest.MonkeyPatch
+) -> None:
+    toolchain.build(KERNEL)
+    toolchain.build.cache_clear()
+    (cache / "loom-build").chmod(0o777)
+    with pytest.raises(storage.UntrustedCache, match="loom-build can be written by every user"):
+        toolchain.build(KERNEL)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_headers_are_digested_for_the_second_kernel(
+    cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, quick: bool
+) -> None:
+    """The first one does not wait for it; what is built with them is what would have been built without."""
+    wrapper, log = logging_compiler(tmp_path)
+    fresh_toolchain.setenv("CXX", str(wrapper))
+    sources = [KERNEL_OF_TRITON.replace("NUMBER", f"{number}.0f") for number in range(4)]
+    first, *others = (toolchain.build(source, quick=quick) for source in sources)
+    commands = log.read_text().splitlines()
+    assert ["c++-header" in command for command in commands] == [False, True, False, False, False]
+    assert ["-include" in command for command in commands] == [False, False, True, True, True]
+    (digest,) = (cache / "loom-build").glob("*.gch")
+    digest.write_bytes(b"no digest of anything")  # the compiler then reads the headers themselves
+    for file in (cache / "loom-build").glob("*.so"):
+        file.unlink()
+    toolchain.build.cache_clear()
+    assert [toolchain.build(source, quick=quick) for source in sources] == [first, *others]
+
+
 # ---- the key ---------------------------------------------------------------------------------------------
 
 
@@ -208,7 +272,7 @@ def test_refuses_what_others_can_write(cache: Path, what: str) -> None:
     changed = {"cache": cache, "directory": file.parent, "file": file}[what]
     changed.chmod(changed.stat().st_mode | 0o002)
     with pytest.raises(
-        toolchain.UntrustedCache, match=f"{changed.name} can be written by every user.*chmod go-w"
+        storage.UntrustedCache, match=f"{changed.name} can be written by every user.*chmod go-w"
     ):
         toolchain.load(binary, "count")
 
@@ -216,26 +280,26 @@ def test_refuses_what_others_can_write(cache: Path, what: str) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_refuses_what_belongs_to_others(cache: Path) -> None:
     os.chown(cache, 12345, -1)
-    with pytest.raises(toolchain.UntrustedCache, match="belongs to user 12345"):
+    with pytest.raises(storage.UntrustedCache, match="belongs to user 12345"):
         toolchain.load(toolchain.build(KERNEL), "count")
 
 
 def test_a_group_may_write_if_it_is_ones_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.chmod(0o775)
     for answer in (True, False):
-        monkeypatch.setattr(toolchain, "_is_private_group", lambda group, answer=answer: answer)
+        monkeypatch.setattr(storage, "_is_private_group", lambda group, answer=answer: answer)
         if answer:
-            toolchain.check_trusted(str(cache))
+            storage.check_trusted(str(cache))
         else:
-            with pytest.raises(toolchain.UntrustedCache, match="can be written by all of group"):
-                toolchain.check_trusted(str(cache))
+            with pytest.raises(storage.UntrustedCache, match="can be written by all of group"):
+                storage.check_trusted(str(cache))
 
 
 def test_a_damaged_file_is_replaced(cache: Path) -> None:
     binary = toolchain.build(KERNEL + "// damaged")
-    kept = toolchain._keep(binary, str(cache / "loom"), "kernel.so")
+    kept = storage.keep(binary, str(cache / "loom"), "kernel.so")
     Path(kept).write_bytes(binary[:100])
-    toolchain._keep(binary, str(cache / "loom"), "kernel.so")
+    storage.keep(binary, str(cache / "loom"), "kernel.so")
     assert Path(kept).read_bytes() == binary
 
 

@@ -34,7 +34,7 @@ class LoomBackend(BaseBackend):
         return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
 
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
-        from .options import LoomOptions
+        from .options import LoomOptions, switched_on
 
         arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
         given = {
@@ -42,6 +42,7 @@ class LoomBackend(BaseBackend):
             "witness": tuple(name for name in features if name not in (EXPLAIN, HARDWARE_DOT)),
             "explain": EXPLAIN in features,
             "hardware_dot": HARDWARE_DOT in features,
+            "quick_build": switched_on("TRITON_LOOM_QUICK_BUILD"),
         }
         return LoomOptions.of({**given, **options})
 
@@ -122,8 +123,8 @@ def make_so(source: str, options: LoomOptions) -> bytes:
     """From C++ to a shared object."""
     from .device import toolchain
 
-    # An instrumented kernel spends its time at its accesses; it compiles in half the time.
-    return toolchain.build(source, options.arch, "-O1" if options.witness else "-O2")
+    # An instrumented kernel spends its time at its accesses, whatever the optimisation.
+    return toolchain.build(source, options.arch, quick=options.quick_build or bool(options.witness))
 
 
 @functools.lru_cache

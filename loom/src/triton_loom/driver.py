@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from .features import COUNT, EXPLAIN, HARDWARE_DOT, SANITIZE
+from .options import switched_on
 
 if TYPE_CHECKING:
     from .device.launcher import LoomLauncher
@@ -39,7 +40,7 @@ class LoomDriver(DriverBase):
         super().__init__()
         self.witness = _open_scopes() if witness is None else witness
         self.explain = (_explain() if explain is None else explain) and not self.witness
-        self.hardware_dot = _switch("TRITON_LOOM_HARDWARE_DOT")
+        self.hardware_dot = switched_on("TRITON_LOOM_HARDWARE_DOT")
         self.utils = LoomUtils()
         self.launcher_cls = _launcher(bool(self.witness), self.explain)
 
@@ -161,19 +162,12 @@ def _open_scopes() -> tuple[str, ...]:
 
 def _explain() -> bool:
     """TRITON_LOOM_EXPLAIN=1: what kernels became and where their time went is printed when the process ends."""
-    asked = _switch("TRITON_LOOM_EXPLAIN")
+    asked = switched_on("TRITON_LOOM_EXPLAIN")
     if asked:
         from . import explained
 
         explained.explain_process()
     return asked
-
-
-def _switch(name: str) -> bool:
-    asked = os.environ.get(name, "0")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"{name} is 0 or 1; got {asked!r}")
-    return asked == "1"
 
 
 class LoomInterface:

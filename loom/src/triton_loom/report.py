@@ -95,7 +95,9 @@ def text(launches: Sequence[LaunchCount], findings: Sequence[Finding], times: Ti
                 f"{found} finding{'s' * (found > 1)}" if found else "clean",
             )
         )
-    tensors = [("bytes moved", "", "requested", "distinct", "per program", "per launch")]
+    tensors: list[tuple[str, ...]] = [
+        ("bytes moved", "", "requested", "distinct", "per program", "per launch")
+    ]
     for kernel, its in kernels.items():
         tensors.append((kernel, *[""] * 5))
         for name in dict.fromkeys(name for launch in its for name in launch.arguments):

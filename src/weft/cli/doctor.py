@@ -284,11 +284,11 @@ def _cache(report: Report) -> None:
     except OSError as error:
         cache.problem = error.strerror or str(error)
     if cache.writable and os.path.isdir(cache.path) and loom.is_installed():
-        from triton_loom.device import toolchain
+        from triton_loom.device import storage
 
         try:
-            toolchain.check_trusted(cache.path)
-        except toolchain.UntrustedCache as error:
+            storage.check_trusted(cache.path)
+        except storage.UntrustedCache as error:
             cache.problem = str(error).removeprefix(cache.path).strip().partition(", so Loom")[0]
     size = f"{cache.bytes / 2**20:.1f} MiB" if cache.complete else f"more than {cache.bytes / 2**20:.0f} MiB"
     state = cache.problem or "writable"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 from ..ir.ttir import BF16, F32, F64, I1, I8, I32, Op, Scalar, Tensor, Value, element_of, shape_of
-from . import assembly
 from .control import ControlFlow
 from .cpp import c_type, literal, narrow, size_of, stored_type, vector_of, widen
 from .forms import Form, Index, constant_index
@@ -406,6 +405,8 @@ class FunctionEmitter(ControlFlow):
 
     def on_tt_elementwise_inline_asm(self, op: Op) -> None:
         self.comment(op)
+        from . import assembly  # its tables take longer to read than most kernels take to generate
+
         name = self.unit.unique("assembly")
         self.unit.top += assembly.function(op, name)
         pack = op.attrs.get("packed_element", 1)
