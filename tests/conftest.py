@@ -1,3 +1,5 @@
+import os
+
 from triton_loom.testing.fixtures import (
     fixed_seeds,
     poisoned_allocations,
@@ -5,6 +7,10 @@ from triton_loom.testing.fixtures import (
     pytest_report_header,
     restored_threads,
 )
+
+# Kernels run on little data here, so that building them is most of the work. The bits are the same either way;
+# TRITON_LOOM_QUICK_BUILD=0 tests what users run.
+os.environ.setdefault("TRITON_LOOM_QUICK_BUILD", "1")
 
 __all__ = [
     "fixed_seeds",

@@ -167,6 +167,16 @@ def matmul(dtype: torch.dtype, target: float) -> Contest:
     )
 
 
+def sort() -> Contest:
+    x = torch.randn(64, 1024)
+    return Contest(
+        "sort of rows, one tile of 64x1024 fp32",
+        lambda: kernels.sort(x),
+        {"torch.sort": (lambda: torch.sort(x).values, 0.6)},
+        lambda ours, theirs: torch.testing.assert_close(ours, theirs, rtol=0, atol=0),
+    )
+
+
 def vector_add() -> Contest:
     x, y = torch.randn(2**24), torch.randn(2**24)
     return Contest(
@@ -184,6 +194,7 @@ CONTESTS: dict[str, Callable[[], Contest]] = {
     "cross_entropy": cross_entropy,
     "matmul_fp32": lambda: matmul(torch.float32, 0.35),
     "matmul_bf16": lambda: matmul(torch.bfloat16, 0.15),
+    "sort": sort,
     "vector_add": vector_add,
 }
 

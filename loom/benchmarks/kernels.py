@@ -306,6 +306,22 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return c
 
 
+# ---- sort ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sort_kernel(x_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]  # [ROWS, COLS]
+    tl.store(out_ptr + offsets, tl.sort(tl.load(x_ptr + offsets)))
+
+
+def sort(x: torch.Tensor) -> torch.Tensor:
+    """All rows in one program, as a tile of a larger kernel would be sorted."""
+    out = torch.empty_like(x)
+    sort_kernel[(1,)](x, out, ROWS=x.shape[0], COLS=x.shape[1])
+    return out
+
+
 # ---- vector add, and a kernel that does next to nothing ------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .errors import DeviceAssertion, Finding, SanitizerError
+from .errors import DeviceAssertion, Finding, Reason, SanitizerError
 
 if TYPE_CHECKING:
     from .explained import Explained
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DeviceAssertion",
     "Finding",
+    "Reason",
     "SanitizerError",
     "active",
     "count",
@@ -73,6 +74,8 @@ def sanitize(*, collect: bool = False, dry: bool = False) -> Iterator[Sanitizer]
         with triton_loom.sanitize(collect=True) as seen:
             kernel[grid](x, y)
         print(*seen.findings, sep="\\n")
+
+    `seen.verdicts` says of every launch whether it was clean, or why it was not checked.
     """
     driver = _driver()
     from .witness import sanitizer
@@ -89,7 +92,8 @@ def count() -> Iterator[Counter]:
             kernel[grid](x, y)
         print(counted.launches[0].arguments["x_ptr"].loads.distinct)
 
-    What is counted is explained at `triton_loom.witness.counters.Traffic`.
+    What is counted is explained at `triton_loom.witness.counters.Traffic`; `counted.verdicts` says of every launch
+    whether it was, or why not.
     """
     driver = _driver()
     from .witness import counters

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 FindingKind = Literal[  # in the order of `Kind` in include/witness_data.h
@@ -20,6 +21,20 @@ class DeviceAssertion(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Reason:
+    """How it came to that: expressions of the kernel's text, and what they were at the lane that went wrong."""
+
+    expression: str  # the address of an access, or the arithmetic that went wrong
+    mask: str | None = None  # of an access; it was true, or the lane would have been off
+    values: Mapping[str, int | str] = field(default_factory=dict)  # of names in the two; only what is certain
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} = {value}" for name, value in self.values.items())
+        masked = f", mask {self.mask}" if self.mask else ""
+        return f"{self.expression}{masked}{f' where {values}' if values else ''}"
+
+
+@dataclass(frozen=True)
 class Finding:
     """What a launch did wrong at one line: the first program that did, and how often it happened."""
 
@@ -27,19 +42,21 @@ class Finding:
     kernel: str
     file: str
     line: int
-    program: tuple[int, int, int] | None
-    argument: str | None
-    index: tuple[int, ...] | None  # into the tensor; outside of its shape if the access was
-    launch: int  # the launches of a scope count from 0
-    launched_from: str
-    count: int
     detail: str
+    launch: int  # the launches of a scope that were checked count from 0
+    launched_from: str
+    program: tuple[int, int, int] | None = None
+    argument: str | None = None
+    index: tuple[int, ...] | None = None  # into the tensor; outside of its shape if the access was
+    count: int = 1
+    reason: Reason | None = None  # None where nothing is certain
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: {self.kind} in {self.kernel}"
         times = f", {self.count} times, first" if self.count > 1 else ""
         program = f"{times} by program {self.program}" if self.program else times
-        return f"{where}{program}: {self.detail} (launch {self.launch}, from {self.launched_from})"
+        why = f"; {self.reason}" if self.reason else ""
+        return f"{where}{program}: {self.detail}{why} (launch {self.launch}, from {self.launched_from})"
 
 
 class SanitizerError(RuntimeError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from .witness.sanitizer import Sanitizer
+
+_PROPERTY = "loom_verdicts"
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -21,11 +24,9 @@ def pytest_addoption(parser: Any) -> None:
 
 
 @pytest.fixture
-def loom_sanitizer() -> Iterator[Sanitizer]:
+def loom_sanitizer(request: pytest.FixtureRequest) -> Iterator[Sanitizer]:
     """Checks the launches of a test, which fails at the first finding."""
-    from . import sanitize
-
-    with sanitize() as sanitizer:
+    with _checked(request.node) as sanitizer:
         yield sanitizer
 
 
@@ -34,7 +35,35 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
     """With `--loom-sanitize`, a test runs in a scope of its own."""
     if not item.config.getoption("--loom-sanitize") or "loom_sanitizer" in item.fixturenames:
         return (yield)
+    with _checked(item):
+        return (yield)
+
+
+@contextmanager
+def _checked(item: Any) -> Iterator[Sanitizer]:
+    """A scope whose verdicts are kept with the test: so they come back from the workers of pytest-xdist as well."""
     from . import sanitize
 
-    with sanitize():
-        return (yield)
+    with sanitize() as sanitizer:
+        try:
+            yield sanitizer
+        finally:
+            verdicts = [(verdict.kernel, verdict.outcome, verdict.reason) for verdict in sanitizer.verdicts]
+            item.user_properties.append((_PROPERTY, verdicts))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What became of the launches of all tests that were checked, and which tests launched nothing."""
+    from .witness.verdicts import Verdict, summary
+
+    verdicts, idle = [], []
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if getattr(report, "when", None) == "teardown":
+            for found in (found for name, found in report.user_properties if name == _PROPERTY):
+                verdicts += [Verdict(*parts) for parts in found]
+                idle += [] if found else [report.nodeid]
+    if verdicts or idle:
+        terminalreporter.section("launches checked by triton_loom.sanitize")
+        terminalreporter.line(summary(verdicts))
+    if idle:
+        terminalreporter.line(f"not checked, as they launched nothing: {', '.join(idle)}")

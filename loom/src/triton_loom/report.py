@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from . import count, sanitize
-from .errors import Finding
 from .tables import in_units, table
 from .witness.counters import ArgumentCount, LaunchCount, Traffic
+from .witness.sanitizer import Sanitizer
 
 
 def run(script: str, arguments: Sequence[str], device: str | None = None) -> int:
@@ -44,7 +44,7 @@ def run(script: str, arguments: Sequence[str], device: str | None = None) -> int
                 print(NO_GPU.format(script=script), file=sys.stderr)
             code = 1
     sys.stdout.flush()
-    print(text(counted.launches, seen.findings, times))
+    print(text(counted.launches, seen, times))
     return 1 if seen.findings else code
 
 
@@ -74,16 +74,16 @@ class Times:
     running: dict[str, float] = field(default_factory=dict)
 
 
-def text(launches: Sequence[LaunchCount], findings: Sequence[Finding], times: Times) -> str:
+def text(launches: Sequence[LaunchCount], seen: Sanitizer, times: Times) -> str:
     """The report."""
+    findings = seen.findings
     if not launches:
-        return "\nno Triton kernel was launched" + "".join(f"\n{finding}" for finding in findings)
+        return "\n".join(["", "no Triton kernel was launched", *map(str, findings)])
     kernels: dict[str, list[LaunchCount]] = {}
     for launch in launches:
         kernels.setdefault(launch.kernel, []).append(launch)
     rows = [("kernel", "launches", "read", "written", "compiled", "ran", "verdict")]
     for kernel, its in kernels.items():
-        found = sum(finding.kernel == kernel for finding in findings)
         rows.append(
             (
                 kernel,
@@ -92,7 +92,7 @@ def text(launches: Sequence[LaunchCount], findings: Sequence[Finding], times: Ti
                 in_units(sum(launch.stores.distinct for launch in its)),
                 f"{times.compiling[kernel]:.2f} s" if kernel in times.compiling else "cached",
                 f"{1e3 * times.running.get(kernel, 0):,.3g} ms",
-                f"{found} finding{'s' * (found > 1)}" if found else "clean",
+                _verdict(kernel, seen),
             )
         )
     tensors: list[tuple[str, ...]] = [
@@ -112,7 +112,15 @@ def text(launches: Sequence[LaunchCount], findings: Sequence[Finding], times: Ti
         "per program, per launch: 32-byte sectors that each touches, added up",
     ]
     lines = ["", *table(rows, "<>>>>><"), "", *map(str, findings), *[""] * bool(findings)]
-    return "\n".join([*lines, *table(tensors, "<<>>>>"), "", *notes, summary])
+    return "\n".join([*lines, *table(tensors, "<<>>>>"), "", *notes, summary, seen.summary])
+
+
+def _verdict(kernel: str, seen: Sanitizer) -> str:
+    """Of all launches of a kernel: the number of findings, else the worst that became of one."""
+    if found := sum(finding.kernel == kernel for finding in seen.findings):
+        return f"{found} finding{'s' * (found > 1)}"
+    outcomes = {verdict.outcome for verdict in seen.verdicts if verdict.kernel == kernel}
+    return "not checked" if not outcomes or "not checked" in outcomes else "clean"
 
 
 def _directions(counts: list[ArgumentCount]) -> Iterator[tuple[str, Traffic]]:

@@ -32,7 +32,7 @@ _RESERVED = frozenset(
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
-        u8 u16 u32 u64 f32 f64 loom explained""",
+        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained""",
     )
 )
 
@@ -83,7 +83,9 @@ class Frame:
         name = re.sub(r"\W", "_", name)
         if name[0].isdigit():
             name = f"v{name}"
-        return f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|result|a)\d+|kept\d+_.*", name) else name
+        return (
+            f"{name}_" if name in _RESERVED or re.fullmatch(r"(i|ii|result|a)\d+|kept\d+_.*", name) else name
+        )
 
     def bind(self, value: Value, name: str) -> str:
         name = self.identifier(name)

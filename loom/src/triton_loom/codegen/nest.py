@@ -80,7 +80,8 @@ class LoopNest:
         if innermost is not None:
             loops.append(innermost)
         self.loops = loops
-        self.variables = {d: f"i{d}" for d in loops}
+        # i8, i16, i32 and i64 are types
+        self.variables = {d: f"ii{d}" if d in (8, 16, 32, 64) else f"i{d}" for d in loops}
         self.lane_level = loops.index(self.lane_dim) + 1 if self.lane_dim in loops else 0
         self.code: list[list[str]] = [[] for _ in range(len(loops) + 1)]
         self.after: list[list[str]] = [[] for _ in range(len(loops) + 1)]

@@ -123,12 +123,20 @@ def _cmpi(op: Op, args: list[str], lanes: Lanes) -> str:
         sign = _CMPI[predicate(op)]
         if isinstance(element, Scalar) and element.name == "i1" and lanes == 1 and sign not in ("==", "!="):
             args = [f"-(i32){a}" for a in args]
-    return f"mask({args[0]} {sign} {args[1]})"
+    return _compare(f"mask({{0}} {sign} {{1}})", element.bits, args, lanes)
 
 
 def _cmpf(op: Op, args: list[str], lanes: Lanes) -> str:
-    name = _scalar(op).name
-    return _CMPF[predicate(op)].format(*(widen(name, a) for a in args))
+    element = _scalar(op)
+    return _compare(_CMPF[predicate(op)], element.bits, [widen(element.name, a) for a in args], lanes)
+
+
+def _compare(template: str, bits: int, args: list[str], lanes: Lanes) -> str:
+    """64-bit lanes are compared a register at a time: GCC 12 takes apart what is wider, lane by lane."""
+    if bits < 64 or lanes == 1:
+        return template.format(*args)
+    lambda_ = f"[](auto a, auto b) LOOM_LAMBDA {{ return {template.format('a', 'b')}; }}"
+    return f"by_registers<i64>({lambda_}, {', '.join(args)})"
 
 
 def _select(op: Op, args: list[str], lanes: Lanes) -> str:
@@ -274,10 +282,10 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "arith.shli": _integer("shl({0}, {1})"),
     "arith.shrsi": _integer("sar({0}, {1})"),
     "arith.shrui": _unsigned("shr({0}, {1})"),
-    "arith.maxsi": _integer("select(mask({0} > {1}), {0}, {1})", mask="{0} & {1}"),
-    "arith.minsi": _integer("select(mask({0} < {1}), {0}, {1})", mask="{0} | {1}"),
-    "arith.maxui": _unsigned("select(mask({0} > {1}), {0}, {1})", mask="{0} | {1}"),
-    "arith.minui": _unsigned("select(mask({0} < {1}), {0}, {1})", mask="{0} & {1}"),
+    "arith.maxsi": _integer("greater({0}, {1})", mask="{0} & {1}"),
+    "arith.minsi": _integer("lesser({0}, {1})", mask="{0} | {1}"),
+    "arith.maxui": _unsigned("greater({0}, {1})", mask="{0} | {1}"),
+    "arith.minui": _unsigned("lesser({0}, {1})", mask="{0} & {1}"),
     "arith.cmpi": Elementwise(1, _cmpi),
     "arith.cmpf": Elementwise(1, _cmpf),
     "arith.select": Elementwise(1, _select),
@@ -357,6 +365,7 @@ ROOTS = {
     "tt.scan": "sequential along the axis",
     "tt.dot": "a register-blocked micro-kernel, each sum in the order of K",
     "tt.dot_scaled": "operands dequantised to fp32, then as tt.dot",
+    "loom.bitonic": "what `tl.sort` and `tl.topk` are made of, recognised: compare-and-swaps in place",
     "tt.histogram": "a counting loop",
     "tt.join": "stored interleaved",
     "tt.cat": "stored one after the other",

@@ -348,6 +348,32 @@ class FunctionEmitter(ControlFlow):
 
     # -- the rest --
 
+    def on_loom_bitonic(self, op: Op) -> None:
+        """The operand is copied, and the copy sorted in place by include/sort.h."""
+        self.comment(op)
+        (source,) = op.operands
+        target, element = self.buffer_for(op.result), element_of(source.type)
+        assert isinstance(element, Scalar)
+        self.write_to([(target, source)], self.plan.nest(op))
+        steps = self.unit.unique("steps")
+        merges = (
+            f"{{{m.first}, {m.last}, {m.flip}, {str(m.descending).lower()}}}" for m in op.attrs["merges"]
+        )
+        type_ = f"u{element.bits}" if op.attrs["unsigned"] else c_type(element)
+        key = f"{element.name}_key"
+        definition = (
+            f"static const auto {key} = [](auto x) LOOM_LAMBDA {{ return {widen(element.name, 'x')}; }};"
+        )
+        if definition not in self.unit.top:
+            self.unit.top.append(definition)
+        self.lines += [
+            "{",
+            f"static const Merge {steps}[] = {{{', '.join(merges)}}};",
+            f"sort_network<{target.size}>(({type_} *){target.name}, {steps}, {key});",
+            "}",
+        ]
+        target.filled = True
+
     def on_tt_histogram(self, op: Op) -> None:
         self.comment(op)
         source = self.stored(op.operands[0])

@@ -30,10 +30,14 @@ def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
     return library, function
 
 
+UNWATCHED: list[Callable[[str], None]] = []  # who hears of launches without instruments, by the kernel's name
+
+
 class LoomLauncher:
     """Launches one compiled kernel. Triton makes one per kernel and calls it once per launch."""
 
     poisoned = False  # every program begins with scratch memory that is full of 0xFF
+    watched = False  # the kernel is instrumented
 
     def __init__(self, src: Any, metadata: Any) -> None:
         from torch import get_num_threads
@@ -60,6 +64,9 @@ class LoomLauncher:
     ) -> None:
         if enter_hook is not None:
             enter_hook(launch_metadata)
+        if UNWATCHED and not self.watched:
+            for hear in UNWATCHED:
+                hear(self.name)
         failed = 0
         programs = grid_x * grid_y * grid_z
         if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0 or isinstance(programs, float):

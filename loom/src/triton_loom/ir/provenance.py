@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .sorting import BITONIC
 from .ttir import I32, Block, Function, Op, Value, element_of
 
 
@@ -71,7 +72,7 @@ def _results(op: Op, slot: int) -> list[Value]:
 # (and, or, xor, unsigned division) wraps around on purpose.
 _THROUGH = {
     *("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"),
-    *("arith.extsi", "arith.index_cast", "arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi"),
+    *("arith.extsi", "arith.index_cast", "arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi", BITONIC),
 }
 ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.shli": "<<"}
 

@@ -1,20 +1,22 @@
 """Rewrites of the IR that come before scheduling.
 
-One so far: a tile of offsets or pointers that a loop moves along (`ptrs += BLOCK * stride`) is replaced by
-its starting tile plus a scalar that counts how far it has moved. Pointer tiles then never live in memory, and
-the address of a chunk stays an affine expression that a vector load can use.
+A tile of offsets or pointers that a loop moves along (`ptrs += BLOCK * stride`) is replaced by its starting
+tile plus a scalar that counts how far it has moved. Pointer tiles then never live in memory, and the address of
+a chunk stays an affine expression that a vector load can use. Sorting networks are recognised by `sorting`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .sorting import recognize_sorting
 from .ttir import I1, I64, Block, Function, Module, Op, Pointer, Scalar, Tensor, Value, element_of
 
 
 def rewrite(module: Module) -> Module:
     """All rewrites, in place."""
     for function in module.functions.values():
+        recognize_sorting(function)
         for op in list(function.body.walk()):
             if op.name == "scf.for":
                 _scalarize_moving_tiles(op, function)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .scopes import SCOPES
+from .verdicts import Judged, Verdict
 from .watched import Watched
 
 
@@ -71,23 +72,29 @@ def total(parts: Iterable[Traffic]) -> Traffic:
 
 
 @dataclass
-class Counter:
-    """A scope: its launches in order."""
+class Counter(Judged):
+    """A scope: the launches that were counted, in order, and a verdict for every launch."""
 
     launches: list[LaunchCount] = field(default_factory=list)
 
     def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
         """Takes a launch down."""
         self.launches.append(launch_count(watched))
+        early = "an assertion ended it early" if watched.ended_early else ""
+        self.verdicts.append(Verdict(watched.kernel.name, "counted", early))
+
+    def miss(self, kernel: str, reason: str) -> None:
+        """Takes down that nobody counted a launch."""
+        self.verdicts.append(Verdict(kernel, "not counted", reason))
 
     @property
     def loads(self) -> Traffic:
-        """What is loaded, all launchs together."""
+        """What is loaded, all launches together."""
         return total(launch.loads for launch in self.launches)
 
     @property
     def stores(self) -> Traffic:
-        """What is stored, all launchs together."""
+        """What is stored, all launches together."""
         return total(launch.stores for launch in self.launches)
 
 
@@ -100,7 +107,7 @@ def launch_count(watched: Watched) -> LaunchCount:
         dtype = str(tensor.dtype).removeprefix("torch.") if argument.known else "address"
         shape = tuple(tensor.shape) if argument.known else ()
         arguments[argument.name] = ArgumentCount(argument.name, dtype, shape, loads, stores)
-    return LaunchCount(watched.kernel, watched.grid, arguments, watched.witness.dot_flops)
+    return LaunchCount(watched.kernel.name, watched.grid, arguments, watched.witness.dot_flops)
 
 
 @contextmanager

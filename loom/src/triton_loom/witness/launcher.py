@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..device.arguments import address, fields, problem
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion
-from ..features import COUNT
+from ..features import COUNT, SANITIZE
 from .scopes import SCOPES
-from .watched import ARENA, Watched
+from .watched import ARENA, Kernel, Watched
 
 
 class WatchedLauncher(LoomLauncher):
@@ -20,15 +21,25 @@ class WatchedLauncher(LoomLauncher):
 
     takes_tensors = True  # a caller that has tensors gives those, not their addresses
     poisoned = True
+    watched = True
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
-        self.counted = COUNT in metadata.witness
-        self.told = _moved(metadata.witnessed, src)
-        self.fields = list(fields(src.signature))
-        self.pointers = [field for field in self.fields if field.code == "P"]
         self.names = list(src.signature)
         self.constants = getattr(src, "constants", {})
+        told = metadata.witnessed
+        moved = _mover(told["location"], src)
+        sites = [{**s, "location": moved(s["location"]), "called": moved(s["called"])} for s in told["sites"]]
+        self.kernel = Kernel(
+            name=self.name,
+            modes=metadata.witness,
+            told=told,
+            location=moved(told["location"]),
+            sites=sites,
+            fields=list(fields(src.signature)),
+            constants={self.names[p[0]]: v for p, v in self.constants.items() if _is_whole(p)},
+            ttir=functools.partial(_text_in_cache, metadata.hash, src.name),
+        )
 
     def reaching(self, tensors: Sequence[Any]) -> Callable[..., None]:
         """The launcher for a launch that finds the addresses of these tensors in memory."""
@@ -40,20 +51,20 @@ class WatchedLauncher(LoomLauncher):
         hidden, args = rest[:6], rest[6:]  # stream, function, metadata and hooks; then the kernel's own
         if len(args) < len(self.names) and (wrong := problem(self.signature, args)):
             raise TypeError(f"{self.name}: {wrong}")
-        pointers = [(field.name, _at(args, field.path)) for field in self.pointers]
+        modes = self.kernel.modes
+        values = [_at(args, field.path) for field in self.kernel.fields]
         watched = Watched(
-            self.name,
-            self.told,
-            pointers=pointers,
+            self.kernel,
+            values,
             grid=(grid_x, grid_y, grid_z),
             reached=reached,
-            sanitizer=SCOPES.sanitizer,
-            counters=SCOPES.counters,
-            counted=self.counted,
+            sanitizer=SCOPES.sanitizer if SANITIZE in modes else None,
+            counters=SCOPES.counters if COUNT in modes else (),
         )
-        broken = list(self.broken_promises(args))
+        broken = list(self.broken_promises(values, args))
         # Arguments that are reached through memory come after the pointers.
-        for field, argument in zip(self.pointers, watched.arguments, strict=False):
+        pointers = (field for field in self.kernel.fields if field.code == "P")
+        for field, argument in zip(pointers, watched.arguments, strict=False):
             if argument.is_meta:
                 args = _with(args, field.path, argument.address)  # nothing is there: the launch is dry
         status = THREAD.memory.status
@@ -63,17 +74,26 @@ class WatchedLauncher(LoomLauncher):
             try:
                 super().__call__(grid_x, grid_y, grid_z, *hidden, *args)
             except DeviceAssertion:
-                watched.tell(broken)  # what tripped it, perhaps
+                watched.ended_early = True
+                self.tell(watched, broken)  # what tripped it, perhaps
                 raise
             finally:
                 status.witness = None
                 watched.done()
+        self.tell(watched, broken)
+
+    def tell(self, watched: Watched, broken: list[tuple[str, str]]) -> None:
+        """Tells the scopes that are open, those first that the kernel was not compiled for."""
+        others = [mode for mode in SCOPES.modes if mode not in self.kernel.modes]
+        SCOPES.miss(self.name, f"it was compiled for {self.kernel.modes[0]}() alone", others)
         watched.tell(broken)
 
-    def broken_promises(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    def broken_promises(self, values: list[Any], args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
         """Arguments that the kernel was compiled for and that are others now: a caller may reuse a compiled kernel."""
-        for field, divisor in zip(self.fields, self.told["divisible"], strict=True):
-            name, value = field.name, _at(args, field.path)
+        for field, value, divisor in zip(
+            self.kernel.fields, values, self.kernel.told["divisible"], strict=True
+        ):
+            name = field.name
             value = (
                 address(value, name) if field.code == "P" and not getattr(value, "is_meta", False) else value
             )
@@ -86,19 +106,30 @@ class WatchedLauncher(LoomLauncher):
                 yield name, f"{name} is {value}, but the kernel was compiled for {constant}"
 
 
-def _moved(told: dict[str, Any], src: Any) -> dict[str, Any]:
-    """With the file that the kernel is in now: Triton's cache finds kernels by their text, wherever that was."""
-    was = told["location"].rpartition(":")[0]
-    now = getattr(getattr(getattr(src, "fn", None), "fn", None), "__code__", None)
-    if now is None or now.co_filename == was:
-        return told
+def _mover(location: str, src: Any) -> Callable[[str], str]:
+    """To the file that the kernel is in now: Triton's cache finds kernels by their text, wherever that was."""
+    was = location.rpartition(":")[0]
+    code = getattr(getattr(getattr(src, "fn", None), "fn", None), "__code__", None)
+    now = code.co_filename if code is not None else was
 
     def moved(location: str) -> str:
         file, _, line = location.rpartition(":")
-        return f"{now.co_filename}:{line}" if file == was else location
+        return f"{now}:{line}" if file == was else location
 
-    sites = [{**s, "location": moved(s["location"]), "called": moved(s["called"])} for s in told["sites"]]
-    return {**told, "location": moved(told["location"]), "sites": sites}
+    return moved
+
+
+def _is_whole(path: Any) -> bool:
+    """A constant that is an argument, not a part of one."""
+    return isinstance(path, tuple) and len(path) == 1
+
+
+def _text_in_cache(key: str, name: str) -> str | None:
+    """The kernel's TTIR, where Triton has put it when it was compiled."""
+    from triton.runtime.cache import get_cache_manager
+
+    path = get_cache_manager(key).get_file(f"{name[:150]}.ttir")
+    return Path(path).read_text() if path else None
 
 
 def _at(args: Any, path: tuple[Any, ...]) -> Any:

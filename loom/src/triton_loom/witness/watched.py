@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..device.arguments import Field
 from ..errors import FindingKind
+from ..features import COUNT
 from . import abi
 
 if TYPE_CHECKING:  # that it is not imported keeps `import torch` out of the making of a device
@@ -25,6 +27,9 @@ class Listener(Protocol):
 
     def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
         """Hears of a launch that is over; `broken` are promises about arguments, by name, that it did not keep."""
+
+    def miss(self, kernel: str, reason: str) -> None:
+        """Hears of a launch that it can know nothing about."""
 
 
 class Checker(Listener, Protocol):
@@ -175,28 +180,42 @@ def _tensor_and_address(argument: Any, fake: int) -> tuple[Any, int]:
 # ---- a launch ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """An instrumented kernel, as its launches know it."""
+
+    name: str
+    modes: tuple[str, ...]  # what it does at each access, whether or not a scope is open to hear of it
+    told: dict[str, Any]  # what the compiler says of it (`Witnessed.metadata`)
+    location: str  # "file:line" where it is now,
+    sites: list[dict[str, Any]]  # and its places that can be reported
+    fields: list[Field]  # its arguments in TTIR
+    constants: dict[str, Any]  # arguments that it was compiled for, by name
+    ttir: Callable[[], str | None]  # its text, where that can still be found
+
+
 class Watched:
     """A launch that is about to happen, as witness.h wants to have it described."""
 
     def __init__(
         self,
-        kernel: str,
-        told: dict[str, Any],
+        kernel: Kernel,
+        values: Sequence[Any],
         *,
-        pointers: list[tuple[str, Any]],
         grid: tuple[int, int, int],
         reached: Sequence[Any] = (),
         sanitizer: Checker | None = None,
         counters: Sequence[Listener] = (),
-        counted: bool = False,
     ) -> None:
-        """`counted`: the kernel counts its accesses, whether or not a scope is open to hear of them."""
-        self.kernel, self.grid, self.sites, self.location = kernel, grid, told["sites"], told["location"]
-        self.sanitizer, self.counters, self.counted = sanitizer, tuple(counters), counted
+        """`values` are those of the kernel's fields."""
+        self.kernel, self.values, self.grid, self.sites = kernel, values, grid, kernel.sites
+        self.sanitizer, self.counters = sanitizer, tuple(counters)
+        self.ended_early = False
         self.arguments: list[PointerArgument] = []
-        for number, (name, value) in enumerate(pointers):
-            tensor, address = _tensor_and_address(value, (number + 1) << 44)
-            self.arguments.append(PointerArgument.of(name, tensor, address))
+        for field_, value in zip(kernel.fields, values, strict=True):
+            if field_.code == "P":
+                tensor, address = _tensor_and_address(value, (len(self.arguments) + 1) << 44)
+                self.arguments.append(PointerArgument.of(field_.name, tensor, address))
         if any(site["argument"] < 0 for site in self.sites):
             found = {f"reached[{number}]": tensor for number, tensor in enumerate(reached)}
             if self.sanitizer is not None:
@@ -206,7 +225,7 @@ class Watched:
         self.dry = declared_only or (self.sanitizer is not None and self.sanitizer.dry)
         for site in self.sites:
             self._note(site)
-        self.witness = abi.Witness(dry=self.dry, ordered=told["ordered"])
+        self.witness = abi.Witness(dry=self.dry, ordered=kernel.told["ordered"])
         self._findings = (abi.Finding * (len(self.sites) * len(abi.KINDS) + 1))()
         self._regions = self._make_regions()
         self._shadows = (abi.Shadow * 0)()
@@ -301,7 +320,7 @@ class Watched:
             cells += sum(
                 (1 + r.loaded + r.updated) * (4 * ((r.high - r.low) >> r.shift) + 128) for r in self._regions
             )
-        if self.counted and not self.dry:
+        if COUNT in self.kernel.modes and not self.dry:
             for argument in (a for a in self._c_arguments if a.loaded or a.stored):
                 size = (argument.high - argument.low) // 8 + 192
                 bits += 2 * size
@@ -324,13 +343,21 @@ class Watched:
         if self.sanitizer is not None:
             self.sanitizer.finish(self, broken)
 
-    def findings(self) -> Iterator[tuple[FindingKind, dict[str, Any], abi.Finding]]:
-        """Kind, site and record of whatever was found."""
-        for number, site in enumerate(self.sites):
+    def seen(self) -> Iterator[Seen]:
+        """Whatever went wrong."""
+        for number in range(len(self.sites)):
             for k, kind in enumerate(abi.KINDS):
                 record = self._findings[number * len(abi.KINDS) + k]
                 if record.count:
-                    yield kind, site, record
+                    yield Seen(self, kind, number, record)
+
+    @property
+    def left_out(self) -> str:
+        """What nobody could check although the launch was watched."""
+        bare = [a.name for a in self.arguments if a.accesses and not a.known]
+        dry = "dry: bounds and overflow only, in a sample of the programs" if self.dry else ""
+        unknown = f"accesses through {', '.join(bare)}, which came as a bare address" if bare else ""
+        return "; ".join(filter(None, (dry, unknown and f"without {unknown}")))
 
     def traffic(self, argument: int, direction: int) -> tuple[int, int, int, int]:
         total = self._c_arguments[argument].direction[direction].total
@@ -340,3 +367,26 @@ class Watched:
         """The program at a position in the grid."""
         x, y, _ = self.grid
         return position % x, position // x % y, position // x // y
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What went wrong at one site of a launch: how often, and the first time in full."""
+
+    watched: Watched
+    kind: FindingKind
+    number: int  # of the site
+    record: abi.Finding
+
+    @property
+    def site(self) -> dict[str, Any]:
+        return self.watched.sites[self.number]
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        x, y, z = self.record.program
+        return x, y, z
+
+    @property
+    def argument(self) -> PointerArgument | None:
+        return self.watched.arguments[self.record.argument] if self.record.argument >= 0 else None

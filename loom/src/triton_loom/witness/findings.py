@@ -1,0 +1,119 @@
+"""What a finding says: a record of witness.h, in the words of the kernel and of its arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from ..errors import Finding
+from .reasons import reason_for
+from .watched import PointerArgument, Seen, Watched
+
+
+def findings_of(watched: Watched, broken: Iterable[tuple[str, str]], launch: int) -> list[Finding]:
+    """The findings of a launch that is over, those of one kind at one line and argument taken together."""
+    merged: dict[Any, Finding] = {}
+    for finding in (*_promises(watched, broken, launch), *_accesses(watched, launch)):
+        key = (finding.kind, finding.file, finding.line, finding.argument)
+        first = merged.get(key, finding)
+        merged[key] = first if first is finding else replace(first, count=first.count + finding.count)
+    return list(merged.values())
+
+
+def _promises(watched: Watched, broken: Iterable[tuple[str, str]], launch: int) -> Iterator[Finding]:
+    file, line = _place(watched.kernel.location)
+    for name, detail in broken:
+        yield Finding(
+            kind="broken promise",
+            kernel=watched.kernel.name,
+            file=file,
+            line=line,
+            argument=name,
+            launch=launch,
+            launched_from=caller(),
+            detail=detail,
+        )
+
+
+def _accesses(watched: Watched, launch: int) -> Iterator[Finding]:
+    for seen in watched.seen():
+        file, line = _place(seen.site["location"])
+        detail = detail_of(seen)
+        if seen.site["called"] != seen.site["location"]:
+            detail = f"{detail}; called at {seen.site['called']}"
+        yield Finding(
+            kind=seen.kind,
+            kernel=watched.kernel.name,
+            file=file,
+            line=line,
+            program=seen.program,
+            argument=seen.argument.name if seen.argument else None,
+            index=seen.argument.index(seen.record.address) if seen.argument else None,
+            launch=launch,
+            launched_from=caller(),
+            count=seen.record.count,
+            detail=detail,
+            reason=reason_for(seen),
+        )
+
+
+def _place(location: str) -> tuple[str, int]:
+    file, _, line = location.rpartition(":")
+    return file, int(line or 0)
+
+
+def detail_of(seen: Seen) -> str:
+    """What happened, in a sentence."""
+    value = seen.record.value
+    if seen.kind == "offset overflow" and seen.site["what"] == "loop":
+        return (
+            f"the loop's counter would be {value} after this step, which an int32 can't hold: it would wrap around and "
+            "the loop go on"
+        )
+    if seen.kind == "offset overflow":
+        return f"the exact result is {value}, which an int32 can't hold"
+    if seen.kind == "broken promise":
+        return f"the value {value} is not what tl.multiple_of, max_contiguous or max_constancy says"
+    if seen.argument is None:
+        return f"address {seen.record.address:#x} is in none of the tensor arguments"
+    element = _element(seen.argument, seen.record.address)
+    if seen.kind == "race":
+        return _race(seen, element)
+    if seen.kind == "uninitialised read":
+        return f"nobody has written {element} since it was allocated"
+    return f"there is no {element}"
+
+
+def _element(argument: PointerArgument, address: int) -> str:
+    index = argument.index(address)
+    if index is not None:
+        return f"element {index} of {argument.describe()}"
+    offset = argument.distance(address) / argument.tensor.element_size()
+    return f"element {offset:g} places from the first one of {argument.describe()}"
+
+
+def _race(seen: Seen, element: str) -> str:
+    did = {"load": "reads", "store": "writes", "atomic": "atomically updates"}[seen.site["what"]]
+    done = "written" if did == "reads" else "touched"
+    other = seen.record.other
+    who = f"program {seen.watched.program(other)} has" if other >= 0 else "several programs have"
+    return f"{did} {element}, which {who} {done}; nothing orders the two"
+
+
+def caller() -> str:
+    """ "file:line" of the innermost frame that is neither Triton's nor Loom's."""
+    own = tuple(
+        f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(triton.__file__).parent)
+    )
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
