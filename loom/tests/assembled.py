@@ -52,9 +52,9 @@ Group = Callable[[], list[Batch]]  # what is compiled together
 LETTERS = {16: "h", 32: "r", 64: "l"}
 
 
-def execute(batches: Sequence[Batch], optimize: str = "-O2") -> list[list[Array]]:
-    """The results of every case of every batch, all of them compiled at once: as any kernel is, or with -O1 as kernels
-    under `sanitize()` are, in half the time."""
+def execute(batches: Sequence[Batch], quick: bool = False) -> list[list[Array]]:
+    """The results of every case of every batch, all of them compiled at once: as any kernel is, or `quick` as
+    kernels under `sanitize()` are, in half the time."""
     cases = [(batch, case) for batch in batches for case in batch.cases]
     # add.f32 and add.rn.f32 are one function.
     bodies = ["\n".join(assembly.function(operation(batch, case), "NAME")) for batch, case in cases]
@@ -65,7 +65,7 @@ def execute(batches: Sequence[Batch], optimize: str = "-O2") -> list[list[Array]
         *(body.replace("NAME", name) for body, name in names.items()),
         f'extern "C" __attribute__((visibility("default"))) void *const cases[] = {{{table}}};\n',
     ]
-    library = toolchain.load(toolchain.build("\n".join(source), optimize=optimize), "assembled")
+    library = toolchain.load(toolchain.build("\n".join(source), quick=quick), "assembled")
     functions = iter((ctypes.c_void_p * len(cases)).in_dll(library, "cases"))
     return [[call(next(functions), batch, case) for case in batch.cases] for batch in batches]
 
@@ -93,10 +93,10 @@ def call(function: int, batch: Batch, case: Case) -> Array:
     return output
 
 
-def verify(batches: Sequence[Batch], optimize: str = "-O2") -> None:
+def verify(batches: Sequence[Batch], quick: bool = False) -> None:
     """Every bit of every case is as its reference says."""
     with np.errstate(all="ignore"):
-        for batch, results in zip(batches, execute(batches, optimize), strict=True):
+        for batch, results in zip(batches, execute(batches, quick), strict=True):
             for case, got in zip(batch.cases, results, strict=True):
                 wanted = case.reference(*batch.inputs)
                 assert wanted.dtype == got.dtype, case.text

@@ -289,4 +289,4 @@ GROUPS: dict[str, Group] = {
 
 @pytest.mark.parametrize("group", list(GROUPS))
 def test_bits(group: str) -> None:
-    verify(GROUPS[group](), "-O1" if group == "comparisons" else "-O2")
+    verify(GROUPS[group](), quick=group == "comparisons")

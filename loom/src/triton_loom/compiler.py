@@ -13,7 +13,7 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
-from .features import EXPLAIN, HARDWARE_DOT
+from .features import EXPLAIN, HARDWARE_DOT, switched_on
 
 if TYPE_CHECKING:
     from .options import LoomOptions
@@ -34,7 +34,7 @@ class LoomBackend(BaseBackend):
         return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
 
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
-        from .options import LoomOptions, switched_on
+        from .options import LoomOptions
 
         arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
         given = {

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from .features import COUNT, EXPLAIN, HARDWARE_DOT, SANITIZE
-from .options import switched_on
+from .features import COUNT, EXPLAIN, HARDWARE_DOT, SANITIZE, switched_on
 
 if TYPE_CHECKING:
     from .device.launcher import LoomLauncher

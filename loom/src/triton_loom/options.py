@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,11 +60,3 @@ class LoomOptions:
 
     def hash(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
-def switched_on(variable: str) -> bool:
-    """Whether an environment variable is 1 rather than 0 or absent."""
-    asked = os.environ.get(variable, "0")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"{variable} is 0 or 1; got {asked!r}")
-    return asked == "1"

@@ -95,7 +95,9 @@ def text(launches: Sequence[LaunchCount], seen: Sanitizer, times: Times) -> str:
                 _verdict(kernel, seen),
             )
         )
-    tensors = [("bytes moved", "", "requested", "distinct", "per program", "per launch")]
+    tensors: list[tuple[str, ...]] = [
+        ("bytes moved", "", "requested", "distinct", "per program", "per launch")
+    ]
     for kernel, its in kernels.items():
         tensors.append((kernel, *[""] * 5))
         for name in dict.fromkeys(name for launch in its for name in launch.arguments):

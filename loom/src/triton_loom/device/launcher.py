@@ -22,7 +22,7 @@ from .arguments import argument_packer, problem
 def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
     """A kernel's shared object, and the function in it that launches the kernel."""
     library = toolchain.load(binary, name)
-    function = library.loom_launch
+    function: Any = library.loom_launch
     pointer, i32 = ctypes.c_void_p, ctypes.c_int32
     function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
     function.restype = i32

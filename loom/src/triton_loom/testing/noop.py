@@ -40,7 +40,7 @@ class _Utils:
         pass
 
 
-class NoopDriver(DriverBase):
+class NoopDriver(DriverBase):  # type: ignore[misc]
     """A GPU of this target, an sm_90 unless told otherwise, on which every launch returns at once. Its tensors are the
     CPU's."""
 
