@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from ..ir.ttir import F64, I1, Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
@@ -18,7 +19,7 @@ from .dimensions import Dims, operand_dims
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
-from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write
+from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write, turns
 
 _RESERVED = frozenset(
     re.findall(
@@ -31,7 +32,7 @@ _RESERVED = frozenset(
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
-        u8 u16 u32 u64 f32 f64""",
+        u8 u16 u32 u64 f32 f64 READ WRITE prefetch transpose""",
     )
 )
 
@@ -186,7 +187,12 @@ class Frame:
         assert op
         self.prepare(op.operands, None)
         self.comment(op)
-        if (dim := self.transposed(value)) is not None:
+        if op.name == "tt.trans" and turns(op) and self.is_filled(op.operands[0]):
+            *batch, columns, rows = buffer.shape
+            self.lines.append(
+                f"transpose<{prod(batch)}, {rows}, {columns}>({buffer.name}, {self.buffers[op.operands[0]].name});"
+            )
+        elif (dim := self.transposed(value)) is not None:
             self.write_columns(buffer, dim, value, lambda nest: nest.define(op, value, nest.index))
         else:
             nest = LoopNest(self, buffer.shape, values=[value])

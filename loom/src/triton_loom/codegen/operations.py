@@ -123,12 +123,20 @@ def _cmpi(op: Op, args: list[str], lanes: Lanes) -> str:
         sign = _CMPI[predicate(op)]
         if isinstance(element, Scalar) and element.name == "i1" and lanes == 1 and sign not in ("==", "!="):
             args = [f"-(i32){a}" for a in args]
-    return f"mask({args[0]} {sign} {args[1]})"
+    return _compared(f"mask({{0}} {sign} {{1}})", args, element.bits, lanes)
 
 
 def _cmpf(op: Op, args: list[str], lanes: Lanes) -> str:
-    name = _scalar(op).name
-    return _CMPF[predicate(op)].format(*(widen(name, a) for a in args))
+    element = _scalar(op)
+    return _compared(_CMPF[predicate(op)], [widen(element.name, a) for a in args], element.bits, lanes)
+
+
+def _compared(template: str, args: list[str], bits: int, lanes: Lanes) -> str:
+    """A comparison; of 64-bit lanes, which a chunk has more of than a register, one register after another."""
+    if bits < 64 or lanes == 1:
+        return template.format(*args)
+    compare = f"[](auto x, auto y) LOOM_LAMBDA {{ return {template.format('x', 'y')}; }}"
+    return f"by_registers<i64>({compare}, {', '.join(args)})"
 
 
 def _select(op: Op, args: list[str], lanes: Lanes) -> str:
