@@ -293,6 +293,77 @@ def test_gathered_and_scattered_elements(index_dtype: torch.dtype) -> None:
     assert_same(y.check(), torch.cat([part.flatten() for part in want]))
 
 
+@triton.jit(do_not_specialize=["rows", "cols", "row_step", "col_step"])
+def select_by_index(
+    x_ptr, index_ptr, y_ptr, n, rows, cols, row_step, col_step,
+    BY_ROW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """y [rows, cols] has row index[r] of x for row r, or column index[c] for column c; -1 where x has none."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    exists = (row < rows)[:, None] & (col < cols)[None, :]
+    if BY_ROW:
+        index = tl.load(index_ptr + row, row < rows, 0)
+        valid = ((index >= 0) & (index < n))[:, None]
+        source = x_ptr + index[:, None] * row_step + col[None, :] * col_step
+    else:
+        index = tl.load(index_ptr + col, col < cols, 0)
+        valid = ((index >= 0) & (index < n))[None, :]
+        source = x_ptr + row[:, None] * row_step + index[None, :] * col_step
+    x = tl.load(source, exists & valid, -1)
+    tl.store(y_ptr + row[:, None] * cols + col[None, :], x, exists)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64], ids=short)
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "columns"])
+def test_rows_and_columns_by_index(by_row: bool, dtype: torch.dtype) -> None:
+    """Indices repeat, and some lie far outside; x has memory that can't be touched on both sides."""
+    memory = Fenced()
+    for x_rows, x_cols in [(8, 16), (7, 61), (29, 17), (3, 3)]:
+        for order in ("rows", "columns", "rows backwards"):
+            flat = memory.first(x_rows * x_cols, dtype) if x_rows % 2 else memory.last(x_rows * x_cols, dtype)
+            flat.copy_(torch.randint(0, 100, flat.shape))
+            x = flat.view(x_cols, x_rows).T if order == "columns" else flat.view(x_rows, x_cols)
+            row_step, col_step = x.stride()
+            if order == "rows backwards":
+                x, start, row_step = x.flip(0), x[-1:], -row_step
+            else:
+                start = x
+            n, count = x.shape[0 if by_row else 1], 50
+            index = torch.randint(0, n, (count,))
+            index[torch.rand(count) < 0.1] = 2**40
+            index[torch.rand(count) < 0.1] = -1
+            valid = (index >= 0) & (index < n)
+            chosen = x.index_select(0 if by_row else 1, index.where(valid, 0))
+            missing = torch.tensor(-1).to(dtype)
+            want = chosen.where(valid[:, None] if by_row else valid, missing)
+            y = Guarded(tuple(want.shape), dtype)
+            rows, cols = want.shape
+            arguments = (start, index, y.tensor, n, rows, cols, row_step, col_step)
+            select_by_index[(1,)](*arguments, BY_ROW=by_row, ROWS=64, COLS=64)
+            assert_same(y.check(), want, f"{tuple(x.shape)} in {order}")
+
+
+@triton.jit(do_not_specialize=["step", "n"])
+def copy_by_step(x_ptr, y_ptr, step, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    odd = (offs < n) & (offs % 2 == 1)
+    tl.store(y_ptr + offs * step, tl.load(x_ptr + offs * step, odd, 0), odd)
+
+
+@pytest.mark.parametrize("step", [1, 3, -1, -2])
+def test_masked_lanes_a_step_apart(step: int) -> None:
+    n, reach = 37, 37 * abs(step)
+    for dtype in (torch.uint8, torch.float16, torch.int32, torch.float64):
+        x = random_values(reach, dtype)
+        y = Guarded((reach,), dtype)
+        want = words(y.tensor).clone()
+        chosen = torch.arange(1, n, 2) * step + (reach - 1 if step < 0 else 0)
+        want[chosen] = words(x)[chosen]
+        begin = [t[-1:] if step < 0 else t for t in (x, y.tensor)]
+        copy_by_step[(1,)](*begin, step, n, BLOCK=64)
+        assert_same(words(y.check()), want, short(dtype) or "")
+
+
 @triton.jit
 def copy_far(x_ptr, y_ptr, stride, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

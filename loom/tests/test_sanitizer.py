@@ -105,6 +105,31 @@ def test_elements_of_many_dimensions() -> None:
     check_membership((2,) * 9, [2 * 3**d for d in range(9)])
 
 
+@triton.jit(do_not_specialize=["cols"])
+def select_and_turn(x_ptr, index_ptr, y_ptr, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Column r of y is row index[r] of x."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    index = tl.load(index_ptr + row)
+    x = tl.load(x_ptr + index[:, None] * COLS + col[None, :])
+    tl.store(y_ptr + col[:, None] * ROWS + row[None, :], tl.trans(x), (col < cols)[:, None])
+
+
+def test_rows_by_index_and_transposed_stores() -> None:
+    """Every lane outside counts, and nothing is asked for beyond the tile that is accessed."""
+    x, y = torch.randint(0, 100, (40, 32), dtype=torch.uint8), torch.empty(32, 64, dtype=torch.uint8)
+    index = torch.randint(0, 40, (64,))
+    with triton_loom.sanitize(collect=True) as seen:
+        select_and_turn[(1,)](x, index, y, 32, ROWS=64, COLS=32)
+    assert not seen.findings
+    assert torch.equal(y, x[index].T)
+    index[[3, 50]] = 40
+    with triton_loom.sanitize(collect=True) as seen:
+        select_and_turn[(1,)](x, index, y[:30], 32, ROWS=64, COLS=32)
+    load, store = seen.findings
+    assert (load.kind, load.count, load.index) == ("out-of-bounds load", 2 * 32, (40, 0))
+    assert (store.kind, store.count, store.index) == ("out-of-bounds store", 2 * 64, (30, 0))
+
+
 def test_neighbours_in_one_allocation_are_told_apart() -> None:
     """A row of a matrix ends where it ends, although the next one follows."""
     memory = torch.zeros(4, 16)

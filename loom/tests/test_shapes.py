@@ -132,6 +132,39 @@ def test_constants() -> None:
     run(make_constants, want, torch.float64, -9, BLOCK=n)
 
 
+@triton.jit(do_not_specialize=["rows", "cols"])
+def store_turned(
+    x_ptr, y_ptr, z_ptr, sum_ptr, rows, cols, BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """y has the matrices of x transposed, z those of x + x; `sum` what the rows of those of y add up to."""
+    matrix, row, col = tl.arange(0, BATCH), tl.arange(0, ROWS), tl.arange(0, COLS)
+    exists = (row < rows)[None, :, None] & (col < cols)[None, None, :]
+    place = matrix[:, None, None] * rows * cols + row[None, :, None] * cols + col[None, None, :]
+    turned_exists = (row < rows)[None, None, :] & (col < cols)[None, :, None]
+    turned_place = matrix[:, None, None] * rows * cols + col[None, :, None] * rows + row[None, None, :]
+    x = tl.load(x_ptr + place, exists, 0)
+    turned = tl.permute(x, (0, 2, 1))
+    tl.store(y_ptr + turned_place, turned, turned_exists)
+    twice = tl.permute(x + x, (0, 2, 1))
+    tl.store(z_ptr + turned_place, twice, turned_exists)
+    total = tl.sum(turned.to(tl.float64), axis=1)  # [BATCH, ROWS]
+    tl.store(sum_ptr + matrix[:, None] * rows + row[None, :], total, (row < rows)[None, :])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64], ids=short)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 13, 32), (1, 128, 61), (4, 3, 17), (1, 40, 5)], ids=str)
+def test_transposed_tiles_are_stored(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    batch, rows, cols = shape
+    x = torch.randint(0, 100, shape).to(dtype)  # sums of whole numbers are exact
+    y, z = (Guarded((batch, cols, rows), dtype) for _ in range(2))
+    total = Guarded((batch, rows), torch.float64)
+    blocks = {"ROWS": triton.next_power_of_2(rows), "COLS": triton.next_power_of_2(cols)}
+    store_turned[(1,)](x, y.tensor, z.tensor, total.tensor, rows, cols, BATCH=batch, **blocks)
+    assert_same(y.check(), x.transpose(1, 2).contiguous())
+    assert_same(z.check(), (x + x).transpose(1, 2).contiguous())
+    assert_same(total.check(), x.double().sum(2))
+
+
 # ---- joining and splitting -------------------------------------------------------------------------------
 
 

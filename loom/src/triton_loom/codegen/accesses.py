@@ -43,6 +43,8 @@ class Chunk:
 class Accesses:
     """Plain memory accesses."""
 
+    prefetches = True  # memory may be asked for before it is accessed
+
     def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
         element = element_of(op.result.type)
         text = f"*{pointer}{' != 0' if element == I1 else ''}"
@@ -56,24 +58,19 @@ class Accesses:
         if pointer.kind == "vector":
             return f"load_at<{type_}>({pointer.expr}, {mask or chunk.every}, {rest})"
         base = f"(const {stored} *){pointer.expr}"
-        if pointer.kind == "offsets":
-            assert pointer.offset
+        some = f", {mask}, {rest}" if mask else ""
+        if pointer.offset:
             offsets = pointer.offset.vec(chunk.lanes)
-        elif pointer.step == 1:
-            if chunk.count is not None:
-                return f"load_first<{type_}>({base}, {chunk.count}, {rest})"
-            if masked is None:
-                return f"load<{type_}>({base})"
-            if masked.kind == "uniform":
-                return f"({masked.expr} ? load<{type_}>({base}) : {rest})"
-            return f"load_masked<{type_}>({base}, {mask}, {rest})"
-        elif mask is None:
-            return f"load_strided<{type_}>({base}, {pointer.step})"
-        else:
-            offsets = f"ramp<i64x{chunk.lanes}>(0, {pointer.step})"
-        if mask is None:
-            return f"gather<{type_}>({base}, {offsets})"
-        return f"gather_masked<{type_}>({base}, {offsets}, {mask}, {rest})"
+            return f"gather{'_masked' if mask else ''}<{type_}>({base}, {offsets}{some})"
+        if pointer.step != 1:
+            return f"load_strided<{type_}>({base}, {pointer.step}{some})"
+        if chunk.count is not None:
+            return f"load_first<{type_}>({base}, {chunk.count}, {rest})"
+        if masked is None:
+            return f"load<{type_}>({base})"
+        if masked.kind == "uniform":
+            return f"({masked.expr} ? load<{type_}>({base}) : {rest})"
+        return f"load_masked<{type_}>({base}, {mask}, {rest})"
 
     def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         return f"{f'if ({mask}) ' if mask else ''}*{pointer} = {text};"
@@ -86,19 +83,18 @@ class Accesses:
         base = f"({stored} *){pointer.expr}"
         if pointer.kind == "vector":
             return f"store_at<{type_}>({pointer.expr}, {every}, {text});"
-        if pointer.kind == "affine" and pointer.step == 1:
-            if chunk.count:
-                return f"store_first<{type_}>({base}, {chunk.count}, {text});"
-            if masked is None:
-                return f"store<{type_}>({base}, {text});"
-            if masked.kind == "uniform":
-                return f"if ({masked.expr}) store<{type_}>({base}, {text});"
-            return f"store_masked<{type_}>({base}, {mask}, {text});"
-        if pointer.kind == "affine" and mask is None:
-            return f"store_strided<{type_}>({base}, {pointer.step}, {text});"
-        ramp = f"ramp<i64x{chunk.lanes}>(0, {pointer.step})"
-        offsets = pointer.offset.vec(chunk.lanes) if pointer.offset else ramp
-        return f"scatter<{type_}>({base}, {offsets}, {every}, {text});"
+        if pointer.offset:
+            return f"scatter<{type_}>({base}, {pointer.offset.vec(chunk.lanes)}, {every}, {text});"
+        if pointer.step != 1:
+            some = f"{mask}, " if mask else ""
+            return f"store_strided<{type_}>({base}, {pointer.step}, {some}{text});"
+        if chunk.count is not None:
+            return f"store_first<{type_}>({base}, {chunk.count}, {text});"
+        if masked is None:
+            return f"store<{type_}>({base}, {text});"
+        if masked.kind == "uniform":
+            return f"if ({masked.expr}) store<{type_}>({base}, {text});"
+        return f"store_masked<{type_}>({base}, {mask}, {text});"
 
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         return f"{mask} ? {text} : {literal(element_of(op.result.type), 0)}" if mask else text
@@ -151,6 +147,8 @@ class Site:
 
 class Witnessed(Accesses):
     """Accesses that are reported to a witness, by the `modes` that it works in."""
+
+    prefetches = False
 
     def __init__(self, module: Module, modes: frozenset[str]) -> None:
         self.modes = modes

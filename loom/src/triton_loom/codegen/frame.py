@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from ..ir.ttir import F64, I1, Op, Pointer, Region, Scalar, Tensor, Type, Value, element_of, shape_of
@@ -19,7 +20,7 @@ from .explanation import Explanation
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
-from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write
+from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write, turns
 
 _RESERVED = frozenset(
     re.findall(
@@ -32,7 +33,8 @@ _RESERVED = frozenset(
         total chunk running next main printf W Args Program Status load store mask select invert
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
-        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained""",
+        u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained
+        READ WRITE prefetch transpose""",
     )
 )
 
@@ -208,7 +210,12 @@ class Frame:
         self.comment(op)
         around = self.lapped
         self.lap(op, "load, kept" if op.name == "tt.load" else "computed, kept")
-        if (dim := self.transposed(value)) is not None:
+        if op.name == "tt.trans" and turns(op) and self.is_filled(op.operands[0]):
+            *batch, columns, rows = buffer.shape
+            self.lines.append(
+                f"transpose<{prod(batch)}, {rows}, {columns}>({buffer.name}, {self.buffers[op.operands[0]].name});"
+            )
+        elif (dim := self.transposed(value)) is not None:
             self.write_columns(buffer, dim, value, lambda nest: nest.define(op, value, nest.index))
         else:
             nest = LoopNest(self, buffer.shape, values=[value])

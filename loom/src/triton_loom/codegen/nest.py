@@ -17,7 +17,10 @@ from .cpp import c_type, declare_const, literal, stored_type, vector_of
 from .dimensions import merged
 from .forms import Form, Index, Step, add_steps, as_step, constant_index, multiply_steps, pointee_size
 from .operations import ELEMENTWISE, Unsupported, predicate
-from .schedule import CHUNK, Plan, is_virtual, lane_dimension
+from .schedule import CHUNK, Plan, is_virtual, lane_dimension, strides
+
+_CACHE_LINE = 64
+_LONG_ROW = 2048  # bytes
 
 
 @dataclass(eq=False)
@@ -477,11 +480,33 @@ class LoopNest:
         rest = self.vec(other) if other else f"{type_}{{}}"
         if other and element == I1:
             rest = f"convert<{type_}>({rest})"
+        if index == self.index:
+            self.prefetch(op, pointer)
         chunk = Chunk(pointer, self.lanes, count[0] if count else None, masked)
         text = self.accesses.load_chunk(op, chunk, rest)
         if element == I1:
             text = f"mask({text} != 0)"
         return self.vector(value.name, element, text, level)
+
+    def prefetch(self, op: Op, pointer: Form) -> None:
+        """Where rows of a tile are short and lie apart, asks for those that come next: the processor foresees where a
+        long row goes on, but not where the next one begins."""
+        pointers, level = op.operands[0], self.depth - 1
+        if not self.accesses.prefetches or level < 1 or self.lane_level != self.depth:
+            return
+        if (pointer.kind, pointer.step) != ("affine", 1) or pointers in self.storage.plan.reads_memory:
+            return
+        row, size = self.loops[-2], self.shape[self.lane_dim] * pointee_size(pointer.element)
+        ahead = max(2, _LONG_ROW // size)
+        if not _CACHE_LINE <= size <= _LONG_ROW or ahead >= self.shape[row] or strides(pointers)[row] == 0:
+            return
+        index = list(self.index)
+        later = f"({self.variables[row]} + {ahead})"
+        index[row] = Form("uniform", I32, later, level)
+        index[self.lane_dim] = constant_index(0)
+        begin = self.eval(pointers, tuple(index))
+        purpose = "WRITE" if op.name == "tt.store" else "READ"
+        self.do(f"if ({later} < {self.shape[row]}) prefetch<{purpose}, {size}>({begin.expr});", level)
 
     def store(self, op: Op) -> None:
         pointer_value, stored_value = op.operands[:2]
@@ -496,6 +521,7 @@ class LoopNest:
         else:
             if element == I1:
                 text = f"convert<{vector_of(stored_type(element), self.lanes)}>({text} & 1)"
+            self.prefetch(op, pointer)
             chunk = Chunk(pointer, self.lanes, count[0] if count else None, masked)
             text = self.accesses.store_chunk(op, chunk, text)
         self.do(text, self.depth)

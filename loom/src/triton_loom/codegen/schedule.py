@@ -29,6 +29,7 @@ _CHEAP_INDEX = {
 # Recomputing a value dearer than this (in vector adds) for a second time loses to a store and a load.
 _DEAR = 6.0
 _EVERY_ITERATION = 1000.0
+_MANY_ROWS = 32
 CHUNK = 16
 
 
@@ -231,6 +232,8 @@ class _Scheduler:
                 wanted = total > 1 or self.crosses_write(op, uses)
             elif op.name in ELEMENTWISE or op.name == "tt.gather":
                 wanted = (total - 1) * self.cost(value) >= _DEAR
+            elif op.name == "tt.trans":
+                wanted = turns(op) and any(n.op.name in ("tt.store", "tt.reduce") for n in uses)
         if op.name == "tt.load":
             overlaps = {n: _overlap(op, n.op) for n in uses if n.op.name == "tt.store"}
             wanted = wanted or "possibly" in overlaps.values()
@@ -245,6 +248,7 @@ class _Scheduler:
         first = min(uses, key=lambda n: n.position)
         write = self.next_write(op) if value in self.plan.reads_memory else None
         whole = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
+        whole = whole and op.name != "tt.trans" and not self.jumps_from_row_to_row(value, first)
         in_time = write is None or first.position <= write
         if whole and first.block is op.block and in_time and not hazard:
             self.plan.tee[value] = first
@@ -252,6 +256,13 @@ class _Scheduler:
         else:
             position = first.position if write is None else min(first.position, write)
             self.fills[value] = Nest(op, -1, position, op.block)
+
+    def jumps_from_row_to_row(self, value: Value, nest: Nest) -> bool:
+        """Whether a nest would read memory down many rows, a chunk of each, which no processor foresees."""
+        if nest.op.name != "tt.reduce" or value not in self.plan.reads_memory:
+            return False
+        shape, axis = shape_of(nest.op.operands[0].type), nest.op.attrs["axis"]
+        return axis != lane_dimension(shape) and shape[axis] >= _MANY_ROWS
 
     def next_write(self, op: Op) -> int | None:
         """The position of the first operation after this one, in its block, that may write memory."""
@@ -311,6 +322,13 @@ def _chunk_friendly(op: Op) -> bool:
     source, result = shape_of(op.operands[0].type), shape_of(op.result.type)
     lanes = min(lane_extent(result), CHUNK)
     return lane_extent(source) >= lanes
+
+
+def turns(op: Op) -> bool:
+    """Whether a transposition exchanges the last two dimensions, in blocks of 16 by 16."""
+    shape, order = shape_of(op.result.type), list(op.attrs["order"])
+    rank = len(shape)
+    return order == [*range(rank - 2), rank - 1, rank - 2] and min(shape[-2:]) >= CHUNK
 
 
 def lane_dimension(shape: tuple[int, ...]) -> int:
