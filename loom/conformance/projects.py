@@ -1,0 +1,144 @@
+"""The projects: where each comes from, which version, and which tests drive its kernels."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Some tests, by the patterns of their files. Of each test, the `each` smallest sets of parameters are run."""
+
+    name: str
+    files: tuple[str, ...]
+    each: int = 1
+    at_most: int | None = None  # a cap for the numbers that a test takes by default
+    skip: tuple[str, ...] = ()  # patterns of tests that are not run; the comment beside each says why
+    options: tuple[str, ...] = ()  # for pytest
+    own: bool = False  # the files are Loom's, not the project's
+
+
+@dataclass(frozen=True)
+class Project:
+    name: str
+    version: str
+    suites: tuple[Suite, ...]
+    pip: str | None = None  # the package on PyPI
+    github: str | None = None  # owner/name; the version is a tag or commit
+    tests: str | None = None  # owner/name@version where the tests are, if not with the package
+    needs: tuple[str, ...] = ()  # packages that it imports beside torch and triton
+    path: tuple[str, ...] = (".",)  # directories to import from
+    kernels: tuple[str, ...] = (".",)  # directories that hold its kernels
+    capability: tuple[int, int] = (9, 0)  # of the GPU that it is told of
+    generated: str | None = None  # the variable that names a directory to which it writes kernels
+    ci: bool = False
+    prepare: str | None = None  # a module of `cases` that is imported before its tests
+    environment: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(
+        default_factory=dict
+    )  # patterns of tests that fail, and why: none because of Loom
+
+    def explain(self, test: str) -> str | None:
+        """Why this test fails, if that is known."""
+        return next((why for pattern, why in self.known.items() if re.search(pattern, test)), None)
+
+
+TESTS = ("tests/test_*.py",)
+
+
+def gems(name: str, *files: str) -> Suite:
+    return Suite(name, tuple(f"tests/test_{file}.py" for file in files), options=("--mode=quick",))
+
+
+PROJECTS = (
+    Project(
+        "liger",
+        "0.8.5",
+        (Suite("cases", ("tests/test_liger.py",), each=1000, own=True),),
+        pip="liger-kernel",
+        kernels=("liger_kernel",),
+    ),
+    Project(
+        "fla",
+        "bc3b101d",
+        (Suite("modules", ("tests/modules/test_*.py",)), Suite("ops", ("tests/ops/test_*.py",))),
+        github="fla-org/flash-linear-attention",
+        needs=("einops",),
+        kernels=("fla",),
+    ),
+    Project(
+        "flag_gems",
+        "5.0.2",
+        (
+            gems("pointwise", "unary_pointwise_ops", "binary_pointwise_ops"),
+            gems("reductions", "reduction_ops", "general_reduction_ops", "norm_ops"),
+            gems("special", "special_ops", "tensor_constructor_ops", "distribution_ops", "quant"),
+            gems("matrices", "blas_ops", "convolution_ops", "attention_ops"),
+        ),
+        pip="flag_gems",
+        tests="FlagOpen/FlagGems@v3.0",
+        needs=("sqlalchemy", "greenlet"),
+        kernels=("flag_gems",),
+        generated="FLAGGEMS_CACHE_DIR",
+        prepare="conformance.cases.prepare_flag_gems",
+        environment={"GEMS_VENDOR": "nvidia"},
+    ),
+    Project(
+        "linghe",
+        "02edabd",
+        (Suite("tests", TESTS, at_most=1024),),
+        github="inclusionAI/linghe",
+        kernels=("linghe",),
+    ),
+    Project(
+        "mamba",
+        "e9594ce",
+        (Suite("tests", ("tests/ops/triton/test_*.py",)),),
+        github="state-spaces/mamba",
+        needs=("einops",),
+        kernels=("mamba_ssm",),
+    ),
+    Project("attorch", "67c2772", (Suite("tests", TESTS),), github="BobMcDear/attorch", kernels=("attorch",)),
+    Project(
+        "cce",
+        "d42911f",
+        (Suite("tests", TESTS, skip=("test_vocab_parallel",)),),  # starts processes that talk over NCCL
+        github="apple/ml-cross-entropy",
+        kernels=("cut_cross_entropy",),
+    ),
+    Project(
+        "gn-kernels",
+        "ba18197",
+        (Suite("tests", TESTS),),
+        github="gau-nernst/gn-kernels",
+        kernels=("gn_kernels",),
+    ),
+    Project(
+        "triton_kernels",
+        "v3.7.1",
+        (Suite("tests", ("python/triton_kernels/tests/test_*.py",)),),
+        github="triton-lang/triton",
+        path=("python/triton_kernels",),
+        kernels=("python/triton_kernels/triton_kernels",),
+    ),
+    Project(
+        "torchao",
+        "0.18.0",
+        (
+            Suite(
+                "tests",
+                (
+                    "test/prototype/moe_training/test_kernels.py",
+                    "test/prototype/moe_training/ep/test_kernels.py",
+                    "test/prototype/moe_training/nvfp4_training/test_*_triton.py",
+                    "test/prototype/blockwise_fp8_training/test_blockwise_kernels.py",
+                ),
+            ),
+        ),
+        pip="torchao",
+        capability=(10, 0),
+        kernels=("torchao",),
+        ci=True,
+    ),
+)
