@@ -28,17 +28,22 @@ def main() -> int:
     run.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
     run.add_argument("--jobs", type=int, default=2, help="child processes at a time")
     commands.add_parser("table", help="write docs/conformance.md of the results so far")
+    found = commands.add_parser("found", help="run the reproductions in docs/found.md")
+    found.add_argument("--ci", action="store_true", help="of the projects that continuous integration runs")
     args = parser.parse_args()
+    if args.command == "found":
+        from .found import check
+
+        return bool(check(args.ci))
     if args.command == "table":
         from .report import write
 
         write()
         return 0
-    chosen = [p for p in PROJECTS if (not args.ci or p.ci) and (not args.projects or p.name in args.projects)]
+    chosen = [project for project in PROJECTS if not args.projects or project.name in args.projects]
     pieces = [(project, suite) for project in chosen for suite in project.suites]
-    if args.suite:
-        pieces = [(p, s) for p, s in pieces if s.name == args.suite]
-    for project in chosen:
+    pieces = [(p, s) for p, s in pieces if (not args.ci or s.ci) and args.suite in (None, s.name)]
+    for project in {project.name: project for project, _ in pieces}.values():
         bring(project)
     with ThreadPoolExecutor(args.jobs) as pool:
         unexplained = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,12 @@ class Kernel:
     stopped: dict[str, str] = field(
         default_factory=dict
     )  # tests that asked for it and stopped before it had run
+    began: bool = False  # it ran in a test that fails for another reason
     findings: list[str] = field(default_factory=list)  # of the sanitizer
 
     @property
     def ran(self) -> bool:
-        return bool(self.passed or self.failed)
+        return bool(self.passed or self.failed or self.began)
 
     @property
     def right(self) -> bool:
@@ -37,13 +38,16 @@ class Kernel:
         return "" if self.right else reasons[0] if reasons else "no test that ran it came to its end"
 
 
-def kernels(plain: Results, sanitized: Results) -> list[Kernel]:
+def kernels(plain: Results, sanitized: Results, explain: Callable[[str], str | None]) -> list[Kernel]:
+    """`explain` tells of a test that fails why, if that is known and says nothing against the kernels."""
     found: dict[str, Kernel] = {}
     for test, result in plain.items():
+        why = explain(test) if result["outcome"] != "passed" else None
         for name in result["asked"]:
             kernel = found.setdefault(name, Kernel(name))
-            if name not in result["ran"]:
-                kernel.stopped[test] = result["reason"]
+            if why or name not in result["ran"]:
+                kernel.stopped[test] = why or result["reason"]
+                kernel.began |= name in result["ran"]
             elif result["outcome"] == "passed":
                 kernel.passed.append(test)
             elif result["outcome"] == "failed":

@@ -43,7 +43,7 @@ def write() -> None:
         plain, sanitized = load(project, ".json"), load(project, ".sanitized.json")
         if not plain:
             continue
-        found = kernels(plain, sanitized)
+        found = kernels(plain, sanitized, project.explain)
         counts = [
             len(found),
             sum(kernel.ran for kernel in found),

@@ -63,6 +63,7 @@ class Run:
             "events": str(events),
             "roots": [str(root / part) for root in self.where for part in self.project.kernels],
             "each": self.suite.each,
+            "by_text": self.suite.by_text,
             "at_most": self.suite.at_most,
             "skip": list(self.suite.skip),
             "done": list(self.results),
@@ -125,11 +126,12 @@ class Run:
                 child.wait()
 
     def _follow(self, child: subprocess.Popen[bytes], events: Path) -> Iterator[str]:
-        running, began = None, time.time()
+        running, began, rest = None, time.time(), ""
         with open(events) as file:
             while True:
                 ended = child.poll() is not None
-                for line in file:
+                *lines, rest = (rest + file.read()).split("\n")  # the last may be half written
+                for line in lines:
                     event = json.loads(line)
                     began = time.time()
                     if event["event"] == "selected":
