@@ -152,7 +152,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
 def _compared(error: BaseException) -> bool:
     """Whether a comparison failed, and not a check that a project makes of its arguments."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    own = any(Path(frame.filename).is_relative_to(root) for root in ORDER.roots)
+    file = Path(frame.filename)
+    own = any(file.is_relative_to(root) for root in ORDER.roots) and not file.name.startswith("test_")
     comparing = re.search("assert|check|close", frame.name) is not None
     return (isinstance(error, AssertionError) and not own) or comparing
 

@@ -46,6 +46,7 @@ class Project:
         return next((why for pattern, why in self.known.items() if re.search(pattern, test)), None)
 
 
+INSPECTS = "looks into the output of a compiler for GPUs"
 TESTS = ("tests/test_*.py",)
 
 
@@ -119,14 +120,17 @@ PROJECTS = (
     Project(
         "linghe",
         "02edabd",
-        (Suite("tests", TESTS, at_most=1024),),
+        (
+            Suite("tests", TESTS, at_most=1024),
+            Suite("cases", ("conformance/cases/test_linghe.py",), own=True),
+        ),
         github="inclusionAI/linghe",
         kernels=("linghe",),
         known={
             "test_dist_loss": "wants several GPUs",
             "test_embedding.py::test_(fused_)?embedding$": "the reference adds up in bf16: it is 0.4 from float64",
             "test_triton_smooth_weighted_permute_with_indices": "the reference rounds every product to bf16",
-            "test_smooth_quant_linear": "compares a product of fp8 matrices with one in bf16, at 2 %; the project leaves it out",
+            "test_smooth_quant_linear": "compares a product in fp8 with one in bf16, at 2 %; the project leaves it out",
             "test_varlen_mla|test_triton_batch_weighted_silu_and_block_quant": "slow: no result within the limit",
         },
     ),
@@ -145,7 +149,7 @@ PROJECTS = (
         github="BobMcDear/attorch",
         kernels=("attorch",),
         known={
-            "boundaries.*Hardswish": "at -3 and 3 PyTorch has one gradient on GPUs, as attorch has, and another on CPUs",
+            "boundaries.*Hardswish": "at -3 and 3 PyTorch has one gradient on GPUs, as attorch, another on CPUs",
             "test_multi_head_attention": "the project has switched its attention off",
         },
     ),
@@ -170,6 +174,10 @@ PROJECTS = (
         github="triton-lang/triton",
         path=("python/triton_kernels",),
         kernels=("python/triton_kernels/triton_kernels",),
+        known={
+            "test_matmul.py": "the project knows tiles for the targets cuda and hip alone",
+            "test_make_bitmatrix_metadata": "the reference is torch.histc of int32, which PyTorch lacks on CPUs",
+        },
     ),
     Project(
         "torchao",
@@ -210,5 +218,12 @@ PROJECTS = (
         ),
         github="triton-lang/triton",
         kernels=(),  # the kernels are in the tests, and most are named kernel: what counts is the tests
+        known={
+            "test_optimize_thread_locality|test_no_rematerialization_op|test_assume|test_trans_reshape": INSPECTS,
+            "test_poison_return|test_tl_range_fuse|test_disable_licm": INSPECTS,
+            "test_abs_fp8|test_dot_max_num_imprecise_acc": "Loom refuses fp8e4b15, a format of GPUs before Hopper",
+            "test_pointer_arguments": "expects that a launch refuses tensors of the CPU",
+            "test_num_warps_pow2": "expects that a launch refuses three warps; Loom has no warps",
+        },
     ),
 )

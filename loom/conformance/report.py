@@ -48,7 +48,7 @@ def write() -> None:
             len(found),
             sum(kernel.ran for kernel in found),
             sum(kernel.right for kernel in found),
-            sum(bool(kernel.findings) for kernel in found),
+            sum(kernel.flagged for kernel in found),
         ]
         total = [a + b for a, b in zip(total, counts, strict=True)]
         passed = sum(result["outcome"] == "passed" for result in plain.values())
@@ -64,7 +64,9 @@ def write() -> None:
         *lines,
         f"| all | | {' | '.join(f'**{count}**' for count in total)} | |",
     ]
-    text = "\n".join([HEADER, made, "", *table, "", "## Tests that did not pass", "", *notes, ""])
+    text = "\n".join(
+        [HEADER, made, "", *table, "", "## Tests that did not pass", "", "How many, and why.", "", *notes, ""]
+    )
     (DOCS / "conformance.md").write_text(text)
     with open(DOCS / "conformance.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -109,4 +111,4 @@ def explanations(project: Project, results: Results) -> list[str]:
     for test, reason in failures(results):
         text = project.explain(test) or reason
         reasons[text] = reasons.get(text, 0) + 1
-    return [f"- {project.name}: {count} times {reason}" for reason, count in sorted(reasons.items())]
+    return [f"- {project.name}, {count}: {reason}" for reason, count in sorted(reasons.items())]
