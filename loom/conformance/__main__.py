@@ -1,0 +1,79 @@
+"""The command line; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .judge import cover, failures
+from .projects import PROJECTS, Project, Suite
+from .run import Run
+from .sources import FIELD, bring
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run the kernels of projects")
+    run.add_argument("projects", nargs="*", help="their names; all if none is given")
+    run.add_argument("--ci", action="store_true", help="the part that continuous integration runs")
+    run.add_argument("--suite", help="only the suite of this name")
+    run.add_argument(
+        "--sanitize", action="store_true", help="the tests that passed, with every access checked"
+    )
+    run.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
+    run.add_argument("--jobs", type=int, default=2, help="child processes at a time")
+    commands.add_parser("table", help="write docs/conformance.md of the results so far")
+    found = commands.add_parser("found", help="run the reproductions in docs/found.md")
+    found.add_argument("--ci", action="store_true", help="of the projects that continuous integration runs")
+    args = parser.parse_args()
+    if args.command == "found":
+        from .found import check
+
+        return bool(check(args.ci))
+    if args.command == "table":
+        from .report import write
+
+        write()
+        return 0
+    chosen = [project for project in PROJECTS if not args.projects or project.name in args.projects]
+    pieces = [(project, suite) for project in chosen for suite in project.suites]
+    pieces = [(p, s) for p, s in pieces if (not args.ci or s.ci) and args.suite in (None, s.name)]
+    for project in {project.name: project for project, _ in pieces}.values():
+        bring(project)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        unexplained = [
+            line for lines in pool.map(lambda piece: one(piece[0], piece[1], args), pieces) for line in lines
+        ]
+    print(*unexplained, f"{len(unexplained)} failures that are not known", sep="\n")
+    return bool(unexplained)
+
+
+def one(project: Project, suite: Suite, args: Any) -> list[str]:
+    """Runs a suite, keeps its results, and gives the failures that are not known."""
+
+    def results(ending: str) -> Path:
+        return FIELD / "results" / f"{project.name}.{suite.name}{ending}"
+
+    results("").parent.mkdir(exist_ok=True)
+    only = cover(json.loads(results(".json").read_text())["tests"]) if args.sanitize else None
+    run = Run(project, suite, bring(project), limit=args.limit, sanitize=args.sanitize, only=only)
+    for line in run.events():
+        print(line[:400], flush=True)
+        kept = results(".sanitized.json" if args.sanitize else ".json")
+        kept.write_text(json.dumps({"version": project.version, "tests": run.results}, indent=1))
+    if not run.complete:
+        return [f"{project.name}: the tests of {suite.name} did not come to their end"]
+    return [
+        f"{project.name}: {test}: {reason}"
+        for test, reason in failures(run.results)
+        if not project.explain(test)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

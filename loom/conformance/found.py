@@ -1,0 +1,50 @@
+"""Runs the reproductions in docs/found.md: each begins with a comment that names a project of the table, and asserts
+what the text says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .projects import PROJECTS
+from .run import LOOM
+from .sources import bring
+
+FOUND = LOOM / "docs" / "found.md"
+
+
+def snippets() -> list[tuple[str, str]]:
+    """The project and the program of every reproduction."""
+    blocks = re.findall(r"```python\n(.*?)```", FOUND.read_text(), re.DOTALL)
+    named = [(re.match(r"# (\S+) (\S+)\n", block), block) for block in blocks]
+    for name, block in named:
+        known = name and any((p.name, p.version) == name.groups() for p in PROJECTS)
+        assert known, f"a reproduction has to begin with the name and version of a project: {block[:80]}"
+    return [(name.group(1), block) for name, block in named if name]
+
+
+def check(ci: bool) -> list[str]:
+    """The reproductions that do not show what they say; with `ci`, of projects that are run there."""
+    failed = []
+    for name, program in snippets():
+        project = next(project for project in PROJECTS if project.name == name)
+        if ci and not any(suite.ci for suite in project.suites):
+            continue
+        path = [LOOM, LOOM / "src", *bring(project)]
+        environment = {
+            **os.environ,
+            **project.environment,
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "TRITON_DEFAULT_BACKEND": "cpu",
+        }
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "found.py"  # Triton reads the kernels in it
+            file.write_text(program)
+            ended = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
+        print(f"found.md, {name}: {'as written' if ended.returncode == 0 else ended.stderr}", flush=True)
+        failed += [f"found.md, {name}"] if ended.returncode else []
+    return failed

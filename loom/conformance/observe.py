@@ -1,0 +1,71 @@
+"""Which Triton kernels are launched through Loom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Launches:
+    """Kernels that were asked for and kernels that ran to their end, by name, since `clear`.
+
+    A kernel is a function under `@triton.jit`. It is asked for where its project launches it and has run when Loom has
+    run its programs, which are two events: a project may keep compiled kernels and launch these.
+    """
+
+    def __init__(self, roots: list[Path]) -> None:
+        self.roots = [root.resolve() for root in roots]
+        self.asked: set[str] = set()
+        self.ran: set[str] = set()
+
+    def clear(self) -> None:
+        self.asked.clear()
+        self.ran.clear()
+
+    def name(self, function: Any) -> str | None:
+        """The kernel's file in its project and its name; None for a kernel of somebody else.
+
+        One that the project has generated counts once, for however many dimensions it was generated."""
+        file = Path(function.fn.__code__.co_filename).resolve()
+        for root in self.roots:
+            if file.is_relative_to(root):
+                if root.name == "generated":
+                    return "generated:" + re.sub(r"_rank_\d+", "", function.fn.__name__)
+                return f"{file.relative_to(root)}:{function.fn.__name__}"
+        return None
+
+    def watch(self) -> None:
+        """Takes note of every launch from now on."""
+        from triton.runtime.jit import JITFunction
+        from triton_loom.device.launcher import LoomLauncher
+
+        self._around(JITFunction, "run", before=lambda function: self._note(self.asked, function))
+        prepare, launch = LoomLauncher.__init__, LoomLauncher.__call__
+
+        def prepared(launcher: Any, src: Any, metadata: Any) -> None:
+            prepare(launcher, src, metadata)
+            launcher.of = getattr(src, "fn", None)
+
+        def launched(launcher: Any, *args: Any) -> None:
+            launch(launcher, *args)
+            self._note(self.asked, launcher.of)
+            self._note(self.ran, launcher.of)
+
+        LoomLauncher.__init__, LoomLauncher.__call__ = prepared, launched  # type: ignore[assignment, method-assign]
+
+    def _note(self, kernels: set[str], function: Any) -> None:
+        name = self.name(function) if function is not None else None
+        if name is not None:
+            kernels.add(name)
+
+    @staticmethod
+    def _around(owner: type, method: str, before: Callable[[Any], None]) -> None:
+        original = getattr(owner, method)
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before(self)
+            return original(self, *args, **kwargs)
+
+        setattr(owner, method, wrapped)

@@ -1,0 +1,174 @@
+"""Runs tests in child processes: each test has a time limit, and one that ends its process ends no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .projects import Project, Suite
+from .sources import tests_of
+
+LOOM = Path(__file__).parent.parent
+
+
+class Run:
+    """The tests of one suite of a project, run in one child after the other until all have been."""
+
+    def __init__(
+        self,
+        project: Project,
+        suite: Suite,
+        where: list[Path],
+        *,
+        limit: float,
+        sanitize: bool,
+        only: list[str] | None,
+    ) -> None:
+        self.project, self.suite, self.where, self.limit = project, suite, where, limit
+        self.sanitize, self.only = sanitize, only
+        self.results: dict[str, dict[str, Any]] = {}
+        self.selected: list[str] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.selected is not None and len(self.results) == len(self.selected)
+
+    def events(self) -> Iterator[str]:
+        """Runs everything; yields a line for each test that has ended."""
+        failures = 0
+        while not self.complete:
+            before = len(self.results)
+            yield from self._child()
+            if self.selected is None:
+                yield f"{self.project.name}: the tests of {self.suite.files} could not be collected; see {self.log}"
+                return
+            failures = failures + 1 if len(self.results) == before else 0
+            if failures > 1:
+                yield f"{self.project.name}: a child ended without a result; see {self.log}"
+                return
+
+    def _child(self) -> Iterator[str]:
+        scratch = Path(tempfile.mkdtemp(prefix=f"conformance-{self.project.name}-"))
+        events, self.log = scratch / "events", scratch / "log"
+        events.touch()
+        order: dict[str, Any] = {
+            "events": str(events),
+            "roots": [str(root / part) for root in self.where for part in self.project.kernels],
+            "each": self.suite.each,
+            "by_text": self.suite.by_text,
+            "at_most": self.suite.at_most,
+            "skip": list(self.suite.skip),
+            "done": list(self.results),
+            "only": self.only,
+            "sanitize": self.sanitize,
+            "capability": list(self.project.capability),
+            "prepare": self.project.prepare,
+        }
+        generated = scratch / "generated"
+        if self.project.generated:
+            order["roots"].append(str(generated))
+        (scratch / "order").write_text(json.dumps(order))
+        root = LOOM if self.suite.own else tests_of(self.project)
+        files = sorted(str(file) for pattern in self.suite.files for file in root.glob(pattern))
+        if not files:
+            raise FileNotFoundError(f"{self.project.name}: nothing matches {self.suite.files} in {root}")
+        path = [
+            str(LOOM),
+            str(LOOM / "src"),
+            *(str(w / part) for w in self.where for part in self.project.path),
+        ]
+        environment = {
+            **os.environ,
+            **self.project.environment,
+            **({self.project.generated: str(generated)} if self.project.generated else {}),
+            "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
+            "CONFORMANCE_ORDER": str(scratch / "order"),
+            "TRITON_DEFAULT_BACKEND": "cpu",
+            "TORCHDYNAMO_DISABLE": "1",  # references under torch.compile run eagerly
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "conformance.plugin",
+            "-c",
+            "/dev/null",
+            f"--rootdir={root}",
+        ]
+        command += [
+            "-q",
+            "--no-header",
+            "--tb=short",
+            "--continue-on-collection-errors",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += [*self.suite.options, *files]
+        with open(self.log, "w") as log:
+            child = subprocess.Popen(
+                command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            yield from self._follow(child, events)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+    def _follow(self, child: subprocess.Popen[bytes], events: Path) -> Iterator[str]:
+        running, began, rest = None, time.time(), ""
+        with open(events) as file:
+            while True:
+                ended = child.poll() is not None
+                *lines, rest = (rest + file.read()).split("\n")  # the last may be half written
+                for line in lines:
+                    event = json.loads(line)
+                    began = time.time()
+                    if event["event"] == "selected":
+                        self.selected = event["tests"]
+                    elif event["event"] == "start":
+                        running = event["test"]
+                    else:
+                        running = None
+                        yield self._take(event)
+                limit = self.limit if running else 10 * self.limit
+                if not ended and time.time() - began > limit:
+                    if running:
+                        yield self._take(_lost(running, f"no result within {self.limit:.0f} s"))
+                    return
+                if ended:
+                    if running:
+                        yield self._take(_lost(running, f"the process ended with status {child.returncode}"))
+                    return
+                time.sleep(0.2)
+
+    def _take(self, event: dict[str, Any]) -> str:
+        test = event.pop("test")
+        event.pop("event", None)
+        self.results[test] = event
+        count = f"{len(self.results)}/{len(self.selected or ())}"
+        why = f"  {event['reason']}" if event["reason"] else ""
+        found = f"  {len(event['findings'])} findings" if event["findings"] else ""
+        return f"{self.project.name} {count} {event['outcome']} {event['seconds']} s {test}{found}{why}"
+
+
+def _lost(test: str, reason: str) -> dict[str, Any]:
+    return {
+        "test": test,
+        "outcome": "lost",
+        "reason": reason,
+        "seconds": 0,
+        "asked": [],
+        "ran": [],
+        "findings": [],
+    }

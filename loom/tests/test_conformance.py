@@ -1,0 +1,118 @@
+"""The conformance suite on a project of four tests: what it says of kernels, and what tests cannot do to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conformance import judge, sources
+from conformance.projects import Project, Suite
+from conformance.run import Run
+
+KERNELS = """
+import triton, triton.language as tl
+
+@triton.jit
+def double(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, BLOCK), 2 * tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+@triton.jit
+def triple(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, BLOCK), 2 * tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+@triton.jit
+def unfit(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK < 0)
+"""
+TESTS = """
+import os, time
+import pytest, torch
+from kernels import double, triple, unfit
+
+def launch(kernel):
+    x = torch.randn(8, device="cuda")
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, 8)
+    return x, y
+
+@pytest.mark.parametrize("size", [64, 8, 16])
+def test_double(size):
+    assert torch.cuda.is_available() and size == 8
+    x, y = launch(double)
+    assert torch.equal(y, 2 * x)
+
+def test_triple():
+    launch(double)
+    x, y = launch(triple)
+    assert torch.equal(y, 3 * x)
+
+def test_unfit():
+    launch(unfit)
+
+def test_abort():
+    os.abort()
+
+def test_hang():
+    time.sleep(1000)
+
+def test_after():
+    pass
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setattr(sources, "FIELD", tmp_path)
+    where = tmp_path / "small-1"
+    where.mkdir()
+    (where / "kernels.py").write_text(KERNELS)
+    (where / "test_small.py").write_text(TESTS)
+    return Project("small", "1", (Suite("tests", ("test_*.py",)),), github="nobody/small")
+
+
+def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
+    run = Run(project, project.suites[0], sources.bring(project), limit=20, sanitize=False, only=None)
+    lines = list(run.events())
+    assert run.complete and len(lines) == 6
+    outcomes = {test.split("::")[1]: result["outcome"] for test, result in run.results.items()}
+    assert outcomes == {
+        "test_double[8]": "passed",
+        "test_triple": "failed",
+        "test_unfit": "error",
+        "test_abort": "lost",
+        "test_hang": "lost",
+        "test_after": "passed",
+    }
+    lost = {test.split("::")[1]: result["reason"] for test, result in run.results.items()}
+    assert lost["test_abort"] == "the process ended with status -6"
+    assert lost["test_hang"] == "no result within 20 s"
+
+    double, triple, unfit = judge.kernels(run.results, {}, lambda test: None)
+    assert [kernel.name for kernel in (double, triple, unfit)] == [
+        f"kernels.py:{name}" for name in ("double", "triple", "unfit")
+    ]
+    # What ran beside a wrong kernel is not known to be right.
+    assert (double.ran, double.right) == (True, False)
+    assert (triple.ran, triple.right) == (True, False)
+    assert (unfit.ran, unfit.right) == (False, False)
+    assert "CompileTimeAssertionFailure" in unfit.why_not
+
+    # A failure that is explained says nothing against the kernels.
+    double, triple, _ = judge.kernels(
+        run.results, {}, lambda test: "the reference" * ("triple" in test) or None
+    )
+    assert double.right
+    assert (triple.ran, triple.right, triple.why_not) == (True, False, "the reference")
+
+
+def test_few_tests_cover_all_kernels() -> None:
+    def passed(seconds: float, *ran: str) -> dict[str, object]:
+        return {"outcome": "passed", "seconds": seconds, "ran": list(ran)}
+
+    results = {
+        "slow": passed(100, "a", "b", "c"),
+        "quick": passed(1, "a", "b"),
+        "other": passed(1, "c"),
+        "wrong": {"outcome": "failed", "seconds": 0, "ran": ["a", "b", "c", "d"]},
+    }
+    assert judge.cover(results) == ["quick", "other"]
