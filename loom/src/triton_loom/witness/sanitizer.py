@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ class Sanitizer(Judged):
         self.collect, self.dry = collect, dry
         self.findings: list[Finding] = []
         self.launches = 0  # that were checked
+        self._lock = threading.Lock()
         self.allowed: dict[str, torch.Tensor] = {}
         self._fresh: dict[int, FreshMemory] = {}
         self._kept = 64  # how many of these were alive when last looked at
@@ -39,8 +41,9 @@ class Sanitizer(Judged):
 
     def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
         """Takes a launch's findings down; raises them unless they are collected."""
-        found = findings_of(watched, broken, self.launches)
-        self.launches += 1
+        with self._lock:  # launches of other threads are told at the same time
+            launch, self.launches = self.launches, self.launches + 1
+        found = findings_of(watched, broken, launch)
         self.findings += found
         if found:
             self.verdicts.append(Verdict(watched.kernel.name, "findings", watched.left_out))
