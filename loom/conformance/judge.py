@@ -22,6 +22,7 @@ class Kernel:
         default_factory=dict
     )  # tests that asked for it and stopped before it had run
     began: bool = False  # it ran in a test that fails for another reason
+    checked: bool = False  # a test that ran it came to its end under the sanitizer
     findings: list[str] = field(default_factory=list)  # of the sanitizer
 
     @property
@@ -57,6 +58,9 @@ def kernels(plain: Results, sanitized: Results, explain: Callable[[str], str | N
             elif result["outcome"] == "failed":
                 kernel.failed[test] = result["reason"]
     for result in sanitized.values():
+        ended = result["outcome"] in ("passed", "failed")
+        for name in set(result["ran"]) & set(found) if ended else ():
+            found[name].checked = True
         for finding in result["findings"]:
             for kernel in found.values():
                 if kernel.name.rpartition(":")[2] == finding["kernel"] and kernel.name in result["ran"]:

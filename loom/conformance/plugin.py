@@ -96,6 +96,14 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+UNREADABLE: dict[str, str] = {}  # files of tests that could not be imported, and why
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        UNREADABLE[report.nodeid] = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Of each variant of a test, the smallest sets of parameters."""
@@ -115,7 +123,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
             function.__defaults__ = tuple(
                 min(value, ORDER.at_most) if type(value) is int else value for value in defaults
             )
-    tell(event="selected", tests=[item.nodeid for item in items])
+    tell(event="selected", tests=[item.nodeid for item in items], unreadable=UNREADABLE)
     done = set(ORDER.done)
     items[:] = [item for item in items if item.nodeid not in done]
 

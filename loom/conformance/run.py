@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Run:
         self.sanitize, self.only = sanitize, only
         self.results: dict[str, dict[str, Any]] = {}
         self.selected: list[str] | None = None
+        self.scratch: list[Path] = []  # of the children; kept where something goes wrong, for their logs
 
     @property
     def complete(self) -> bool:
@@ -54,9 +56,12 @@ class Run:
             if failures > 1:
                 yield f"{self.project.name}: a child ended without a result; see {self.log}"
                 return
+        for scratch in self.scratch:
+            shutil.rmtree(scratch)
 
     def _child(self) -> Iterator[str]:
         scratch = Path(tempfile.mkdtemp(prefix=f"conformance-{self.project.name}-"))
+        self.scratch.append(scratch)
         events, self.log = scratch / "events", scratch / "log"
         events.touch()
         order: dict[str, Any] = {
@@ -135,7 +140,10 @@ class Run:
                     event = json.loads(line)
                     began = time.time()
                     if event["event"] == "selected":
-                        self.selected = event["tests"]
+                        self.selected = [*event["tests"], *event["unreadable"]]
+                        for unreadable, reason in event["unreadable"].items():
+                            if unreadable not in self.results:
+                                yield self._take({**_lost(unreadable, reason), "outcome": "error"})
                     elif event["event"] == "start":
                         running = event["test"]
                     else:

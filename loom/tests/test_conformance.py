@@ -67,13 +67,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     where.mkdir()
     (where / "kernels.py").write_text(KERNELS)
     (where / "test_small.py").write_text(TESTS)
+    (where / "test_unreadable.py").write_text("import something_that_is_not_installed")
     return Project("small", "1", (Suite("tests", ("test_*.py",)),), github="nobody/small")
 
 
 def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
     run = Run(project, project.suites[0], sources.bring(project), limit=20, sanitize=False, only=None)
     lines = list(run.events())
-    assert run.complete and len(lines) == 6
+    assert run.complete
+    assert len(lines) == 7
+    unreadable = run.results.pop("test_unreadable.py")
+    assert unreadable["outcome"] == "error"
+    assert "something_that_is_not_installed" in unreadable["reason"]
     outcomes = {test.split("::")[1]: result["outcome"] for test, result in run.results.items()}
     assert outcomes == {
         "test_double[8]": "passed",
