@@ -119,6 +119,12 @@ def test_a_compiler_that_compiles_nothing(fresh_toolchain: pytest.MonkeyPatch, t
         toolchain.build(KERNEL)
 
 
+def test_a_compiler_that_makes_nothing(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    fresh_toolchain.setenv("CXX", "true")
+    with pytest.raises(toolchain.BuildError, match=r"the C\+\+ compiler does not work"):
+        toolchain.build(KERNEL)
+
+
 def test_an_error_shows_the_command_and_the_diagnostic() -> None:
     with pytest.raises(toolchain.BuildError, match=r"(?s)-std=c\+\+17.*kernel\.cpp:1:.*nonsense"):
         toolchain.build("nonsense();")

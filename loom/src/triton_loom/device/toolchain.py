@@ -174,11 +174,11 @@ def _compile(source: str, options: list[str]) -> bytes:
         if done.returncode and "internal compiler error" in done.stderr and "-O1" not in options:
             # A bug of an optimisation: GCC 12 has one that big kernels meet.
             return _compile(source, [*(word for word in options if not word.startswith("-O")), "-O1"])
-        if done.returncode:
+        if done.returncode or not product.exists():
             text.write_text("")
             what = (
                 "the C++ compiler does not work: it rejects an empty file"
-                if run().returncode
+                if run().returncode or not product.exists()
                 else "a generated kernel does not compile"
             )
             raise BuildError(f"{what}\n{shlex.join(command)}\n{done.stderr or done.stdout}".rstrip())
