@@ -191,7 +191,6 @@ PROJECTS = (
             Suite(
                 "tests",
                 (
-                    "test/prototype/moe_training/test_kernels.py",
                     "test/prototype/moe_training/ep/test_kernels.py",
                     "test/prototype/moe_training/nvfp4_training/test_*_triton.py",
                     "test/prototype/blockwise_fp8_training/test_blockwise_kernels.py",
