@@ -28,6 +28,7 @@ from .tiles import FunctionEmitter
 _HEADERS = {
     "simd.h": "",
     "tile.h": "",
+    "scattered.h": r"\b(gather|gather_masked|scatter|load_at|store_at)<",
     "casts.h": "_from_",
     "math.h": r"loom_math::|\b(shl|shr|sar|div[su]|rem[su]|mulhi_\w+)\(",
     "ptx.h": "ptx::",

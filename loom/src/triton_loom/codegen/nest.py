@@ -496,6 +496,7 @@ class LoopNest:
             return
         if (pointer.kind, pointer.step) != ("affine", 1) or pointers in self.storage.plan.reads_memory:
             return
+        assert isinstance(pointer.element, Pointer)
         row, size = self.loops[-2], self.shape[self.lane_dim] * pointee_size(pointer.element)
         ahead = max(2, _LONG_ROW // size)
         if not _CACHE_LINE <= size <= _LONG_ROW or ahead >= self.shape[row] or strides(pointers)[row] == 0:

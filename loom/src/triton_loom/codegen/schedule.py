@@ -262,7 +262,7 @@ class _Scheduler:
         if nest.op.name != "tt.reduce" or value not in self.plan.reads_memory:
             return False
         shape, axis = shape_of(nest.op.operands[0].type), nest.op.attrs["axis"]
-        return axis != lane_dimension(shape) and shape[axis] >= _MANY_ROWS
+        return bool(axis != lane_dimension(shape) and shape[axis] >= _MANY_ROWS)
 
     def next_write(self, op: Op) -> int | None:
         """The position of the first operation after this one, in its block, that may write memory."""
