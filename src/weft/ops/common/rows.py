@@ -129,7 +129,7 @@ def mask_of_rows(exist, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.co
     if ROWS_MASKED and COLS_MASKED:
         return exist[:, None] & (col < cols)[None, :]
     elif ROWS_MASKED:
-        return tl.broadcast_to(exist[:, None], (exist.shape[0], col.shape[0]))
+        return exist[:, None] & (col >= 0)[None, :]
     elif COLS_MASKED:
         return (exist | True)[:, None] & (col < cols)[None, :]
     else:
