@@ -305,6 +305,28 @@ def test_new_memory_is_unwritten(allocate: Callable[[], torch.Tensor]) -> None:
         assert seen.findings[0].index == (0,)
 
 
+def test_operators_of_pytorch_that_are_kernels_themselves() -> None:
+    """As projects have it that replace PyTorch's own: the sanitizer uses none of them to prepare memory."""
+    replaced = torch.library.Library("aten", "IMPL")
+
+    def copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        scratch = torch.empty(to.numel())  # fresh memory of its own, which has to be prepared as well
+        to.numpy()[...] = source.numpy() + 0 * len(scratch)
+        return to
+
+    replaced.impl("copy_", copy_, "CPU", allow_override=True)
+    try:
+        with triton_loom.sanitize() as seen:
+            x = torch.empty(64)
+            x.copy_(torch.ones(64))
+            y = torch.empty(1)
+            sums[(1,)](x, y, 64, BLOCK=64)
+    finally:
+        replaced._destroy()
+    assert seen.summary == "1 launch: 1 clean"
+    assert y.item() == 64
+
+
 @torch.library.custom_op("loom_test::put", mutates_args={"x"})
 def put(x: torch.Tensor, value: float) -> None:
     x.mul_(0).add_(value)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_GOLDEN = 0x9E3779B97F4A7C15
 _PERIOD = 4096
-_LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0xA0A0A0A0A0A0A0A0 - (1 << 64)
+_LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0xA0A0A0A0A0A0A0A0
 
 
 class FreshMemory:
@@ -22,29 +22,25 @@ class FreshMemory:
         self.freed: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
         self.low = storage.data_ptr()
         self.high = self.low + storage.nbytes()
-        data = torch.tensor([], dtype=torch.uint8).set_(storage)
-        _fill(data, self.low)
-        self._written = bytearray(-(-len(data) // 8))
+        _fill(self.low, storage.nbytes())
+        self._written = bytearray(-(-storage.nbytes() // 8))
         self.written_address = ctypes.addressof(ctypes.c_char.from_buffer(self._written))
 
 
 @functools.cache
-def _pattern() -> torch.Tensor:
+def _pattern() -> bytes:
     """The bytes of `poison`, twice over."""
-    words = (
-        torch.arange(_PERIOD, dtype=torch.int64)
-        .mul_(_GOLDEN)
-        .bitwise_right_shift_(4)
-        .bitwise_and_(_LOW)
-        .bitwise_or_(_HIGH)
-    )
-    return words.repeat(2).view(torch.uint8)
+    words = ((index * _GOLDEN % 2**64 >> 4) & _LOW | _HIGH for index in range(_PERIOD))
+    return 2 * b"".join(word.to_bytes(8, "little") for word in words)
 
 
-def _fill(data: torch.Tensor, address: int) -> None:
+def _fill(address: int, size: int) -> None:
+    """Writes the pattern without PyTorch: one of its operators may be a kernel that is being checked."""
     period = 8 * _PERIOD
+    done = min(size, period)
     start = address % period
-    pattern = _pattern()[start : start + period]
-    whole = len(data) // period * period
-    data[:whole].view(-1, period).copy_(pattern)
-    data[whole:].copy_(pattern[: len(data) - whole])
+    ctypes.memmove(address, _pattern()[start : start + done], done)
+    while done < size:  # what is there once more, which is whole periods
+        more = min(done, size - done)
+        ctypes.memmove(address + done, address, more)
+        done += more
