@@ -208,7 +208,13 @@ def representative() -> tuple[Workload, ...]:
     return tuple(workload for workload in WORKLOADS if str(workload) in chosen)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# One of each kind with every change: Hopper, the least shared memory, AMD. A minute each; the others are for the night.
+EVERY_TIME = {"sm_90", "sm_120", "gfx950"}
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[] if t in EVERY_TIME else pytest.mark.slow) for t in TARGETS]
+)
 def test_representative_kernels(target: str) -> None:
     variants = collected(representative(), target)
     chosen = fullest(variants)
