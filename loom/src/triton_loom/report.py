@@ -78,7 +78,7 @@ def text(launches: Sequence[LaunchCount], seen: Sanitizer, times: Times) -> str:
     """The report."""
     findings = seen.findings
     if not launches:
-        return "\n".join(["", "no Triton kernel was launched", *map(str, findings)])
+        return "\n".join(["", "no Triton kernel was launched", *map(str, findings), seen.summary])
     kernels: dict[str, list[LaunchCount]] = {}
     for launch in launches:
         kernels.setdefault(launch.kernel, []).append(launch)
