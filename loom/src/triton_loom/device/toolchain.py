@@ -30,13 +30,6 @@ PRODUCT = "-w -pipe -fPIC -fvisibility=hidden"
 LINKING = "-shared -nostdlib"
 LIBRARIES = "-lm -lc -lgcc"
 
-# Kernels arrive with their vectors and their loops written out. These passes of GCC look for more of the kind, take a
-# quarter of its time, and were measured to gain nothing.
-IDLE_PASSES = """
-    -fno-tree-vectorize -fno-tree-slp-vectorize -fno-tree-pre -fno-tree-vrp -fno-gcse -fno-code-hoisting
-    -fno-thread-jumps -fno-ipa-cp -fno-ipa-sra -fno-ipa-icf -fno-tree-tail-merge -fno-store-merging -fno-crossjumping
-    -fno-optimize-strlen
-"""
 # Registers are given out for the whole function at once: in less time, and to no slower code.
 ONE_REGION = "-fira-region=one"
 
@@ -135,7 +128,7 @@ def optimisation(source: str, quick: bool) -> str:
     if quick:
         level = "-O1" if '#include "dot.h"' in source else "-Og"
         return f"{level} {ONE_REGION}" if is_gcc() else level.replace("-Og", "-O1")
-    return f"-O2 {ONE_REGION} {IDLE_PASSES}" if is_gcc() else "-O2"
+    return f"-O2 {ONE_REGION}" if is_gcc() else "-O2"
 
 
 @functools.lru_cache(maxsize=128)  # for caches that cannot be written
