@@ -12,9 +12,7 @@ import functools
 import itertools
 import math
 import operator
-import platform
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,18 +24,10 @@ from typing import Any
 import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+from compilers import COMPILERS, FLAGS, TARGETS
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-
-INCLUDE = Path(__file__).parents[1] / "src" / "triton_loom" / "include"
-FLAGS = [
-    "-std=c++17", "-O2", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
-    "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Werror",
-    "-Wno-psabi", "-Wno-unused-function",
-]  # fmt: skip
-COMPILERS = [name for name in ("g++", "clang++-16") if shutil.which(name)]
-TARGETS = ("native", "x86-64-v3", "x86-64") if platform.machine() == "x86_64" else ("native",)
 
 # ---- the functions, by signature -----------------------------------------------------------------------
 
@@ -170,7 +160,6 @@ class Library:
                 compiler,
                 *FLAGS,
                 f"-march={target}",
-                f"-I{INCLUDE}",
                 str(text),
                 "-o",
                 str(product),

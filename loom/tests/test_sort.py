@@ -8,8 +8,6 @@ it becomes two copies of one of them.
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from compilers import COMPILERS, FLAGS, TARGETS
 from numpy.typing import NDArray
 from support import FLOATS, INTEGERS, compat, load_tile, put, random_values, short
 from triton_loom.ir.sorting import Merge
@@ -243,14 +242,6 @@ def test_one_exchange(form: str, recognised: bool) -> None:
 
 # ---- include/sort.h, per compiler and instruction set ----------------------------------------------------
 
-HEADERS = Path(triton_loom.__file__).parent / "include"
-FLAGS = [
-    "-std=c++17", "-O2", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
-    "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Werror",
-    "-Wno-psabi", "-Wno-unused-function",
-]  # fmt: skip
-COMPILERS = [name for name in ("g++", "clang++-16") if shutil.which(name)]
-TARGETS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
 TYPES = {
     **{f"{kind}{bits}": np.dtype(f"{kind}{bits // 8}") for kind in "iu" for bits in (8, 16, 32, 64)},
     "f32": np.dtype("f4"),
@@ -295,7 +286,7 @@ def test_header(compiler: str, target: str, tmp_path: Path) -> None:
     if target == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine has no AVX2")
     (tmp_path / "sort.cpp").write_text(source())
-    command = [compiler, f"-march={target}", *FLAGS, f"-I{HEADERS}", "sort.cpp", "-o", "sort.so"]
+    command = [compiler, f"-march={target}", *FLAGS, "sort.cpp", "-o", "sort.so"]
     subprocess.run(command, cwd=tmp_path, check=True)
     library = ctypes.CDLL(str(tmp_path / "sort.so"))
     dtypes = {name: torch.from_numpy(np.zeros(1, t)).dtype for name, t in TYPES.items()}
