@@ -90,7 +90,7 @@ class _Reader(Scanner):
         start = re.search(r"^\s*(?:\"?builtin\.)?module\b", self.text, re.MULTILINE)
         if not start:
             raise ParseError("no module in this text")
-        self.pos = start.end()
+        self.move(start.end())
         if self.take("@"):
             self.word()
         if self.take("attributes"):
@@ -213,43 +213,31 @@ class _Reader(Scanner):
         return op
 
     def custom_operation(self, name: str) -> Op:
-        special = {
-            "arith.constant": self.constant,
-            "scf.for": self.scf_for,
-            "scf.if": self.scf_if,
-            "scf.while": self.scf_while,
-            "cf.br": self.branch,
-            "cf.cond_br": self.branch,
-            "tt.call": self.call,
-            "tt.dot_scaled": self.dot_scaled,
-        }.get(name)
-        return special(name) if special else self.plain_operation(name)
+        return _SPECIAL.get(name, _Reader.plain_operation)(self, name)
 
     def plain_operation(self, name: str) -> Op:
         """Operands, words, `key = value` pairs and attribute dictionaries in any order, then `: types`."""
         op = Op(name, [])
         flags: list[str] = []
         while not self.at_line_end() and not self.peek("loc("):
-            if match := self.match(VALUE):
-                op.operands.append(self.use(match))
-            elif match := self.match(STRING):
-                op.attrs["text"] = unescape(match[1])
-            elif self.take("<{"):
-                op.attrs.update(self.attributes("}>"))
-            elif self.take("{"):
-                op.attrs.update(self.attributes("}"))
-            elif self.take("->"):
-                op.results = [Value("", t) for t in self.types()]
-            elif self.take(":"):
+            first = self.text[self.pos]
+            if first == "%":
+                op.operands.append(self.value())
+            elif first == ":":
+                self.take(":")
                 self.signature(op)
-            elif (
-                self.take(",")
-                or self.take("(")
-                or self.take(")")
-                or self.take("[")
-                or self.take("]")
-                or self.match(NUMBER)
-            ):
+            elif first in ",()[]":
+                self.take(first)
+            elif first == "{":
+                self.take("{")
+                op.attrs.update(self.attributes("}"))
+            elif first == "<" and self.take("<{"):
+                op.attrs.update(self.attributes("}>"))
+            elif first == "-" and self.take("->"):
+                op.results = [Value("", t) for t in self.types()]
+            elif first == '"' and (match := self.match(STRING)):
+                op.attrs["text"] = unescape(match[1])
+            elif first in "-0123456789" and self.match(NUMBER):
                 continue
             else:
                 word = self.word()
@@ -290,9 +278,10 @@ class _Reader(Scanner):
         if not isinstance(value, int | float | Bits):
             raise self.fail("a number")
         # attribute() has taken `: type` of a plain number already: read it again from the text
-        end, self.pos = self.pos, self.text.rfind(":", 0, self.pos) + 1
+        end = self.end
+        self.move(self.text.rfind(":", 0, end) + 1)
         type_ = self.type()
-        assert self.pos == end
+        assert self.end == end
         return Op(name, [], [Value("", type_)], {"value": value})
 
     def loop_values(self) -> tuple[list[Value], list[Value]]:
@@ -429,6 +418,18 @@ class _Reader(Scanner):
         self.need(":")
         self.signature(op)
         return op
+
+
+_SPECIAL = {
+    "arith.constant": _Reader.constant,
+    "scf.for": _Reader.scf_for,
+    "scf.if": _Reader.scf_if,
+    "scf.while": _Reader.scf_while,
+    "cf.br": _Reader.branch,
+    "cf.cond_br": _Reader.branch,
+    "tt.call": _Reader.call,
+    "tt.dot_scaled": _Reader.dot_scaled,
+}
 
 
 def _terminated(region: Region) -> Region:

@@ -13,7 +13,8 @@ class ParseError(ValueError):
     """The text is not TTIR as this reader knows it."""
 
 
-_SPACE = re.compile(r"(?:\s+|//[^\n]*)*")
+_SPACE = re.compile(r"\s*(?://[^\n]*\s*)*")
+_BEFORE_TOKEN = " \n\t\r/"
 VALUE = re.compile(r"%([\w$.\-]+)(?:#(\d+))?")
 _WORD = re.compile(r"[A-Za-z_][\w.$]*")
 NUMBER = re.compile(r"-?(?:0x[0-9A-Fa-f]+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)")
@@ -21,7 +22,10 @@ STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 SYMBOL = re.compile(r'@(?:"([^"]*)"|([\w.$\-]+))')
 BLOCK = re.compile(r"\^(\w+)")
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)")
+_PLAIN_TYPE = re.compile(r"tensor<\w*(?:!tt\.ptr<\w+>)?>|!tt\.ptr<\w+>|[A-Za-z_][\w.$]*(?![\w.$<])")
+_LOC_REFERENCE = re.compile(r"loc\((#loc\d*)\)")
 _LOC_ALIAS = re.compile(r"^#(loc\d*) = loc\((.*)\)$", re.MULTILINE)
+_LOC_NAMED = re.compile(r'"[^"]*"\((.*)\)')
 _LOC_FILE = re.compile(r'"([^"]+)":(\d+):(\d+)')
 _OPEN_CLOSE = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
@@ -32,25 +36,33 @@ class _Locations:
 
     def __init__(self, text: str) -> None:
         self.aliases = dict(_LOC_ALIAS.findall(text))
+        self.resolved: dict[str, tuple[str, str]] = {}
 
-    def resolve(self, loc: str, innermost: bool, depth: int = 0) -> str:
-        loc = loc.strip()
+    def resolve(self, loc: str, depth: int = 0) -> tuple[str, str]:
+        """The line in the kernel, and the line of the operation itself."""
+        known = self.resolved.get(loc)
+        if known is None:
+            known = self.resolved[loc] = self.follow(loc.strip(), depth + 1)
+        return known
+
+    def follow(self, loc: str, depth: int) -> tuple[str, str]:
         if depth > 64:
-            return ""
+            return "", ""
         if loc.startswith("#"):
-            return self.resolve(self.aliases.get(loc[1:], ""), innermost, depth + 1)
+            return self.resolve(self.aliases.get(loc[1:], ""), depth)
         if loc.startswith("callsite("):
             inside = loc[len("callsite(") : -1]
             split = next(
                 (i for i in _places(inside, " at ") if inside.count("(", 0, i) == inside.count(")", 0, i)), 0
             )
-            chosen = inside[:split] if innermost else inside[split + len(" at ") :]
-            return self.resolve(chosen, innermost, depth + 1)
+            callee, caller = inside[:split], inside[split + len(" at ") :]
+            return self.resolve(caller, depth)[0], self.resolve(callee, depth)[1]
         if match := _LOC_FILE.match(loc):
-            return f"{match[1]}:{match[2]}"
-        if named := re.fullmatch(r'"[^"]*"\((.*)\)', loc):
-            return self.resolve(named[1], innermost, depth + 1)
-        return ""
+            line = f"{match[1]}:{match[2]}"
+            return line, line
+        if named := _LOC_NAMED.fullmatch(loc):
+            return self.resolve(named[1], depth)
+        return "", ""
 
 
 def _places(text: str, part: str) -> Iterator[int]:
@@ -58,35 +70,41 @@ def _places(text: str, part: str) -> Iterator[int]:
 
 
 class Scanner:
-    """A position in the text, and what can be taken from there."""
+    """A position in the text, and what can be taken from there.
+
+    The position is always that of a token: what is taken, is taken with the space and the comments behind it.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.pos = 0
+        self.move(0)
+        self.known_types: dict[str, Type] = {}
         self.locations = _Locations(text)
         self.in_operation = False
 
     # -- characters --
 
+    def move(self, end: int) -> None:
+        """To the first token at or behind `end`, which is where the last one ended."""
+        self.end = self.pos = end
+        if self.text[end : end + 1] in _BEFORE_TOKEN:
+            space = _SPACE.match(self.text, end)
+            assert space
+            self.pos = space.end()
+
     def fail(self, expected: str) -> ParseError:
         # an operation ends with its line: what it lacks is missing there, not on the next one
-        start = self.pos if self.in_operation and self.at_line_end() else self.after_space()
+        start = self.end if self.in_operation and self.at_line_end() else self.pos
         line = self.text.count("\n", 0, start) + 1
         rest = self.text[start : start + 60].split("\n")[0].strip()
         return ParseError(f"TTIR line {line}: expected {expected}, found {rest!r}")
 
-    def after_space(self) -> int:
-        match = _SPACE.match(self.text, self.pos)
-        assert match
-        return match.end()
-
     def peek(self, token: str) -> bool:
-        return self.text.startswith(token, self.after_space())
+        return self.text.startswith(token, self.pos)
 
     def take(self, token: str) -> bool:
-        start = self.after_space()
-        if self.text.startswith(token, start):
-            self.pos = start + len(token)
+        if self.text.startswith(token, self.pos):
+            self.move(self.pos + len(token))
             return True
         return False
 
@@ -95,9 +113,9 @@ class Scanner:
             raise self.fail(repr(token))
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        match = pattern.match(self.text, self.after_space())
+        match = pattern.match(self.text, self.pos)
         if match:
-            self.pos = match.end()
+            self.move(match.end())
         return match
 
     def word(self) -> str:
@@ -107,27 +125,26 @@ class Scanner:
         return match[0]
 
     def at_line_end(self) -> bool:
-        end = self.text.find("\n", self.pos)
-        rest = self.text[self.pos : end if end >= 0 else len(self.text)]
-        return not rest.strip() or rest.lstrip().startswith("//")
+        return self.pos == len(self.text) or self.text.find("\n", self.end, self.pos) >= 0
 
     def balanced(self, opening: str) -> str:
         """The text between the bracket just taken and its partner, which is taken too."""
-        start, depth = self.pos, 1
+        start = end = self.end
+        depth = 1
         while depth:
-            char = self.text[self.pos : self.pos + 1]
+            char = self.text[end : end + 1]
             if not char:
-                self.pos = start
                 raise self.fail(f"a closing {_OPEN_CLOSE[opening]!r}")
-            if char == '"' and (match := STRING.match(self.text, self.pos)):
-                self.pos = match.end()
+            if char == '"' and (match := STRING.match(self.text, end)):
+                end = match.end()
                 continue
             if char == opening:
                 depth += 1
-            elif char == _OPEN_CLOSE[opening] and not self.text.startswith("->", self.pos - 1):
+            elif char == _OPEN_CLOSE[opening] and not self.text.startswith("->", end - 1):
                 depth -= 1
-            self.pos += 1
-        return self.text[start : self.pos - 1]
+            end += 1
+        self.move(end)
+        return self.text[start : end - 1]
 
     # -- locations, types, attributes --
 
@@ -136,12 +153,21 @@ class Scanner:
 
     def both_locations(self) -> tuple[str, str]:
         """The line in the kernel, and the line of the operation itself."""
-        if not self.take("loc("):
-            return "", ""
-        text = self.balanced("(")
-        return self.locations.resolve(text, innermost=False), self.locations.resolve(text, innermost=True)
+        if reference := self.match(_LOC_REFERENCE):
+            return self.locations.resolve(reference[1])
+        return self.locations.resolve(self.balanced("(")) if self.take("loc(") else ("", "")
 
     def type(self) -> Type:
+        plain = _PLAIN_TYPE.match(self.text, self.pos)
+        if plain is None:
+            return self.structured_type()
+        if known := self.known_types.get(plain[0]):
+            self.move(plain.end())
+            return known
+        self.known_types[plain[0]] = found = self.structured_type()
+        return found
+
+    def structured_type(self) -> Type:
         if match := self.match(_TENSOR):
             shape = tuple(int(d) for d in match[1].split("x")[:-1])
             element = self.type()
