@@ -211,6 +211,36 @@ def test_headers_are_digested_for_the_second_kernel(
     assert [toolchain.build(source, quick=quick) for source in sources] == [first, *others]
 
 
+ACCESSES = """
+  typedef VECTOR V;
+  lane<V>::type *const at = (lane<V>::type *)a.x;
+  const auto m = splat<like<V, i32>>(-1);
+  const auto address = splat<like<V, i64>>((i64)at);
+  const V v = seen_load<V>(p, 0, 0, at, p.id[1], m, load_each<V>(p, 0, 0, address, m, V{}));
+  seen_store<V>(p, 0, 0, at, p.id[1], m, v), store_each<V>(p, 0, 0, address, m, v);
+  begin_atomic(p), seen_atomic(p, 0, 0, at, true, RELEASE, [&] { return *at; });
+  fits(p, 0, p.id[1]);
+"""
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_the_witness_is_compiled_for_the_second_kernel(
+    cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, mode: int
+) -> None:
+    """The first one has it in its own text. Whichever way, nothing that a kernel calls is missing."""
+    wrapper, log = logging_compiler(tmp_path)
+    fresh_toolchain.setenv("CXX", str(wrapper))
+    text = f"#define LOOM_WITNESS {mode}\n" + KERNEL_OF_TRITON.replace(
+        '"launch.h"', '"launch.h"\n#include "witness.h"'
+    )
+    for vector in ("u8x16", "u8x32", "u16x16", "f32x16", "f64x8"):
+        source = text.replace("a.x[p.id[0]] = NUMBER;", ACCESSES.replace("VECTOR", vector))
+        assert toolchain.load(toolchain.build(source, quick=True), vector).loom_launch
+    commands = log.read_text().splitlines()
+    assert [f"-DLOOM_WITNESS={mode}" in command for command in commands] == [0, 0, 1, 0, 0, 0, 0]
+    assert [".o " in command for command in commands[3:]] == [True] * 4
+
+
 # ---- the key ---------------------------------------------------------------------------------------------
 
 

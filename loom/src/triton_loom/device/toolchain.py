@@ -152,16 +152,19 @@ def _compile(source: str, options: list[str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="loom-") as directory:
         text, product = Path(directory, "kernel.cpp"), Path(directory, "kernel.so")
         text.write_text(source)
-        files = [f"-I{INCLUDE}", "-x", "c++", str(text), "-o", str(product)]
-        command = [*compiler(), *options, *LINKING.split(), *files, *LIBRARIES.split()]
+        files = ["-x", "c++", str(text), "-o", str(product)]
+        command = [*compiler(), *options, *LINKING.split(), f"-I{INCLUDE}"]
 
-        def run(*more: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run([*command, *more], capture_output=True, text=True, errors="replace")
+        def run(prepared: list[str]) -> subprocess.CompletedProcess[str]:
+            call = [*command, *prepared, *files, *LIBRARIES.split()]
+            return subprocess.run(call, capture_output=True, text=True, errors="replace")
 
-        digested = _digested_headers(source, options)
-        done = run(*digested)
-        if done.returncode and digested:
-            done = run()  # Clang refuses digested headers where GCC would read the headers themselves
+        prepared = _prepared(source, options)
+        done = run(prepared or UNPREPARED)
+        if done.returncode and prepared:
+            done = run(
+                UNPREPARED
+            )  # Clang refuses digested headers where GCC would read the headers themselves
         if done.returncode and "internal compiler error" in done.stderr and "-O1" not in options:
             # A bug of an optimisation: GCC 12 has one that big kernels meet.
             return _compile(source, [*(word for word in options if not word.startswith("-O")), "-O1"])
@@ -169,14 +172,18 @@ def _compile(source: str, options: list[str]) -> bytes:
             text.write_text("")
             what = (
                 "the C++ compiler does not work: it rejects an empty file"
-                if run().returncode or not product.exists()
+                if run([]).returncode or not product.exists()
                 else "a generated kernel does not compile"
             )
-            raise BuildError(f"{what}\n{shlex.join(command)}\n{done.stderr or done.stdout}".rstrip())
+            call = shlex.join([*command, *UNPREPARED, *files, *LIBRARIES.split()])
+            raise BuildError(f"{what}\n{call}\n{done.stderr or done.stdout}".rstrip())
         return product.read_bytes()
 
 
-# ---- headers, read once ----------------------------------------------------------------------------------
+# ---- what kernels have in common, done once ----------------------------------------------------------------
+
+# Without such preparation, an instrumented kernel has all of the witness in its own text.
+UNPREPARED = ["-DLOOM_WITNESS_INSIDE"]
 
 
 @functools.lru_cache
@@ -185,35 +192,52 @@ def _headers() -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(INCLUDE.glob("*.h")))).hexdigest()
 
 
-def _digested_headers(source: str, options: list[str]) -> list[str]:
-    """Arguments that spare the compiler the reading of a kernel's headers; none if that has not been prepared yet.
+def _prepared(source: str, options: list[str]) -> list[str]:
+    """Arguments that spare the compiler what it has done for other kernels; none if that has not been prepared yet.
 
-    What stands above a kernel's own text is one of a dozen lists. The first kernel with a list leaves a note of it, and
-    the second one has it digested: somebody who runs a single kernel does not wait for what would serve the next.
+    What stands above a kernel's own text is one of a dozen lists of headers. The first kernel with a list leaves a note
+    of it, and the second one has it digested: somebody who runs a single kernel does not wait for what would serve the
+    next. The witness of instrumented kernels is compiled then as well.
     """
     first_lines = re.match(r"(?:#(?:define|include) .*\n)*", source)
     assert first_lines is not None
-    made_from = (first_lines[0], options, _headers(), str(INCLUDE), identity())
     directory = storage.room("loom-build")
-    stem = hashlib.sha256(repr(made_from).encode()).hexdigest() + ".h"
-    text, digest = os.path.join(directory, stem), os.path.join(directory, f"{stem}.gch")
+
+    def path(made_from: str, ending: str) -> str:
+        key = repr((made_from, options, _headers(), str(INCLUDE), identity()))
+        return os.path.join(directory, hashlib.sha256(key.encode()).hexdigest() + ending)
+
+    text = path(first_lines[0], ".h")
     try:
         if not os.path.exists(text):
-            storage.keep(first_lines[0].encode(), directory, stem)
+            storage.keep(first_lines[0].encode(), directory, os.path.basename(text))
             return []
         for place in (directory, text):
             storage.check_trusted(place)
-        if not os.path.exists(digest):
-            with tempfile.TemporaryDirectory(dir=directory) as own:
-                product = os.path.join(own, "headers.gch")
-                files = [f"-I{INCLUDE}", "-x", "c++-header", text, "-o", product]
-                if subprocess.run([*compiler(), *options, *files], capture_output=True).returncode:
-                    return []
-                os.replace(product, digest)
-        storage.check_trusted(digest)
-    except OSError:  # a cache that cannot be written
+        _make_once(f"{text}.gch", [*options, "-x", "c++-header", text])
+        prepared = ["-include", text]
+        if witness := re.search(r"#define (LOOM_WITNESS) (\d)", first_lines[0]):
+            object_ = path(witness[0], ".o")
+            define = f"-D{witness[1]}={witness[2]}"
+            _make_once(object_, [*options, define, "-c", "-x", "c++", str(INCLUDE / "witness_runtime.h")])
+            prepared.append(object_)
+    except (
+        OSError,
+        subprocess.CalledProcessError,
+    ):  # a cache that cannot be written; headers that are not digestible
         return []
-    return ["-include", text]
+    return prepared
+
+
+def _make_once(product: str, arguments: list[str]) -> None:
+    """Have the compiler make a file, unless it is there already."""
+    if not os.path.exists(product):
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(product)) as own:
+            made = os.path.join(own, "product")
+            call = [*compiler(), f"-I{INCLUDE}", *arguments, "-o", made]
+            subprocess.run(call, capture_output=True, check=True)
+            os.replace(made, product)
+    storage.check_trusted(product)
 
 
 # ---- from a shared object to a function ------------------------------------------------------------------

@@ -46,13 +46,20 @@ LOOM_INLINE bool waits_in_vain(const Program &p, i64 &rounds) {
   return true;
 }
 
+// A function of witness_runtime.h, which is linked to a kernel or a part of its text.
+#ifdef LOOM_WITNESS_INSIDE
+#define LOOM_SHARED LOOM_NOINLINE
+#else
+#define LOOM_SHARED
+#endif
+
 namespace loom {
 
 #ifdef LOOM_WITNESS
-static void begin(Witness &, i32 threads, i64 programs);
-static void end(Witness &, i32 threads);
-static Worker *worker(Witness &, i32 thread);
-static bool enter(const Program &, i64 position);
+LOOM_SHARED void begin(Witness &, i32 threads, i64 programs);
+LOOM_SHARED void end(Witness &, i32 threads);
+LOOM_SHARED Worker *worker(Witness &, i32 thread);
+LOOM_SHARED bool enter(const Program &, i64 position);
 #endif
 
 struct Launch {

@@ -4,21 +4,23 @@
 // atomics do, a program's steps are cut into segments by its releases. What a program has acquired is a list of the
 // segments that are over, newest first; a cell of readers or updaters holds a set of segments. Lists share their tails.
 #pragma once
-#include "witness_data.h"
-#include "tile.h"
+#include "witness.h"
 
 extern "C" void *calloc(unsigned long, unsigned long);
 extern "C" void free(void *);
 
 namespace loom {
 
+LOOM_INLINE void lock(i32 &taken) {
+  while (__atomic_exchange_n(&taken, 1, __ATOMIC_ACQUIRE)) sched_yield();
+}
+LOOM_INLINE void unlock(i32 &taken) { __atomic_store_n(&taken, 0, __ATOMIC_RELEASE); }
+
 struct Guard {
-  i32 &lock;
+  i32 &taken;
   Guard(Witness &w) : Guard(w.lock) {}
-  Guard(i32 &l) : lock(l) {
-    while (__atomic_exchange_n(&lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
-  }
-  ~Guard() { __atomic_store_n(&lock, 0, __ATOMIC_RELEASE); }
+  Guard(i32 &l) : taken(l) { lock(l); }
+  ~Guard() { unlock(taken); }
 };
 
 }  // namespace loom
@@ -133,8 +135,6 @@ static u32 with_me(Worker &own, u32 cell, bool over) {
   const u32 made = new_actor(w, {0, own.segment, cell, 0});
   return actor(w, cell).larger = made;
 }
-
-enum Access { LOAD, STORE, UPDATE };
 
 // Cells of a region from g to past h: notes the access and gives the program that it collides with, or 0.
 template <Access ACCESS> static u32 collide_slowly(Worker &own, Region &r, u64 g, u64 h, u64 &where) {
