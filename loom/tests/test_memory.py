@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -291,6 +293,38 @@ def test_gathered_and_scattered_elements(index_dtype: torch.dtype) -> None:
         last,
     ]
     assert_same(y.check(), torch.cat([part.flatten() for part in want]))
+
+
+@triton.jit
+def gather_some(x_ptr, index_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + offs)
+    tl.store(y_ptr + offs, tl.load(x_ptr + index, (index >= 0) & (index < n), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64], ids=short)
+@pytest.mark.parametrize("first", [-40, 0, 5])
+def test_gathered_lanes_that_are_off_though_indices_are_consecutive(first: int, dtype: torch.dtype) -> None:
+    x, index = Fenced().last(37, dtype), torch.arange(first, first + 64)
+    x.copy_(torch.randint(0, 100, x.shape))
+    y = Guarded((64,), dtype)
+    gather_some[(1,)](x, index, y.tensor, 37, BLOCK=64)
+    valid = (index >= 0) & (index < 37)
+    assert_same(y.check(), x[index.where(valid, 0)].where(valid, torch.tensor(-1).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64], ids=short)
+def test_gathered_elements_may_lie_far_apart(dtype: torch.dtype) -> None:
+    """Memory of which only the pages in use exist, 2**32 elements and more."""
+    n = 2**32 + 64
+    reserved = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserved
+    x = torch.frombuffer(mmap.mmap(-1, n * dtype.itemsize, flags=flags), dtype=dtype)
+    index = torch.randperm(64) + torch.randint(0, 2, (64,)) * 2**32
+    x[:64], x[-64:] = 1, 2
+    y = Guarded((64,), dtype)
+    gather_some[(1,)](x, index, y.tensor, n, BLOCK=64)
+    assert_same(y.check(), x[index])
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "row_step", "col_step"])
