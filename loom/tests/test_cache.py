@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import triton_loom
+from processes import run_python
 from triton.backends.compiler import GPUTarget
 from triton_loom import compiler
 from triton_loom.device import storage, toolchain
@@ -428,5 +429,5 @@ def test_a_second_process_does_not_compile(cache: Path, tmp_path: Path) -> None:
     program = tmp_path / "launch.py"
     program.write_text(ONE_LAUNCH)
     for _ in range(2):
-        subprocess.run([sys.executable, program], env=os.environ | {"CXX": str(compiler)}, check=True)
+        assert run_python(program, CXX=str(compiler)).returncode == 0
         assert log.read_text() == "run\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from processes import run_python
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton_loom.compiler import LoomBackend
@@ -388,11 +388,8 @@ def test_on_disk_kernels_are_kept_apart(tmp_path: Path) -> None:
     program.write_text(ONE_LAUNCH)
     wrapper.write_text(f'#!/bin/sh\necho run >> {log}\nexec g++ "$@"\n')
     wrapper.chmod(0o755)
-    environment = os.environ | {"CXX": str(wrapper), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {"CXX": str(wrapper), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     for asked, builds in (("0", 1), ("1", 2), ("0", 2), ("1", 2)):
-        command = [sys.executable, str(program)]
-        said = subprocess.check_output(
-            command, env=environment | {"TRITON_LOOM_HARDWARE_DOT": asked}, text=True
-        )
-        assert said.strip() == str(asked == "1")
+        run = run_python(program, **environment, TRITON_LOOM_HARDWARE_DOT=asked)
+        assert run.stdout.strip() == str(asked == "1"), run.stderr
         assert log.read_text() == "run\n" * builds

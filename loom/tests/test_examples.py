@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from processes import run_python
 from triton_loom.testing import EPS32, assert_rounded_once
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -42,7 +41,7 @@ flash_attention = load("06_flash_attention")
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_runs_as_a_script(script: Path) -> None:
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    run = run_python(script)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(r"[^\n]*max error \d\.\d\de[+-]\d\d[^\n]*\n", run.stdout)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from processes import run_python
 from triton_loom.explained import ExplainedKernel
 from triton_loom.testing import assert_same
 
@@ -125,12 +123,6 @@ def test_instrumented_kernels_are_not_explained() -> None:
     assert explained.kernels == []
 
 
-def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True
-    )
-
-
 def without_numbers(table: str) -> list[str]:
     """Lines in order, with neither ticks nor shares nor the order that these make."""
     lines = [
@@ -145,14 +137,14 @@ def test_the_example_of_the_document(tmp_path: Path) -> None:
     code, table = re.findall(r"```(?:python)?\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     script = tmp_path / "softmax.py"
     script.write_text(code)
-    ran = run(script)
+    ran = run_python(script)
     assert not ran.returncode, ran.stderr
     assert without_numbers(ran.stdout) == without_numbers(table)
     script.write_text(
         code.replace("print(explained)", "").replace("with triton_loom.explain() as explained:", "if True:")
     )
-    ran = run(script, TRITON_LOOM_EXPLAIN="1")
+    ran = run_python(script, TRITON_LOOM_EXPLAIN="1")
     assert ran.stdout == ""
     assert without_numbers(ran.stderr) == without_numbers(table)
-    ran = run(script, TRITON_LOOM_EXPLAIN="yes")
+    ran = run_python(script, TRITON_LOOM_EXPLAIN="yes")
     assert "TRITON_LOOM_EXPLAIN is 0 or 1; got 'yes'" in ran.stderr

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 from triton_loom import report
 from triton_loom.tables import in_units, table
 
@@ -29,8 +29,7 @@ def double(x_ptr, n, BLOCK: tl.constexpr):
 def reported(tmp_path: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(KERNEL + body)
-    command = [sys.executable, "-m", "triton_loom", "report", *options, str(script), "word", "--flag"]
-    return subprocess.run(command, capture_output=True, text=True)
+    return run_python("-m", "triton_loom", "report", *options, script, "word", "--flag")
 
 
 @pytest.mark.compat
@@ -95,8 +94,7 @@ def test_redirection_ends_with_its_scope() -> None:
 
 
 def test_a_missing_script(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "triton_loom", "report", str(tmp_path / "none.py")]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = run_python("-m", "triton_loom", "report", tmp_path / "none.py")
     assert run.returncode == 2
     assert f"there is no file {tmp_path / 'none.py'}" in run.stderr
 

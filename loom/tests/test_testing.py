@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from processes import run_python
 from triton.backends.compiler import GPUTarget
 from triton_loom import testing
 from triton_loom.testing import assert_caught, launching_nothing, mutant
@@ -62,7 +63,7 @@ def test_the_example_of_the_document(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (LOOM / "docs" / "testing.md").read_text(), re.DOTALL)
     script = tmp_path / "test_example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = run_python(script)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from processes import run_python
 from test_sanitizer import copy_positive, natively
-from test_witness import KERNEL, WRONG, double, launch_outside, run_python, script  # noqa: F401
+from test_witness import KERNEL, WRONG, double, launch_outside, script  # noqa: F401
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import LazyDict

@@ -6,8 +6,6 @@ import ast
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ import triton
 import triton.language as tl
 import triton_loom
 import triton_loom.driver
+from processes import run_python
 from support import short
 from triton.runtime import driver
 from triton_loom import Finding
@@ -188,16 +187,6 @@ def test_dry_launches_store_nothing() -> None:
     assert not y.any()
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
-
-
 KERNEL = """
 import sys
 import torch, triton, triton.language as tl, triton_loom
@@ -303,7 +292,7 @@ def test_wrong_with_fixture(loom_sanitizer):
 
 
 def test_report_of_an_example() -> None:
-    run = run_python("-m", "triton_loom", "report", str(test_examples.EXAMPLES / "01_vector_add.py"))
+    run = run_python("-m", "triton_loom", "report", test_examples.EXAMPLES / "01_vector_add.py")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "max error" in run.stdout
     assert "bytes moved" in run.stdout
@@ -403,7 +392,7 @@ def test_cost(script: Callable[[str], str]) -> None:
 
     In a process of its own, where nothing else fills allocations."""
     pytest.importorskip("weft")
-    run = run_python(script(COST))
+    run = run_python(script(COST), TRITON_LOOM_QUICK_BUILD="0")
     assert run.returncode == 0, run.stderr
     rounds = [[float(part) for part in line.split()] for line in run.stdout.splitlines()]
     assert len(rounds) == 3
