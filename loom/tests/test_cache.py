@@ -399,9 +399,8 @@ print(f"{failed} of {processes} failed")
 """
 
 
-@pytest.mark.parametrize(
-    ("act", "processes"), [("load", 200), ("launch", 16), pytest.param("launch", 200, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("act", ["load", "launch"])
+@pytest.mark.parametrize("processes", [16, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_processes_start_at_once(cache: Path, tmp_path: Path, act: str, processes: int) -> None:
     program = tmp_path / "crowd.py"
     program.write_text(CROWD)

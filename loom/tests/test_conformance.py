@@ -72,7 +72,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
-    run = Run(project, project.suites[0], sources.bring(project), limit=20, sanitize=False, only=None)
+    run = Run(project, project.suites[0], sources.bring(project), limit=10, sanitize=False, only=None)
     lines = list(run.events())
     assert run.complete
     assert len(lines) == 7
@@ -90,7 +90,7 @@ def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
     }
     lost = {test.split("::")[1]: result["reason"] for test, result in run.results.items()}
     assert lost["test_abort"] == "the process ended with status -6"
-    assert lost["test_hang"] == "no result within 20 s"
+    assert lost["test_hang"] == "no result within 10 s"
 
     double, triple, unfit = judge.kernels(run.results, {}, lambda test: None)
     assert [kernel.name for kernel in (double, triple, unfit)] == [
