@@ -13,18 +13,17 @@ import itertools
 import math
 import operator
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import compilers
 import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import pytest
-from compilers import COMPILERS, FLAGS, TARGETS
+from compilers import COMPILERS, TARGETS
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -151,22 +150,8 @@ class Library:
         self.functions = {function.name: function for function in chosen}
         self.widths = widths
         bodies = [function.source(width) for function in chosen for width in widths]
-        with tempfile.TemporaryDirectory() as folder:
-            text, product = Path(folder, "harness.cpp"), Path(folder, "harness.so")
-            text.write_text(
-                "\n".join(['#include "casts.h"', '#include "math.h"', 'extern "C" {', *bodies, "}"])
-            )
-            command = [
-                compiler,
-                *FLAGS,
-                f"-march={target}",
-                str(text),
-                "-o",
-                str(product),
-                "-lm",
-            ]
-            subprocess.run(command, check=True)
-            self.loaded = ctypes.CDLL(str(product))
+        source = "\n".join(['#include "casts.h"', '#include "math.h"', 'extern "C" {', *bodies, "}"])
+        self.loaded = compilers.library(source, compiler, f"-march={target}")
 
     def __call__(self, name: str, *inputs: Array, width: int | None = None) -> Array:
         """The result at `width`, or at all widths, which must agree in every bit."""

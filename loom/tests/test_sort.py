@@ -8,17 +8,17 @@ it becomes two copies of one of them.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import compilers
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 import triton_loom
-from compilers import COMPILERS, FLAGS, TARGETS
+from compilers import COMPILERS, TARGETS
 from numpy.typing import NDArray
 from support import FLOATS, INTEGERS, compat, load_tile, put, random_values, short
 from triton_loom.ir.sorting import Merge
@@ -282,13 +282,10 @@ def source() -> str:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_header(compiler: str, target: str, tmp_path: Path) -> None:
+def test_header(compiler: str, target: str) -> None:
     if target == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine has no AVX2")
-    (tmp_path / "sort.cpp").write_text(source())
-    command = [compiler, f"-march={target}", *FLAGS, "sort.cpp", "-o", "sort.so"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    library = ctypes.CDLL(str(tmp_path / "sort.so"))
+    library = compilers.library(source(), compiler, f"-march={target}")
     dtypes = {name: torch.from_numpy(np.zeros(1, t)).dtype for name, t in TYPES.items()}
     for name, number, size in CASES:
         x = mixed_values((size,), dtypes.get(name, torch.bfloat16))
