@@ -186,7 +186,18 @@ def rare() -> Library:
     return Library(COMPILERS[0], "native", RARE, (1, 4, 8, 16))
 
 
-@pytest.fixture(params=[f"{c} {t}" for c in COMPILERS for t in TARGETS])
+def is_rare(compiler: str, target: str) -> bool:
+    """Neither the compiler that users have, nor the instructions that they have."""
+    return compiler != COMPILERS[0] and target != TARGETS[0]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(f"{c} {t}", marks=[pytest.mark.slow] if is_rare(c, t) else [])
+        for c in COMPILERS
+        for t in TARGETS
+    ]
+)
 def library(request: pytest.FixtureRequest) -> Library:
     return common(*request.param.split())
 

@@ -575,7 +575,12 @@ def outputs_and_gradients(
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.slow] if dtype == FP32 and BF16 in case.dtypes else [],
+        )
         for case in CASES
         for dtype in case.dtypes
     ],
