@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.quant import ranks_fsdp
+from tests.support.covering import covering
 from weft import QTensor
 
 FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "tensor", "row", "int8:row:vllm"]
@@ -324,8 +325,9 @@ USES: dict[str, Callable[[QTensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), covering(("aot_eager", "inductor"), (True, False), together=1)
+)
 def test_compiled_results(backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(normed, fullgraph=True, backend=backend, dynamic=dynamic)
