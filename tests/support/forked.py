@@ -80,7 +80,7 @@ def forked_for_a_job() -> dict[str, Any] | None:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Run the script of a job as Python does."""
+    """Run the script of a job, or the module after -m, as Python does."""
     for number, path in enumerate([os.devnull, *job["printed"]]):
         file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
@@ -89,8 +89,13 @@ def become(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
     sys.argv = job["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = job["cwd"]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
