@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 from triton_loom.device import toolchain
 
 import weft
+from tests.support.forked import Forks
 from weft import Capabilities
 from weft.cli import doctor, main
 from weft.cli.published import widths
@@ -54,14 +56,37 @@ raise SystemExit(main({argv!r}))
 """
 
 
-def doctor_without(*missing: str, argv: tuple[str, ...] = ("doctor", "--json"), **environment: str) -> Any:
-    env = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")} | environment
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture(autouse=True)
+def default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def doctor_without(
+    *missing: str,
+    argv: tuple[str, ...] = ("doctor", "--json"),
+    forks: Forks | None = None,
+    **environment: str,
+) -> Any:
+    """In a process of its own; in a fork if nothing differs while Weft is imported."""
+    if forks is not None:
+        assert not missing
+        return forks.run("-m", "weft", *argv, **environment)
     code = WITHOUT.format(missing=missing, argv=list(argv))
+    env = os.environ | environment
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
 
-def report_without(*missing: str, **environment: str) -> tuple[int, dict[str, Any]]:
-    done = doctor_without(*missing, **environment)
+def report_without(
+    *missing: str, forks: Forks | None = None, **environment: str
+) -> tuple[int, dict[str, Any]]:
+    done = doctor_without(*missing, forks=forks, **environment)
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["healthy"] == (done.returncode == 0)
@@ -118,9 +143,9 @@ def test_without_loom() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_without_compiler(tmp_path: Path) -> None:
+def test_without_compiler(tmp_path: Path, forks: Forks) -> None:
     """Ops run in plain PyTorch, which is what it says; Loom is there and does not work."""
-    code, report = report_without(PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    code, report = report_without(forks=forks, PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert code == 1
     assert facts(report)["C++ compiler"] == toolchain.NO_COMPILER
     assert report["advice"] == [
@@ -135,8 +160,8 @@ def test_without_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_a_compiler_that_is_not_where_cxx_says() -> None:
-    code, report = report_without(CXX="/nonexistent/c++ -O1")
+def test_a_compiler_that_is_not_where_cxx_says(forks: Forks) -> None:
+    code, report = report_without(forks=forks, CXX="/nonexistent/c++ -O1")
     assert code == 1
     assert facts(report)["C++ compiler"].startswith("CXX=/nonexistent/c++ -O1 names no program")
     assert [advice["command"] for advice in report["advice"]] == ["unset CXX"]
@@ -144,7 +169,7 @@ def test_a_compiler_that_is_not_where_cxx_says() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_a_compiler_that_fails(tmp_path: Path) -> None:
+def test_a_compiler_that_fails(tmp_path: Path, forks: Forks) -> None:
     """All that it says is shown, also on a narrow screen."""
     broken = tmp_path / "my-compiler"
     broken.write_text(
@@ -152,7 +177,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     )
     broken.chmod(0o755)
     environment = {"CXX": str(broken), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "80"}
-    code, report = report_without(**environment)
+    code, report = report_without(forks=forks, **environment)
     assert code == 1
     for check in report["checks"]:
         assert check["error"].startswith(
@@ -162,7 +187,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
         assert check["error"].endswith("line 8 of 9: no licence\nline 9 of 9: no licence")
     (advice,) = report["advice"]
     assert advice["what"].startswith("The C++ compiler does not build kernels")
-    shown = doctor_without(argv=("doctor",), **environment).stdout
+    shown = doctor_without(argv=("doctor",), forks=forks, **environment).stdout
     assert all(f"line {i} of 9: no licence" in shown for i in range(1, 10))
 
 
@@ -195,25 +220,25 @@ def test_how_loom_is_installed_beside_an_installed_weft(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "file").touch()  # a directory without permission would not stop root
-    code, report = report_without(TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    code, report = report_without(forks=forks, TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert code == 1
     assert not report["cache"]["writable"]
     assert "TRITON_CACHE_DIR" in report["advice"][0]["command"]
 
 
-def test_cache_that_others_can_write(tmp_path: Path) -> None:
+def test_cache_that_others_can_write(tmp_path: Path, forks: Forks) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
-    code, report = report_without(TRITON_CACHE_DIR=str(cache))
+    code, report = report_without(forks=forks, TRITON_CACHE_DIR=str(cache))
     assert code == 1
     assert [advice["command"] for advice in report["advice"]] == [f"chmod go-w {cache}"]
 
 
-def test_forbidden_compilation_is_explained() -> None:
-    code, report = report_without(WEFT_NO_JIT="1")
+def test_forbidden_compilation_is_explained(forks: Forks) -> None:
+    code, report = report_without(forks=forks, WEFT_NO_JIT="1")
     if report["devices"][0]["runs"].startswith("Triton"):
         assert code == 1
         assert "unset WEFT_NO_JIT" in [advice["command"] for advice in report["advice"]]

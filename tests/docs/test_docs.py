@@ -23,6 +23,7 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 import weft
+from tests.support.forked import Forks
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
@@ -72,20 +73,37 @@ def lines(document: Path) -> list[tuple[str, str]]:
     ]
 
 
-def run(command: list[str] | str, **environment: str) -> str:
-    """What a command prints, run in a checkout with this Python's scripts first on the PATH."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, **environment},
-        shell=isinstance(command, str),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def run(*command: str, forks: Forks | None = None, **environment: str) -> str:
+    """What a command prints, run in a checkout: in a new process, or in one of `forks` if it is a Python script."""
+    if forks is not None:
+        done = forks.run(*command, cwd=ROOT, **environment)
+    else:
+        env = os.environ | environment
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
+
+
+def program_of(name: str) -> str:
+    """The script of that name that belongs to this Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    assert found is not None
+    return found
+
+
+def run_text(text: str, directory: Path, forks: Forks | None) -> str:
+    """What a Python script prints, in which a warning is an error. Kernels have to be defined in a file."""
+    script = directory / "script.py"
+    script.write_text(text)
+    python = [] if forks is not None else [sys.executable, "-W", "error"]
+    return run(*python, str(script), forks=forks)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as forks:
+        yield forks
 
 
 # ---- Python ------------------------------------------------------------------------------------------------
@@ -96,10 +114,9 @@ DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
 
 
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in DISTRIBUTED], ids=str)
-def test_python_block_runs_by_itself(block: Block, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"  # kernels have to be defined in a file
-    script.write_text(block.text)
-    printed = run([sys.executable, "-W", "error", str(script)])
+def test_python_block_runs_by_itself(block: Block, tmp_path: Path, forks: Forks) -> None:
+    # One with the imports that forks have behind them.
+    printed = run_text(block.text, tmp_path, None if block is SCRIPTS[0] else forks)
     # A comment after print says what comes out: the sizes in it must be among the output.
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
         for size in re.findall(r"\[[\d, ]+\]", comment):
@@ -145,8 +162,14 @@ QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
     "command",
     dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document) if c.startswith(QUICK)),
 )
-def test_quick_command_runs(command: str) -> None:
-    assert run(command)
+def test_quick_command_runs(command: str, forks: Forks) -> None:
+    program, *arguments = shlex.split(command)
+    if command == "weft doctor":  # one command by itself, from the script that pip installs
+        assert run(program_of(program), *arguments)
+    elif program == "python":
+        assert run(*arguments, forks=forks)
+    else:
+        assert run(program_of(program), *arguments, forks=forks)
 
 
 def extras(project: str) -> dict[str, list[str]]:
@@ -385,17 +408,23 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def in_extended(root: Path, *command: str) -> str:
-    paths = [str(root / "src"), str(ROOT), str(ROOT / "loom" / "tests")]
-    return run([sys.executable, *command], PYTHONPATH=os.pathsep.join(paths))
+@pytest.fixture(scope="module")
+def extended_forks(extended: Path) -> Iterator[Forks]:
+    """Of a Python that has imported the copy."""
+    with Forks(PYTHONPATH=path_of(extended)) as forks:
+        yield forks
+
+
+def path_of(root: Path) -> str:
+    return os.pathsep.join([str(root / "src"), str(ROOT), str(ROOT / "loom" / "tests")])
 
 
 def test_added_op_is_in_style(extended: Path) -> None:
     for path in ("ops/glu/softplus_gate.py", "workloads/softplus_gate.py", "ops/scale_rows.py"):
         file = str(extended / "src" / "weft" / path)
         settings = ["--config", str(ROOT / "pyproject.toml"), "--no-cache", file]
-        in_extended(extended, "-m", "ruff", "check", *settings)
-        in_extended(extended, "-m", "ruff", "format", "--check", *settings)
+        run(sys.executable, "-m", "ruff", "check", *settings)
+        run(sys.executable, "-m", "ruff", "format", "--check", *settings)
 
 
 # What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
@@ -427,7 +456,7 @@ gate, x = (torch.randn(3, 40, dtype=torch.float64, requires_grad=True) for _ in 
 torch.autograd.gradcheck(weft.ops.softplus_gate, (gate, x))
 gate, x = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
 opcheck(op.overload, (gate, x))
-compiled = torch.compile(weft.ops.softplus_gate, fullgraph=True)
+compiled = torch.compile(weft.ops.softplus_gate, fullgraph=True, backend="aot_eager")
 for function in (weft.ops.softplus_gate, compiled):
     grads = torch.autograd.grad(function(gate, x).square().sum(), (gate, x))
     if function is compiled:
@@ -444,11 +473,13 @@ print("proven")
 """
 
 
-def test_added_op_is_right(extended: Path) -> None:
-    assert in_extended(extended, "-c", ADDED).endswith("proven\n")
+def test_added_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
+    assert run_text(ADDED, tmp_path, extended_forks).endswith("proven\n")
 
 
 QUANTISED = """
+import warnings
+
 import torch
 
 import weft
@@ -461,13 +492,15 @@ for shape in ((5, 7, 200), (3, 256), (33, 1), (0, 64)):
     factor = torch.randn(shape[:-1], generator=generator)
     factor.view(-1)[:1] = float("inf")
     assert torch.equal(scale_rows(x, factor), (x.float() * factor[..., None]).bfloat16())
-    for format in ("1x128", "mx", "row", "tensor", "128x128", "nvfp4"):
+    # By registers and by way of fp32; the formats of either kind differ in `quantize` alone.
+    for format in ("1x128", "mx", "row", "tensor", "128x128", "nvfp4") if x.dim() == 3 else ("1x128", "tensor"):
         for columnwise in (False, True) if format != "row" else (False,):
             q = scale_rows(x, factor, quantize=format, columnwise=columnwise)
             wanted = weft.quantize(x.float() * factor[..., None], format, columnwise=columnwise)
             for copy, right in ((q.rowwise, wanted.rowwise), (q.columnwise, wanted.columnwise)):
                 for got, part in zip(copy or (), right or (), strict=True):
                     assert got is part is None or torch.equal(words(got), words(part)), format
+warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, when it traces a torch.autograd.Function
 x, factor = torch.randn(6, 96, requires_grad=True), torch.randn(6, requires_grad=True)
 for function in (scale_rows, torch.compile(scale_rows, fullgraph=True, backend="aot_eager")):
     for format in (None, "1x128"):
@@ -481,8 +514,8 @@ print("proven")
 """
 
 
-def test_added_quantising_op_is_right(extended: Path) -> None:
-    assert in_extended(extended, "-c", QUANTISED).endswith("proven\n")
+def test_added_quantising_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
+    assert run_text(QUANTISED, tmp_path, extended_forks).endswith("proven\n")
 
 
 BINARIES = """
@@ -513,17 +546,14 @@ if __name__ == "__main__":
 """
 
 
-def test_added_op_compiles_for_gpus(extended: Path) -> None:
-    script = extended / "binaries.py"
-    script.write_text(BINARIES)
-    assert in_extended(extended, str(script)).endswith("compiled\n")
+def test_added_op_compiles_for_gpus(extended_forks: Forks, tmp_path: Path) -> None:
+    assert run_text(BINARIES, tmp_path, extended_forks).endswith("compiled\n")
 
 
 def test_added_op_inherits_every_check(extended: Path) -> None:
     (command,) = [c for c, _ in lines(CONTRIBUTING) if c.startswith("pytest tests/catalogue")]
-    printed = in_extended(
-        extended, "-m", *shlex.split(command), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
-    )
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    printed = run(sys.executable, "-m", *shlex.split(command), *options, PYTHONPATH=path_of(extended))
     passed = re.search(r"(\d+) passed", printed)
     assert passed, printed
     assert int(passed[1]) > 10, printed

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from triton_loom.testing import results_of
 
 import weft
 from tests.quant import ranks_fsdp
+from tests.support.covering import covering
 from weft import QTensor
 
 FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "tensor", "row", "int8:row:vllm"]
@@ -324,8 +324,9 @@ USES: dict[str, Callable[[QTensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), covering(("aot_eager", "inductor"), (True, False), together=1)
+)
 def test_compiled_results(backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(normed, fullgraph=True, backend=backend, dynamic=dynamic)
@@ -361,17 +362,7 @@ def test_compiled_result_with_a_quantised_gradient() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    directory: Path = tmp_path_factory.mktemp("fsdp")
-    started = [
-        subprocess.Popen(
-            [sys.executable, ranks_fsdp.__file__, str(rank), "2", str(directory)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=400)[0] for process in started]
-    assert not any(process.returncode for process in started), "\n".join(said)
-    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return results_of(Path(ranks_fsdp.__file__), tmp_path_factory)(2)
 
 
 @pytest.mark.parametrize("name", ranks_fsdp.CASES)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..runtime import choosing_for
-from .problem import Workload
+from .problem import Call, Workload
 
 if TYPE_CHECKING:
     from triton_loom.witness.counters import LaunchCount
@@ -65,10 +65,14 @@ def rows_within(workload: Workload, least_bytes: int) -> int:
 
 def count_traffic(workload: Workload, rows: int | None = None, target: str = "sm_90") -> Moved:
     """Run a workload once, with its own number of rows or with `rows`, and count the bytes."""
+    return count_call(workload, workload.make(rows=rows), rows, target)
+
+
+def count_call(workload: Workload, call: Call, rows: int | None = None, target: str = "sm_90") -> Moved:
+    """Run a call that `workload` made for a number of rows, and count the bytes."""
     import torch
     from triton_loom import count
 
-    call = workload.make(rows=rows)
     with torch.no_grad(), choosing_for(target), count() as counted:
         call()
     tensors = [argument for launch in counted.launches for argument in launch.arguments.values()]

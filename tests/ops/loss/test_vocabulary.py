@@ -20,7 +20,7 @@ from tests.support.truth import Near, arguments
 from weft import VocabShard
 from weft.workloads import Call
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, pytest.param(3, marks=pytest.mark.slow), 4)  # three are also pretended, in one process
 
 
 @pytest.fixture(scope="session")

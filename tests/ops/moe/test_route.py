@@ -18,6 +18,7 @@ from tests.catalogue.calls import assert_same
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
 from tests.ops.moe.truth_router import Rule
+from tests.support.covering import covering
 from weft.ops import CONVENTIONS, Routing
 from weft.ops.moe.route import Groups, RouteArgs, RouteBackwardArgs, Weighing
 from weft.runtime import choosing_for, recording
@@ -496,8 +497,9 @@ def test_the_bias_never_reaches_the_weights(score: str) -> None:
     assert torch.equal(got.weights, whole.gather(1, chosen))
 
 
-@pytest.mark.parametrize("experts", [5, 64, 200])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(
+    ("score", "experts"), covering(("softmax", "sigmoid", "sqrtsoftplus"), (5, 64, 200), together=1)
+)
 def test_every_row_has_k_different_experts(score: str, experts: int) -> None:
     """Bug G2: rows that are all equal, huge, infinite or NaN."""
     values = (0.0, -0.0, 1.0, 1e6, -1e6, 3e38, -3e38, 1e-42, torch.inf, -torch.inf, torch.nan, -torch.nan)

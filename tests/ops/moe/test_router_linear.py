@@ -14,6 +14,7 @@ import weft
 from tests.catalogue.calls import assert_same
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.moe import truth_router
+from tests.support.covering import covering
 from weft.runtime import choosing_for, recording
 
 F = torch.nn.functional
@@ -71,12 +72,16 @@ def test_sizes(rows: int, cols: int, experts: int) -> None:
         assert_rounded_once(got[name], near.truth, near.noise)
 
 
-@pytest.mark.parametrize("target", ["cpu", "sm_90", "gfx942"])
-@pytest.mark.parametrize(
-    ("x_dtype", "weight_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, FP16)]
-)
-def test_dtypes_on(target: str, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, FP16)]
+ON_TARGETS = covering(
+    DTYPES, ("sm_90", "gfx942"), together=1
+)  # a target chooses tiles, whatever the dtypes are
+
+
+@pytest.mark.parametrize(("dtypes", "target"), [*((dtypes, "cpu") for dtypes in DTYPES), *ON_TARGETS])
+def test_dtypes_on(target: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Products of fp32 numbers and products of bf16 parts, in tiles for each target: the same budget."""
+    x_dtype, weight_dtype = dtypes
     with choosing_for(target):
         got = check(*inputs(70, 1100, 36, x_dtype, weight_dtype))
     assert (got["y"].dtype, got["dx"].dtype, got["dweight"].dtype) == (FP32, x_dtype, weight_dtype)

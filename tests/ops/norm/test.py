@@ -12,6 +12,7 @@ from torch import Tensor
 from triton_loom.testing import assert_not_worse
 
 import weft
+from tests.support.covering import covering
 from weft import Format, QTensor
 
 NORMS = (weft.rms_norm, weft.layer_norm)
@@ -450,25 +451,28 @@ def test_columnwise_alone_is_that_of_both(format: str, norm: Any) -> None:
     assert_same_copies(both, alone)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize("residual", [False, True], ids=["x", "residual"])
 @pytest.mark.parametrize(
-    ("format", "norm"),
-    [
-        ("e4m3:1x128:te", weft.rms_norm),
-        ("e4m3:1x128:te", weft.layer_norm),
-        ("mx", weft.rms_norm),
-        ("mx", weft.layer_norm),
-        ("128x128", weft.layer_norm),
-        ("nvfp4", weft.rms_norm),
-        ("tensor", weft.layer_norm),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+    ("of", "residual", "dtype"),
+    covering(
+        (
+            ("e4m3:1x128:te", weft.rms_norm),
+            ("e4m3:1x128:te", weft.layer_norm),
+            ("mx", weft.rms_norm),
+            ("mx", weft.layer_norm),
+            ("128x128", weft.layer_norm),
+            ("nvfp4", weft.rms_norm),
+            ("tensor", weft.layer_norm),
+        ),
+        (False, True),
+        (BF16, torch.float32),
+    ),
+    ids=lambda value: f"{value[0]}-{value[1].__name__}" if isinstance(value, tuple) else str(value),
 )
 def test_rowwise_with_columnwise_is_that_of_itself(
-    format: str, norm: Any, residual: bool, dtype: torch.dtype
+    of: tuple[str, Any], residual: bool, dtype: torch.dtype
 ) -> None:
     """Bit for bit, on numbers whose sums depend on the order of adding."""
+    format, norm = of
     x, weight = draw(130, 1100, dtype=dtype), draw(1100, dtype=dtype)
     options: dict[str, Any] = {"residual": draw(130, 1100, dtype=dtype)} if residual else {}
     alone = norm(x, weight, quantize=format, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from tests.catalogue.calls import opcheck
+from tests.support.covering import covering
 from weft.ops.common.results import ResultOptions
 from weft.ops.quantize import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for, recording
@@ -25,8 +26,7 @@ def meta(*shape: int) -> Tensor:
 LONG_ROWS = (2**30 - 1, 2**30 - 1024, 1_200_000_001, 1_200_000_000, 2**31 - 1, 2**31 - 1024)
 
 
-@pytest.mark.parametrize("cols", LONG_ROWS)
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("rows", "cols"), covering((1, 5), LONG_ROWS, together=1))
 def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
     """Every address of an H100's launches is in bounds and no loop wraps around: of tensors that are only declared."""
     op = weft.catalogue["quantize"]

@@ -1,16 +1,24 @@
-"""Ranks on this machine: a script is started once for each rank of a group, and leaves its results in a file."""
+"""Ranks on this machine: the `main` of a script runs for each rank of a group, and leaves its results in a file."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from ..device import toolchain
 
 if TYPE_CHECKING:
     import pytest
@@ -19,8 +27,8 @@ Results = Callable[[int], list[dict[str, Any]]]
 
 
 def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What the ranks of a group of that size found, each group run once. `script RANK WORLD DIRECTORY` saves
-    `RANK.pt` in the directory."""
+    """What the ranks of a group of that size found, each group run once. `main(rank, world, directory)` of the script
+    saves `RANK.pt` in the directory. Ranks are forked when the script has been imported, which must start no thread."""
     known: dict[int, Path] = {}
 
     def of(world: int) -> list[dict[str, Any]]:
@@ -43,29 +51,68 @@ def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Result
 
 
 def _run(script: Path, world: int, directory: Path) -> None:
-    """Start the ranks, and end them all as soon as one has failed; `done` says what they said then."""
-    logs = [directory / f"{rank}.log" for rank in range(world)]
-    ranks: list[subprocess.Popen[bytes]] = []
+    """Run the ranks; `done` says what they said if one has failed."""
+    start = f"from {__name__} import run_ranks; run_ranks({str(script)!r}, {world}, {str(directory)!r})"
     failed = True
+    log = directory / "log"
     try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(script), str(rank), str(world), str(directory)]
-            with log.open("wb") as output:
-                ranks.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
-        for _ in range(4000):
-            codes = [rank.poll() for rank in ranks]
-            if any(codes) or None not in codes:
-                failed = any(codes)
-                break
-            time.sleep(0.1)
+        with log.open("wb") as output:
+            group = subprocess.Popen(
+                [sys.executable, "-c", start],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads of NumPy's, which forks would miss
+            )
+        try:
+            failed = group.wait(timeout=400) != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)
+            group.wait()
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-        said = "\n".join(log.read_text() for log in logs if log.exists())
+        said = log.read_text() if log.exists() else ""
         told = directory / "told"
-        told.write_text(said or "the ranks did not start" if failed else "")
+        told.write_text(said or "the ranks said nothing" if failed else "")
         told.rename(directory / "done")  # whole, when others see it
+
+
+def run_ranks(script: str, world: int, directory: str) -> None:
+    """Fork the ranks from this process, which has imported what they need, and end with the first one that fails."""
+    name = Path(script).stem
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.insert(0, str(Path(script).parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    forking = multiprocessing.get_context("fork")
+    lock = forking.Lock()
+    build = toolchain.build
+
+    def build_in_turn(*args: Any, **kwargs: Any) -> bytes:
+        """Ranks want the same kernel at the same time: one builds it, and the others find it in the cache."""
+        with lock:
+            return build(*args, **kwargs)
+
+    toolchain.build = functools.lru_cache(build_in_turn)
+    ranks = [
+        forking.Process(target=module.main, args=(rank, world, Path(directory)), daemon=True)
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    running = {rank.sentinel: rank for rank in ranks}
+    while running:
+        for ended in multiprocessing.connection.wait(list(running)):
+            rank = running.pop(cast(int, ended))
+            rank.join()
+            if rank.exitcode:
+                raise SystemExit(
+                    f"a rank ended with {rank.exitcode}"
+                )  # the others are daemons, and end with it
 
 
 def _wait_for(file: Path) -> None:

@@ -1,0 +1,32 @@
+"""Products of choices of which a part always runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(*choices: Sequence[Any], together: int = 2) -> list[Any]:
+    """Parameters for the product of some choices. What always runs has every combination of values of any `together` of
+    the choices, with as few cases as a greedy search finds; the other cases are slow."""
+
+    def combinations(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(case), together))
+
+    cases = list(itertools.product(*(range(len(values)) for values in choices)))
+    missing = set().union(*map(combinations, cases))
+    always = set()
+    while missing:
+        best = max(cases, key=lambda case: len(combinations(case) & missing))
+        always.add(best)
+        missing -= combinations(best)
+    return [
+        pytest.param(
+            *(values[i] for values, i in zip(choices, case, strict=True)),
+            marks=[] if case in always else [pytest.mark.slow],
+        )
+        for case in cases
+    ]
