@@ -375,7 +375,7 @@ def strides(value: Value, memo: dict[Value, tuple[Stride, ...]] | None = None) -
 def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Stride, ...]:
     shape = shape_of(value.type)
     op = value.producer
-    nothing: tuple[Stride, ...] = (None,) * len(shape)
+    nothing: tuple[Stride, ...] = tuple(0 if extent == 1 else None for extent in shape)
     if op is None:
         return nothing
     if op.name in ("tt.splat", "arith.constant"):

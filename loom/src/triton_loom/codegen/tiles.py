@@ -260,7 +260,7 @@ class FunctionEmitter(ControlFlow):
         if self.unit.hardware_dot and _fits_hardware(op):
             work = BF16
         left = self.stored(a, self.plan.nest(op, 0), work)
-        turned = self.stored_turned(b) if work == BF16 else None
+        turned = self.stored_turned(b) if work == BF16 or (work == I8 and _fits_words(b)) else None
         right = turned or self.stored(b, self.plan.nest(op, 1), work)
         self.multiply(op, left, right, accumulate, turned is not None)
 
@@ -278,13 +278,14 @@ class FunctionEmitter(ControlFlow):
         k = left.shape[-1]
         name = "dot_i8<" if left.element == I8 else "dot_bf16<" if left.element == BF16 else "dot<"
         kernel = name + f"{c_type(accumulate)}, " * (name == "dot<") + f"{m}, {n}, {k}{', true' * turned}>"
+        tiles = [self.processor_tiles()] if name != "dot<" else []
         names = [left.name, right.name, into.name]
         if batch:
             self.lines.append(f"for (i32 batch = 0; batch < {batch[0]}; ++batch)")
             names = [
                 f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
             ]
-        self.lines.append(f"{kernel}({', '.join(names)});")
+        self.lines.append(f"{kernel}({', '.join(tiles + names)});")
         self.lines += self.accesses.multiply_adds(prod(batch) * m * n * k)
         if into is not target:
             assert isinstance(out, Scalar)
@@ -294,6 +295,12 @@ class FunctionEmitter(ControlFlow):
             nest.write(target, linear, wide, narrow(out.name, nest.vec(wide)))
             self.run_nest(nest)
         target.filled = True
+
+    def processor_tiles(self) -> str:
+        """The processor's tile registers, held by this function from its first dot on them to its end."""
+        if (declaration := "Tiles tiles;") not in self.declarations:
+            self.declarations.append(declaration)
+        return "tiles"
 
     def on_tt_dot_scaled(self, op: Op) -> None:
         self.comment(op)
@@ -466,6 +473,12 @@ def _fits_hardware(op: Op) -> bool:
     elements = tuple(element_of(v.type) for v in (*op.operands[:2], op.result))
     *_, m, n = shape_of(op.result.type)
     return elements == (BF16, BF16, F32) and m >= 16 and n >= 16 and shape_of(op.operands[0].type)[-1] >= 32
+
+
+def _fits_words(right: Value) -> bool:
+    """Whether an operand of [.., K, N] bytes can be taken as [.., N, K], by 16 words of four (see include/dot.h)."""
+    *_, k, n = shape_of(right.type)
+    return n >= 16 and k >= 64
 
 
 def _lane_value(value: Value, names: dict[Value, str]) -> str:
