@@ -322,33 +322,32 @@ class FunctionEmitter(ControlFlow):
         scale = self.stored(op.operands[slot]) if slot is not None else None
         *batch, rows, columns = raw.shape
         k_last = side == "lhs"
-        packed_row = packed_column = False
         if kind == "e2m1":
-            packed_column = k_last == (op.attrs.get(f"{side}_k_pack", True) is not False)
-            packed_row = not packed_column
-            rows, columns = rows * (1 + packed_row), columns * (1 + packed_column)
-        wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
-        row, column = f"r{' / 2' if packed_row else ''}", f"c{' / 2' if packed_column else ''}"
-        place = f"(b * {raw.shape[-2]} + {row}) * {raw.shape[-1]} + {column}"
-        code = f"{raw.name}[{place}]"
-        if kind == "e2m1":
-            decoded = f"f32_from_e2m1((u8)({code} >> ({'r' if packed_row else 'c'} % 2 * 4) & 15))"
+            along_row = k_last == (op.attrs.get(f"{side}_k_pack", True) is not False)
+            rows, columns = (rows, 2 * columns) if along_row else (2 * rows, columns)
+            packing = "BY_COLUMNS" if along_row else "BY_ROWS"
         elif kind in _SCALED_KINDS:
-            decoded = f"f32_from_{_SCALED_KINDS[kind]}(({'u16' if kind in ('bf16', 'fp16') else 'u8'}){code})"
+            packing = "PLAIN"
         else:
             raise Unsupported(op, f"operands of kind {kind}")
+        wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
+        code = "u16" if kind in ("bf16", "fp16") else "u8"
+        places = [
+            f"{wide.name} + batch * {rows * columns}",
+            f"(const {code} *){raw.name} + batch * {prod(raw.shape[-2:])}",
+        ]
+        conversions = [f"f32_from_{_SCALED_KINDS[kind]}"]
+        function, extents = "decode", [rows, columns]
         if scale is not None:
-            lines, groups = scale.shape[-2:]
-            line, position = ("r", "c") if k_last else ("c", "r")
-            per_group = (columns if k_last else rows) // groups
-            format_ = "e4m3" if str(scale.element) == "f8E4M3FN" else "e8m0"
-            code = f"{scale.name}[(b * {lines} + {line}) * {groups} + {position} / {per_group}]"
-            decoded += f" * f32_from_{format_}((u8){code})"
+            function = "decode_rows" if k_last else "decode_columns"
+            extents.append((columns if k_last else rows) // scale.shape[-1])
+            places.append(f"(const u8 *){scale.name} + batch * {prod(scale.shape[-2:])}")
+            conversions.append(f"f32_from_{'e4m3' if str(scale.element) == 'f8E4M3FN' else 'e8m0'}")
+        lambdas = [f"[](auto x) LOOM_LAMBDA {{ return {name}(x); }}" for name in conversions]
         self.lines += [
-            f"for (i32 b = 0; b < {batch[0] if batch else 1}; ++b)",
-            f"for (i32 r = 0; r < {rows}; ++r)",
-            f"for (i32 c = 0; c < {columns}; ++c)",
-            f"{wide.name}[(b * {rows} + r) * {columns} + c] = {decoded};",
+            f"for (i32 batch = 0; batch < {prod(batch)}; ++batch)",
+            f"loom_scaled::{function}<{', '.join(map(str, extents))}, loom_scaled::{packing}>("
+            f"{', '.join(places + lambdas)});",
         ]
         wide.filled = True
         return wide
@@ -505,7 +504,8 @@ def _lane_code(op: Op, names: dict[Value, str]) -> list[str]:
     return [f"const {c_type(element_of(op.result.type), 'W')} {names[op.result]} = {text};"]
 
 
-_SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "bf16": "bf16", "fp16": "f16"}
+# The names that dot_scaled has for number types, and those of casts.h.
+_SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "e2m1": "e2m1", "bf16": "bf16", "fp16": "f16"}
 
 # The new value of an atomic update, from `old` and the operand `@`; U casts to unsigned.
 _ATOMICS = {
