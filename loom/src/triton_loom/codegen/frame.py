@@ -20,7 +20,7 @@ from .explanation import Explanation
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
-from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write, strides, turns
+from .schedule import CHUNK, Nest, Plan, contiguous_dim, holds_up_to, is_virtual, is_write, strides, turns
 
 _RESERVED = frozenset(
     re.findall(
@@ -302,12 +302,13 @@ class Frame:
 
     def lanes_to_copy(self, value: Value, along: int = -1) -> int | None:
         """A register full of lanes, for a load of neighbours along this dimension that is kept as it is."""
-        op, element = value.producer, element_of(value.type)
-        if op is None or op.name != "tt.load" or not isinstance(op.operands[0].type, Tensor) or element == I1:
+        op, element, shape = value.producer, element_of(value.type), shape_of(value.type)
+        if op is None or op.name != "tt.load" or not shape or element == I1:
             return None
-        extent, lanes = shape_of(value.type)[along], _REGISTER // size_of(element)
-        neighbours = strides(op.operands[0])[along] == 1
-        return min(extent, lanes) if neighbours and min(extent, lanes) > CHUNK else None
+        lanes, dim = min(_REGISTER // size_of(element), shape[along]), len(shape) + along
+        pointers, *masks = op.operands[:2]
+        neighbours = strides(pointers)[dim] == 1 and all(holds_up_to(mask, dim) for mask in masks)
+        return lanes if neighbours and lanes > CHUNK else None
 
     def stored(self, value: Value, home: Nest | None = None, element: Scalar | None = None) -> Buffer:
         """A buffer that holds the value (as `element`, if given), made if there is none."""
