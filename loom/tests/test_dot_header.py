@@ -86,10 +86,27 @@ void bf16_tiles(const unsigned short *A, const unsigned short *B, float *C, int 
 }
 """
 
-HAS_TILES = """
+TILES = """
 int has_tiles() {
 #if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
   return Tiles::granted();
+#else
+  return 0;
+#endif
+}
+int leaves_tiles_as_found() {
+#if defined(__AMX_TILE__)
+  alignas(64) unsigned char shaped[64] = {1}, released[64] = {}, found[64];
+  shaped[16] = 32, shaped[48] = 4;  // the first tile: 4 rows of 32 bytes
+  int same = 1;
+  for (unsigned char *before : (unsigned char *[2]){shaped, released}) {
+    if (before[0]) asm volatile("ldtilecfg %0" ::"m"(*(unsigned char(*)[64])before));
+    { Tiles tiles; tiles.shape(64); tiles.shape(32); }
+    asm volatile("sttilecfg %0" : "=m"(found));
+    same &= !__builtin_memcmp(found, before, 64);
+    asm volatile("tilerelease");
+  }
+  return same;
 #else
   return 0;
 #endif
@@ -109,7 +126,7 @@ def harness(kinds: list[str], shapes: list[Shape]) -> str:
         for shape in shapes
         if kind in kinds and shape in TURNED_SHAPES.get(kind, shapes)
     ]
-    return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, HAS_TILES, "}"])
+    return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, TILES, "}"])
 
 
 @pytest.fixture(scope="session")
@@ -284,3 +301,11 @@ def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, 
         denormals, large = np.full((m, k), 1e-39, np.float32), np.full((k, n), 1e30, np.float32)
         nothing = np.zeros((m, n), np.float32)
         assert not run(library, "bf16", bf16(denormals), bf16(large), nothing).any()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_tiles_are_left_as_they_were_found(loader: Loader, compiler: str) -> None:
+    library = loader(harness([], []), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
+    if not library.has_tiles():
+        pytest.skip("this machine has no AMX tiles")
+    assert library.leaves_tiles_as_found()
