@@ -167,6 +167,18 @@ def matmul(dtype: torch.dtype, target: float) -> Contest:
     )
 
 
+def matmul_int8(b_is: str) -> Contest:
+    """b as [K, N], or the transpose of [N, K] as weights are."""
+    a, b = (torch.randint(-128, 128, (1024, 1024), dtype=torch.int8) for _ in range(2))
+    b = b if b_is == "[K, N]" else b.t()
+    return Contest(
+        f"matmul, 1024x1024x1024 int8, b {b_is}",
+        lambda: kernels.matmul(a, b),
+        {"torch._int_mm": (lambda: torch._int_mm(a, b), 0.7)},
+        lambda ours, theirs: torch.testing.assert_close(ours, theirs, rtol=0, atol=0),
+    )
+
+
 def sort() -> Contest:
     x = torch.randn(64, 1024)
     return Contest(
@@ -194,6 +206,8 @@ CONTESTS: dict[str, Callable[[], Contest]] = {
     "cross_entropy": cross_entropy,
     "matmul_fp32": lambda: matmul(torch.float32, 0.35),
     "matmul_bf16": lambda: matmul(torch.bfloat16, 0.15),
+    "matmul_int8": lambda: matmul_int8("[K, N]"),
+    "matmul_int8_turned": lambda: matmul_int8("[N, K]^T"),
     "sort": sort,
     "vector_add": vector_add,
 }

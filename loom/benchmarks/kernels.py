@@ -255,6 +255,7 @@ def matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
 ):
     pid = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -269,12 +270,12 @@ def matmul_kernel(
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + (rows[:, None] % M) * stride_am + ks[None, :] * stride_ak  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + ks[:, None] * stride_bk + (cols[None, :] % N) * stride_bn  # [BLOCK_K, BLOCK_N]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
     for step in range(tl.cdiv(K, BLOCK_K)):
         k_left = K - step * BLOCK_K
         a = tl.load(a_ptrs, mask=ks[None, :] < k_left, other=0.0)
         b = tl.load(b_ptrs, mask=ks[:, None] < k_left, other=0.0)
-        acc = tl.dot(a, b, acc)
+        acc = tl.dot(a, b, acc, out_dtype=ACCUMULATOR)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :] * stride_cn
@@ -285,8 +286,9 @@ def matmul_kernel(
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     M, K = a.shape
     N = b.shape[1]
-    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    block_m, block_n, block_k = 64, 64, 64
+    integers = a.dtype == torch.int8
+    c = torch.empty((M, N), dtype=torch.int32 if integers else a.dtype, device=a.device)
+    block_m, block_n, block_k = (128, 128, 128) if integers else (64, 64, 64)
     grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
     matmul_kernel[grid](
         a,
@@ -302,6 +304,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP_M=8,
+        ACCUMULATOR=tl.int32 if integers else tl.float32,
     )
     return c
 

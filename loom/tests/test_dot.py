@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_loom.testing import EPS32, check
+from triton_loom.testing import EPS32, assert_same, check
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
@@ -232,6 +232,66 @@ def test_dot_scaled(pair: tuple[str, str], scale_kind: str) -> None:
     ka, kb = a.shape[1], b.shape[0]
     kernel(a, a_scale, b, b_scale, out, A=left, B=right, M=m, N=n, K=k, KA=ka, KB=kb, GROUP=group)
     check(out, truth_a @ truth_b.t(), (k + 1) * EPS32 * (truth_a.abs() @ truth_b.abs().t()))
+
+
+@triton.jit
+def packed_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr,
+    A: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    A_BY_K: tl.constexpr, B_BY_K: tl.constexpr,
+):  # fmt: skip
+    a = tl.load(a_ptr + tl.arange(0, ROWS)[:, None] * KA + tl.arange(0, KA)[None, :])
+    b = tl.load(b_ptr + tl.arange(0, KB)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    m, n, ks = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K // GROUP)
+    a_scale = tl.load(a_scale_ptr + m[:, None] * (K // GROUP) + ks[None, :])
+    b_scale = tl.load(b_scale_ptr + n[:, None] * (K // GROUP) + ks[None, :])
+    acc = tl.dot_scaled(a, a_scale, A, b, b_scale, B, lhs_k_pack=A_BY_K, rhs_k_pack=B_BY_K)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("shape", [(32, 64, 128), (8, 4, 32), (64, 2, 64), (128, 128, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "by_k"),
+    [
+        (("e2m1", "e2m1"), (True, True)),
+        (("e2m1", "e2m1"), (False, True)),
+        (("e4m3", "e2m1"), (True, False)),
+        (("e2m1", "e5m2"), (False, True)),
+        (("e4m3", "e5m2"), (True, True)),
+    ],
+    ids=str,
+)
+def test_dot_scaled_is_the_dot_of_the_decoded_operands(
+    pair: tuple[str, str], by_k: tuple[bool, bool], shape: tuple[int, int, int], group: int
+) -> None:
+    """Bit for bit, and however codes of four bits are packed."""
+    m, n, k = shape
+    stored, wide, factors = [], [], []
+    for kind, rows, packed_by_k in zip(pair, (m, n), by_k, strict=True):
+        if kind == "e2m1":
+            codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
+            values = torch.from_numpy(E2M1[codes.numpy()]).float()
+            codes = codes[:, ::2] | codes[:, 1::2] << 4 if packed_by_k else codes[::2] | codes[1::2] << 4
+        else:
+            codes, values = scaled_operand(kind, rows, k)
+        codes_of_scales, scale = scales("e4m3" if group == 16 else "e8m0", rows, k // group)
+        stored.append(codes)
+        factors.append(codes_of_scales)
+        wide.append(values.float() * scale.float().repeat_interleave(group, 1))
+    a, b = stored[0], stored[1].view(torch.uint8).t().contiguous().view(stored[1].dtype)
+    out, expected = torch.empty(m, n), torch.empty(m, n)
+    packed_kernel[(1,)](
+        a, factors[0], b, factors[1], out, A=pair[0], B=pair[1], M=m, N=n, K=k, ROWS=a.shape[0], KA=a.shape[1],
+        KB=b.shape[0], COLUMNS=b.shape[1], GROUP=group, A_BY_K=by_k[0], B_BY_K=by_k[1],
+    )  # fmt: skip
+    zeros = torch.zeros(m, n)
+    dot_kernel[(1,)](
+        wide[0], wide[1].t().contiguous(), zeros, expected, M=m, N=n, K=k, OUT=tl.float32, TRANSPOSED=False
+    )
+    assert_same(out, expected)
+    assert out.count_nonzero() > m * n / 2
 
 
 @pytest.mark.compat

@@ -1,6 +1,7 @@
 """include/dot.h against the arithmetic it promises, bit for bit, per compiler and instruction set."""
 
 import ctypes
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from triton_loom.device.toolchain import processor
 
 HEADER = Path(__file__).parents[1] / "src" / "triton_loom" / "include" / "dot.h"
 FLAGS = [
@@ -28,19 +30,23 @@ Shape = tuple[int, int, int]
 SHAPES: list[Shape] = [
     (1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1), (2, 2, 2), (32, 2, 16), (4, 4, 128), (64, 8, 32),
     (2, 128, 16), (4, 128, 32), (8, 16, 4), (16, 16, 32), (32, 32, 32), (16, 256, 64), (64, 64, 128),
-    (256, 32, 2), (128, 128, 64),
+    (256, 32, 2), (128, 128, 64), (32, 32, 1024), (16, 16, 256),
 ]  # fmt: skip
 TILED_SHAPES = [(m, n, k) for m, n, k in SHAPES if m >= 16 and n >= 16 and k >= 32]
-TURNED_SHAPES = [(m, n, k) for m, n, k in SHAPES if n >= 16 and k >= 16]
+TURNED_SHAPES = {
+    "bf16_turned": [(m, n, k) for m, n, k in SHAPES if n >= 16 and k >= 16],
+    "i8_turned": [(m, n, k) for m, n, k in SHAPES if n >= 16 and k >= 64],
+}
 
 # What the arguments of each function are made of: elements of A and B, elements of C, how it is called.
 KINDS = {
-    "f32": ("f32", "f32", "dot<f32, {}>"),
-    "f64": ("f64", "f64", "dot<f64, {}>"),
-    "i32": ("i32", "i32", "dot<i32, {}>"),
-    "i8": ("i8", "i32", "dot_i8<{}>"),
-    "bf16": ("u16", "f32", "dot_bf16<{}>"),
-    "bf16_turned": ("u16", "f32", "dot_bf16<{}, true>"),  # B is [N, K]
+    "f32": ("f32", "f32", "dot<f32, {}>("),
+    "f64": ("f64", "f64", "dot<f64, {}>("),
+    "i32": ("i32", "i32", "dot<i32, {}>("),
+    "i8": ("i8", "i32", "dot_i8<{}>(tiles, "),
+    "i8_turned": ("i8", "i32", "dot_i8<{}, true>(tiles, "),  # B is [N, K]
+    "bf16": ("u16", "f32", "dot_bf16<{}>(tiles, "),
+    "bf16_turned": ("u16", "f32", "dot_bf16<{}, true>(tiles, "),  # B is [N, K]
 }
 
 SCALAR = """
@@ -80,10 +86,27 @@ void bf16_tiles(const unsigned short *A, const unsigned short *B, float *C, int 
 }
 """
 
-HAS_TILES = """
+TILES = """
 int has_tiles() {
 #if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
-  return loom_dot::tiles_granted();
+  return Tiles::granted();
+#else
+  return 0;
+#endif
+}
+int leaves_tiles_as_found() {
+#if defined(__AMX_TILE__)
+  alignas(64) unsigned char shaped[64] = {1}, released[64] = {}, found[64];
+  shaped[16] = 32, shaped[48] = 4;  // the first tile: 4 rows of 32 bytes
+  int same = 1;
+  for (unsigned char *before : (unsigned char *[2]){shaped, released}) {
+    if (before[0]) asm volatile("ldtilecfg %0" ::"m"(*(unsigned char(*)[64])before));
+    { Tiles tiles; tiles.shape(64); tiles.shape(32); }
+    asm volatile("sttilecfg %0" : "=m"(found));
+    same &= !__builtin_memcmp(found, before, 64);
+    asm volatile("tilerelease");
+  }
+  return same;
 #else
   return 0;
 #endif
@@ -98,12 +121,12 @@ def name(kind: str, shape: Shape) -> str:
 def harness(kinds: list[str], shapes: list[Shape]) -> str:
     functions = [
         f"void {name(kind, shape)}(const {element} *A, const {element} *B, {total} *C, i64 lda, i64 ldb) {{\n"
-        f"  {call.format(', '.join(map(str, shape)))}(A, B, C, lda, ldb);\n}}"
+        f"  {'Tiles tiles; ' * ('tiles' in call)}{call.format(', '.join(map(str, shape)))}A, B, C, lda, ldb);\n}}"
         for kind, (element, total, call) in KINDS.items()
         for shape in shapes
-        if kind in kinds and (kind != "bf16_turned" or shape in TURNED_SHAPES)
+        if kind in kinds and shape in TURNED_SHAPES.get(kind, shapes)
     ]
-    return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, HAS_TILES, "}"])
+    return "\n".join([f'#include "{HEADER}"', 'extern "C" {', *functions, TILES, "}"])
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +175,7 @@ def aligned(values: Array) -> Array:
 def run(library: Library, kind: str, a: Array, b: Array, c: Array, pad: int = 0) -> Array:
     """C + A B by the header; with `pad`, rows of A and B lie that many elements further apart."""
     (m, k), n = a.shape, b.shape[1]
-    b = b.T if kind == "bf16_turned" else b
+    b = b.T if kind in TURNED_SHAPES else b
     spaced_a, spaced_b = (aligned(np.pad(x, ((0, 0), (0, pad)), constant_values=1)) for x in (a, b))
     total = aligned(c)
     strides = ctypes.c_int64(k + pad), ctypes.c_int64(b.shape[1] + pad)
@@ -194,22 +217,50 @@ def test_floats_take_every_product_in_order(
             a, b = bf16(a), bf16(b)
         want = expected(scalar, kind, a, b, c)
         assert same_bits(run(compiled, kind, a, b, c, pad), want), kind
-    if shape in TURNED_SHAPES:
+    if shape in TURNED_SHAPES["bf16_turned"]:
         assert same_bits(run(compiled, "bf16_turned", a, b, c, pad), want)
+
+
+def check_integers(library: Library, kind: str, shape: Shape, pad: int) -> None:
+    """Numbers of the whole range, and rows and columns of nothing but its ends, on sums that wrap around."""
+    m, n, k = shape
+    rng = np.random.default_rng(m * n * k)
+    dtype = np.int32 if kind == "i32" else np.int8
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    a, b = (rng.integers(low, high, s, dtype, endpoint=True) for s in ((m, k), (k, n)))
+    a[0], a[m // 2 :: 7], b[:, 0], b[:, n // 2 :: 5] = low, high, low, high
+    c = rng.integers(-(2**31), 2**31, (m, n)).astype(np.int32)
+    c[::2] = -(2**31)
+    c[1::2, ::3] = 2**31 - 1
+    exact = c.astype(np.int64) + a.astype(np.int64) @ b.astype(np.int64)
+    assert np.array_equal(run(library, kind, a, b, c, pad), exact.astype(np.int32)), kind
 
 
 @pytest.mark.parametrize("pad", [0, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_integers_are_exact_and_wrap(compiled: Library, shape: Shape, pad: int) -> None:
-    m, n, k = shape
-    rng = np.random.default_rng(m * n * k)
-    for kind, dtype in (("i32", np.int32), ("i8", np.int8)):
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-        a, b = (rng.integers(low, high, s, dtype, endpoint=True) for s in ((m, k), (k, n)))
-        a[0], b[:, 0] = low, low
-        c = rng.integers(-(2**31), 2**31, (m, n)).astype(np.int32)
-        exact = c.astype(np.int64) + a.astype(np.int64) @ b.astype(np.int64)
-        assert np.array_equal(run(compiled, kind, a, b, c, pad), exact.astype(np.int32)), kind
+    for kind in ("i32", "i8", "i8_turned"):
+        if shape in TURNED_SHAPES.get(kind, SHAPES):
+            check_integers(compiled, kind, shape, pad)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+@pytest.mark.parametrize("instructions", ["avx512vnni", "avx512bw", "avxvnni"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_bytes_by_every_instruction(loader: Loader, compiler: str, instructions: str) -> None:
+    """Those that a better one hides where the processor has it."""
+    flags, needed = {
+        "avx512vnni": ("-march=skylake-avx512 -mavx512vnni", "avx512_vnni"),
+        "avx512bw": ("-march=skylake-avx512", "avx512bw"),
+        "avxvnni": ("-march=x86-64-v3 -mavxvnni", "avx_vnni"),
+    }[instructions]
+    if needed not in processor().split():
+        pytest.skip(f"this machine has no {instructions}")
+    library = loader(harness(["i8", "i8_turned"], SHAPES), [compiler, *flags.split()])
+    for shape in SHAPES:
+        check_integers(library, "i8", shape, pad=16)
+        if shape in TURNED_SHAPES["i8_turned"]:
+            check_integers(library, "i8_turned", shape, pad=16)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +282,7 @@ def test_denormals_infinities_and_nan(
     assert same_bits(run(compiled, "f32", a, b, c), expected(scalar, "f32", a, b, c))
     a, b = bf16(a), bf16(b)
     assert same_bits(run(compiled, "bf16", a, b, c), expected(scalar, "bf16", a, b, c))
-    if shape in TURNED_SHAPES:
+    if shape in TURNED_SHAPES["bf16_turned"]:
         assert same_bits(run(compiled, "bf16_turned", a, b, c), expected(scalar, "bf16", a, b, c))
 
 
@@ -250,3 +301,11 @@ def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, 
         denormals, large = np.full((m, k), 1e-39, np.float32), np.full((k, n), 1e30, np.float32)
         nothing = np.zeros((m, n), np.float32)
         assert not run(library, "bf16", bf16(denormals), bf16(large), nothing).any()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_tiles_are_left_as_they_were_found(loader: Loader, compiler: str) -> None:
+    library = loader(harness([], []), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
+    if not library.has_tiles():
+        pytest.skip("this machine has no AMX tiles")
+    assert library.leaves_tiles_as_found()

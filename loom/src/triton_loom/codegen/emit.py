@@ -33,6 +33,7 @@ _HEADERS = {
     "math.h": r"loom_math::|\b(shl|shr|sar|div[su]|rem[su]|mulhi_\w+)\(",
     "ptx.h": "ptx::",
     "dot.h": r"\bdot(_i8|_bf16)?<",
+    "scaled.h": "loom_scaled::",
     "sort.h": "sort_network<",
     "launch.h": "",
     "print.h": "print_",

@@ -20,7 +20,7 @@ from .explanation import Explanation
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
-from .schedule import CHUNK, Nest, Plan, contiguous_dim, is_virtual, is_write, turns
+from .schedule import CHUNK, Nest, Plan, contiguous_dim, holds_up_to, is_virtual, is_write, strides, turns
 
 _RESERVED = frozenset(
     re.findall(
@@ -34,9 +34,11 @@ _RESERVED = frozenset(
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
         u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained
-        READ WRITE prefetch transpose""",
+        READ WRITE prefetch transpose Tiles tiles""",
     )
 )
+
+_REGISTER = 64  # bytes: what is copied by this many suits narrower registers too
 
 
 @dataclass
@@ -218,7 +220,7 @@ class Frame:
         elif (dim := self.transposed(value)) is not None:
             self.write_columns(buffer, dim, value, lambda nest: nest.define(op, value, nest.index))
         else:
-            nest = LoopNest(self, buffer.shape, values=[value])
+            nest = LoopNest(self, buffer.shape, lanes=self.lanes_to_copy(value), values=[value])
             form = nest.define(op, value, nest.index)
             nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
             self.run_nest(nest)
@@ -289,12 +291,24 @@ class Frame:
         if len(moves) == 1 and (dim := self.transposed(values[0])) is not None:
             self.write_columns(moves[0][0], dim, values[0], lambda nest: nest.at_own_index(values[0]))
             return
-        nest = LoopNest(self, moves[0][0].shape, values=values)
+        as_it_is = len(moves) == 1 and moves[0][0].element == element_of(values[0].type)
+        lanes = self.lanes_to_copy(values[0]) if as_it_is else None
+        nest = LoopNest(self, moves[0][0].shape, lanes=lanes, values=values)
         forms = [nest.at_own_index(value) for value in values]
         for (buffer, value), form in zip(moves, forms, strict=True):
             text = self.converted(nest.vec(form), element_of(value.type), buffer.element, nest.lanes)
             nest.write(buffer, nest.linear(nest.index, buffer.shape), form, text)
         self.run_nest(nest)
+
+    def lanes_to_copy(self, value: Value, along: int = -1) -> int | None:
+        """A register full of lanes, for a load of neighbours along this dimension that is kept as it is."""
+        op, element, shape = value.producer, element_of(value.type), shape_of(value.type)
+        if op is None or op.name != "tt.load" or not shape or element == I1:
+            return None
+        lanes, dim = min(_REGISTER // size_of(element), shape[along]), len(shape) + along
+        pointers, *masks = op.operands[:2]
+        neighbours = strides(pointers)[dim] == 1 and all(holds_up_to(mask, dim) for mask in masks)
+        return lanes if neighbours and lanes > CHUNK else None
 
     def stored(self, value: Value, home: Nest | None = None, element: Scalar | None = None) -> Buffer:
         """A buffer that holds the value (as `element`, if given), made if there is none."""
@@ -321,7 +335,7 @@ class Frame:
             return None
         *batch, k, n = shape_of(value.type)
         copy = self.new_buffer(value.name, element_of(value.type), (*batch, n, k))
-        nest = LoopNest(self, copy.shape)
+        nest = LoopNest(self, copy.shape, lanes=self.lanes_to_copy(value, along=-2))
         *outer, i, j = nest.index
         nest.write(copy, nest.linear(nest.index, copy.shape), nest.eval(value, (*outer, j, i)))
         self.run_nest(nest)

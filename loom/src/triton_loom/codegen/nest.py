@@ -494,6 +494,8 @@ class LoopNest:
         pointers, level = op.operands[0], self.depth - 1
         if not self.accesses.prefetches or level < 1 or self.lane_level != self.depth:
             return
+        if self.lanes > CHUNK and self.lanes == self.shape[self.lane_dim]:
+            return  # a row is one access: the processor itself looks as many rows ahead
         if (pointer.kind, pointer.step) != ("affine", 1) or pointers in self.storage.plan.reads_memory:
             return
         assert isinstance(pointer.element, Pointer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..ir.ttir import Block, Function, Op, Tensor, Value, element_of, shape_of
-from .operations import ELEMENTWISE, IGNORED, SHAPES
+from .operations import ELEMENTWISE, IGNORED, SHAPES, predicate
 
 _WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
 # On ranges and scalars these make offsets and masks, which are cheaper to compute again than to read back.
@@ -375,7 +375,7 @@ def strides(value: Value, memo: dict[Value, tuple[Stride, ...]] | None = None) -
 def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Stride, ...]:
     shape = shape_of(value.type)
     op = value.producer
-    nothing: tuple[Stride, ...] = (None,) * len(shape)
+    nothing: tuple[Stride, ...] = tuple(0 if extent == 1 else None for extent in shape)
     if op is None:
         return nothing
     if op.name in ("tt.splat", "arith.constant"):
@@ -406,6 +406,26 @@ def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Strid
             if by and by.name == "arith.constant" and isinstance(by.attrs["value"], int):
                 return tuple(_times(s, by.attrs["value"]) for s in strides(tile, memo))
     return nothing
+
+
+def holds_up_to(mask: Value, dim: int) -> bool:
+    """Whether a mask is seen to hold for the first elements along a dimension, and not beyond (or for all, or none)."""
+    op, shape = mask.producer, shape_of(mask.type)
+    if op is None or shape[dim] == 1:
+        return shape[dim] == 1
+    if op.name == "arith.andi":
+        return all(holds_up_to(side, dim) for side in op.operands)
+    if op.name == "tt.broadcast":
+        return holds_up_to(op.operands[0], dim)
+    if op.name == "tt.expand_dims":
+        return holds_up_to(op.operands[0], dim - (dim > op.attrs["axis"]))
+    if op.name == "tt.trans":
+        return holds_up_to(op.operands[0], op.attrs["order"][dim])
+    if op.name == "arith.cmpi":
+        steps = tuple(strides(side)[dim] for side in op.operands)
+        rising = {"slt": (1, 0), "sle": (1, 0), "sgt": (0, 1), "sge": (0, 1)}.get(predicate(op))
+        return steps in ((0, 0), rising)
+    return op.name == "tt.splat"
 
 
 def contiguous_dim(source: Value, dims: tuple[int | None, ...]) -> int | None:

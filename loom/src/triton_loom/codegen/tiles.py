@@ -260,7 +260,7 @@ class FunctionEmitter(ControlFlow):
         if self.unit.hardware_dot and _fits_hardware(op):
             work = BF16
         left = self.stored(a, self.plan.nest(op, 0), work)
-        turned = self.stored_turned(b) if work == BF16 else None
+        turned = self.stored_turned(b) if work == BF16 or (work == I8 and _fits_words(b)) else None
         right = turned or self.stored(b, self.plan.nest(op, 1), work)
         self.multiply(op, left, right, accumulate, turned is not None)
 
@@ -278,13 +278,14 @@ class FunctionEmitter(ControlFlow):
         k = left.shape[-1]
         name = "dot_i8<" if left.element == I8 else "dot_bf16<" if left.element == BF16 else "dot<"
         kernel = name + f"{c_type(accumulate)}, " * (name == "dot<") + f"{m}, {n}, {k}{', true' * turned}>"
+        tiles = [self.processor_tiles()] if name != "dot<" else []
         names = [left.name, right.name, into.name]
         if batch:
             self.lines.append(f"for (i32 batch = 0; batch < {batch[0]}; ++batch)")
             names = [
                 f"{name} + batch * {size}" for name, size in zip(names, (m * k, k * n, m * n), strict=True)
             ]
-        self.lines.append(f"{kernel}({', '.join(names)});")
+        self.lines.append(f"{kernel}({', '.join(tiles + names)});")
         self.lines += self.accesses.multiply_adds(prod(batch) * m * n * k)
         if into is not target:
             assert isinstance(out, Scalar)
@@ -294,6 +295,12 @@ class FunctionEmitter(ControlFlow):
             nest.write(target, linear, wide, narrow(out.name, nest.vec(wide)))
             self.run_nest(nest)
         target.filled = True
+
+    def processor_tiles(self) -> str:
+        """The processor's tile registers, held by this function from its first dot on them to its end."""
+        if (declaration := "Tiles tiles;") not in self.declarations:
+            self.declarations.append(declaration)
+        return "tiles"
 
     def on_tt_dot_scaled(self, op: Op) -> None:
         self.comment(op)
@@ -315,33 +322,32 @@ class FunctionEmitter(ControlFlow):
         scale = self.stored(op.operands[slot]) if slot is not None else None
         *batch, rows, columns = raw.shape
         k_last = side == "lhs"
-        packed_row = packed_column = False
         if kind == "e2m1":
-            packed_column = k_last == (op.attrs.get(f"{side}_k_pack", True) is not False)
-            packed_row = not packed_column
-            rows, columns = rows * (1 + packed_row), columns * (1 + packed_column)
-        wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
-        row, column = f"r{' / 2' if packed_row else ''}", f"c{' / 2' if packed_column else ''}"
-        place = f"(b * {raw.shape[-2]} + {row}) * {raw.shape[-1]} + {column}"
-        code = f"{raw.name}[{place}]"
-        if kind == "e2m1":
-            decoded = f"f32_from_e2m1((u8)({code} >> ({'r' if packed_row else 'c'} % 2 * 4) & 15))"
+            along_row = k_last == (op.attrs.get(f"{side}_k_pack", True) is not False)
+            rows, columns = (rows, 2 * columns) if along_row else (2 * rows, columns)
+            packing = "BY_COLUMNS" if along_row else "BY_ROWS"
         elif kind in _SCALED_KINDS:
-            decoded = f"f32_from_{_SCALED_KINDS[kind]}(({'u16' if kind in ('bf16', 'fp16') else 'u8'}){code})"
+            packing = "PLAIN"
         else:
             raise Unsupported(op, f"operands of kind {kind}")
+        wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
+        code = "u16" if kind in ("bf16", "fp16") else "u8"
+        places = [
+            f"{wide.name} + batch * {rows * columns}",
+            f"(const {code} *){raw.name} + batch * {prod(raw.shape[-2:])}",
+        ]
+        conversions = [f"f32_from_{_SCALED_KINDS[kind]}"]
+        function, extents = "decode", [rows, columns]
         if scale is not None:
-            lines, groups = scale.shape[-2:]
-            line, position = ("r", "c") if k_last else ("c", "r")
-            per_group = (columns if k_last else rows) // groups
-            format_ = "e4m3" if str(scale.element) == "f8E4M3FN" else "e8m0"
-            code = f"{scale.name}[(b * {lines} + {line}) * {groups} + {position} / {per_group}]"
-            decoded += f" * f32_from_{format_}((u8){code})"
+            function = "decode_rows" if k_last else "decode_columns"
+            extents.append((columns if k_last else rows) // scale.shape[-1])
+            places.append(f"(const u8 *){scale.name} + batch * {prod(scale.shape[-2:])}")
+            conversions.append(f"f32_from_{'e4m3' if str(scale.element) == 'f8E4M3FN' else 'e8m0'}")
+        lambdas = [f"[](auto x) LOOM_LAMBDA {{ return {name}(x); }}" for name in conversions]
         self.lines += [
-            f"for (i32 b = 0; b < {batch[0] if batch else 1}; ++b)",
-            f"for (i32 r = 0; r < {rows}; ++r)",
-            f"for (i32 c = 0; c < {columns}; ++c)",
-            f"{wide.name}[(b * {rows} + r) * {columns} + c] = {decoded};",
+            f"for (i32 batch = 0; batch < {prod(batch)}; ++batch)",
+            f"loom_scaled::{function}<{', '.join(map(str, extents))}, loom_scaled::{packing}>("
+            f"{', '.join(places + lambdas)});",
         ]
         wide.filled = True
         return wide
@@ -468,6 +474,12 @@ def _fits_hardware(op: Op) -> bool:
     return elements == (BF16, BF16, F32) and m >= 16 and n >= 16 and shape_of(op.operands[0].type)[-1] >= 32
 
 
+def _fits_words(right: Value) -> bool:
+    """Whether an operand of [.., K, N] bytes can be taken as [.., N, K], by 16 words of four (see include/dot.h)."""
+    *_, k, n = shape_of(right.type)
+    return n >= 16 and k >= 64
+
+
 def _lane_value(value: Value, names: dict[Value, str]) -> str:
     """An operand inside a combining region, as W lanes."""
     if value in names:
@@ -492,7 +504,8 @@ def _lane_code(op: Op, names: dict[Value, str]) -> list[str]:
     return [f"const {c_type(element_of(op.result.type), 'W')} {names[op.result]} = {text};"]
 
 
-_SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "bf16": "bf16", "fp16": "f16"}
+# The names that dot_scaled has for number types, and those of casts.h.
+_SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "e2m1": "e2m1", "bf16": "bf16", "fp16": "f16"}
 
 # The new value of an atomic update, from `old` and the operand `@`; U casts to unsigned.
 _ATOMICS = {

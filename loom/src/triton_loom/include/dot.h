@@ -1,13 +1,15 @@
 // tl.dot: C[M,N] += A[M,K] * B[K,N] on row-major tiles that lie in cache.
 //
 //   dot<f32, 64, 128, 32>(a, b, c)      f32, f64, i32; integers wrap
-//   dot_i8<64, 128, 32>(a, b, c)        i8 operands, i32 sums, exact
-//   dot_bf16<64, 128, 32>(a, b, c)      bf16 operands as raw bits, f32 sums
-//   dot_bf16<64, 128, 32, true>(a, b, c)    the same with B[N,K], turned: N and K are 16 or more
+//   dot_i8<64, 128, 32>(tiles, a, b, c)        i8 operands, i32 sums, exact; wraps
+//   dot_i8<64, 128, 64, true>(tiles, a, b, c)      the same with B[N,K], turned: N is 16 or more, K 64 or more
+//   dot_bf16<64, 128, 32>(tiles, a, b, c)      bf16 operands as raw bits, f32 sums
+//   dot_bf16<64, 128, 32, true>(tiles, a, b, c)    the same with B[N,K], turned: N and K are 16 or more
 //
 // An element of C takes its products in the order k = 0, 1, ... K-1, starting from the C given, by one fused
 // multiply-add each. Blocking and vector width only decide which elements are computed side by side, so a
-// result has the same bits for every tile shape and on every machine.
+// result has the same bits for every tile shape and on every machine. Sums of integers do not depend on their
+// order: those of i8 are taken by whatever instruction of the processor takes most of them.
 //
 // M, N and K are powers of two. Rows of A and B may lie further apart than they are long (lda, ldb). Loops
 // take their extents at run time: all shapes of a kernel share one piece of code per register block.
@@ -80,10 +82,14 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
   }
 }
 
+// A step takes as many elements along K per lane as fit into it as the `element` given: A as `left` makes it,
+// B widened. `excess`: what the sums come out too large by, per column of B, is in memory beside B.
+
 // One step along K per lane.
 struct Single {
-  static constexpr int fold = 1;
   template <class T> using element = T;
+  static constexpr bool excess = false;
+  template <class To, class From> LOOM_INLINE To left(From x) { return widen<To>(x); }
   template <class V> LOOM_INLINE V step(V a, V b, V c) {
     if constexpr (__is_same(typename lane<V>::type, i32)) return a * b + c;
     else return fma(a, b, c);
@@ -92,8 +98,9 @@ struct Single {
 
 // Two steps along K per 32-bit lane, as i16. Clang makes vpdpwssd of the first form by itself.
 struct Pair {
-  static constexpr int fold = 2;
   template <class T> using element = i16;
+  static constexpr bool excess = false;
+  template <class To, class From> LOOM_INLINE To left(From x) { return widen<To>(x); }
   template <class V> LOOM_INLINE V step(V a, V b, V c) {
 #if defined(__AVX512BW__) && defined(__clang__)
     if constexpr (lane<V>::count == 16) return c + __builtin_ia32_pmaddwd512((i16x32)a, (i16x32)b);
@@ -118,11 +125,33 @@ struct Pair {
   }
 };
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define LOOM_DOT_QUAD
+// Four steps along K per 32-bit lane, as i8. The instruction takes A without a sign: A + 128 takes its place, and
+// the excess is 128 times the sum of B's column.
+struct Quad {
+  template <class T> using element = i8;
+  static constexpr bool excess = true;
+  template <class To, class From> LOOM_INLINE To left(From x) { return x ^ -128; }
+  template <class V> LOOM_INLINE V step(V a, V b, V c) {
+#if defined(__AVX512VNNI__) && defined(__clang__)
+    return __builtin_ia32_vpdpbusd512(c, a, b);
+#elif defined(__AVX512VNNI__)
+    return __builtin_ia32_vpdpbusd_v16si(c, a, b);
+#elif defined(__clang__)
+    return __builtin_ia32_vpdpbusd256(c, a, b);
+#else
+    return __builtin_ia32_vpdpbusd_v8si(c, a, b);
+#endif
+  }
+};
+#endif
+
 // ---- the block: ROWS x COLS vectors of C stay in registers while K runs -----------------------------------
 
 template <class Step, int LANES, int ROWS, int COLS, class Element, class T>
 LOOM_NOINLINE void run(const Element *A, const Element *B, T *C, i64 M, i64 N, i64 K, i64 lda, i64 ldb,
-                       i64 ldc) {
+                       i64 ldc, [[maybe_unused]] const T *excess) {
   typedef vec<T, LANES> V;
   for (i64 n = 0; n < N; n += COLS * LANES)
     for (i64 m = 0; m < M; m += ROWS) {
@@ -130,7 +159,10 @@ LOOM_NOINLINE void run(const Element *A, const Element *B, T *C, i64 M, i64 N, i
       T *c = C + m * ldc + n;
       V sum[ROWS][COLS], right[COLS];
       LOOM_UNROLL for (int i = 0; i < ROWS; i++)
-        LOOM_UNROLL for (int j = 0; j < COLS; j++) sum[i][j] = load<V>(c + i * ldc + j * LANES);
+        LOOM_UNROLL for (int j = 0; j < COLS; j++) {
+          sum[i][j] = load<V>(c + i * ldc + j * LANES);
+          if constexpr (Step::excess) sum[i][j] -= load<V>(excess + n + j * LANES);
+        }
       for (i64 k = 0; k < K; k++) {
         LOOM_UNROLL for (int j = 0; j < COLS; j++)
           right[j] = widen<V>(load<vec<Element, LANES>>(b + k * ldb + j * LANES));
@@ -147,51 +179,86 @@ LOOM_NOINLINE void run(const Element *A, const Element *B, T *C, i64 M, i64 N, i
 // The block is as near to square as M and N allow, since a square loads least per step: with 16 accumulators
 // 4x4, or 2x8 for two rows, or 8x2 for two vectors of columns.
 template <class Step, int M, int N, class Element, class T>
-LOOM_INLINE void run_blocked(const Element *A, const Element *B, T *C, i64 K, i64 lda, i64 ldb, i64 ldc) {
+LOOM_INLINE void run_blocked(const Element *A, const Element *B, T *C, i64 K, i64 lda, i64 ldb, i64 ldc,
+                             const T *excess = nullptr) {
   static_assert((M & (M - 1)) == 0 && (N & (N - 1)) == 0, "tiles have powers of two for sides");
   constexpr int lanes = lanes_for<T>(N), across = N / lanes, side = accumulators == 16 ? 4 : 2;
   constexpr int rows = least(M, accumulators / least(across, side));
   constexpr int cols = least(across, accumulators / rows);
-  run<Step, lanes, rows, cols>(A, B, C, M, N, K, lda, ldb, ldc);
+  run<Step, lanes, rows, cols>(A, B, C, M, N, K, lda, ldb, ldc, excess);
 }
 
 // ---- operands worth converting once for many uses --------------------------------------------------------
 
-template <int LANES, class From, class To>
-LOOM_NOINLINE void widen_rows(const From *from, i64 stride, To *to, i64 rows, i64 cols) {
+// What a step takes of A: rows of elements, each made by Step::left.
+template <class Step, int LANES, class From, class To>
+LOOM_NOINLINE void convert_left(const From *from, i64 stride, To *to, i64 rows, i64 cols) {
   for (i64 i = 0; i < rows; i++, from += stride)
     for (i64 j = 0; j < cols; j += LANES, to += LANES)
-      store(to, widen<vec<To, LANES>>(load<vec<From, LANES>>(from + j)));
+      store(to, Step::template left<vec<To, LANES>>(load<vec<From, LANES>>(from + j)));
 }
 
-// Rows 2k and 2k+1 become one row of 16-bit pairs.
-template <int LANES, class From>
-LOOM_NOINLINE void pair_rows(const From *from, i64 stride, i32 *to, i64 rows, i64 cols) {
-  typedef vec<From, LANES> Narrow;
-  typedef vec<i32, LANES> Wide;
-  for (i64 i = 0; i < rows; i += 2, from += 2 * stride)
-    for (i64 j = 0; j < cols; j += LANES, to += LANES) {
-      Wide even = widen<Wide>(load<Narrow>(from + j)), odd = widen<Wide>(load<Narrow>(from + stride + j));
-      store(to, (even & 0xffff) | odd << 16);
-    }
+// 4 by 4 elements out of every 16 are turned.
+template <class V, int... I> LOOM_INLINE V turn_fours(V x, sequence<int, I...>) {
+  return __builtin_shufflevector(x, x, ((I & ~15) | (I & 3) << 2 | (I >> 2 & 3))...);
+}
+// Four rows of 16 bytes become 16 words of a byte of each.
+template <class V> LOOM_INLINE auto interleave(V a, V b, V c, V d) {
+  const auto words = turn_fours(bits<i32x16>(join(join(a, b), join(c, d))), lanes_up_to<16>());
+  return bits<i32x16>(turn_fours(bits<i8x64>(words), lanes_up_to<64>()));
 }
 
-// Rows of 16-bit numbers become columns of 32-bit ones: 16 by 16 where a register holds 16 of them.
-template <class From, class To>
-LOOM_NOINLINE void widen_turned(const From *from, i64 stride, To *to, i64 rows, i64 cols) {
-  if constexpr (lanes_for<To>(16) == 16) {
-    typedef vec<To, 16> Wide;
+// What a step takes of B[K,N]: rows of words, as many elements along K in a word as it has room for.
+template <class Element, int LANES, class From, class Word>
+LOOM_NOINLINE void convert_rows(const From *from, i64 stride, Word *to, i64 rows, i64 cols) {
+  constexpr int fold = sizeof(Word) / sizeof(Element);
+  for (i64 i = 0; i < rows; i += fold, from += fold * stride)
+    for (i64 j = 0; j < cols; j += LANES, to += LANES)
+      if constexpr (fold == 1) store(to, widen<vec<Word, LANES>>(load<vec<From, LANES>>(from + j)));
+      else if constexpr (fold == 4 && LOOM_REGISTER == 64 && LANES == 16) {
+        const auto row = [&](int k) LOOM_LAMBDA { return load<i64x2>(from + k * stride + j); };
+        store(to, interleave(row(0), row(1), row(2), row(3)));
+      } else {
+        constexpr int width = 32 / fold;
+        vec<i32, LANES> word = {};
+        LOOM_UNROLL for (int k = 0; k < fold; k++) {
+          auto one = convert<vec<i32, LANES>>(load<vec<From, LANES>>(from + k * stride + j));
+          word |= (k < fold - 1 ? one & ((1 << width) - 1) : one) << k * width;
+        }
+        store(to, word);
+      }
+}
+
+// The same of B[N,K], turned: 16 by 16 words at a time where a register holds 16 of them.
+template <class Element, class From, class Word>
+LOOM_NOINLINE void convert_turned(const From *from, i64 stride, Word *to, i64 rows, i64 cols) {
+  constexpr int fold = sizeof(Word) / sizeof(Element);
+  if constexpr (lanes_for<Word>(16) == 16) {
     for (i64 i = 0; i < rows; i += 16, from += 16 * stride)
-      for (i64 j = 0; j < cols; j += 16) {
-        Wide block[16];
+      for (i64 j = 0; j < cols; j += 16 * fold) {
+        vec<Word, 16> block[16];
         LOOM_UNROLL for (int l = 0; l < 16; l++)
-          block[l] = widen<Wide>(load<vec<From, 16>>(from + l * stride + j));
+          block[l] = bits<vec<Word, 16>>(
+              widen<vec<Element, 16 * fold>>(load<vec<From, 16 * fold>>(from + l * stride + j)));
         turn(block);
-        LOOM_UNROLL for (int l = 0; l < 16; l++) store(to + (j + l) * rows + i, block[l]);
+        LOOM_UNROLL for (int l = 0; l < 16; l++) store(to + (j / fold + l) * rows + i, block[l]);
       }
   } else {
     for (i64 i = 0; i < rows; i++)
-      for (i64 j = 0; j < cols; j++) to[j * rows + i] = widen<To>(from[i * stride + j]);
+      for (i64 j = 0; j < cols; j++)
+        ((Element *)to)[(j / fold * rows + i) * fold + j % fold] = widen<Element>(from[i * stride + j]);
+  }
+}
+
+// What the sums of a column come out too large by: the step's product of B with an A of zeros.
+template <class Step, int LANES, class Word>
+LOOM_NOINLINE void sum_excess(const Word *from, Word *to, i64 rows, i64 cols) {
+  typedef vec<Word, LANES> V;
+  const V nothing = bits<V>(Step::template left<vec<i8, 4 * LANES>>(vec<i8, 4 * LANES>{}));
+  for (i64 j = 0; j < cols; j += LANES) {
+    V sum = {};
+    for (i64 i = 0; i < rows; i++) sum = Step::step(nothing, load<V>(from + i * cols + j), sum);
+    store(to + j, sum);
   }
 }
 
@@ -199,140 +266,191 @@ LOOM_NOINLINE void widen_turned(const From *from, i64 stride, To *to, i64 rows, 
 template <class Step, int M, int N, int K, bool TURNED, class Element, class T>
 LOOM_NOINLINE void run_converted(const Element *A, const Element *B, T *C, i64 lda, i64 ldb) {
   typedef typename Step::template element<T> Wide;
-  constexpr int rows = least(M, 128), cols = least(N, 64), depth = least(K, 64), steps = depth / Step::fold;
+  constexpr int fold = sizeof(T) / sizeof(Wide);
+  constexpr int rows = least(M, 128), cols = least(N, 64), depth = least(K, 64), steps = depth / fold;
   alignas(64) T left[rows * steps], right[steps * cols];
+  [[maybe_unused]] alignas(64) T excess[cols];
   for (i64 k = 0; k < K; k += depth)
     for (i64 m = 0; m < M; m += rows) {
-      widen_rows<lanes_for<Wide>(depth)>(A + m * lda + k, lda, (Wide *)left, rows, depth);
+      convert_left<Step, lanes_for<Wide>(depth)>(A + m * lda + k, lda, (Wide *)left, rows, depth);
       for (i64 n = 0; n < N; n += cols) {
         const Element *b = TURNED ? B + n * ldb + k : B + k * ldb + n;
-        if constexpr (TURNED) widen_turned(b, ldb, right, cols, depth);
-        else if constexpr (Step::fold == 2) pair_rows<lanes_for<T>(cols)>(b, ldb, right, depth, cols);
-        else widen_rows<lanes_for<T>(cols)>(b, ldb, right, depth, cols);
-        run_blocked<Step, rows, cols>(left, right, C + m * N + n, steps, steps, cols, N);
+        if constexpr (TURNED) convert_turned<Wide>(b, ldb, right, cols, depth);
+        else convert_rows<Wide, lanes_for<T>(cols)>(b, ldb, right, depth, cols);
+        if constexpr (Step::excess) sum_excess<Step, lanes_for<T>(cols)>(right, excess, steps, cols);
+        run_blocked<Step, rows, cols>(left, right, C + m * N + n, steps, steps, cols, N, excess);
       }
     }
 }
 
-#if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
-// ---- bf16 by AMX tiles, on request -----------------------------------------------------------------------
+}  // namespace loom_dot
 
-// Some four times as fast, but not the arithmetic promised above: one instruction takes 32 steps along K. It
-// sums the even and the odd ones apart, each from zero by fused multiply-adds, adds the two sums, then adds
-// that to C; denormals count as zero on the way in and out. M and N still have no influence on the bits.
+// ---- i8 and bf16 by AMX tiles ------------------------------------------------------------------------------
 
-// All eight tiles are 16 rows of 64 bytes: 16x16 f32 of C, 16x32 bf16 of A, 16 rows of 16 pairs of B.
-struct alignas(64) TileShapes {
-  u8 palette = 1, start_row = 0, reserved[14] = {};
-  u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+// The tile registers of the processor, shaped for the dots of one function. A thread of PyTorch may have them
+// shaped for its own library, which expects to find them so: that is what a function leaves behind.
+#if defined(__AMX_TILE__)
+class Tiles {
+  // All eight are 16 rows of 64 bytes; those of A (4 and 5) and of B (6 and 7) are as long as K.
+  struct alignas(64) Shapes {
+    u8 palette = 1, start_row = 0, reserved[14] = {};
+    u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  Shapes before;
+  int k_bytes = 0;
+
+ public:
+  Tiles() {}
+  Tiles(const Tiles &) = delete;
+  ~Tiles() {
+    if (!k_bytes) return;
+    if (before.palette) asm volatile("ldtilecfg %0" ::"m"(before));
+    else asm volatile("tilerelease");
+  }
+
+  // Linux gives the tile registers to a process that asks for them.
+  static bool granted() {
+    static int answer = -1;
+    if (answer < 0) {
+      const long arch_prctl = 158, request_permission = 0x1023, tile_data = 18;
+      long failed;
+      asm volatile("syscall"
+                   : "=a"(failed)
+                   : "0"(arch_prctl), "D"(request_permission), "S"(tile_data)
+                   : "rcx", "r11", "memory");
+      answer = !failed;
+    }
+    return answer;
+  }
+
+  // Shapes them for rows of A of so many bytes, if they are there to be used.
+  LOOM_ALWAYS bool shape(int bytes) {
+    if (k_bytes == bytes) return true;
+    if (!granted()) return false;
+    if (!k_bytes) asm volatile("sttilecfg %0" : "=m"(before));
+    Shapes shapes;
+    shapes.row_bytes[4] = shapes.row_bytes[5] = bytes;
+    shapes.rows[6] = shapes.rows[7] = bytes / 4;
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    k_bytes = bytes;
+    return true;
+  }
 };
 
-// Linux gives the tile registers to a process that asks for them.
-LOOM_INLINE bool tiles_granted() {
-  static int granted = -1;
-  if (granted < 0) {
-    const long arch_prctl = 158, request_permission = 0x1023, tile_data = 18;
-    long failed;
-    asm volatile("syscall"
-                 : "=a"(failed)
-                 : "0"(arch_prctl), "D"(request_permission), "S"(tile_data)
-                 : "rcx", "r11", "memory");
-    granted = !failed;
-  }
-  return granted;
+namespace loom_dot {
+
+template <int TILE, class T> LOOM_INLINE void tile_load(const T *p, i64 row) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row * (i64)sizeof *p), "i"(TILE) : "memory");
+}
+template <int TILE, class T> LOOM_INLINE void tile_store(T *p, i64 row) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row * (i64)sizeof *p), "i"(TILE) : "memory");
+}
+// Of bf16 one instruction takes 32 steps along K, some four times as fast as the arithmetic promised above and
+// different: it sums the even and the odd ones apart, each from zero by fused multiply-adds, adds the two sums,
+// then adds that to C; denormals count as zero on the way in and out. M and N still have no influence on the
+// bits. Of i8 it takes 64 steps, exactly.
+template <class T, int C, int A, int B> LOOM_INLINE void tile_dot() {
+  if constexpr (__is_same(T, i32)) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-#define LOOM_TILE_LOAD(tile, p, row) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((row) * (i64)sizeof *(p)) : "memory")
-#define LOOM_TILE_STORE(tile, p, row) \
-  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"((row) * (i64)sizeof *(p)) : "memory")
-#define LOOM_TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+template <int TILE> struct Tile { static constexpr int tile = TILE; };
 
-// A block is 2x2 tiles, or one in a direction that is 16 long.
-template <bool TALL, bool WIDE>
-LOOM_NOINLINE void run_tiles(const u16 *A, const i32 *B, f32 *C, i64 M, i64 K, i64 lda, i64 ldb, i64 ldc) {
-  for (i64 m = 0; m < M; m += 32, A += 32 * lda, C += 32 * ldc) {
-    f32 *below = C + 16 * ldc;
-    LOOM_TILE_LOAD(0, C, ldc);
-    if (WIDE) LOOM_TILE_LOAD(1, C + 16, ldc);
-    if (TALL) LOOM_TILE_LOAD(2, below, ldc);
-    if (TALL && WIDE) LOOM_TILE_LOAD(3, below + 16, ldc);
-    for (i64 k = 0; k < K; k += 32) {
-      const i32 *b = B + k / 2 * ldb;
-      LOOM_TILE_LOAD(4, A + k, lda);
-      if (TALL) LOOM_TILE_LOAD(5, A + 16 * lda + k, lda);
-      LOOM_TILE_LOAD(6, b, ldb);
-      if (WIDE) LOOM_TILE_LOAD(7, b + 16, ldb);
-      LOOM_TILE_DOT(0, 4, 6);
-      if (WIDE) LOOM_TILE_DOT(1, 4, 7);
-      if (TALL) LOOM_TILE_DOT(2, 5, 6);
-      if (TALL && WIDE) LOOM_TILE_DOT(3, 5, 7);
+// C is computed in strips of 16 rows and one or two tiles of columns. Loads and products of one strip run while
+// the one before it is stored: it has tiles of its own. B is in words, the columns of a strip after one another.
+template <bool WIDE, class Element, class T>
+LOOM_NOINLINE void run_tiles(const Element *A, const i32 *B, T *C, i64 M, i64 N, i64 words, i64 lda) {
+  constexpr int cols = WIDE ? 32 : 16, fold = 4 / sizeof(Element);
+  const i64 across = N / cols, strips = M / 16 * across;
+  const int shift = __builtin_ctzll(across);
+  const auto place = [&](i64 i) LOOM_LAMBDA { return C + (i >> shift) * 16 * N + (i & (across - 1)) * cols; };
+  const auto begin = [&](auto first, auto left, i64 i) LOOM_LAMBDA {
+    constexpr int c = decltype(first)::tile, a = decltype(left)::tile;
+    const Element *row = A + (i >> shift) * 16 * lda;
+    const i32 *b = B + (i & (across - 1)) * cols * words;
+    tile_load<c>(place(i), N);
+    if constexpr (WIDE) tile_load<c + 1>(place(i) + 16, N);
+    for (i64 k = 0; k < words; k += 16, b += 16 * cols) {
+      tile_load<a>(row + k * fold, lda);
+      tile_load<6>(b, cols);
+      tile_dot<T, c, a, 6>();
+      if constexpr (WIDE) {
+        tile_load<7>(b + 16, cols);
+        tile_dot<T, c + 1, a, 7>();
+      }
     }
-    LOOM_TILE_STORE(0, C, ldc);
-    if (WIDE) LOOM_TILE_STORE(1, C + 16, ldc);
-    if (TALL) LOOM_TILE_STORE(2, below, ldc);
-    if (TALL && WIDE) LOOM_TILE_STORE(3, below + 16, ldc);
+  };
+  const auto end = [&](auto first, i64 i) LOOM_LAMBDA {
+    constexpr int c = decltype(first)::tile;
+    tile_store<c>(place(i), N);
+    if constexpr (WIDE) tile_store<c + 1>(place(i) + 16, N);
+  };
+  begin(Tile<0>(), Tile<4>(), 0);
+  for (i64 i = 0; i < strips; i += 2) {
+    if (i + 1 < strips) begin(Tile<2>(), Tile<5>(), i + 1);
+    end(Tile<0>(), i);
+    if (i + 2 < strips) begin(Tile<0>(), Tile<4>(), i + 2);
+    if (i + 1 < strips) end(Tile<2>(), i + 1);
   }
 }
 
-// Rows of [N,K] hold pairs along K side by side: 16 x 16 of them are turned at a time.
-LOOM_NOINLINE void turn_pairs(const u16 *from, i64 stride, i32 *to, i64 rows, i64 cols) {
-  for (i64 i = 0; i < rows; i += 16, from += 16 * stride)
-    for (i64 j = 0; j < cols; j += 32) {
-      i32x16 block[16];
-      LOOM_UNROLL for (int l = 0; l < 16; l++) block[l] = load<i32x16>((const i32 *)(from + l * stride + j));
-      turn(block);
-      LOOM_UNROLL for (int l = 0; l < 16; l++) store(to + (j / 2 + l) * rows + i, block[l]);
-    }
-}
-
-// A thread of PyTorch may have tiles shaped for its own library, which expects to find them so: they are shaped
-// back at the end (or released, if they were not in use).
-template <int M, int N, int K, bool TURNED>
-LOOM_NOINLINE void run_on_tiles(const u16 *A, const u16 *B, f32 *C, i64 lda, i64 ldb) {
-  constexpr int cols = least(N, 32), depth = least(K, 256);
-  alignas(64) i32 right[depth / 2 * cols];
-  const TileShapes shapes;
-  TileShapes before;
-  asm volatile("sttilecfg %0" : "=m"(before));
-  asm volatile("ldtilecfg %0" ::"m"(shapes));
-  for (i64 k = 0; k < K; k += depth)
+template <int M, int N, int K, bool TURNED, class Element, class T>
+LOOM_NOINLINE void run_on_tiles(const Element *A, const Element *B, T *C, i64 lda, i64 ldb) {
+  constexpr int size = sizeof(Element), cols = least(N, 32), depth = least(K, least(512, 32768 / N) / size);
+  constexpr int words = depth * size / 4;
+  alignas(64) i32 right[words * N];
+  for (i64 k = 0; k < K; k += depth) {
     for (i64 n = 0; n < N; n += cols) {
-      if constexpr (TURNED) turn_pairs(B + n * ldb + k, ldb, right, cols, depth);
-      else pair_rows<lanes_for<i32>(cols)>(B + k * ldb + n, ldb, right, depth, cols);
-      run_tiles<(M > 16), (N > 16)>(A + k, right, C + n, M, depth, lda, cols, N);
+      i32 *to = right + n * words;
+      if constexpr (TURNED) convert_turned<Element>(B + n * ldb + k, ldb, to, cols, depth);
+      else convert_rows<Element, lanes_for<i32>(cols)>(B + k * ldb + n, ldb, to, depth, cols);
     }
-  asm volatile("ldtilecfg %0" ::"m"(before));
+    run_tiles<(N > 16)>(A + k, right, C, M, N, words, lda);
+  }
 }
 
-template <int M, int N, int K> constexpr bool fits_tiles = M >= 16 && N >= 16 && K >= 32;
-#undef LOOM_TILE_LOAD
-#undef LOOM_TILE_STORE
-#undef LOOM_TILE_DOT
-#endif
+template <int M, int N, int K> constexpr bool fits_tiles = M >= 16 && N >= 16 && N <= 512 && K >= 32;
 
 }  // namespace loom_dot
+#else
+class Tiles {};
+#endif
 #undef LOOM_UNROLL
+
+// ---- what kernels call ---------------------------------------------------------------------------------------
 
 template <class T, int M, int N, int K>
 LOOM_INLINE void dot(const T *A, const T *B, T *C, i64 lda = K, i64 ldb = N) {
   loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
 }
 
-template <int M, int N, int K>
-LOOM_INLINE void dot_i8(const i8 *A, const i8 *B, i32 *C, i64 lda = K, i64 ldb = N) {
+template <int M, int N, int K, bool TURNED = false>
+LOOM_INLINE void dot_i8([[maybe_unused]] Tiles &tiles, const i8 *A, const i8 *B, i32 *C, i64 lda = K,
+                        i64 ldb = TURNED ? K : N) {
+  static_assert(!TURNED || (N >= 16 && K >= 64), "a turned operand is turned by 16 words of four");
+#if defined(__AMX_INT8__)
+  if constexpr (loom_dot::fits_tiles<M, N, K>)
+    if (tiles.shape(loom_dot::least(K, 64)))
+      return loom_dot::run_on_tiles<M, N, K, TURNED>(A, B, C, lda, ldb);
+#endif
+#if defined(LOOM_DOT_QUAD)
+  if constexpr (N >= loom_dot::lanes_for<i32>(16) && K >= 4)
+    loom_dot::run_converted<loom_dot::Quad, M, N, K, TURNED>(A, B, C, lda, ldb);
+  else
+#endif
   if constexpr (K == 1) loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
-  else loom_dot::run_converted<loom_dot::Pair, M, N, K, false>(A, B, C, lda, ldb);
+  else loom_dot::run_converted<loom_dot::Pair, M, N, K, TURNED>(A, B, C, lda, ldb);
 }
 
 // Up to four rows of A use an element of B once, so that it is converted in passing.
 template <int M, int N, int K, bool TURNED = false>
-LOOM_INLINE void dot_bf16(const u16 *A, const u16 *B, f32 *C, i64 lda = K, i64 ldb = TURNED ? K : N) {
+LOOM_INLINE void dot_bf16([[maybe_unused]] Tiles &tiles, const u16 *A, const u16 *B, f32 *C, i64 lda = K,
+                          i64 ldb = TURNED ? K : N) {
   static_assert(!TURNED || (N >= 16 && K >= 16), "a turned operand is turned 16 by 16");
 #if defined(LOOM_DOT_BF16_HARDWARE) && defined(__AMX_BF16__)
   if constexpr (loom_dot::fits_tiles<M, N, K>)
-    if (loom_dot::tiles_granted()) return loom_dot::run_on_tiles<M, N, K, TURNED>(A, B, C, lda, ldb);
+    if (tiles.shape(64)) return loom_dot::run_on_tiles<M, N, K, TURNED>(A, B, C, lda, ldb);
 #endif
   if constexpr (M <= 4 && !TURNED) loom_dot::run_blocked<loom_dot::Single, M, N>(A, B, C, K, lda, ldb, N);
   else loom_dot::run_converted<loom_dot::Single, M, N, K, TURNED>(A, B, C, lda, ldb);
