@@ -21,6 +21,7 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
+from .product.matmul import matmul
 from .quantize import dequantize, quantize
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprobs",
+    "matmul",
     "permute",
     "qkv_prepare",
     "quantize",

@@ -587,11 +587,12 @@ dequantize_op = define_op(
 )
 
 
-def _decode(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
+def dequantize_codes(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [rows, cols] that a copy in this format stands for."""
     return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
 
 
-register_decoder(_decode)
+register_decoder(dequantize_codes)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -293,16 +293,38 @@ class Codes(NamedTuple):
 
 PLAIN = Codes(None, None, None)
 
-# The ops that take codes: where among the arguments of an overload the tensor, its codes and its scales are.
-_taking_codes: dict[Any, tuple[int, int, int]] = {}
+# What an op takes of a quantised tensor in place of its numbers: the tensors of one of its copies, or None if it has no
+# such copy.
+Taking = Callable[["QTensor"], tuple[Tensor | None, ...] | None]
 
 
-def register_codes(op: Op[Any, Any], tensor: str, codes: str) -> None:
+class _Place(NamedTuple):
+    """Where among the arguments of an op a tensor is that may be quantised, and the tensors of its codes."""
+
+    tensor: int
+    codes: list[int]
+    take: Taking
+
+
+# The ops that take codes, by their overloads.
+_taking_codes: dict[Any, list[_Place]] = {}
+
+
+def rowwise_codes(q: QTensor) -> tuple[Tensor, Tensor] | None:
+    """Codes and scales of the row-wise copy of a tensor that is no flat view."""
+    if q.rowwise is None or q._matrix()[1] != q.shape[-1]:
+        return None
+    return q.rowwise.data, q.rowwise.scale
+
+
+def register_codes(op: Op[Any, Any], tensor: str, codes: str, take: Taking = rowwise_codes) -> None:
     """Let an op read a QTensor without decoding it. If the dispatcher is called with one as the argument `tensor`, the
-    op gets a stand-in for it, and its codes and scales in the argument `codes`, a `Codes`."""
-    names = op.arguments.names
-    where = names.index(tensor), names.index(f"{codes}_data"), names.index(f"{codes}_scale")
-    _taking_codes[op.overload] = _taking_codes[op.reference_overload] = where
+    op gets a stand-in for it, and what `take` finds in the tensors among the members of the argument `codes`."""
+    leaves = op.arguments.leaves
+    members = [i for i, leaf in enumerate(leaves) if leaf.name.startswith(f"{codes}_") and leaf.is_tensor]
+    place = _Place(op.arguments.names.index(tensor), members, take)
+    for overload in (op.overload, op.reference_overload):
+        _taking_codes.setdefault(overload, []).append(place)
 
 
 def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -345,6 +367,22 @@ def _view(q: QTensor, shape: Any) -> Any:
     if len(wanted) != 1 and wanted[-1:] != q._matrix()[1:]:
         return NotImplemented
     return QTensor(wanted, q.dtype, q.format, *q._copies)
+
+
+def _transpose(q: QTensor, first: int, second: int) -> Any:
+    """The transpose of a matrix: its row-wise copy is the column-wise copy of q, and the other way round."""
+    if q.dim() != 2 or (first % 2, second % 2) not in ((0, 1), (1, 0)):
+        return NotImplemented
+    rows, cols = q.shape
+    return QTensor((cols, rows), q.dtype, q.format, q.columnwise, q.rowwise)
+
+
+def _t(q: QTensor) -> Any:
+    return _transpose(q, 0, 1) if q.dim() == 2 else NotImplemented
+
+
+def _permute(q: QTensor, dims: Any) -> Any:
+    return _transpose(q, 0, 1) if q.dim() == 2 and [dim % 2 for dim in dims] == [1, 0] else NotImplemented
 
 
 def _as_strided(q: QTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
@@ -455,6 +493,9 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     aten._unsafe_view.default: _view,
     aten.reshape.default: _view,
     aten.as_strided.default: _as_strided,
+    aten.t.default: _t,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
@@ -497,14 +538,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _with_codes(func: Any, args: Any) -> list[Any] | None:
-    """The arguments of an op that reads codes, with a QTensor replaced by its stand-in, codes and scales; None if the
-    op does not read codes or no argument is a QTensor."""
-    tensor, data, scale = _taking_codes[func]
-    q = args[tensor]
-    if not isinstance(q, QTensor) or q.rowwise is None or q._matrix()[1] != q.shape[-1]:
-        return None
-    apart = list(args)
-    apart[tensor], apart[data], apart[scale] = stand_in(q), q.rowwise.data, q.rowwise.scale
+    """The arguments of an op that reads codes, with QTensors replaced by their stand-ins and codes; None if no argument
+    is a QTensor whose codes the op takes."""
+    apart = None
+    for tensor, codes, take in _taking_codes[func]:
+        q = args[tensor]
+        taken = take(q) if isinstance(q, QTensor) else None
+        if taken is not None:
+            apart = apart or list(args)
+            apart[tensor] = stand_in(q)
+            for place, part in zip(codes, taken, strict=True):
+                apart[place] = part
     return apart
 
 

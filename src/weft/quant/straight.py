@@ -69,8 +69,12 @@ def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
         return x, Codes(None, None, x.spec)
     if x.rowwise is None:
         raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
-    plain = apply(_StandIn, x) if x.requires_grad else stand_in(x)
-    return plain, Codes(x.rowwise.data, x.rowwise.scale, x.spec)
+    return stand_in_for(x), Codes(x.rowwise.data, x.rowwise.scale, x.spec)
+
+
+def stand_in_for(x: QTensor) -> Tensor:
+    """A tensor of x's shape and dtype that nobody reads, and whose gradient becomes that of x."""
+    return apply(_StandIn, x) if x.requires_grad else stand_in(x)
 
 
 class DenseGradient(Tensor):

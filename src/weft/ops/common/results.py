@@ -205,15 +205,21 @@ def allocate_result(
 
 
 def result_reference(
-    options: ResultOptions, y: Tensor, shape: tuple[int, ...], x: Tensor, groups: Groups = NO_GROUPS
+    options: ResultOptions,
+    y: Tensor,
+    shape: tuple[int, ...],
+    x: Tensor,
+    groups: Groups = NO_GROUPS,
+    input_dtype: torch.dtype = torch.float32,
 ) -> Result:
     """The definition of a result of this shape, from y [M, K] that has not been rounded yet; x is the input of the op.
-    With groups, no block of a column-wise copy has rows of two."""
+    With groups, no block of a column-wise copy has rows of two. `input_dtype` is that of the numbers that are
+    quantised; a convention may look at its largest number."""
     if options.format is None:
         return Result(y.to(options.dtype).view(shape))
     f = Format.of(options.format)
     amax = amax_reference(y) if f.needs_tensor_amax or options.return_amax else None
-    known: dict[str, Any] = {"tensor_amax": amax, "scale": options.scale, "input_dtype": torch.float32}
+    known: dict[str, Any] = {"tensor_amax": amax, "scale": options.scale, "input_dtype": input_dtype}
     row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
     if col is not None and groups.have_slots(f, True):
         col = slots_reference(y.float(), f, groups, col, **known)

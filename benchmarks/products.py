@@ -1,0 +1,95 @@
+"""Products on this machine's CPU, beside what PyTorch does for the same numbers.
+
+    python benchmarks/products.py                    all rows
+    python benchmarks/products.py fp8                those whose name has this in it
+
+Contenders take turns in one process; a row has the median of their times and the ratio of the medians. "decode + mm"
+multiplies in fp32 what `weft.dequantize` gives, "eager decode + mm" what plain PyTorch makes of codes and scales.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import weft
+
+Contenders = dict[str, Callable[[], object]]
+
+
+def eager(q: weft.QTensor) -> torch.Tensor:
+    """Codes times scales, as one writes it in PyTorch."""
+    assert q.rowwise is not None
+    data, scale = q.rowwise.data.float(), q.rowwise.scale
+    rows, cols = data.shape
+    tall, wide = q.format.block_rows or rows, q.format.group or cols
+    return data * scale.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :cols]
+
+
+def quantised(m: int, n: int, k: int, a: str, b: str) -> Contenders:
+    x, w = weft.quantize(torch.randn(m, k), a), weft.quantize(torch.randn(n, k), b)
+    found: Contenders = {
+        "weft": lambda: weft.matmul(x, w.T),
+        "decode + mm": lambda: x.dequantize() @ w.dequantize().T,
+    }
+    if x.format.scale_dtype is torch.float32:
+        found["eager decode + mm"] = lambda: eager(x) @ eager(w).T
+    return found
+
+
+def plain(m: int, n: int, k: int, dtype: torch.dtype) -> Contenders:
+    x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    return {"weft": lambda: weft.matmul(x, w.T), "torch.mm": lambda: torch.mm(x, w.T)}
+
+
+def integers(m: int, n: int, k: int) -> Contenders:
+    x, w = weft.quantize(torch.randn(m, k), "int8:row:te"), weft.quantize(torch.randn(n, k), "int8:row:te")
+    assert x.rowwise is not None
+    assert w.rowwise is not None
+    codes, weight = x.rowwise.data, w.rowwise.data
+    return {"weft": lambda: weft.matmul(x, w.T), "torch._int_mm": lambda: torch._int_mm(codes, weight.T)}
+
+
+ROWS: dict[str, Callable[[], Contenders]] = {
+    "fp8 1x128 x 128x128, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "1x128", "128x128"),
+    "fp8 row x row, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "row", "row"),
+    "mxfp8, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "mx", "mx"),
+    "nvfp4, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "nvfp4", "nvfp4"),
+    "fp8 1x128 x 128x128, 16x2048x2048": lambda: quantised(16, 2048, 2048, "1x128", "128x128"),
+    "fp32, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.float32),
+    "bf16, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.bfloat16),
+    "int8 row x row, 1024x1024x1024": lambda: integers(1024, 1024, 1024),
+}
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    print(
+        f"{torch.get_num_threads()} threads; milliseconds, and how many times weft's speed is that of the others"
+    )
+    for name, make in ROWS.items():
+        if wanted not in name:
+            continue
+        contenders = make()
+        times: dict[str, list[float]] = {who: [] for who in contenders}
+        for who in contenders:
+            contenders[who]()
+        for _ in range(9):
+            for who, run in contenders.items():
+                begin = time.perf_counter()
+                run()
+                times[who].append(time.perf_counter() - begin)
+        medians = {who: 1e3 * statistics.median(values) for who, values in times.items()}
+        print(
+            f"{name:38}",
+            *(f"{who} {ms:8.2f} ({ms / medians['weft']:.2f})" for who, ms in medians.items()),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

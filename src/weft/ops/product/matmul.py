@@ -1,0 +1,540 @@
+"""Matrix products of plain and quantised operands.
+
+    y = round(act(alpha * (a @ b) + bias) + residual)                    a [..., M, K], b [..., K, N]
+    y = round(act(alpha * (a @ gate) + bias_g) * (alpha * (a @ up) + bias_u) + residual)      with b = [gate, up]
+    da = round(alpha * dz @ b^T)       db = round(alpha * a^T @ dz)       dbias = round(sum of dz over rows)
+
+where dz is dy, or the gradient of the activation's input z, which the backward computes again in fp32:
+dz = round(dy * act'(z)), for a gated unit those of gate and up, in y's dtype.
+
+Products are exact in fp32 (in int32 for int8 codes), sums are fp32, and everything after the sum is fp32 with one
+rounding to y's dtype. Scales enter once for each of their blocks:
+
+- one scale for a row or a tensor multiplies the sum: `sum * scale_a[m] * scale_b[n]`; of two scales of tensors the
+  product comes first;
+- scales of 128 along K multiply the sum of 128 products: `sum += part * (scale_a[m, k] * scale_b[n, k])` where one of
+  them is the same for a whole tile, else `sum += part * scale_a * scale_b`;
+- scales of mx and nvfp4 are exact factors of the operands, and nvfp4's scales of both tensors multiply the sum.
+
+A quantised result is made of y rounded to its dtype, so that it has the bytes of `quantize(matmul(...))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy, Format, QTensor
+from ...quant.qtensor import register_codes
+from ...quant.reference import dequantize_copy
+from ...quant.straight import stand_in_for
+from ...runtime import Backward, Capabilities, Gradients, Launch, capabilities_of, define_op
+from ..common.activations import Act, activation_reference
+from ..common.checks import FLOATS, check_input, check_tensor, real
+from ..common.copies import NO_CODES, cast_mode, copy_arguments
+from ..common.results import (
+    Result,
+    ResultOptions,
+    allocate_result,
+    result_into,
+    result_options,
+    result_reference,
+)
+from ..common.rows import align_of, compute_dtype
+from ..glu.glu import glu_backward
+from ..quantize import dequantize_codes, quantize_into
+from .configs import FEW, ProductConfig, product_config, spans_of
+from .kernels import Finish, Operand, Sizes, finish_kernel, matmul_kernel
+from .operands import Form, Precision, Product, check_pair
+
+# ---- arguments and outputs ------------------------------------------------------------------------------
+
+
+class OperandCodes(NamedTuple):
+    """The copy of a quantised operand whose scales lie along K, as [rows, K]; its strides may be any."""
+
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    whole: Tensor | None = None  # nvfp4's scale of the whole tensor
+    format: str | None = None
+
+
+PLAIN = OperandCodes()
+
+
+class MatmulArgs(NamedTuple):
+    a: Tensor  # [M, K] or [batch, M, K]; a stand-in if there are codes
+    b: Tensor  # [K, N] or [batch, K, N]; with a gated unit 2N
+    a_codes: OperandCodes  # [M, K]
+    b_codes: OperandCodes  # [N, K]
+    bias: Tensor | None  # [N], with a gated unit [2N]
+    residual: Tensor | None  # of the shape of the result
+    alpha: Tensor | None  # one fp32 number
+    factor: float  # another one, known on the host
+    activation: str | None
+    gated: bool
+    precision: str | None
+    batch_invariant: bool
+    result: ResultOptions
+
+
+class MatmulOutputs(NamedTuple):
+    result: Result
+
+
+class Kept(NamedTuple):
+    """What the gradients are made of."""
+
+    a: Tensor
+    b: Tensor
+    a_codes: OperandCodes
+    b_codes: OperandCodes
+    bias: Tensor | None
+    residual: Tensor | None
+    alpha: Tensor | None
+    factor: float
+    activation: str | None
+    gated: bool
+    precision: str | None
+    batch_invariant: bool
+
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
+    """What an operand stands for."""
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return x.to(dtype)
+    rows = x.shape[-1] if of_b else x.shape[-2]
+    copy = Copy(codes.data, codes.scale, codes.whole)
+    values = dequantize_copy(copy, Format.of(codes.format), (rows, x.shape[-2 if of_b else -1]), dtype)
+    return values.t() if of_b else values
+
+
+def matmul_reference(a: MatmulArgs) -> MatmulOutputs:
+    """The definition."""
+    dtype = compute_dtype(a.a)
+    y = _numbers(a.a, a.a_codes, dtype, False) @ _numbers(a.b, a.b_codes, dtype, True)
+    if a.factor != 1.0:
+        y = y * a.factor
+    if a.alpha is not None:
+        y = y * a.alpha.to(dtype)
+    if a.bias is not None:
+        y = y + a.bias.to(dtype)
+    up = None
+    if a.gated:
+        y, up = y.chunk(2, -1)
+    if a.activation is not None:
+        y, _ = activation_reference(y, a.activation)
+    if up is not None:
+        y = y * up
+    if a.residual is not None:
+        y = y + a.residual.to(dtype)
+    shape = tuple(y.shape)
+    rounded = y if a.result.format is None else y.to(a.result.dtype)
+    flat = rounded.reshape(math.prod(shape[:-1]), shape[-1])
+    return MatmulOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
+
+
+# ---- launch ---------------------------------------------------------------------------------------------
+
+
+def _of_plain(x: Tensor) -> tuple[Operand, Form]:
+    """A plain operand [rows, K] or [batch, rows, K] as the kernel takes it; copied if neither is contiguous."""
+    rows, k = x.shape[-2:]
+    if 1 not in (x.stride(-1), x.stride(-2)) and k > 1 and rows > 1:
+        x = x.contiguous()
+    along_k = x.stride(-1) == 1 or k == 1
+    stride = x.stride(-2) if along_k else x.stride(-1)
+    batch_stride = x.stride(0) if x.dim() == 3 else 0
+    align = align_of(k if along_k else rows, stride, batch_stride, least=min(8, 16 // x.itemsize))
+    form = replace(Form.of(x.dtype, None), along_k=along_k, align=align)
+    return Operand(x, None, None, stride, batch_stride, 0, 0), form
+
+
+def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, Form]:
+    form, data, scale = Form.of(dtype, codes.format), codes.data, codes.scale
+    assert data is not None
+    assert scale is not None
+    along_k = data.stride(1) == 1 or data.shape[1] == 1
+    stride = data.stride(0 if along_k else 1)
+    align = align_of(data.shape[1 if along_k else 0], stride, least=8)
+    operand = Operand(data, scale, codes.whole, stride, 0, scale.stride(0), scale.stride(1))
+    return operand, replace(form, along_k=along_k, align=align)
+
+
+def _in_bulk(form: Form, operand: Operand, rows: int, precision: str | None, target: Capabilities) -> Form:
+    """Whether the tiles of an operand are copied by descriptors: where the target does that in hardware, where there
+    are enough rows to make up for making one, and if its rows lie at multiples of 16 bytes."""
+    data = operand.data
+    assert data is not None
+    lies_well = (
+        form.along_k and form.align * data.itemsize >= 16 and operand.stride and data.data_ptr() % 16 == 0
+    )
+    # Multiply-adds of fp32 tiles that come from shared memory spill: 876 bytes, compiled for sm_90.
+    multiplied = data.dtype is not torch.float32 or precision in ("tf32", "bf16x3")
+    return replace(form, bulk=bool(target.descriptors and rows > FEW and lies_well and multiplied))
+
+
+def _allocate(a: MatmulArgs) -> MatmulOutputs:
+    n = a.b.shape[-1] // (2 if a.gated else 1)
+    return MatmulOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
+
+
+class _Plan(NamedTuple):
+    """How a product is computed."""
+
+    product: Product
+    config: ProductConfig
+    spans: int  # into which K is cut
+    apart: bool  # each span by a program of its own
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    a: Form, b: Form, precision: Precision | None, m: int, n: int, k: int, gated: bool, invariant: bool,
+    target: Capabilities,
+) -> _Plan:  # fmt: skip
+    few = m <= FEW
+    product = Product.of(a, b, precision, few or invariant, target)
+    config = product_config(product.kind, few, gated, target, invariant)
+    spans = spans_of(n, k, config, target) if few or invariant else 1
+    return _Plan(product, replace(config, tile=config.tile.fitting(n, k, gated)), spans, few and spans > 1)
+
+
+def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
+    target, to = capabilities_of(a.a.device), a.result
+    left, a_form = _of_codes(a.a_codes, a.a.dtype) if a.a_codes.data is not None else _of_plain(a.a)
+    right, b_form = (
+        _of_codes(a.b_codes, a.b.dtype) if a.b_codes.data is not None else _of_plain(a.b.transpose(-1, -2))
+    )
+    m, k, n = a.a.shape[-2], a.a.shape[-1], a.b.shape[-1] // (2 if a.gated else 1)
+    batch = a.a.shape[0] if a.a.dim() == 3 else 1
+    if n == 0:
+        return
+    a_form, b_form = (
+        _in_bulk(form, operand, m, a.precision, target) for form, operand in ((a_form, left), (b_form, right))
+    )
+    plan = _planned(a_form, b_form, a.precision, m, n, k, a.gated, a.batch_invariant, target)
+    tile = plan.config.tile
+    f = None if to.format is None else Format.of(to.format)
+    within = (
+        f is not None
+        and f.block in ("1x128", "mx")
+        and tile.n % f.group == 0
+        and not (to.columnwise or to.return_amax or to.return_plain)
+    )
+    y = o.result.y
+    if f is not None and not to.return_plain:
+        # Of a result whose codes the kernel makes itself, y's dtype alone is read.
+        y = torch.empty((1,) if within else (batch * m, n), dtype=to.dtype, device=a.a.device)
+    constants: dict[str, Any] = {
+        "PRODUCT": plan.product,
+        "TILE": tile,
+        "ACT": a.activation,
+        "GATED": a.gated,
+        "FORMAT": f if within else None,
+        "CAST": cast_mode(target),
+        "INPUT_MAX": torch.finfo(to.dtype).max,
+        "ALIGN": align_of(n, least=4),
+    }
+    partial = None
+    if plan.apart:
+        sums = torch.int32 if plan.product.sums == "int32" and plan.product.body == "sum" else torch.float32
+        shape = (plan.spans, 2 if a.gated else 1, batch, m, n)
+        partial = torch.empty(shape, dtype=sums, device=a.a.device)
+    sizes = Sizes(m, n, k, span=-(-math.ceil(k / tile.k) // plan.spans))
+    residual = a.residual
+    if residual is not None and residual.stride(-1) != 1 and n > 1:
+        residual = residual.contiguous()
+    given: dict[str, Any] = {
+        "a": left,
+        "b": right,
+        "finish": Finish(
+            None if a.bias is None else a.bias.contiguous(),
+            residual,
+            a.alpha,
+            0 if residual is None else residual.stride(-2),
+            residual.stride(0) if residual is not None and residual.dim() == 3 else 0,
+            a.factor,
+        ),
+        "y_ptr": y,
+        "partial_ptr": partial,
+        "copy": copy_arguments(o.result.rowwise) if within else NO_CODES,
+        "sizes": sizes,
+    }
+    programs = batch * -(-m // tile.m) * -(-n // tile.n)
+    launch = Launch.of(
+        matmul_kernel,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
+        INVARIANT=plan.spans > 1 and not plan.apart,
+        **constants,
+    )
+    launch((programs, plan.spans if plan.apart else 1, 1), *matmul_kernel.arguments(**given))
+    if partial is not None:
+        finish = Launch.of(finish_kernel, num_warps=4, **constants)
+        finish((programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
+    if f is not None and not within:
+        quantize_into(o.result, to, y.reshape(-1, n))
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _gradients(b: Backward) -> Gradients:
+    kept: Kept = b.kept
+    dy = b.grads.result.y
+    found: Gradients = {}
+    precision = None if kept.precision == "fp16" else kept.precision
+    of_products = MatmulArgs(
+        kept.a, kept.b, PLAIN, PLAIN, None, None, kept.alpha, kept.factor, None, False, precision,
+        kept.batch_invariant, _plain_result(dy.dtype),
+    )  # fmt: skip
+    dz = dy
+    if kept.activation is not None:
+        of_z = of_products._replace(a_codes=kept.a_codes, b_codes=kept.b_codes, bias=kept.bias)
+        wide = _plain_result(compute_dtype(dy))
+        z = matmul_op(of_z._replace(precision=kept.precision, result=wide)).result.y
+        layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
+        dz = glu_backward(dy, z, act=kept.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
+
+    def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        return matmul_op(of_products._replace(a=left, b=right, result=_plain_result(dtype))).result.y
+
+    if b.needs.a:
+        values = _plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
+        found["a"] = product(dz, values.transpose(-1, -2), kept.a.dtype)
+    if b.needs.b:
+        values = _plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
+        found["b"] = product(values.transpose(-1, -2), dz, kept.b.dtype)
+    if b.needs.bias and kept.bias is not None:
+        dims = tuple(range(dz.dim() - 1))
+        found["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(kept.bias.dtype)
+    if b.needs.residual and kept.residual is not None:
+        found["residual"] = dy.to(kept.residual.dtype)
+    return found
+
+
+def _plain_result(dtype: torch.dtype) -> ResultOptions:
+    return ResultOptions(dtype, None, True, False, None, False)
+
+
+def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
+    """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return x.to(dtype)
+    k = x.shape[-2 if of_b else -1]
+    values = dequantize_codes(Copy(codes.data, codes.scale, codes.whole), codes.format, k, dtype)
+    return values.t() if of_b else values
+
+
+def _kept(a: MatmulArgs, o: MatmulOutputs) -> Kept:
+    return Kept(
+        a.a, a.b, a.a_codes, a.b_codes, a.bias, a.residual, a.alpha, a.factor, a.activation, a.gated, a.precision,
+        a.batch_invariant,
+    )  # fmt: skip
+
+
+matmul_op = define_op(
+    "matmul",
+    MatmulArgs,
+    MatmulOutputs,
+    allocate=_allocate,
+    launch=_launch,
+    reference=matmul_reference,
+    present=lambda a: MatmulOutputs(a.result.present()),
+    keep=_kept,
+    backward=_gradients,
+    variants=64,
+)
+
+
+def _take_a(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The row-wise copy of a; or the column-wise one, transposed, if both have the same codes."""
+    if q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel():
+        return q.rowwise.data, q.rowwise.scale, q.rowwise.global_scale
+    if q.columnwise is not None and q.format.block in ("tensor", "128x128"):
+        data, scale, _ = q.columnwise
+        return data.t(), scale.t(), None
+    return None
+
+
+def _take_b(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What a takes of b's transpose."""
+    return _take_a(QTensor((q.shape[1], q.shape[0]), q.dtype, q.format, q.columnwise, q.rowwise))
+
+
+register_codes(matmul_op, "a", "a_codes", _take_a)
+register_codes(matmul_op, "b", "b_codes", _take_b)
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+_ACTS = get_args(Act)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Act | None = None,
+    glu: Act | None = None,
+    residual: Tensor | None = None,
+    alpha: float | Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`torch.matmul(a, b)` of plain and quantised operands, and what follows it, in one kernel:
+    `act(alpha * (a @ b) + bias) + residual`, in fp32 and rounded once.
+
+    a: [..., M, K], b: [..., K, N] in one dtype, bf16, fp16 or fp32, of any strides, with `torch.matmul`'s rules for
+    vectors and for leading dimensions. Either may be a `QTensor`; a weight [N, K], quantised or not, goes in as `w.T`.
+
+    | a              | b                              |                                                           |
+    |----------------|--------------------------------|-----------------------------------------------------------|
+    | plain          | plain, in the same dtype       |                                                           |
+    | plain          | any format                     | the codes are decoded on the way: weight-only             |
+    | tensor, row    | tensor, row                    | e4m3 and e5m2 in any mix, or int8 with int8               |
+    | 1x128          | 128x128, 1x128, tensor, row    | the same elements; also the other way round               |
+    | mx             | mx                             | e4m3, e5m2 and e2m1 in any mix                            |
+    | nvfp4          | nvfp4                          |                                                           |
+
+    A quantised a needs its row-wise copy, b its column-wise one: those whose scales lie along K. `w.T` has one if w has
+    a row-wise copy. With blocks 128x128 and tensor either copy serves.
+
+    - `bias` [N], `residual` of the result's shape, `alpha` a number or a tensor with one: see above.
+    - `activation`: silu, gelu, gelu_tanh, relu, relu2 or sigmoid. `glu`: b has 2N columns, those of a gate and those
+      of up, and `y = act(gate) * up`; the bias has 2N numbers too.
+    - `out_dtype`: of the result; a's by default.
+    - `quantize`, `rowwise`, `columnwise`: the result is a `QTensor` with the bytes of `quantize(matmul(...))`.
+    - `out`: write the result into this tensor or `QTensor`; with `accumulate` add it to what `out` has, in fp32: the
+      gradients of a weight over several batches. Not with autograd.
+    - `precision` of fp32 operands: "ieee", the default; "tf32"; "bf16x3", which has the accuracy of fp32 on units that
+      multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
+    - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
+      computed in another order.
+
+    Gradients flow to a, b, bias and residual; through a quantised operand or result they pass straight. Backward of an
+    activation computes its input again. The bits are the same in every run.
+
+    >>> import torch, weft
+    >>> x, w = torch.randn(8, 256, dtype=torch.bfloat16), torch.randn(512, 256, dtype=torch.bfloat16)
+    >>> weft.matmul(x, w.T, activation="silu").shape
+    torch.Size([8, 512])
+    >>> xq, wq = weft.quantize(x, "1x128"), weft.quantize(w, "128x128")
+    >>> y = weft.matmul(xq, wq.T)
+    >>> y.shape, y.dtype
+    (torch.Size([8, 512]), torch.bfloat16)
+    """
+    for name, x in (("a", a), ("b", b)):
+        check_input(name, x)
+    if b.device != a.device:
+        raise ValueError(f"b must be on {a.device} like a; it is on {b.device}")
+    act, gated = _checked_activation(activation, glu)
+    a_matrix, b_matrix, shape = _matrices(a, b, gated)
+    left, a_codes = _apart(a_matrix, "a")
+    right, b_codes = _apart(b_matrix, "b")
+    check_pair(Form.of(a.dtype, a_codes.format), Form.of(b.dtype, b_codes.format), precision)
+    n = right.shape[-1] // (2 if gated else 1)
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, a.device, (right.shape[-1],))
+    if accumulate:
+        if out is None or residual is not None:
+            raise ValueError("accumulate=True adds to out=…, in place of a residual")
+        if quantize is not None:
+            raise ValueError("accumulate=True adds to a plain out; got quantize=")
+        residual = out
+    if residual is not None:
+        check_tensor("residual", residual, FLOATS, a.device, shape)
+        residual = residual.reshape(*left.shape[:-1], n)
+    factor = 1.0 if alpha is None or isinstance(alpha, Tensor) else real("alpha", alpha)
+    scale = alpha if isinstance(alpha, Tensor) else None
+    if scale is not None:
+        check_tensor("alpha", scale, (torch.float32,), a.device, (), (1,))
+        if scale.requires_grad:
+            raise ValueError("alpha has no gradient: multiply the result by it instead")
+    options = result_options(left, quantize, rowwise=rowwise, columnwise=columnwise, out_dtype=out_dtype)
+    args = MatmulArgs(
+        left, right, a_codes, b_codes, bias, residual, scale, factor, act, gated, precision,
+        bool(batch_invariant), options,
+    )  # fmt: skip
+    if out is None:
+        result = matmul_op(args).result
+        y = result.value(options)
+        return y if y.shape == shape else y.view(shape)
+    flat = out if out.shape == (*left.shape[:-1], n) else out.view(*left.shape[:-1], n)
+    result_into(matmul_op, args, flat)
+    return out
+
+
+def _checked_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
+    if activation is not None and glu is not None:
+        raise ValueError("activation= is of the whole result, glu= of the gate: give one of them")
+    act = activation if glu is None else glu
+    if act is not None and act not in _ACTS:
+        raise ValueError(
+            f"{'activation' if glu is None else 'glu'} must be one of {', '.join(_ACTS)}; got {act!r}"
+        )
+    return act, glu is not None
+
+
+def _matrices(a: Tensor, b: Tensor, gated: bool) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """a as [M, K] or [batch, M, K], b as [K, N] or [batch, K, N], and the shape of the result."""
+    k, depth = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
+    if k != depth:
+        hint = ". A weight [N, K] goes in as w.T" if b.dim() == 2 and b.shape[-1] == k else ""
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied: {k} and {depth} differ{hint}"
+        )
+    columns = b.shape[-1] if b.dim() > 1 else 1
+    if gated and (columns % 2 or b.dim() < 2):
+        raise ValueError(f"glu= takes the gate's columns and up's from b, [..., K, 2N]; got {tuple(b.shape)}")
+    n = columns // 2 if gated else columns
+    last = () if b.dim() == 1 else (n,)
+    if b.dim() <= 2:
+        right = b[:, None] if b.dim() == 1 else b
+        left = a if a.dim() == 2 else a.reshape(math.prod(a.shape[:-1]), k)
+        return left, right, (*a.shape[:-1], *last)
+    if isinstance(a, QTensor) or isinstance(b, QTensor):
+        raise ValueError(
+            f"a batch of products takes plain tensors; got {a!r} and {b!r}: multiply them one by one, or see "
+            "weft.grouped_matmul"
+        )
+    left = a[None] if a.dim() == 1 else a
+    batch = torch.broadcast_shapes(left.shape[:-2], b.shape[:-2])
+    count = math.prod(batch)
+    left = left.expand(*batch, *left.shape[-2:]).reshape(count, *left.shape[-2:])
+    right = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
+    middle = () if a.dim() == 1 else (a.shape[-2],)
+    return left, right, (*batch, *middle, *last)
+
+
+def _apart(x: Tensor, name: str) -> tuple[Tensor, OperandCodes]:
+    """An operand in the form that the op takes."""
+    if not isinstance(x, QTensor):
+        return x, PLAIN
+    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    if torch.compiler.is_compiling():
+        return x, OperandCodes(format=x.spec)
+    found = (_take_a if name == "a" else _take_b)(x)
+    if found is None:
+        side, hint = ("row", "") if name == "a" else ("column", "; of a weight [N, K] give w.T")
+        raise ValueError(
+            f"{name} has no {side}-wise copy, whose scales lie along K: got {x!r}. Quantise it with "
+            f"{side}wise=True{hint}"
+        )
+    return stand_in_for(x), OperandCodes(*found, x.spec)

@@ -1,0 +1,179 @@
+"""The operands of a product: how their numbers lie in memory, and how a pair of them is multiplied.
+
+A product sums over K. Kernels read both operands as [rows, K]: a as it is, b transposed. A quantised operand is read
+from the copy whose scales lie along K: the row-wise copy of a, the column-wise copy of b. A weight [N, K] that was
+quantised row by row goes in as its transpose, `w.T`, whose column-wise copy is the weight's row-wise one.
+
+The kernel's loop over K has three bodies, and `Product.of` chooses one for a pair:
+
+| body     | a step of K                                       | for                                          |
+|----------|---------------------------------------------------|----------------------------------------------|
+| `sum`    | total = dot(a, b, total)                          | plain numbers, scales of rows and tensors    |
+| `blocks` | total += dot(a, b) * scale_a * scale_b            | scales of 128 along K; sums in fp16          |
+| `scaled` | total = dot_scaled(a, scale_a, b, scale_b, total) | mx and nvfp4, where the target has such dots |
+
+What a target cannot multiply is decoded in registers to bf16 (fp16, fp32), which holds every code exactly, and so does
+a quantised operand beside a plain one. Scales of mx and nvfp4 are then part of the decoded numbers, also exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...quant import Format
+from ...quant.formats import ELEMENTS, ElementType
+from ...runtime import Capabilities
+
+Precision = Literal["ieee", "tf32", "bf16x3", "fp16"]
+
+# Products of fp64 are those of PyTorch, by which tests judge the others.
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_FP8 = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One operand as a kernel reads it."""
+
+    element: str  # bf16, fp16, fp32, fp64, int8, e4m3, e5m2 or e2m1
+    block: str | None  # which elements share a scale; None for plain numbers
+    along_k: bool = True  # K is contiguous, else the rows are
+    align: int = 1  # the length of what is contiguous and the stride of the other are multiples of it
+    bulk: bool = False  # tiles are copied as a whole, by tensor descriptors
+
+    @staticmethod
+    def of(dtype: torch.dtype, spec: str | None) -> Form:
+        """That of a tensor of this dtype, or of a quantised one in the format `spec`."""
+        if spec is None:
+            return Form(_NAMES[dtype], None)
+        f = Format.of(spec)
+        return Form(f.number.name, f.block)
+
+    @property
+    def number(self) -> ElementType:
+        """The element of a quantised operand, as `tiles.decode` wants it."""
+        return ELEMENTS[self.element]
+
+    @property
+    def packed(self) -> int:
+        """Elements in a byte, or in a wider number."""
+        return 2 if self.element == "e2m1" else 1
+
+    @property
+    def group(self) -> int:
+        """How many neighbours along K share a scale; 0 for all."""
+        return {"1x128": 128, "128x128": 128, "mx": 32, "nvfp4": 16}.get(self.block or "", 0)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether its scales multiply the products of 128 elements along K."""
+        return self.group == 128
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether its scales belong to groups so short that they multiply the elements."""
+        return self.group in (16, 32)
+
+    @property
+    def at_last(self) -> bool:
+        """Whether its scales multiply the sums."""
+        return self.block in ("tensor", "row")
+
+    def __str__(self) -> str:
+        return self.element if self.block is None else f"{self.element}:{self.block}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """How a pair of operands is multiplied on a target. It is a constant of the kernel."""
+
+    a: Form
+    b: Form
+    body: str  # sum, blocks or scaled
+    # What both operands are when they are multiplied: their stored type ("stored"), e4m3fnuz/e5m2fnuz ("fnuz"), or
+    # bf16, fp16, fp32 that they are converted to.
+    multiplied: str
+    sums: str  # fp32, fp16 or int32
+    precision: str  # of fp32 products: ieee, tf32 or bf16x3
+
+    @property
+    def kind(self) -> str:
+        """What decides the shape of the tiles: the width of what is multiplied, and what is done to it."""
+        if self.multiplied == "fp32":
+            return "fp32"
+        if self.body == "scaled":
+            return "mx4" if self.a.element == self.b.element == "e2m1" else "mx8"
+        if self.multiplied in ("bf16", "fp16") and not (self.a.block is None and self.b.block is None):
+            return "decoded"
+        eight = self.multiplied == "fnuz" or self.a.element in ("int8", *_FP8)
+        kind = ("int8" if self.a.element == "int8" else "fp8") if eight else "half"
+        if self.body != "blocks":
+            return kind
+        # Two scales for each element of a tile take more registers than one.
+        return f"{kind}_outer" if self.a.block == self.b.block == "1x128" else f"{kind}_blocks"
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(a: Form, b: Form, precision: Precision | None, few: bool, target: Capabilities) -> Product:
+        """How a and b, which `check_pair` let pass, are multiplied on a target; `few`: in tiles of few rows."""
+        plain = a.block is None and b.block is None
+        scaled = a.in_groups and b.in_groups
+        body = "blocks" if a.in_blocks or b.in_blocks or precision == "fp16" else "sum"
+        sums, multiplied = "fp32", "stored"
+        if plain:
+            multiplied = "fp32" if a.element == "fp32" else "stored"
+            sums = "fp16" if precision == "fp16" else "fp32"
+        elif a.block is None or b.block is None:
+            multiplied = a.element if a.block is None else b.element
+        elif scaled:
+            native = target.nvfp4_dot if a.block == "nvfp4" else target.mx_dot
+            # The unit of sm_100 takes at least 128 rows; what Triton makes of 16 spills, or does not compile.
+            native = native and not (few and target.target in ("sm_100", "sm_103"))
+            body, multiplied = ("scaled", "stored") if native else ("sum", "bf16")
+        elif a.element == "int8":
+            sums = "int32"
+        elif not target.fp8_dot:
+            multiplied = "fnuz" if target.target == "gfx942" else "bf16"
+        if precision == "tf32" and target.backend == "hip":
+            precision = "bf16x3"  # AMD has no tf32
+        return Product(a, b, body, multiplied, sums, precision if precision in ("tf32", "bf16x3") else "ieee")
+
+
+def check_pair(a: Form, b: Form, precision: str | None) -> None:
+    """Raise an error unless a and b can be multiplied."""
+    if precision not in (None, "ieee", "tf32", "bf16x3", "fp16"):
+        raise ValueError(f"precision must be 'ieee', 'tf32', 'bf16x3', 'fp16' or None; got {precision!r}")
+    wide = {"fp32", "fp64"}.intersection((a.element, b.element))
+    if precision in ("ieee", "tf32", "bf16x3") and not wide:
+        raise ValueError(f"precision={precision!r} is for fp32 operands; got {a} and {b}")
+    if precision == "fp16" and not (a.element == b.element == "fp16" or wide == {"fp64"}):
+        raise ValueError(f"precision='fp16' sums products of fp16 operands in fp16; got {a} and {b}")
+    if a.block is None and b.block is None:
+        if a.element != b.element:
+            raise ValueError(f"a and b must have one dtype; got {a} and {b}: convert one with .to(...)")
+        return
+    if a.block is None or b.block is None:
+        plain, quantised = (a, b) if a.block is None else (b, a)
+        if plain.element == "fp16" and quantised.block == "mx":
+            raise ValueError(
+                f"fp16 does not hold all numbers of {quantised}, which reach 2^127: give the other operand in bf16"
+            )
+        return
+    if a.in_groups or b.in_groups:
+        if a.block != b.block:
+            raise ValueError(
+                f"scales of groups of {a.group or b.group} multiply only operands that have such groups both; got {a} "
+                f"and {b}: quantise both to one format, or dequantise one of them"
+            )
+        return
+    if a.block == b.block == "128x128":
+        raise ValueError(
+            f"{a} x {b}: one of two operands with scales in blocks of 128 has them by rows, as in every library: "
+            "quantise the activations with '1x128'"
+        )
+    if (a.element == "int8") != (b.element == "int8"):
+        raise ValueError(f"int8 codes multiply int8 codes; got {a} and {b}: quantise both alike")

@@ -1,0 +1,381 @@
+"""Products of every pair of formats: against float64, over random shapes and layouts, and bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_loom.testing import words
+
+import weft
+from tests.catalogue.calls import near
+from tests.catalogue.layouts import LAYOUTS, far_apart
+from tests.ops.product.truth import matmul as truth
+from tests.ops.product.truth import numbers
+from weft import Format, QTensor
+from weft.runtime import choosing_for
+from weft.workloads import Call
+from weft.workloads.matmul import PAIRS
+
+# The other pairs that go together: elements and blocks that differ, either operand plain.
+MORE: dict[str, dict[str, Any]] = {
+    "fp16": {"dtype": torch.float16},
+    "tf32": {"dtype": torch.float32, "precision": "tf32"},
+    "int8-tensor": {"a": "int8:tensor:te", "b": "int8:tensor:te"},
+    "int8-blocks": {"a": "int8:1x128:te", "b": "int8:128x128:te"},
+    "e5m2-row": {"a": "e5m2:row:te", "b": "row"},
+    "row-tensor": {"a": "row", "b": "tensor"},
+    "tensor-row": {"a": "tensor", "b": "row"},
+    "blocks-row": {"a": "1x128", "b": "row"},
+    "tensor-blocks": {"a": "tensor", "b": "1x128"},
+    "squares-blocks": {"a": "128x128", "b": "e5m2:1x128:te"},
+    "mx-e5m2": {"a": "e5m2:mx:te", "b": "mx"},
+    "mx-mixed": {"a": "mx", "b": "e2m1:mx:te"},
+    "weight-row": {"b": "row"},
+    "weight-nvfp4": {"b": "nvfp4"},
+    "weight-mx": {"b": "mx"},
+    "weight-fp32": {"dtype": torch.float32, "b": "1x128"},
+    "weight-fp16": {"dtype": torch.float16, "b": "int8:128x128:te"},
+    "plain-weight": {"a": "row"},
+}
+EVERY = PAIRS | MORE
+
+
+def operands(pair: str, m: int, n: int, k: int, seed: int = 0) -> dict[str, Any]:
+    settings = dict(EVERY[pair])
+    generator = torch.Generator().manual_seed(seed)
+    dtype = settings.pop("dtype", torch.bfloat16)
+    a, w = (torch.randn(rows, k, generator=generator).to(dtype) for rows in (m, n))
+    formats = settings.pop("a", None), settings.pop("b", None)
+    a, w = (x if f is None else weft.quantize(x, f) for x, f in zip((a, w), formats, strict=True))
+    return {"a": a, "b": w.T, **settings}
+
+
+def check(**call: Any) -> None:
+    """Also as the reference computes it, which is no less accurate."""
+    wanted = truth(Call(weft.matmul, call), {})["y"]
+    near(weft.matmul(**call), wanted)  # type: ignore[arg-type]
+
+
+# ---- sizes --------------------------------------------------------------------------------------------------
+
+
+def shapes(count: int, seed: str) -> list[tuple[int, int, int]]:
+    """Products of many kinds: few rows and many, one past a tile, K of one block and of several, odd and even."""
+    draw = random.Random(seed)
+    rows = (1, 2, 3, 7, 16, 33, 64, 65, 100, 128, 129, 200)
+    cols = (1, 2, 5, 16, 40, 64, 100, 127, 128, 129, 200, 260)
+    depths = (1, 2, 15, 16, 31, 32, 64, 100, 127, 128, 129, 255, 256, 272, 384, 400)
+    return [(draw.choice(rows), draw.choice(cols), draw.choice(depths)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("pair", EVERY)
+def test_some_shapes(pair: str) -> None:
+    for m, n, k in [(5, 200, 272), (129, 40, 384), *shapes(2, pair)]:
+        check(**operands(pair, m, n, k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", EVERY)
+def test_many_shapes(pair: str) -> None:
+    """Together more than 500."""
+    for seed, (m, n, k) in enumerate([*shapes(18, f"more {pair}"), (70, 100, 2880)]):
+        check(**operands(pair, m, n, k, seed))
+
+
+@pytest.mark.parametrize("pair", ["bf16", "fp32", "fp8-blocks", "nvfp4", "weight-int8"])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 8), (5, 0, 8), (5, 3, 0), (0, 0, 0)])
+def test_nothing(pair: str, m: int, n: int, k: int) -> None:
+    y = weft.matmul(**operands(pair, m, n, k), bias=torch.ones(n))
+    assert y.shape == (m, n)
+    assert (y == 1).all()
+
+
+def test_int8_is_exact() -> None:
+    a, w = (torch.randint(-127, 128, (rows, 4096), dtype=torch.float32) for rows in (70, 40))
+    a[:, 0] = w[:, 0] = 127.0  # so that all scales are 1
+    one = {"a": weft.quantize(a, "int8:row:te"), "b": weft.quantize(w, "int8:row:te").T}
+    assert torch.equal(one["a"].rowwise.scale, torch.ones(70, 1))  # type: ignore[union-attr]
+    wanted = a.long() @ w.long().T
+    for rows in (70, 5):  # the second with K in spans
+        got = weft.matmul(one["a"][:rows], one["b"])
+        assert torch.equal(got, wanted[:rows].float())
+
+
+def test_offsets_have_64_bits() -> None:
+    a, w = far_apart(4, 96), torch.randn(40, 96).bfloat16()
+    assert torch.equal(weft.matmul(a, w.T), weft.matmul(a.contiguous(), w.T))
+    assert torch.equal(weft.matmul(w, a.T), weft.matmul(w, a.T.contiguous()))
+    turned = a[:, :4]
+    assert torch.equal(weft.matmul(w[:, :4], turned), weft.matmul(w[:, :4], turned.contiguous()))
+
+
+# ---- bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pair", ["bf16", "fp8-row", "fp8-blocks", "mxfp8", "nvfp4", "weight-fp8", "int8-row"]
+)
+def test_a_row_does_not_depend_on_the_others(pair: str) -> None:
+    """With `batch_invariant`, whatever the number of rows; K is cut into spans."""
+    call = operands(pair, 150, 40, 2048)
+    whole = weft.matmul(**call, batch_invariant=True)
+    for rows in (1, 2, 33, 64, 65, 149):
+        a = call["a"][:rows]
+        part = weft.matmul(**call | {"a": a}, batch_invariant=True)
+        assert torch.equal(words(part), words(whole[:rows])), f"{rows} rows"
+    few = weft.matmul(**call | {"a": call["a"][:8]})
+    near(few, truth(Call(weft.matmul, call | {"a": call["a"][:8]}), {})["y"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "pair", ["bf16", "fp32", "fp8-row", "fp8-blocks", "int8-blocks", "mxfp8", "mxfp4", "nvfp4"]
+)
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_120", "gfx950"))]
+)
+def test_as_launched_on(target: str, pair: str) -> None:
+    """With the tiles, the conversions and the descriptors of a GPU, run here."""
+    with choosing_for(target):
+        check(**operands(pair, 130, 260, 400))
+        check(**operands(pair, 7, 100, 2048))
+        check(**operands(pair, 40, 100, 2048))
+
+
+@pytest.mark.parametrize("pair", ["mxfp8", "mx-e5m2", "mxfp4", "nvfp4"])
+def test_scaled_dots_are_dots_of_decoded_numbers(pair: str) -> None:
+    """Bit for bit: both multiply the same exact numbers in the same order."""
+    call = operands(pair, 70, 130, 400)
+    scaled = weft.matmul(**call, out_dtype=torch.float32)
+    decoded = weft.matmul(numbers(call["a"]).float(), numbers(call["b"], of_b=True).float())
+    assert (
+        torch.equal(scaled, decoded) or pair == "nvfp4"
+    )  # whose scale of the tensor is a factor of the numbers here
+    with choosing_for("sm_80"):
+        assert torch.equal(weft.matmul(**call, out_dtype=torch.float32), scaled)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_fnuz_types_hold_the_same_numbers(element: Any) -> None:
+    """gfx942 has types of another bias and without -0: with -0, the largest and the smallest numbers, and NaN."""
+    a, w = torch.randn(70, 256), torch.randn(40, 256)
+    a[0, 0], w[3] = -0.0, -0.0
+    a[1, :3] = torch.tensor([448.0, -448.0, 2.0**-9])
+    f = Format("row", element)
+    call = {"a": weft.quantize(a, f), "b": weft.quantize(w, f).T, "out_dtype": torch.float32}
+    wanted = weft.matmul(**call)
+    with choosing_for("gfx942"):
+        assert torch.equal(weft.matmul(**call), wanted)
+        a[5, 7] = torch.nan
+        lost = weft.matmul(weft.quantize(a, f), call["b"])
+    assert lost[5].isnan().all()
+    assert not lost[:5].isnan().any()
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts(layout: Any) -> None:
+    a, b = torch.randn(2, 70, 64).bfloat16(), torch.randn(2, 64, 48).bfloat16()
+    for left, right in ((layout(a), b), (a, layout(b)), (layout(a[0]), layout(b[0])), (layout(a[0]), b[1])):
+        wanted = weft.matmul(left.contiguous(), right.contiguous())
+        assert torch.equal(weft.matmul(left, right), wanted)
+    check(a=layout(a[0]), b=layout(b[0]))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((16,), (16,)), ((16,), (16, 5)), ((3, 16), (16,)), ((2, 3, 16), (16,)), ((2, 3, 16), (16, 5)),
+        ((16,), (2, 16, 5)), ((2, 3, 16), (2, 16, 5)), ((4, 1, 3, 16), (2, 16, 5)), ((3, 16), (2, 1, 16, 5)),
+        ((2, 0, 16), (2, 16, 5)), ((0, 3, 16), (0, 16, 5)),
+    ],
+)  # fmt: skip
+def test_shapes_are_those_of_torch(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    left, right = torch.randint(-8, 8, a).float(), torch.randint(-8, 8, b).float()
+    assert torch.equal(weft.matmul(left, right), torch.matmul(left, right))
+    leaves = [x.clone().requires_grad_() for x in (left, right)]
+    twins = [x.clone().requires_grad_() for x in (left, right)]
+    weft.matmul(*leaves).square().sum().backward()
+    torch.matmul(*twins).square().sum().backward()
+    for leaf, twin in zip(leaves, twins, strict=True):
+        assert torch.equal(leaf.grad, twin.grad)  # type: ignore[arg-type]
+
+
+def test_batches_of_few_rows() -> None:
+    """Each of several products has its K in spans."""
+    a, b = torch.randn(3, 5, 2048).bfloat16(), torch.randn(3, 2048, 40).bfloat16()
+    residual = torch.randn(3, 5, 40).bfloat16()
+    got = weft.matmul(a, b, residual=residual)
+    for i in range(3):
+        assert torch.equal(got[i], weft.matmul(a[i], b[i], residual=residual[i]))
+
+
+@pytest.mark.parametrize("block", ["tensor", "128x128"])
+def test_either_copy_serves_where_both_are_the_same(block: Any) -> None:
+    """The gradient of x from the weight's one copy."""
+    w = weft.quantize(torch.randn(200, 260), block)
+    dy = weft.quantize(torch.randn(70, 200), "1x128" if block == "128x128" else block)
+    check(a=dy, b=w)
+    column = weft.quantize(torch.randn(70, 200), block, rowwise=False, columnwise=True)
+    other = weft.quantize(torch.randn(40, 200), "1x128" if block == "128x128" else block).T
+    check(a=column, b=other)
+
+
+def test_transposes_of_quantised_matrices() -> None:
+    w = weft.quantize(torch.randn(40, 300), "1x128", columnwise=True)
+    for turned in (w.T, w.t(), w.mT, w.transpose(0, 1), w.permute(1, 0), w.transpose(-1, 0)):
+        assert isinstance(turned, QTensor)
+        assert turned.shape == (300, 40)
+        assert turned.rowwise is w.columnwise
+        assert turned.columnwise is w.rowwise
+        assert torch.equal(turned.T.dequantize(), w.dequantize())
+    assert not isinstance(weft.quantize(torch.randn(3, 4, 32), "mx").transpose(0, 1), QTensor)
+
+
+# ---- what follows the product ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "k"), [(5, 2048), (70, 256)], ids=["spans", "whole"])
+@pytest.mark.parametrize("pair", ["bf16", "fp8-blocks", "int8-row"])
+def test_everything_that_follows(pair: str, m: int, k: int) -> None:
+    call, n = operands(pair, m, 260, k), 260
+    bias, residual = torch.randn(n), torch.randn(m, n)
+    for more in (
+        {"bias": bias, "activation": "gelu", "residual": residual, "alpha": 0.25},
+        {"bias": bias, "glu": "silu", "alpha": torch.tensor(0.125), "residual": residual[:, : n // 2]},
+        {"activation": "relu2", "residual": residual.bfloat16().T.contiguous().T},
+        {"bias": bias.bfloat16(), "activation": "sigmoid", "batch_invariant": True},
+    ):
+        check(**call, **more, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "spec", ["1x128", "mx", "e2m1:mx:te", "row", "tensor", "128x128", "nvfp4", "int8:1x128:te"]
+)
+@pytest.mark.parametrize("m", [5, 130])
+def test_quantised_results_are_those_of_quantize(spec: str, m: int) -> None:
+    """By the product's own kernel where a format's scales lie within its tiles, or from a plain result."""
+    call = operands("fp8-blocks", m, 300, 2048)
+    plain = weft.matmul(**call, glu="silu")
+    for columnwise in (False, True) if spec != "row" else (False,):
+        got = weft.matmul(**call, glu="silu", quantize=spec, columnwise=columnwise)
+        wanted = weft.quantize(plain, spec, columnwise=columnwise)
+        assert isinstance(got, QTensor)
+        for mine, its in ((got.rowwise, wanted.rowwise), (got.columnwise, wanted.columnwise)):
+            assert (mine is None) == (its is None)
+            for part, its_part in zip(mine or (), its or (), strict=True):
+                assert (part is None) == (its_part is None)
+                assert part is None or torch.equal(words(part), words(its_part))
+
+
+def test_out_and_accumulate() -> None:
+    call = operands("bf16", 70, 40, 128)
+    out = torch.randn(70, 40)
+    before = out.clone()
+    assert weft.matmul(**call, out=out, accumulate=True, out_dtype=torch.float32) is out
+    wanted = weft.matmul(**call, residual=before, out_dtype=torch.float32)
+    assert torch.equal(out, wanted)
+    three = torch.empty(2, 35, 40, dtype=torch.bfloat16)
+    assert weft.matmul(call["a"].view(2, 35, 128), call["b"], out=three) is three
+    assert torch.equal(three.view(70, 40), weft.matmul(**call))
+    few = operands("fp8-blocks", 5, 40, 2048)  # K in spans
+    main = torch.randn(5, 40)
+    twin = weft.matmul(**few, residual=main.clone(), out_dtype=torch.float32)
+    assert torch.equal(weft.matmul(**few, out=main, accumulate=True, out_dtype=torch.float32), twin)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_quantised_operands_pass_straight() -> None:
+    x = torch.randn(70, 256, requires_grad=True)
+    w = torch.randn(40, 256, requires_grad=True)
+    xq, wq = weft.quantize(x, "1x128"), weft.quantize(w, "128x128")
+    y = weft.matmul(xq, wq.T)
+    dy = torch.randn(70, 40)
+    y.backward(dy)
+    wanted = weft.matmul(dy, wq.detach().dequantize())
+    assert torch.equal(x.grad, wanted)  # type: ignore[arg-type]
+    wanted = weft.matmul(xq.detach().dequantize().T, dy).T
+    assert torch.allclose(w.grad, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", ["bf16", "fp8-blocks", "nvfp4"])
+def test_compiled_is_eager(pair: str) -> None:
+    call = operands(pair, 5, 48, 256)
+    function = torch.compile(weft.matmul, fullgraph=True)
+    assert torch.equal(function(**call, activation="silu"), weft.matmul(**call, activation="silu"))
+
+
+def test_twice_differentiable() -> None:
+    a, b = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradgradcheck(lambda a, b: weft.matmul(a, b), (a, b))
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------
+
+
+def _plain(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: weft.matmul(_plain(4, 8), _plain(5, 8)), "goes in as w.T"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5, dtype=torch.float16)), "one dtype"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), precision="tf32"), "for fp32 operands"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), precision="high"), "must be 'ieee'"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), activation="swish"), "must be one of silu"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), glu="silu"), "2N"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 6), glu="silu", activation="silu"), "give one"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), accumulate=True), "out="),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), bias=_plain(4)), "shape"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), residual=_plain(4)), "shape"),
+        (lambda: weft.matmul(_plain(4, 8), weft.quantize(_plain(8, 5), "1x128")), "column-wise"),
+        (
+            lambda: weft.matmul(weft.quantize(_plain(4, 8), "mx"), weft.quantize(_plain(5, 8), "row").T),
+            "one format",
+        ),
+        (
+            lambda: weft.matmul(
+                weft.quantize(_plain(4, 8), "128x128"), weft.quantize(_plain(5, 8), "128x128").T
+            ),
+            "1x128",
+        ),
+        (
+            lambda: weft.matmul(
+                weft.quantize(_plain(4, 8), "row"), weft.quantize(_plain(5, 8), "int8:row:te").T
+            ),
+            "int8",
+        ),
+        (lambda: weft.matmul(_plain(4, 8, dtype=torch.float16), weft.quantize(_plain(5, 8), "mx").T), "bf16"),
+        (lambda: weft.matmul(_plain(2, 4, 8), weft.quantize(_plain(2, 8, 5), "row")), "grouped_matmul"),
+        (lambda: weft.matmul(_plain(4, 8), [[1.0]]), "must be a tensor"),
+    ],
+)
+def test_mistakes_are_refused_in_words(call: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def test_every_pair_is_allowed_or_refused() -> None:
+    """Of all formats with each other and with plain numbers: right, or an error that says what to do."""
+    x, w = torch.randn(5, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    specs = [None, *sorted({f"{f.element}:{f.block}:te" for f in Format.all()})]
+    errors = []
+    with weft.backend("reference"):
+        left, right = ([t if spec is None else weft.quantize(t, spec) for spec in specs] for t in (x, w))
+        for a, b in itertools.product(left, right):
+            try:
+                assert weft.matmul(a, b.T).shape == (5, 16)
+            except ValueError as error:
+                errors.append(str(error))
+    assert 50 < len(errors) < len(specs) ** 2 - 80
+    assert all("uantise" in error for error in errors), errors

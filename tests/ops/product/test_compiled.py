@@ -1,0 +1,114 @@
+"""Products as compiled for GPUs: no spills, shared memory that the target has, and its matrix instructions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from weft.workloads.matmul import PAIRS
+
+# DeepSeek-V3's projection of an expert, in a batch and for a few tokens.
+N, K = 4096, 7168
+ROWS = (4096, 16)
+
+# What multiplies: instructions of which a binary has at least one, by target and kind of operands.
+HALF, BYTES, GROUPS = (
+    ("bf16",),
+    ("fp8-row", "fp8-tensor", "fp8-blocks", "fp8-blocks-wgrad"),
+    ("mxfp8", "mxfp4", "nvfp4"),
+)
+UNITS: dict[tuple[str, str], str] = {
+    **{(target, "bf16"): "HMMA" for target in ("sm_80", "sm_89", "sm_120")},
+    ("sm_90", "bf16"): "HGMMA",
+    ("sm_100", "bf16"): "UTCHMMA",
+    **{("sm_89", pair): "QMMA" for pair in BYTES},
+    **{("sm_90", pair): "QGMMA" for pair in BYTES},
+    **{("sm_100", pair): "UTCQMMA" for pair in BYTES},
+    **{("sm_120", pair): "QMMA" for pair in BYTES},
+    ("sm_100", "mxfp8"): "UTCQMMA",
+    ("sm_100", "mxfp4"): "UTCOMMA",
+    ("sm_100", "nvfp4"): "UTCOMMA",
+    ("sm_120", "mxfp8"): "QMMA",
+    ("sm_120", "mxfp4"): "OMMA",
+    ("sm_120", "nvfp4"): "OMMA",
+    **{(target, pair): "v_mfma" for target in ("gfx942", "gfx950") for pair in (*HALF, *BYTES)},
+    ("gfx950", "mxfp8"): "v_mfma_scale",
+    ("gfx950", "mxfp4"): "v_mfma_scale",
+    ("sm_80", "int8-row"): "IMMA",
+    ("sm_89", "int8-row"): "IMMA",
+    ("sm_90", "int8-row"): "IGMMA",
+}
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def variant(pair: str, rows: int, target: str) -> Variant:
+    """What a product launches on a target."""
+    settings = dict(PAIRS[pair])
+    dtype = settings.pop("dtype", torch.bfloat16)
+    with recording(target):
+        operands = [
+            x if spec is None else weft.quantize(x, spec)
+            for x, spec in (
+                (_empty(rows, K, dtype=dtype), settings.pop("a", None)),
+                (_empty(N, K, dtype=dtype), settings.pop("b", None)),
+            )
+        ]
+    with recording(target) as variants:
+        weft.matmul(operands[0], operands[1].T, **settings)
+    return variants[0]
+
+
+def faults(pair: str, rows: int, target: str, binary: Any) -> list[str]:
+    if not isinstance(binary, Binary):
+        return [str(binary)]
+    found = []
+    if binary.stack and binary.spill_bytes:
+        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
+    if binary.shared > Capabilities.of(target).shared_bytes:
+        found.append(f"{binary.shared} bytes of shared memory")
+    if rows > 64:
+        unit = UNITS.get((target, pair))
+        if unit is not None and not binary.count(unit):
+            found.append(f"no {unit} among {sorted(binary.opcodes)}")
+        if target in ("sm_90", "sm_100") and pair in (*HALF, *BYTES) and not binary.count("UTMALDG"):
+            found.append("tiles are not copied in bulk")
+        if target in ("sm_90", "sm_100", "sm_120") and pair in BYTES and binary.count("F2FP.*E[45]M"):
+            found.append("codes are converted")
+    return found
+
+
+CHANGED = {
+    ("sm_90", "bf16"),
+    ("sm_90", "fp8-blocks"),
+    ("sm_100", "fp8-row"),
+    ("sm_120", "nvfp4"),
+    ("gfx950", "mxfp8"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "pair"),
+    [
+        pytest.param(target, pair, marks=[] if (target, pair) in CHANGED else pytest.mark.slow)
+        for target in TARGETS
+        for pair in PAIRS
+    ],
+)
+def test_products_compile(target: str, pair: str) -> None:
+    jobs = [(variant(pair, rows, target), target) for rows in ROWS]
+    for rows, binary in zip(ROWS, compile_all(jobs, timeout=300), strict=True):
+        assert not faults(pair, rows, target, binary), f"{rows} rows"
+
+
+def test_what_should_not_be_is_noticed() -> None:
+    (binary,) = compile_all([(variant("bf16", 4096, "sm_80"), "sm_80")])
+    assert not faults("bf16", 4096, "sm_80", binary)
+    assert faults("int8-row", 4096, "sm_80", binary)
+    assert faults("bf16", 4096, "sm_90", binary)
