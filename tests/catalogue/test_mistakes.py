@@ -236,6 +236,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
     "dequantize": {"q": weft.quantize(X)},
     "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},
+    "matmul": {
+        "a": X, "b": HEAD.t(), "bias": torch.zeros(100), "residual": torch.zeros(8, 100), "out": torch.zeros(8, 100),
+    },
     "router_linear": {"x": X, "weight": HEAD, "bias": torch.zeros(100)},
     "row_map": {"routing": EXPERTS, "experts": 4},
     "permute": {"x": X, "rows": ROWS, "probs": torch.rand(8, 2)},

@@ -452,6 +452,10 @@ def matmul(
     n = right.shape[-1] // (2 if gated else 1)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, a.device, (right.shape[-1],))
+    if out is not None:
+        check_tensor("out", out, FLOATS, a.device, shape)
+        if not (isinstance(out, QTensor) or out.is_contiguous()):
+            raise ValueError(f"out must be contiguous; its strides are {out.stride()}")
     if accumulate:
         if out is None or residual is not None:
             raise ValueError("accumulate=True adds to out=…, in place of a residual")
