@@ -16,9 +16,10 @@ import pytest
 import torch
 from rich.console import Console
 from triton_loom.device import toolchain
+from triton_loom.testing import Forks
 
 import weft
-from tests.support.forked import Forks
+from tests.support import IMPORTED
 from weft import Capabilities
 from weft.cli import doctor, main
 from weft.cli.published import widths
@@ -58,7 +59,7 @@ raise SystemExit(main({argv!r}))
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks() as forks:
+    with Forks(*IMPORTED, flags=("-W", "error")) as forks:
         yield forks
 
 

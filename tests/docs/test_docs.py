@@ -22,8 +22,10 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
+from triton_loom.testing import Forks
+
 import weft
-from tests.support.forked import Forks
+from tests.support import IMPORTED
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
@@ -102,7 +104,7 @@ def run_text(text: str, directory: Path, forks: Forks | None) -> str:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks() as forks:
+    with Forks(*IMPORTED, flags=("-W", "error")) as forks:
         yield forks
 
 
@@ -344,7 +346,13 @@ def test_table_of_ops() -> None:
     listed = [name for cells in rows(README, "op") for name in re.findall(r"`(\w+)`", cells[0])]
     public = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     assert len(listed) == len(set(listed))
-    assert set(listed) == public - {"backend", "set_backend", "scale_from_amax", "glu_backward"}
+    assert set(listed) == public - {
+        "backend",
+        "set_backend",
+        "scale_from_amax",
+        "glu_backward",
+        "record_engines",
+    }
 
 
 def test_targets_and_places_for_figures() -> None:
@@ -411,7 +419,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def extended_forks(extended: Path) -> Iterator[Forks]:
     """Of a Python that has imported the copy."""
-    with Forks(PYTHONPATH=path_of(extended)) as forks:
+    with Forks(*IMPORTED, flags=("-W", "error"), PYTHONPATH=path_of(extended)) as forks:
         yield forks
 
 

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from .. import __version__, backend, quantize, rms_norm
 from ..language import INTERPRETED, TRITON
+from ..ops.product.engines import products_on
 from ..runtime import capabilities_of, launch_device, loom
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class Device:
     hardware: str
     runs: str
     fp8: str
+    products: str = "reference"  # who multiplies what
     capabilities: dict[str, Any] | None = None
 
 
@@ -335,6 +337,7 @@ def _describe(device: Device, runs: str) -> None:
     can = capabilities_of(torch.device(device.name))
     device.runs = runs if device.name == "cpu" else f"{runs} ({can.target})"
     device.fp8 = "conversion" if can.fp8_cast else "integer"
+    device.products = products_on(can.target)
     device.capabilities = asdict(can)
 
 
@@ -487,9 +490,10 @@ def render(report: Report) -> Group:
     for name, value in report.environment.items():
         facts.add_row(name, Text(value))
 
-    devices = _table("device", "hardware", "runs", "FP8 encode")
+    devices = _table("device", "hardware", "runs", "FP8 encode", "products by")
     for device in report.devices:
-        devices.add_row(*(Text(value) for value in (device.name, device.hardware, device.runs, device.fp8)))
+        values = (device.name, device.hardware, device.runs, device.fp8, device.products)
+        devices.add_row(*map(Text, values))
     can = [device for device in report.devices if device.capabilities and device.name != "cpu"]
 
     checks = _table("device", "op", "result", "first call", "second call")

@@ -21,6 +21,7 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
+from .product.engines import record_engines
 from .product.matmul import matmul
 from .quantize import dequantize, quantize
 
@@ -54,6 +55,7 @@ __all__ = [
     "permute",
     "qkv_prepare",
     "quantize",
+    "record_engines",
     "rms_norm",
     "rope",
     "route",

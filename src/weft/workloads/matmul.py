@@ -73,7 +73,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         kwargs["bias"] = inputs.normal(width, std=0.1, dtype=dtype)
     if settings.pop("residual", False):
         kwargs["residual"] = inputs.normal(rows, n, dtype=dtype)
-    return Call(matmul, kwargs | settings)
+    return Call(matmul, kwargs | settings | {"engine": "weft"})
 
 
 def _workloads(used: dict[str, tuple[str, ...]], rows: int, *tags: str) -> list[Workload]:

@@ -52,7 +52,7 @@ def operands(pair: str, m: int, n: int, k: int, seed: int = 0) -> dict[str, Any]
     a, w = (torch.randn(rows, k, generator=generator).to(dtype) for rows in (m, n))
     formats = settings.pop("a", None), settings.pop("b", None)
     a, w = (x if f is None else weft.quantize(x, f) for x, f in zip((a, w), formats, strict=True))
-    return {"a": a, "b": w.T, **settings}
+    return {"a": a, "b": w.T, "engine": "weft", **settings}
 
 
 def check(**call: Any) -> None:
@@ -75,7 +75,7 @@ def shapes(count: int, seed: str) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("pair", EVERY)
 def test_some_shapes(pair: str) -> None:
-    for m, n, k in [(5, 200, 272), (129, 40, 384), *shapes(2, pair)]:
+    for m, n, k in [(5, 200, 272), (129, 40, 384), *shapes(1, pair)]:
         check(**operands(pair, m, n, k))
 
 
@@ -108,10 +108,10 @@ def test_int8_is_exact() -> None:
 
 def test_offsets_have_64_bits() -> None:
     a, w = far_apart(4, 96), torch.randn(40, 96).bfloat16()
-    assert torch.equal(weft.matmul(a, w.T), weft.matmul(a.contiguous(), w.T))
-    assert torch.equal(weft.matmul(w, a.T), weft.matmul(w, a.T.contiguous()))
     turned = a[:, :4]
-    assert torch.equal(weft.matmul(w[:, :4], turned), weft.matmul(w[:, :4], turned.contiguous()))
+    for left, right in ((a, w.T), (w, a.T), (w[:, :4], turned)):
+        near_by = weft.matmul(left.contiguous(), right.contiguous(), engine="weft")
+        assert torch.equal(weft.matmul(left, right, engine="weft"), near_by)
 
 
 # ---- bits ---------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ def test_fnuz_types_hold_the_same_numbers(element: Any) -> None:
 def test_layouts(layout: Any) -> None:
     a, b = torch.randn(2, 70, 64).bfloat16(), torch.randn(2, 64, 48).bfloat16()
     for left, right in ((layout(a), b), (a, layout(b)), (layout(a[0]), layout(b[0])), (layout(a[0]), b[1])):
-        wanted = weft.matmul(left.contiguous(), right.contiguous())
-        assert torch.equal(weft.matmul(left, right), wanted)
-    check(a=layout(a[0]), b=layout(b[0]))
+        wanted = weft.matmul(left.contiguous(), right.contiguous(), engine="weft")
+        assert torch.equal(weft.matmul(left, right, engine="weft"), wanted)
+    check(a=layout(a[0]), b=layout(b[0]), engine="weft")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def variant(pair: str, rows: int, target: str) -> Variant:
             )
         ]
     with recording(target) as variants:
-        weft.matmul(operands[0], operands[1].T, **settings)
+        weft.matmul(operands[0], operands[1].T, engine="weft", **settings)
     return variants[0]
 
 

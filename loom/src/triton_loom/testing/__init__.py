@@ -5,12 +5,14 @@
 - `memory`: memory that shows what was left unwritten and what was touched outside of a tensor.
 - `mutation`: kernels that are broken on purpose, which a test has to notice.
 - `noop`: a device that compiles for a GPU and launches nothing.
+- `forks`: scripts in processes that have imported what takes long.
 - `ranks`: a script run by each rank of a group on this machine.
 - `fixtures`: fixtures of pytest for a `conftest.py`; the only module here that imports pytest.
 """
 
 from .accuracy import EPS32, assert_not_worse, assert_rounded_once, check, ulp
 from .comparison import assert_same, words
+from .forks import Forks
 from .memory import NAN, Fenced, Guarded, guarded_allocations, poisoned_allocations
 from .mutation import assert_caught, mutant
 from .noop import NoopDriver, NoopLauncher, launching_nothing
@@ -20,6 +22,7 @@ __all__ = [
     "EPS32",
     "NAN",
     "Fenced",
+    "Forks",
     "Guarded",
     "NoopDriver",
     "NoopLauncher",

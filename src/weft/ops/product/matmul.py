@@ -21,10 +21,8 @@ A quantised result is made of y rounded to its dtype, so that it has the bytes o
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,76 +31,23 @@ from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import register_codes
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
-from ...runtime import Backward, Capabilities, Gradients, Launch, capabilities_of, define_op
+from ...runtime import Backward, Gradients, define_op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
-from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.results import (
-    Result,
     ResultOptions,
     allocate_result,
     result_into,
     result_options,
     result_reference,
 )
-from ..common.rows import align_of, compute_dtype
+from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
-from ..quantize import dequantize_codes, quantize_into
-from .configs import FEW, ProductConfig, product_config, spans_of
-from .kernels import Finish, Operand, Sizes, finish_kernel, matmul_kernel
-from .operands import Form, Precision, Product, check_pair
-
-# ---- arguments and outputs ------------------------------------------------------------------------------
-
-
-class OperandCodes(NamedTuple):
-    """The copy of a quantised operand whose scales lie along K, as [rows, K]; its strides may be any."""
-
-    data: Tensor | None = None
-    scale: Tensor | None = None
-    whole: Tensor | None = None  # nvfp4's scale of the whole tensor
-    format: str | None = None
-
-
-PLAIN = OperandCodes()
-
-
-class MatmulArgs(NamedTuple):
-    a: Tensor  # [M, K] or [batch, M, K]; a stand-in if there are codes
-    b: Tensor  # [K, N] or [batch, K, N]; with a gated unit 2N
-    a_codes: OperandCodes  # [M, K]
-    b_codes: OperandCodes  # [N, K]
-    bias: Tensor | None  # [N], with a gated unit [2N]
-    residual: Tensor | None  # of the shape of the result
-    alpha: Tensor | None  # one fp32 number
-    factor: float  # another one, known on the host
-    activation: str | None
-    gated: bool
-    precision: str | None
-    batch_invariant: bool
-    result: ResultOptions
-
-
-class MatmulOutputs(NamedTuple):
-    result: Result
-
-
-class Kept(NamedTuple):
-    """What the gradients are made of."""
-
-    a: Tensor
-    b: Tensor
-    a_codes: OperandCodes
-    b_codes: OperandCodes
-    bias: Tensor | None
-    residual: Tensor | None
-    alpha: Tensor | None
-    factor: float
-    activation: str | None
-    gated: bool
-    precision: str | None
-    batch_invariant: bool
-
+from ..quantize import dequantize_codes
+from .arguments import PLAIN, MatmulArgs, MatmulOutputs, OperandCodes
+from .engines import Engine, check_engine
+from .launch import launch_matmul
+from .operands import Form, Precision, check_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -142,44 +87,7 @@ def matmul_reference(a: MatmulArgs) -> MatmulOutputs:
     return MatmulOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
 
 
-# ---- launch ---------------------------------------------------------------------------------------------
-
-
-def _of_plain(x: Tensor) -> tuple[Operand, Form]:
-    """A plain operand [rows, K] or [batch, rows, K] as the kernel takes it; copied if neither is contiguous."""
-    rows, k = x.shape[-2:]
-    if 1 not in (x.stride(-1), x.stride(-2)) and k > 1 and rows > 1:
-        x = x.contiguous()
-    along_k = x.stride(-1) == 1 or k == 1
-    stride = x.stride(-2) if along_k else x.stride(-1)
-    batch_stride = x.stride(0) if x.dim() == 3 else 0
-    align = align_of(k if along_k else rows, stride, batch_stride, least=min(8, 16 // x.itemsize))
-    form = replace(Form.of(x.dtype, None), along_k=along_k, align=align)
-    return Operand(x, None, None, stride, batch_stride, 0, 0), form
-
-
-def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, Form]:
-    form, data, scale = Form.of(dtype, codes.format), codes.data, codes.scale
-    assert data is not None
-    assert scale is not None
-    along_k = data.stride(1) == 1 or data.shape[1] == 1
-    stride = data.stride(0 if along_k else 1)
-    align = align_of(data.shape[1 if along_k else 0], stride, least=8)
-    operand = Operand(data, scale, codes.whole, stride, 0, scale.stride(0), scale.stride(1))
-    return operand, replace(form, along_k=along_k, align=align)
-
-
-def _in_bulk(form: Form, operand: Operand, rows: int, precision: str | None, target: Capabilities) -> Form:
-    """Whether the tiles of an operand are copied by descriptors: where the target does that in hardware, where there
-    are enough rows to make up for making one, and if its rows lie at multiples of 16 bytes."""
-    data = operand.data
-    assert data is not None
-    lies_well = (
-        form.along_k and form.align * data.itemsize >= 16 and operand.stride and data.data_ptr() % 16 == 0
-    )
-    # Multiply-adds of fp32 tiles that come from shared memory spill: 876 bytes, compiled for sm_90.
-    multiplied = data.dtype is not torch.float32 or precision in ("tf32", "bf16x3")
-    return replace(form, bulk=bool(target.descriptors and rows > FEW and lies_well and multiplied))
+# ---- registration ---------------------------------------------------------------------------------------
 
 
 def _allocate(a: MatmulArgs) -> MatmulOutputs:
@@ -187,115 +95,14 @@ def _allocate(a: MatmulArgs) -> MatmulOutputs:
     return MatmulOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
 
 
-class _Plan(NamedTuple):
-    """How a product is computed."""
-
-    product: Product
-    config: ProductConfig
-    spans: int  # into which K is cut
-    apart: bool  # each span by a program of its own
-
-
-@functools.lru_cache(maxsize=4096)
-def _planned(
-    a: Form, b: Form, precision: Precision | None, m: int, n: int, k: int, gated: bool, invariant: bool,
-    target: Capabilities,
-) -> _Plan:  # fmt: skip
-    few = m <= FEW
-    product = Product.of(a, b, precision, few or invariant, target)
-    config = product_config(product.kind, few, gated, target, invariant)
-    spans = spans_of(n, k, config, target) if few or invariant else 1
-    return _Plan(product, replace(config, tile=config.tile.fitting(n, k, gated)), spans, few and spans > 1)
-
-
-def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
-    target, to = capabilities_of(a.a.device), a.result
-    left, a_form = _of_codes(a.a_codes, a.a.dtype) if a.a_codes.data is not None else _of_plain(a.a)
-    right, b_form = (
-        _of_codes(a.b_codes, a.b.dtype) if a.b_codes.data is not None else _of_plain(a.b.transpose(-1, -2))
-    )
-    m, k, n = a.a.shape[-2], a.a.shape[-1], a.b.shape[-1] // (2 if a.gated else 1)
-    batch = a.a.shape[0] if a.a.dim() == 3 else 1
-    if n == 0:
-        return
-    a_form, b_form = (
-        _in_bulk(form, operand, m, a.precision, target) for form, operand in ((a_form, left), (b_form, right))
-    )
-    plan = _planned(a_form, b_form, a.precision, m, n, k, a.gated, a.batch_invariant, target)
-    tile = plan.config.tile
-    f = None if to.format is None else Format.of(to.format)
-    within = (
-        f is not None
-        and f.block in ("1x128", "mx")
-        and tile.n % f.group == 0
-        and not (to.columnwise or to.return_amax or to.return_plain)
-    )
-    y = o.result.y
-    if f is not None and not to.return_plain:
-        # Of a result whose codes the kernel makes itself, y's dtype alone is read.
-        y = torch.empty((1,) if within else (batch * m, n), dtype=to.dtype, device=a.a.device)
-    constants: dict[str, Any] = {
-        "PRODUCT": plan.product,
-        "TILE": tile,
-        "ACT": a.activation,
-        "GATED": a.gated,
-        "FORMAT": f if within else None,
-        "CAST": cast_mode(target),
-        "INPUT_MAX": torch.finfo(to.dtype).max,
-        "ALIGN": align_of(n, least=4),
-    }
-    partial = None
-    if plan.apart:
-        sums = torch.int32 if plan.product.sums == "int32" and plan.product.body == "sum" else torch.float32
-        shape = (plan.spans, 2 if a.gated else 1, batch, m, n)
-        partial = torch.empty(shape, dtype=sums, device=a.a.device)
-    sizes = Sizes(m, n, k, span=-(-math.ceil(k / tile.k) // plan.spans))
-    residual = a.residual
-    if residual is not None and residual.stride(-1) != 1 and n > 1:
-        residual = residual.contiguous()
-    given: dict[str, Any] = {
-        "a": left,
-        "b": right,
-        "finish": Finish(
-            None if a.bias is None else a.bias.contiguous(),
-            residual,
-            a.alpha,
-            0 if residual is None else residual.stride(-2),
-            residual.stride(0) if residual is not None and residual.dim() == 3 else 0,
-            a.factor,
-        ),
-        "y_ptr": y,
-        "partial_ptr": partial,
-        "copy": copy_arguments(o.result.rowwise) if within else NO_CODES,
-        "sizes": sizes,
-    }
-    programs = batch * -(-m // tile.m) * -(-n // tile.n)
-    launch = Launch.of(
-        matmul_kernel,
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
-        INVARIANT=plan.spans > 1 and not plan.apart,
-        **constants,
-    )
-    launch((programs, plan.spans if plan.apart else 1, 1), *matmul_kernel.arguments(**given))
-    if partial is not None:
-        finish = Launch.of(finish_kernel, num_warps=4, **constants)
-        finish((programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
-    if f is not None and not within:
-        quantize_into(o.result, to, y.reshape(-1, n))
-
-
-# ---- registration ---------------------------------------------------------------------------------------
-
-
 def _gradients(b: Backward) -> Gradients:
-    kept: Kept = b.kept
+    kept: MatmulArgs = b.kept
     dy = b.grads.result.y
     found: Gradients = {}
-    precision = None if kept.precision == "fp16" else kept.precision
-    of_products = MatmulArgs(
-        kept.a, kept.b, PLAIN, PLAIN, None, None, kept.alpha, kept.factor, None, False, precision,
-        kept.batch_invariant, _plain_result(dy.dtype),
+    # Sums in fp16 are for the forward alone.
+    of_products = kept._replace(
+        a_codes=PLAIN, b_codes=PLAIN, bias=None, activation=None, gated=False,
+        precision=None if kept.precision == "fp16" else kept.precision,
     )  # fmt: skip
     dz = dy
     if kept.activation is not None:
@@ -317,8 +124,8 @@ def _gradients(b: Backward) -> Gradients:
     if b.needs.bias and kept.bias is not None:
         dims = tuple(range(dz.dim() - 1))
         found["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(kept.bias.dtype)
-    if b.needs.residual and kept.residual is not None:
-        found["residual"] = dy.to(kept.residual.dtype)
+    if b.needs.residual:
+        found["residual"] = dy
     return found
 
 
@@ -335,11 +142,9 @@ def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: boo
     return values.t() if of_b else values
 
 
-def _kept(a: MatmulArgs, o: MatmulOutputs) -> Kept:
-    return Kept(
-        a.a, a.b, a.a_codes, a.b_codes, a.bias, a.residual, a.alpha, a.factor, a.activation, a.gated, a.precision,
-        a.batch_invariant,
-    )  # fmt: skip
+def _kept(a: MatmulArgs, o: MatmulOutputs) -> MatmulArgs:
+    """What the gradients are made of."""
+    return a._replace(residual=None, result=_plain_result(a.result.dtype))
 
 
 matmul_op = define_op(
@@ -347,7 +152,7 @@ matmul_op = define_op(
     MatmulArgs,
     MatmulOutputs,
     allocate=_allocate,
-    launch=_launch,
+    launch=launch_matmul,
     reference=matmul_reference,
     present=lambda a: MatmulOutputs(a.result.present()),
     keep=_kept,
@@ -397,6 +202,7 @@ def matmul(
     accumulate: bool = False,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    engine: Engine = "auto",
 ) -> Tensor:
     """`torch.matmul(a, b)` of plain and quantised operands, and what follows it, in one kernel:
     `act(alpha * (a @ b) + bias) + residual`, in fp32 and rounded once.
@@ -427,6 +233,8 @@ def matmul(
       multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
     - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
       computed in another order.
+    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch where `weft doctor` says so and the call has nothing
+      that PyTorch's product lacks; "weft" and "torch" insist. `weft.record_engines()` tells what ran.
 
     Gradients flow to a, b, bias and residual; through a quantised operand or result they pass straight. Backward of an
     activation computes its input again. The bits are the same in every run.
@@ -474,8 +282,9 @@ def matmul(
     options = result_options(left, quantize, rowwise=rowwise, columnwise=columnwise, out_dtype=out_dtype)
     args = MatmulArgs(
         left, right, a_codes, b_codes, bias, residual, scale, factor, act, gated, precision,
-        bool(batch_invariant), options,
+        bool(batch_invariant), engine, options,
     )  # fmt: skip
+    check_engine(args)
     if out is None:
         result = matmul_op(args).result
         y = result.value(options)

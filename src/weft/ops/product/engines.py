@@ -1,0 +1,191 @@
+"""Who multiplies: Weft's own kernel, or PyTorch's libraries (cuBLASLt, hipBLASLt, oneDNN) where they are as good.
+
+One table decides. `weft doctor` prints it for the devices of a machine, `engine=` overrides it for a call, and
+`record_engines()` tells what ran. Its reasons for GPUs are public figures; none was measured by this project.
+
+PyTorch takes a call that is a product and nothing else: no bias, activation, residual or alpha, a plain result of a's
+dtype, and no `batch_invariant`. On GPUs it also takes scaled operands, whose sizes then have to be multiples of 16. Its
+settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add parts of a bf16 sum in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy
+from ...quant.layouts import Buffers, to_layout
+from ...runtime import Capabilities
+from .arguments import MatmulArgs, MatmulOutputs, OperandCodes
+from .configs import FEW
+from .operands import Form
+
+Engine = Literal["auto", "weft", "torch"]
+
+
+class Rule(NamedTuple):
+    """An entry of the table: products of these pairs on these targets, of more than 64 rows unless `few`."""
+
+    targets: tuple[str, ...]
+    pairs: tuple[str, ...]  # as `pair_of` names them
+    few: bool
+    engine: str
+    why: str
+
+
+_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+_BLACKWELL = ("sm_100", "sm_103")
+
+TABLE: tuple[Rule, ...] = (
+    Rule(("cpu",), ("bf16",), True, "torch", "oneDNN has the processor's matrix unit; measured, 2 to 5 times as fast"),
+    Rule((*_NVIDIA, "gfx942", "gfx950"), ("bf16", "fp16"), False, "torch", "cuBLAS and hipBLASLt, by public figures"),
+    Rule(
+        ("sm_89", "sm_90", *_BLACKWELL, "sm_120"), ("fp8 tensor", "fp8 row"), False, "torch",
+        "cuBLASLt, 1009 TFLOPS on an H100 where a Triton kernel has 399 (pytorch/ao#2784)",
+    ),
+    Rule(("sm_90",), ("fp8 1x128 x 128x128",), False, "torch", "cuBLASLt 12.9 has these scales on sm_90 alone"),
+    Rule(_BLACKWELL, ("mxfp8",), False, "torch", "cuBLASLt uses two multiprocessors for a tile, which Triton cannot"),
+)  # fmt: skip
+
+
+def pair_of(a: Form, b: Form) -> str:
+    """The name of a pair of operands in the table."""
+    if a.block is None and b.block is None:
+        return a.element
+    if a.block is None or b.block is None:
+        return "weight-only"
+    if a.in_groups:
+        short = {"e4m3": "mxfp8", "e2m1": "mxfp4"}.get(a.element, "mx")
+        return "nvfp4" if a.block == "nvfp4" else short if a.element == b.element else "mx"
+    kind = "int8" if a.element == "int8" else "fp8"
+    return f"{kind} {a.block}" if a.block == b.block and a.at_last else f"{kind} {a.block} x {b.block}"
+
+
+class Used(NamedTuple):
+    """A product that ran."""
+
+    engine: str
+    pair: str  # of formats
+    m: int
+    n: int
+    k: int
+
+
+_recorded: list[list[Used]] = []
+
+
+@contextmanager
+def record_engines() -> Iterator[list[Used]]:
+    """Collect which engine computed each product inside the block, on any thread.
+
+    >>> import torch, weft
+    >>> x = weft.quantize(torch.randn(4, 256), "1x128")
+    >>> with weft.record_engines() as used:
+    ...     y = weft.matmul(x, weft.quantize(torch.randn(8, 256), "128x128").T)
+    >>> used
+    [Used(engine='weft', pair='fp8 1x128 x 128x128', m=4, n=8, k=256)]
+    """
+    used: list[Used] = []
+    _recorded.append(used)
+    try:
+        yield used
+    finally:
+        _recorded.remove(used)
+
+
+def _forms(a: MatmulArgs) -> tuple[Form, Form]:
+    return Form.of(a.a.dtype, a.a_codes.format), Form.of(a.b.dtype, a.b_codes.format)
+
+
+def choose_engine(a: MatmulArgs, target: Capabilities) -> str:
+    """The engine of a call on a target, and a note of it for those who record."""
+    forms = _forms(a)
+    pair, m = pair_of(*forms), a.a.shape[-2]
+    engine = a.engine
+    if engine == "auto":
+        engine = by_table(pair, m, target.target)
+        if engine != "weft" and obstacle(a, pair) is not None:
+            engine = "weft"
+    for used in _recorded:
+        used.append(Used(engine, pair, m, a.b.shape[-1], a.a.shape[-1]))
+    return engine
+
+
+def by_table(pair: str, m: int, target: str) -> str:
+    """Who multiplies m rows of this pair on a target, if nothing speaks against it."""
+    for rule in TABLE:
+        if target in rule.targets and pair in rule.pairs and (rule.few or m > FEW):
+            return rule.engine
+    return "weft"
+
+
+def obstacle(a: MatmulArgs, pair: str) -> str | None:
+    """Why PyTorch cannot compute a call, or None."""
+    if a.bias is not None or a.residual is not None or a.alpha is not None or a.factor != 1.0:
+        return "bias, residual and alpha"
+    if a.activation is not None:
+        return "an activation"
+    if a.result.format is not None or a.result.dtype != a.a.dtype:
+        return "a result that is quantised or has another dtype than a"
+    if a.batch_invariant or a.precision is not None:
+        return "batch_invariant and precision"
+    if pair in ("bf16", "fp16", "fp32"):
+        # PyTorch's products of fp32 depend on its own settings, and their bits on the number of threads.
+        return "products of fp32" if pair == "fp32" else None
+    if a.a.device.type == "cpu":
+        return "quantised operands on a CPU"
+    if pair not in ("fp8 tensor", "fp8 row", "fp8 1x128 x 128x128", "mxfp8"):
+        return f"operands {pair}"
+    if a.a.shape[-1] % 16 or a.b.shape[-1] % 16 or a.result.dtype is not torch.bfloat16:
+        return "quantised operands whose K or N is no multiple of 16, or another result than bf16"
+    codes = (a.a_codes.data, a.b_codes.data)
+    if any(data is None or data.stride(1) != 1 for data in codes):
+        return "codes that are not contiguous along K"
+    return None
+
+
+def check_engine(a: MatmulArgs) -> None:
+    """Raise an error unless the engine that a call insists on can compute it."""
+    if a.engine not in ("auto", "weft", "torch"):
+        raise ValueError(f"engine must be 'auto', 'weft' or 'torch'; got {a.engine!r}")
+    if a.engine == "torch":
+        # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
+        missing = obstacle(a, pair_of(*_forms(a)))
+        if missing is not None:
+            raise ValueError(f"engine='torch' lacks {missing}: leave out engine=, or take 'weft'")
+
+
+def multiply_by_torch(o: MatmulOutputs, a: MatmulArgs) -> None:
+    """Fill the result by PyTorch's product."""
+    y = o.result.y
+    if a.a_codes.data is None and a.b_codes.data is None:
+        (torch.mm if a.a.dim() == 2 else torch.bmm)(a.a, a.b, out=y)
+        return
+    torch._scaled_mm(*scaled_operands(a), out_dtype=y.dtype, out=y)
+
+
+def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The codes of a and b, and their scales, as `torch._scaled_mm` takes them."""
+    left, right = _buffers(a.a_codes, "a"), _buffers(a.b_codes, "b")
+    return left.data, right.data, left.scale, right.scale
+
+
+def _buffers(codes: OperandCodes, operand: Literal["a", "b"]) -> Buffers:
+    assert codes.data is not None
+    assert codes.scale is not None
+    assert codes.format is not None
+    return to_layout(Copy(codes.data, codes.scale), codes.format, "torch_v1", operand=operand)
+
+
+def products_on(target: str) -> str:
+    """Who multiplies what on a target, in words."""
+    rules = [rule for rule in TABLE if target in rule.targets]
+    listed = [
+        f"{rule.engine} {', '.join(rule.pairs)}{'' if rule.few else f' of more than {FEW} rows'}"
+        for rule in rules
+    ]
+    return "; ".join([*listed, "weft the others" if rules else "weft"])
