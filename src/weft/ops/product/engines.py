@@ -184,8 +184,6 @@ def _buffers(codes: OperandCodes, operand: Literal["a", "b"]) -> Buffers:
 def products_on(target: str) -> str:
     """Who multiplies what on a target, in words."""
     rules = [rule for rule in TABLE if target in rule.targets]
-    listed = [
-        f"{rule.engine} {', '.join(rule.pairs)}{'' if rule.few else f' of more than {FEW} rows'}"
-        for rule in rules
-    ]
-    return "; ".join([*listed, "weft the others" if rules else "weft"])
+    few = {True: "", False: f" (more than {FEW} rows)"}
+    listed = [f"{rule.engine}: {', '.join(rule.pairs)}{few[rule.few]}" for rule in rules]
+    return "; ".join([*listed, "weft: the others" if rules else "weft"])
