@@ -20,7 +20,8 @@ from tests.support.truth import Near, arguments
 from weft import VocabShard
 from weft.workloads import Call
 
-WORLDS = (1, 2, pytest.param(3, marks=pytest.mark.slow), 4)  # three are also pretended, in one process
+# Three and four ranks are for the night; three are also pretended, in one process.
+WORLDS = (1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4)))
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +116,12 @@ def test_same_bits_every_run(world: int, results: Any) -> None:
 
 @pytest.mark.parametrize("name", MESH_CASES)
 @pytest.mark.parametrize(
-    ("world", "kind"), [(world, kind) for world in (2, 4) for kind in placements_of(world)]
+    ("world", "kind"),
+    [
+        pytest.param(world, kind, marks=marks)
+        for world, marks in ((2, ()), (4, pytest.mark.slow))
+        for kind in placements_of(world)
+    ],
 )
 def test_distributed_tensors(world: int, kind: str, name: str, results: Any) -> None:
     """Bug I8: sharded tokens, a sharded vocabulary, both; uneven ones too."""

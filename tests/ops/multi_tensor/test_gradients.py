@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +347,13 @@ def test_kinds_of_tensors_without_groups() -> None:
     assert STATISTICS["norminf"]([weft.Shards([torch.tensor([torch.nan])]), weft.Shards(dense)]).isnan()
 
 
-WORLDS = (2, 4)
+def of_worlds(*names: Callable[[int], Iterable[str]]) -> list[Any]:
+    """Two ranks with every change, four for the night; with `names`, each of those that a group of that size has."""
+    found = []
+    for world, marks in ((2, ()), (4, pytest.mark.slow)):
+        cases = [(world, name) for name in names[0](world)] if names else [(world,)]
+        found += [pytest.param(*case, marks=marks) for case in cases]
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -370,7 +376,7 @@ def compare(found: list[dict[str, Any]], whole: list[Tensor]) -> None:
         assert rank["norm after"] <= ranks_gradients.MAX_NORM * (1 + 2.0**-9), "some are bf16"
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", of_worlds())
 def test_shards_over_groups(world: int, ranks: Results) -> None:
     """The norm over ranks is that of the gathered model with experts, tensor parallelism and parameters that all have,
     which Megatron has undercounted."""
@@ -387,9 +393,7 @@ def test_shards_over_groups(world: int, ranks: Results) -> None:
         assert rank["error"].startswith("the norm of the gradients is nan")
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in WORLDS for name in ranks_gradients.placements_of(world)]
-)
+@pytest.mark.parametrize(("world", "name"), of_worlds(ranks_gradients.placements_of))
 def test_distributed_tensors(world: int, name: str, ranks: Results) -> None:
     """Groups are read from placements: replicas count once (NeMo-RL and VeOmni have counted each), terms of a sum are
     no numbers of their own (PyTorch has given a norm of the square root of n times too much), shards may be empty."""
@@ -414,9 +418,7 @@ def test_compiled_over_ranks(ranks: Results) -> None:
         assert all(map(torch.equal, got["clipped"], wanted["clipped"]))
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in WORLDS for name in ranks_gradients.models_of(world)]
-)
+@pytest.mark.parametrize(("world", "name"), of_worlds(ranks_gradients.models_of))
 def test_training_over_ranks(world: int, name: str, ranks: Results) -> None:
     """Norms and parameters of some steps are those of one process in float64, which torch clips: with FSDP2, tensor
     parallelism or both, uneven and empty shards, and gradients that are placed as Partial."""
@@ -453,7 +455,7 @@ def test_stages_with_meshes_of_their_own(ranks: Results) -> None:
         assert found["anew"] == (4.0 if rank >= 2 else torch.tensor(3.0).sqrt())
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", of_worlds())
 def test_quantised_pieces_and_a_distributed_norm(world: int, ranks: Results) -> None:
     for results in ranks(world):
         found = results["quantised"]
@@ -466,7 +468,7 @@ def test_quantised_pieces_and_a_distributed_norm(world: int, ranks: Results) -> 
         assert ((found["clipped"] - truth).abs() <= 4 * EPS32).all()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", of_worlds())
 def test_placements_that_are_refused(world: int, ranks: Results) -> None:
     for results in ranks(world):
         messages = results["refused"]
