@@ -3,7 +3,17 @@
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
-from .launch import BoundLaunch, Kernel, Launch, capabilities_of, choosing_for, kernel, observing, recording
+from .launch import (
+    BoundLaunch,
+    Kernel,
+    Launch,
+    capabilities_of,
+    choosing_for,
+    is_recording,
+    kernel,
+    observing,
+    recording,
+)
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import LATER, Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
@@ -34,6 +44,7 @@ __all__ = [
     "define_op",
     "is_distributed",
     "is_readable",
+    "is_recording",
     "kernel",
     "launch_device",
     "local_of",

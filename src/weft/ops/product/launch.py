@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import Capabilities, Launch, capabilities_of
+from ...runtime import Capabilities, Launch, capabilities_of, is_recording
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.rows import align_of
 from ..quantize import quantize_into
@@ -84,10 +84,10 @@ def launch_matmul(o: MatmulOutputs, a: MatmulArgs) -> None:
     """Fill the outputs of a call, by the engine that is chosen for it."""
     if not o.result.y.numel():
         return
-    if choose_engine(a, capabilities_of(a.a.device)) == "torch":
-        multiply_by_torch(o, a)
-    else:
+    if choose_engine(a, capabilities_of(a.a.device)) == "weft":
         _launch(o, a)
+    elif not is_recording():  # then kernels are wanted, and PyTorch's product is none
+        multiply_by_torch(o, a)
 
 
 def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
