@@ -33,7 +33,7 @@ def eager(q: weft.QTensor) -> torch.Tensor:
 def quantised(m: int, n: int, k: int, a: str, b: str) -> Contenders:
     x, w = weft.quantize(torch.randn(m, k), a), weft.quantize(torch.randn(n, k), b)
     found: Contenders = {
-        "weft": lambda: weft.matmul(x, w.T),
+        "weft": lambda: weft.matmul(x, w.T, engine="weft"),
         "decode + mm": lambda: x.dequantize() @ w.dequantize().T,
     }
     if x.format.scale_dtype is torch.float32:
@@ -43,7 +43,7 @@ def quantised(m: int, n: int, k: int, a: str, b: str) -> Contenders:
 
 def plain(m: int, n: int, k: int, dtype: torch.dtype) -> Contenders:
     x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-    return {"weft": lambda: weft.matmul(x, w.T), "torch.mm": lambda: torch.mm(x, w.T)}
+    return {"weft": lambda: weft.matmul(x, w.T, engine="weft"), "torch.mm": lambda: torch.mm(x, w.T)}
 
 
 def integers(m: int, n: int, k: int) -> Contenders:
@@ -51,7 +51,10 @@ def integers(m: int, n: int, k: int) -> Contenders:
     assert x.rowwise is not None
     assert w.rowwise is not None
     codes, weight = x.rowwise.data, w.rowwise.data
-    return {"weft": lambda: weft.matmul(x, w.T), "torch._int_mm": lambda: torch._int_mm(codes, weight.T)}
+    return {
+        "weft": lambda: weft.matmul(x, w.T, engine="weft"),
+        "torch._int_mm": lambda: torch._int_mm(codes, weight.T),
+    }
 
 
 ROWS: dict[str, Callable[[], Contenders]] = {

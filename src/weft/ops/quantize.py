@@ -36,7 +36,18 @@ from ..runtime import (
     local_of,
     place_like,
 )
-from ..tiles import amax, decode, decode_e4m3, fp32_scale, given_scale, larger, round_to, scaled, unpack_pairs
+from ..tiles import (
+    amax,
+    decode,
+    decode_e4m3,
+    decode_e8m0,
+    fp32_scale,
+    given_scale,
+    larger,
+    round_to,
+    scaled,
+    unpack_pairs,
+)
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
@@ -392,9 +403,7 @@ def _dequantize_kernel(
         scale_off = (row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
         scale = tl.load(scale_ptr + scale_off, mask=there, other=0)  # [ROWS, TILE // GROUP]
         if FORMAT.block == "mx":
-            bits = scale.to(tl.int32)
-            bits = tl.where(bits == 255, 0x7FC00000, tl.where(bits == 0, 0x00400000, bits << 23))
-            scale = bits.to(tl.float32, bitcast=True)
+            scale = decode_e8m0(scale)
         elif FORMAT.block == "nvfp4":
             scale = decode_e4m3(scale) * tl.load(global_ptr)
         groups = tl.reshape(decode(codes, FORMAT), (ROWS, TILE // GROUP, GROUP))

@@ -108,6 +108,14 @@ def decode_e4m3(codes):
 
 
 @triton.jit
+def decode_e8m0(codes):
+    """Block scales of mx, uint8 [...] -> fp32 [...]: powers of two, the smallest of which is subnormal in fp32."""
+    bits = codes.to(tl.int32)
+    bits = tl.where(bits == 255, 0x7FC00000, tl.where(bits == 0, 0x00400000, bits << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _with_sign(x, sign):
     """x >= 0 with a sign bit; `-x` is 0 - x, which has no negative zero."""
     return (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

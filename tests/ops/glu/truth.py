@@ -26,7 +26,7 @@ EPS64 = torch.finfo(torch.float64).eps
 TINY = 2.0**-125  # where exp of fp32 ends
 
 
-def _activation(act: str, alpha: float) -> Callable[[Tensor], Tensor]:
+def activation(act: str, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": lambda a: a * torch.sigmoid(alpha * a),
         "sigmoid": lambda a: torch.sigmoid(alpha * a),
@@ -101,14 +101,14 @@ def glu(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     probs = torch.ones(*lead, 1, dtype=torch.float64)
     if "probs" in leaves:
         probs = torch.where(real, leaves["probs"].view(*lead, 1), 0.0)
-    active = _activation(a["act"], alpha)(inside)
+    active = activation(a["act"], alpha)(inside)
     y = torch.where(real, active * factor * probs, 0.0)
     with torch.no_grad():
         f_noise, slope_noise = _noise(inside.detach(), a["act"], alpha)
         # f' itself: what one would get from a gradient of ones through f alone
         twin = inside.detach().clone().requires_grad_()
         with torch.enable_grad():
-            _activation(a["act"], alpha)(twin).sum().backward()
+            activation(a["act"], alpha)(twin).sum().backward()
         assert twin.grad is not None
         slope = twin.grad.abs()
         if "bias" in leaves:  # gate and up are sums in fp32; no f'' is larger than 2, for alpha up to 2

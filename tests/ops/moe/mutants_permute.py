@@ -145,7 +145,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("32-bit offsets", "_load_values", "row_off = tl.multiple_of(row * source.stride, tile.ALIGN)", "row_off = tl.multiple_of((row * source.stride).to(tl.int32), tile.ALIGN)", (FAR,)),
         ("the first tile alone", "unpermute_kernel", "Tile(row.to(tl.int64), start,", "Tile(row.to(tl.int64), start * 0,", (UNPERMUTE_LONG,)),
         ("the first group's scale", "_load_values", "(group.to(tl.int64) * source.scale_col_stride)", "(group.to(tl.int64) * 0)", (SUMMED,)),
-        ("e8m0 twice as large", "_load_values", "bits << 23))", "(bits + 1) << 23))", (SUMMED_MX,)),
+        ("e8m0 twice as large", "tiles/numbers.py:decode_e8m0", "bits << 23))", "(bits + 1) << 23))", (SUMMED_MX,)),
         ("the first row's scale", "_load_values", "source.scale + row * source.scale_row_stride", "source.scale + row * 0", (SUMMED_ROW,)),
         ("brought back to the first expert", "unpermute_kernel", "[:, None] + expert, carried", "[:, None] + expert * 0, carried", (accuracy("permute:odd/200:mask"),)),
     ],

@@ -45,7 +45,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("squares that up shares with the gate", "_block_scales", "else rows.row // 128", "else (rows.row // 128) * 0", (GATED_SQUARES,)),
         ("gate for up", "_sums", "ups = Rows(place.col + sizes.n, place.first_col + sizes.n", "ups = Rows(place.col, place.first_col", (WHOLE,)),
         ("scales of groups by one", "_group_scales", "start // GROUP + tl.arange(0, GROUPS)", "start // GROUP + tl.arange(0, GROUPS) * 0", (MX, DECODED)),
-        ("e8m0 off by one", "_decoded", "bits << 23", "(bits + 1) << 23", (DECODED,)),
+        ("e8m0 off by one", "tiles/numbers.py:decode_e8m0", "bits << 23", "(bits + 1) << 23", (DECODED,)),
         ("-0 is NaN", "_fnuz", "== 0x7F, 0x80, tl.where(codes == 0x80, 0, codes))", "== 0x7F, 0x80, tl.where(codes == 0x81, 0, codes))", (FNUZ,)),
         ("NaN is 240", "_fnuz", "tl.where((codes & 0x7F) == 0x7F, 0x80,", "tl.where((codes & 0x7F) == 0x80, 0x80,", (FNUZ,)),
         ("half as large", "_scaled", "value = value * 4.0", "value = value * 2.0", (FNUZ,)),

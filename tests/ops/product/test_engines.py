@@ -9,13 +9,12 @@ import torch
 
 import weft
 from tests.ops.product.test import EVERY, check, operands
-from weft.ops.common.results import ResultOptions
-from weft.ops.product.arguments import PLAIN, MatmulArgs, OperandCodes
+from weft.ops.common.results import plain_result
+from weft.ops.product.arguments import MatmulArgs, OperandCodes
 from weft.ops.product.engines import TABLE, by_table, pair_of, scaled_operands
-from weft.ops.product.matmul import matmul_op
 from weft.ops.product.operands import Form
 from weft.quant.copies import allocate_copies
-from weft.runtime import Capabilities
+from weft.runtime import Capabilities, recording
 
 
 def forms(pair: str) -> tuple[Form, Form]:
@@ -99,7 +98,7 @@ def test_scaled_products_of_torch(pair: str) -> None:
         assert copy is not None
         codes.append(OperandCodes(copy.data, copy.scale, copy.global_scale, spec))
     a, b, y = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n), (m, n)))
-    result = ResultOptions(torch.bfloat16, None, True, False, None, False)
+    result = plain_result(torch.bfloat16)
     args = MatmulArgs(a, b, *codes, None, None, None, 1.0, None, False, None, False, "torch", result)
     out = torch._scaled_mm(*scaled_operands(args), out_dtype=torch.bfloat16)
     assert (out.shape, out.dtype) == (y.shape, y.dtype)
@@ -118,5 +117,17 @@ def test_a_graph_keeps_its_engine() -> None:
         compiled(**call)
         compiled(**call | {"engine": "weft"})
     assert [one.engine for one in used] == ["torch", "weft"]
-    assert "engine" in matmul_op.arguments.names
-    assert PLAIN.data is None
+
+
+@pytest.mark.parametrize("pair", ["bf16", "fp8-row", "mxfp8"])
+def test_recording_meets_no_product_of_torch(pair: str) -> None:
+    """Kernels are recorded on meta tensors, for which PyTorch has not all of its products."""
+    with recording("sm_100") as variants, weft.record_engines() as used:
+        x, w = (torch.empty(rows, 256, dtype=torch.bfloat16, device="meta") for rows in (128, 512))
+        a, b = (
+            x if spec is None else weft.quantize(x, spec)
+            for x, spec in ((x, EVERY[pair].get("a")), (w, EVERY[pair].get("b")))
+        )
+        assert weft.matmul(a, b.T).shape == (128, 512)
+    assert [one.engine for one in used] == ["torch"]
+    assert "matmul_kernel" not in {variant.kernel for variant in variants}

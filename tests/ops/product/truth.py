@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
+from tests.ops.glu.truth import activation
 from tests.quant import oracle
 from tests.support.truth import Near, arguments
 from weft import QTensor
@@ -40,22 +41,10 @@ def product(a: Tensor, b: Tensor) -> Near:
 BEND = 2.0
 
 
-def activated(x: Tensor, act: str) -> Tensor:
-    functions = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "relu": torch.relu,
-        "relu2": lambda x: torch.relu(x).square(),
-        "sigmoid": torch.sigmoid,
-    }
-    return functions[act](x)
-
-
 def _gated(near: Near, act: str) -> Near:
     """f of a number that has an error itself. The slope changes over that interval by its bend, and f rounds."""
     x = near.truth.detach().requires_grad_()
-    value = activated(x, act)
+    value = activation(act)(x)
     (slope,) = torch.autograd.grad(value.sum(), x)
     value, slope = value.detach(), slope.abs()
     noise = (slope + BEND * near.noise) * near.noise + 8 * EPS32 * (value.abs() + near.truth.abs() * slope)
@@ -107,7 +96,7 @@ def matmul(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]
     dz = Near(dy, torch.zeros_like(dy))
     if act is not None:
         inner = z.truth.detach().requires_grad_()
-        f = activated(inner[..., :n], act)
+        f = activation(act)(inner[..., :n])
         (slope,) = torch.autograd.grad((f * (inner[..., n:] if gated else 1.0) * dy).sum(), inner)
         sizes = torch.cat([dy * up, dy * gate.truth], -1) if gated else dy
         near = Near(

@@ -70,6 +70,11 @@ class ResultOptions(NamedTuple):
         return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
 
 
+def plain_result(dtype: torch.dtype) -> ResultOptions:
+    """The options of a result that is not quantised."""
+    return ResultOptions(dtype, None, True, False, None, False)
+
+
 class Result(NamedTuple):
     """A result: y, or its copies with a stand-in for y that autograd holds on to. With `return_plain`, y itself is
     there in place of the stand-in, and its gradient is the sum of both results'."""
@@ -149,7 +154,7 @@ def _options(
         if return_amax or return_plain or columnwise:
             raise ValueError(_WITH_QUANTIZE)
         check_out_dtype(out_dtype)
-        return ResultOptions(out_dtype or dtype, None, True, False, None, False)
+        return plain_result(out_dtype or dtype)
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
     if columnwise and format.block == "row":

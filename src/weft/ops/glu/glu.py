@@ -53,6 +53,7 @@ from ..common.results import (
     Result,
     ResultOptions,
     check_copies,
+    plain_result,
     result_into,
     result_options,
 )
@@ -363,7 +364,7 @@ def glu_backward(
 
 
 _ACTS = get_args(Act)
-_PLAIN_GRADIENTS = {dtype: ResultOptions(dtype, None, True, False, None, False) for dtype in FLOATS}
+_PLAIN_GRADIENTS = {dtype: plain_result(dtype) for dtype in FLOATS}
 
 
 def _checked_unit(

@@ -38,7 +38,7 @@ from ...runtime import (
 )
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
-from ..common.results import Result, ResultOptions, allocate_result, result_options
+from ..common.results import Result, ResultOptions, allocate_result, plain_result, result_options
 from ..common.rows import align_of, compute_dtype, contiguous, cpu_tile, flat_rows
 from ..quantize import QuantizeArgs, quantize_reference
 from .permute_kernels import (
@@ -491,8 +491,7 @@ def _unpermute_gradients(b: Backward) -> Gradients:
     if dy is not None and kept.probs is not None and any(needs):
         found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()
     elif dy is not None and needs.rows:
-        plain = ResultOptions(dy.dtype, None, True, False, None, False)
-        o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain))
+        o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain_result(dy.dtype)))
         return {"rows": o.result.y, "carried": o.row_probs}
     if dcarried is not None:
         found["carried"] = _to_rows(dcarried, kept.map)

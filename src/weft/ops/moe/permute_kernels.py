@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles import amax, decode, fp32_scale, larger, quantize_rows, round_to, scaled
+from ...tiles import amax, decode, decode_e8m0, fp32_scale, larger, quantize_rows, round_to, scaled
 from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe
 from ..common.rows import load_stored, load_tile, tile_mask
 
@@ -330,9 +330,7 @@ def _load_values(source, tile, there, FORMAT: tl.constexpr, TILE: tl.constexpr):
             group_off = (group.to(tl.int64) * source.scale_col_stride)[None, :]
             scale = tl.load(source.scale + row_off + group_off, mask=exists, other=0)  # [R, TILE // G]
             if FORMAT.block == "mx":
-                bits = scale.to(tl.int32)
-                bits = tl.where(bits == 255, 0x7FC00000, tl.where(bits == 0, 0x00400000, bits << 23))
-                scale = bits.to(tl.float32, bitcast=True)
+                scale = decode_e8m0(scale)
             groups = tl.reshape(values, (R, TILE // G, G)) * scale[:, :, None]
             return tl.reshape(groups, (R, TILE))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles import decode, decode_e4m3, unpack_pairs
+from ...tiles import decode, decode_e4m3, decode_e8m0, unpack_pairs
 from ...tiles.activations import activate
 from ...tiles.split import dot_fp32
 from ..common.copies import Codes, Encoding, Tile, store_rows
@@ -174,9 +174,7 @@ def _decoded(codes, operand, rows, start, FORM: tl.constexpr, TILE: tl.constexpr
     """The numbers of codes [ROWS, K] in fp32, exactly; with groups, times their scales."""
     values = decode(unpack_pairs(codes) if FORM.packed == 2 else codes, FORM)
     if FORM.block == "mx":
-        bits = _group_scales(operand, rows, start, FORM, TILE).to(tl.int32)
-        bits = tl.where(bits == 255, 0x7FC00000, tl.where(bits == 0, 0x00400000, bits << 23))
-        return _times(values, bits.to(tl.float32, bitcast=True))
+        return _times(values, decode_e8m0(_group_scales(operand, rows, start, FORM, TILE)))
     elif FORM.block == "nvfp4":
         return _times(values, decode_e4m3(_group_scales(operand, rows, start, FORM, TILE)))
     else:

@@ -35,8 +35,8 @@ from ...runtime import Backward, Gradients, define_op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
 from ..common.results import (
-    ResultOptions,
     allocate_result,
+    plain_result,
     result_into,
     result_options,
     result_reference,
@@ -107,13 +107,13 @@ def _gradients(b: Backward) -> Gradients:
     dz = dy
     if kept.activation is not None:
         of_z = of_products._replace(a_codes=kept.a_codes, b_codes=kept.b_codes, bias=kept.bias)
-        wide = _plain_result(compute_dtype(dy))
+        wide = plain_result(compute_dtype(dy))
         z = matmul_op(of_z._replace(precision=kept.precision, result=wide)).result.y
         layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
         dz = glu_backward(dy, z, act=kept.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
 
     def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        return matmul_op(of_products._replace(a=left, b=right, result=_plain_result(dtype))).result.y
+        return matmul_op(of_products._replace(a=left, b=right, result=plain_result(dtype))).result.y
 
     if b.needs.a:
         values = _plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
@@ -129,10 +129,6 @@ def _gradients(b: Backward) -> Gradients:
     return found
 
 
-def _plain_result(dtype: torch.dtype) -> ResultOptions:
-    return ResultOptions(dtype, None, True, False, None, False)
-
-
 def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
     """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
     if codes.data is None or codes.scale is None or codes.format is None:
@@ -144,7 +140,7 @@ def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: boo
 
 def _kept(a: MatmulArgs, o: MatmulOutputs) -> MatmulArgs:
     """What the gradients are made of."""
-    return a._replace(residual=None, result=_plain_result(a.result.dtype))
+    return a._replace(residual=None, result=plain_result(a.result.dtype))
 
 
 matmul_op = define_op(
@@ -161,19 +157,26 @@ matmul_op = define_op(
 )
 
 
-def _take_a(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The row-wise copy of a; or the column-wise one, transposed, if both have the same codes."""
-    if q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel():
-        return q.rowwise.data, q.rowwise.scale, q.rowwise.global_scale
-    if q.columnwise is not None and q.format.block in ("tensor", "128x128"):
-        data, scale, _ = q.columnwise
-        return data.t(), scale.t(), None
+Taken = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
+    """The parts of the copy whose scales lie along K; or of the other one, transposed, if both have the same codes."""
+    if copy is not None:
+        return copy.data, copy.scale, copy.global_scale
+    if other is not None and block in ("tensor", "128x128"):
+        return other.data.t(), other.scale.t(), None
     return None
 
 
-def _take_b(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """What a takes of b's transpose."""
-    return _take_a(QTensor((q.shape[1], q.shape[0]), q.dtype, q.format, q.columnwise, q.rowwise))
+def _take_a(q: QTensor) -> Taken | None:
+    # A flat view still has the copies of the matrix that it is a view of.
+    whole = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel()
+    return _along_k(q.rowwise if whole else None, q.columnwise, q.format.block)
+
+
+def _take_b(q: QTensor) -> Taken | None:
+    return _along_k(q.columnwise, q.rowwise, q.format.block)
 
 
 register_codes(matmul_op, "a", "a_codes", _take_a)

@@ -61,12 +61,12 @@ class Form:
     @property
     def packed(self) -> int:
         """Elements in a byte, or in a wider number."""
-        return 2 if self.element == "e2m1" else 1
+        return 1 if self.block is None else 8 // self.number.bits
 
     @property
     def group(self) -> int:
         """How many neighbours along K share a scale; 0 for all."""
-        return {"1x128": 128, "128x128": 128, "mx": 32, "nvfp4": 16}.get(self.block or "", 0)
+        return 0 if self.block is None else Format.of(self.block).group
 
     @property
     def in_blocks(self) -> bool:
