@@ -22,6 +22,7 @@ from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, 
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .product.engines import record_engines
+from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.matmul import matmul
 from .quantize import dequantize, quantize
 
@@ -48,6 +49,8 @@ __all__ = [
     "glu",
     "glu_backward",
     "grad_norm",
+    "grouped_matmul",
+    "grouped_wgrad",
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprobs",

@@ -13,6 +13,7 @@ number start_e // 128 + e. That leaves at most one number unused between groups,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,16 @@ def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Copy, **op
     return Copy(plain.data, scale, plain.global_scale)
 
 
+def group_spans(ends: Tensor, rows: int, align: int) -> Iterator[tuple[int, int, int]]:
+    """(group, first row, row after the last) of each group that has rows. It waits for the device."""
+    begin = 0
+    for group, given in enumerate(ends.tolist()):
+        end = min(given, rows)
+        if end > begin:
+            yield group, begin, end
+        begin = -(-given // align) * align
+
+
 # ---- kernels --------------------------------------------------------------------------------------------
 
 
@@ -161,15 +172,48 @@ def group_of(row, groups):
 
 
 @triton.jit
+def group_rows(group, groups, rows):
+    """(first row, row after the last) of a group, int64 scalars; of one without rows the second is not larger."""
+    before = tl.load(groups.ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    end = tl.minimum(tl.load(groups.ends + group).to(tl.int64), rows)
+    return _begin_after(before, groups.align), end
+
+
+@triton.jit
 def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
     """(first, end) of the numbers that the stripes with rows of a group have, as `group_stripe` counts them."""
-    before = tl.load(groups.ends + group - 1, mask=group > 0, other=0).to(tl.int64)
-    start = _begin_after(before, groups.align)
-    end = tl.minimum(tl.load(groups.ends + group).to(tl.int64), rows)
+    start, end = group_rows(group, groups, rows)
     first = start // stripe_rows
     if RELATIVE:
         first += group
     return first, first + (end - start + stripe_rows - 1) // stripe_rows  # none without rows
+
+
+@triton.jit
+def group_tile(number, groups, rows, ROWS: tl.constexpr):
+    """(group, first row, number of rows, number of rows that are not padding) of a tile of ROWS rows, int64 scalars.
+
+    Tiles begin with groups: the first one of group e has the number start_e // ROWS + e. What follows the last group
+    is one more group, all of it padding. A number without a tile has no rows.
+    """
+    begin = number * 0
+    following = number * 0 + rows
+    passed = number * 0
+    for first in range(0, groups.number + 1, CHUNK):
+        group = first + tl.arange(0, CHUNK)  # the last one is what follows all groups
+        known = (group > 0) & (group <= groups.number)
+        end = tl.load(groups.ends + group - 1, mask=known, other=0).to(tl.int64)
+        start = tl.minimum(_begin_after(end, groups.align), rows)
+        mine = (start // ROWS + group <= number) & (group <= groups.number)
+        passed += tl.sum(mine.to(tl.int64), axis=0)
+        begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
+        later = (group <= groups.number) & (mine == 0)
+        following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
+    group = passed - 1
+    first_row = begin + (number - begin // ROWS - group) * ROWS
+    exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
+    end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
+    return group, first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)
 
 
 @triton.jit
@@ -179,24 +223,8 @@ def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexp
     RELATIVE: stripes begin with groups; otherwise `align` is a multiple of the ROWS rows of a stripe.
     """
     if RELATIVE:
-        begin = stripe * 0
-        following = stripe * 0 + rows
-        passed = stripe * 0
-        for first in range(0, groups.number + 1, CHUNK):
-            group = first + tl.arange(0, CHUNK)  # the last one is what follows all groups
-            known = (group > 0) & (group <= groups.number)
-            end = tl.load(groups.ends + group - 1, mask=known, other=0).to(tl.int64)
-            start = tl.minimum(_begin_after(end, groups.align), rows)
-            mine = (start // ROWS + group <= stripe) & (group <= groups.number)
-            passed += tl.sum(mine.to(tl.int64), axis=0)
-            begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
-            later = (group <= groups.number) & (mine == 0)
-            following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
-        group = passed - 1
-        first_row = begin + (stripe - begin // ROWS - group) * ROWS
-        exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
-        end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
-        return first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)
+        _, first_row, exist, real = group_tile(stripe, groups, rows, ROWS)
+        return first_row, exist, real
     else:
         first_row = stripe * ROWS
         before = stripe * 0

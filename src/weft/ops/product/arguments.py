@@ -1,4 +1,4 @@
-"""The arguments and outputs of `matmul`."""
+"""The arguments and outputs of products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..common.results import Result, ResultOptions
 
 
 class OperandCodes(NamedTuple):
-    """The copy of a quantised operand whose scales lie along K, as [rows, K]; its strides may be any."""
+    """The copy of a quantised operand whose scales lie along K, as [rows, K] or [groups, rows, K]; its strides may be
+    any."""
 
     data: Tensor | None = None
     scale: Tensor | None = None
@@ -38,5 +39,39 @@ class MatmulArgs(NamedTuple):
     result: ResultOptions
 
 
-class MatmulOutputs(NamedTuple):
+class GroupedArgs(NamedTuple):
+    """Rows in groups, each multiplied with the matrix of its group."""
+
+    x: Tensor  # [rows, K]; with slot_of_row [tokens, K]; a stand-in if there are codes
+    w: Tensor  # [groups, N, K], with a gated unit 2N
+    x_codes: OperandCodes  # [rows, K]
+    w_codes: OperandCodes  # [groups, N, K]
+    ends: Tensor  # [groups]
+    align: int
+    slot_of_row: Tensor | None  # int32 [rows]: row r is that of the token slot_of_row[r] // slots
+    slots: int
+    bias: Tensor | None  # [groups, N], with a gated unit 2N
+    activation: str | None
+    gated: bool
+    precision: str | None
+    engine: str
+    result: ResultOptions
+
+
+class WgradArgs(NamedTuple):
+    """The gradients of the matrices of groups: for each group the sum of outer products of its rows."""
+
+    dy: Tensor  # [rows, N]
+    x: Tensor  # [rows, K]
+    dy_codes: OperandCodes  # [N, rows]
+    x_codes: OperandCodes  # [K, rows]
+    ends: Tensor  # [groups]
+    align: int
+    addend: Tensor | None  # [groups, N, K]
+    precision: str | None
+    engine: str
+    result: ResultOptions
+
+
+class ProductOutputs(NamedTuple):
     result: Result

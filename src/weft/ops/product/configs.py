@@ -8,6 +8,7 @@ spans K is cut into where there are few rows, so that a row's bits do not depend
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 from ...runtime import Capabilities
@@ -24,11 +25,19 @@ class ProductTile:
     k: int
     k_masked: bool = False  # K is not a multiple of k
     in_squares: bool = True  # no tile of columns has rows of b of two blocks of 128
+    start_align: int = 1  # every step begins at a multiple of it
+    scale_slots: bool = False  # blocks of scales along K begin with groups; `common.groups` says where
 
     def fitting(self, n: int, k: int, gated: bool) -> ProductTile:
         """The tile for these sizes."""
         # The columns of up begin where those of the gate end.
-        return replace(self, k_masked=k % self.k != 0, in_squares=not gated or n % 128 == 0)
+        return replace(
+            self, k_masked=k % self.k != 0, in_squares=not gated or n % 128 == 0, start_align=self.k
+        )
+
+    def along_groups(self, align: int, scale_slots: bool) -> ProductTile:
+        """The tile where each batch sums a group of K, and groups begin at multiples of `align`."""
+        return replace(self, k_masked=True, start_align=math.gcd(align, self.k), scale_slots=scale_slots)
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,11 @@ _MANY: dict[str, dict[str, tuple[int, int, int, int, int]]] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def product_config(kind: str, few: bool, gated: bool, target: Capabilities, invariant: bool) -> ProductConfig:
-    """The tiles of a product, of few rows or of many. Those of an `invariant` one are the same for both."""
+def product_config(
+    kind: str, few: bool, gated: bool, target: Capabilities, invariant: bool, grouped: str | None = None
+) -> ProductConfig:
+    """The tiles of a product, of few rows or of many. Those of an `invariant` one are the same for both. With groups
+    of rows, `few` is about the rows of a group."""
     table = _MANY[kind]
     name = target.target
     if few or invariant:
@@ -128,6 +140,9 @@ def product_config(kind: str, few: bool, gated: bool, target: Capabilities, inva
             m = 64  # the same instruction for any number of rows
     else:
         m, n, k, warps, stages = table.get(name) or table.get("") or table["sm_90"]
+        if grouped is not None and kind == "half" and not target.is_cpu:
+            # Groups have few tiles: smaller ones waste less of the last, and two programs share a multiprocessor.
+            m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
         if gated and not target.is_cpu:
             m, n = min(m, 64 if kind.endswith(("_blocks", "_outer")) else 128), min(n, 128)
     return ProductConfig(ProductTile(m, n, k), warps, stages)

@@ -10,7 +10,7 @@ settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from ...quant import Copy
 from ...quant.layouts import Buffers, to_layout
 from ...runtime import Capabilities
-from .arguments import MatmulArgs, MatmulOutputs, OperandCodes
+from ..common.groups import group_spans
+from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
 from .configs import FEW
 from .operands import Form
 
@@ -42,6 +43,7 @@ _BLACKWELL = ("sm_100", "sm_103")
 
 TABLE: tuple[Rule, ...] = (
     Rule(("cpu",), ("bf16",), True, "torch", "oneDNN has the processor's matrix unit; measured, 2 to 5 times as fast"),
+    Rule(("cpu",), ("grouped bf16",), True, "torch", "the same, one product for each group"),
     Rule((*_NVIDIA, "gfx942", "gfx950"), ("bf16", "fp16"), False, "torch", "cuBLAS and hipBLASLt, by public figures"),
     Rule(
         ("sm_89", "sm_90", *_BLACKWELL, "sm_120"), ("fp8 tensor", "fp8 row"), False, "torch",
@@ -103,15 +105,27 @@ def _forms(a: MatmulArgs) -> tuple[Form, Form]:
 
 def choose_engine(a: MatmulArgs, target: Capabilities) -> str:
     """The engine of a call on a target, and a note of it for those who record."""
-    forms = _forms(a)
-    pair, m = pair_of(*forms), a.a.shape[-2]
-    engine = a.engine
+    pair = pair_of(*_forms(a))
+    used = Used(a.engine, pair, a.a.shape[-2], a.b.shape[-1], a.a.shape[-1])
+    return _chosen(used, target, lambda: obstacle(a, pair))
+
+
+def choose_grouped_engine(a: GroupedArgs | WgradArgs, target: Capabilities) -> str:
+    """The same for products of groups."""
+    left, right = _grouped_operands(a)
+    pair = f"grouped {pair_of(*_grouped_forms(a))}"
+    used = Used(a.engine, pair, left.shape[0], right.shape[-2], right.shape[-1])
+    return _chosen(used, target, lambda: grouped_obstacle(a))
+
+
+def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[], str | None]) -> str:
+    engine = wanted.engine
     if engine == "auto":
-        engine = by_table(pair, m, target.target)
-        if engine != "weft" and obstacle(a, pair) is not None:
+        engine = by_table(wanted.pair, wanted.m, target.target)
+        if engine != "weft" and speaks_against() is not None:
             engine = "weft"
     for used in _recorded:
-        used.append(Used(engine, pair, m, a.b.shape[-1], a.a.shape[-1]))
+        used.append(wanted._replace(engine=engine))
     return engine
 
 
@@ -148,24 +162,73 @@ def obstacle(a: MatmulArgs, pair: str) -> str | None:
     return None
 
 
+def _grouped_operands(a: GroupedArgs | WgradArgs) -> tuple[Tensor, Tensor]:
+    return (a.x, a.w) if isinstance(a, GroupedArgs) else (a.dy, a.x)
+
+
+def _grouped_forms(a: GroupedArgs | WgradArgs) -> tuple[Form, Form]:
+    left, right = _grouped_operands(a)
+    codes = (a.x_codes, a.w_codes) if isinstance(a, GroupedArgs) else (a.dy_codes, a.x_codes)
+    return Form.of(left.dtype, codes[0].format), Form.of(right.dtype, codes[1].format)
+
+
+def grouped_obstacle(a: GroupedArgs | WgradArgs) -> str | None:
+    """Why PyTorch cannot compute a product of groups, or None. Its own product of groups for GPUs leaves pads as they
+    are, and takes bf16 alone."""
+    left, right = _grouped_operands(a)
+    if left.device.type != "cpu":
+        return "products of groups with zeros in pads on a GPU"
+    if isinstance(a, GroupedArgs):
+        if a.bias is not None or a.activation is not None or a.slot_of_row is not None:
+            return "bias, activation and gather"
+    elif a.addend is not None:
+        return "accumulate"
+    if any(form.block is not None for form in _grouped_forms(a)):
+        return "quantised operands on a CPU"
+    if a.result.format is not None or not left.dtype == right.dtype == a.result.dtype:
+        return "a result that is quantised or has another dtype than the operands"
+    return "precision" if a.precision is not None else None
+
+
 def check_engine(a: MatmulArgs) -> None:
     """Raise an error unless the engine that a call insists on can compute it."""
-    if a.engine not in ("auto", "weft", "torch"):
-        raise ValueError(f"engine must be 'auto', 'weft' or 'torch'; got {a.engine!r}")
-    if a.engine == "torch":
+    _check(a.engine, lambda: obstacle(a, pair_of(*_forms(a))))
+
+
+def check_grouped_engine(a: GroupedArgs | WgradArgs) -> None:
+    """The same for products of groups."""
+    _check(a.engine, lambda: grouped_obstacle(a))
+
+
+def _check(engine: str, speaks_against: Callable[[], str | None]) -> None:
+    if engine not in ("auto", "weft", "torch"):
+        raise ValueError(f"engine must be 'auto', 'weft' or 'torch'; got {engine!r}")
+    if engine == "torch":
         # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
-        missing = obstacle(a, pair_of(*_forms(a)))
+        missing = speaks_against()
         if missing is not None:
             raise ValueError(f"engine='torch' lacks {missing}: leave out engine=, or take 'weft'")
 
 
-def multiply_by_torch(o: MatmulOutputs, a: MatmulArgs) -> None:
+def multiply_by_torch(o: ProductOutputs, a: MatmulArgs) -> None:
     """Fill the result by PyTorch's product."""
     y = o.result.y
     if a.a_codes.data is None and a.b_codes.data is None:
         (torch.mm if a.a.dim() == 2 else torch.bmm)(a.a, a.b, out=y)
         return
     torch._scaled_mm(*scaled_operands(a), out_dtype=y.dtype, out=y)
+
+
+def multiply_groups_by_torch(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> None:
+    """Fill the result by one of PyTorch's products for each group, on a CPU, where `ends` can be read at once."""
+    y = o.result.y
+    rows = len(_grouped_operands(a)[0])
+    y.zero_()
+    for group, begin, end in group_spans(a.ends, rows, a.align):
+        if isinstance(a, GroupedArgs):
+            torch.mm(a.x[begin:end], a.w[group].t(), out=y[begin:end])
+        else:
+            torch.mm(a.dy[begin:end].t(), a.x[begin:end], out=y[group])
 
 
 def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from ...tiles import decode, decode_e4m3, decode_e8m0, unpack_pairs
 from ...tiles.activations import activate
 from ...tiles.split import dot_fp32
 from ..common.copies import Codes, Encoding, Tile, store_rows
+from ..common.groups import GroupEnds, group_rows, group_tile
 
 # ---- structs --------------------------------------------------------------------------------------------
 
@@ -30,14 +31,16 @@ class Operand(NamedTuple):
     batch_stride: int
     scale_row_stride: int  # from one row of scales to the next
     scale_stride: int  # from one scale to the next along K
+    scale_batch_stride: int
 
 
 class Finish(NamedTuple):
     """What is done to the sums: times alpha and factor, plus bias, activation, plus residual."""
 
-    bias: Tensor | None  # [N]
+    bias: Tensor | None  # [N], or [batch, N]
     residual: Tensor | None  # [batch, M, N]
     alpha: Tensor | None  # fp32, one number
+    bias_stride: int
     residual_stride: int
     residual_batch_stride: int
     factor: float
@@ -52,13 +55,38 @@ class Sizes(NamedTuple):
     span: int  # steps of K, of TILE.k each, that are summed before they are added to the rest
 
 
+class Gather(NamedTuple):
+    """Which row of a stands for a row of the product: that of the token `slot_of_row // slots`, none if negative."""
+
+    slot_of_row: Tensor | None  # int32 [M], or None: a's rows are those of the product
+    slots: int
+    tokens: int  # rows of a
+
+
 class Rows(NamedTuple):
     """Rows of an operand that a program reads."""
 
     row: Any  # int64 [ROWS]
     first: Any  # the first of them
     count: Any  # how many the operand has
-    depth: Any  # K
+    depth: Any  # where K ends
+    scale_depth: Any  # the same, counted along the scales
+
+
+class Step(NamedTuple):
+    """A step of the loop: where it begins along K, and where along K the scales of that are counted."""
+
+    start: Any
+    scale_start: Any
+
+
+class Depth(NamedTuple):
+    """The part of K that is summed. Where groups lie along K, and blocks of scales begin with groups, the scales are
+    counted from another origin than the codes."""
+
+    origin: Any
+    end: Any
+    scale_origin: Any
 
 
 class Place(NamedTuple):
@@ -66,9 +94,14 @@ class Place(NamedTuple):
 
     row: Any  # int64 [M]
     first_row: Any
+    rows: Any  # the row after the last that there is to compute: those from there on are zero in the result
+    written: Any  # the row after the last that this program writes
+    a_row: Any  # int64 [M], the rows of a that are read
+    a_rows: Any  # the row of a after the last that there is to read
     col: Any  # int64 [N]
     first_col: Any
-    batch: Any  # int64
+    batch: Any  # int64, of the result and of a
+    b_batch: Any  # int64, of b
 
 
 # ---- reading --------------------------------------------------------------------------------------------
@@ -87,10 +120,29 @@ def _typed(ptr, FORM: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _source(operand, rows, batch, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
-    """What tiles of an operand are read from: a pointer to the numbers of a batch, or a descriptor."""
+def _of_batch(operand, batch, FORM: tl.constexpr):
+    """The operand [rows, K] of a batch."""
     ALIGN: tl.constexpr = FORM.align
-    ptr = _typed(operand.data + tl.multiple_of(batch * operand.batch_stride, ALIGN), FORM, PRODUCT)
+    scale = operand.scale
+    if operand.scale is not None:
+        scale = operand.scale + batch * operand.scale_batch_stride
+    return Operand(
+        operand.data + tl.multiple_of(batch * operand.batch_stride, ALIGN),
+        scale,
+        operand.whole,
+        operand.stride,
+        operand.batch_stride,
+        operand.scale_row_stride,
+        operand.scale_stride,
+        operand.scale_batch_stride,
+    )
+
+
+@triton.jit
+def _source(operand, rows, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
+    """What tiles of an operand [rows, K] are read from: a pointer to its numbers, or a descriptor."""
+    ALIGN: tl.constexpr = FORM.align
+    ptr = _typed(operand.data, FORM, PRODUCT)
     if FORM.bulk:
         ROWS: tl.constexpr = rows.row.shape[0]
         STEP: tl.constexpr = TILE.k // FORM.packed
@@ -116,7 +168,7 @@ def _stored(operand, source, rows, start, FORM: tl.constexpr, TILE: tl.constexpr
             source += tl.multiple_of(rows.row * operand.stride, ALIGN)[:, None] + k[None, :]
             mask = (rows.row < rows.count)[:, None]
             if TILE.k_masked:
-                mask = mask & (k < (width // ALIGN) * ALIGN)[None, :]
+                mask = mask & (k < tl.cdiv(width, ALIGN) * ALIGN)[None, :]
             return tl.load(source, mask=mask, other=0.0)
         else:
             source += tl.multiple_of(k.to(tl.int64) * operand.stride, ALIGN)[:, None] + rows.row[None, :]
@@ -127,21 +179,21 @@ def _stored(operand, source, rows, start, FORM: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def _group_scales(operand, rows, start, FORM: tl.constexpr, TILE: tl.constexpr):
+def _group_scales(operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr):
     """Codes of the scales [ROWS, groups] of groups along K. Beyond K they are 0, which is no NaN."""
     GROUP: tl.constexpr = FORM.group
     GROUPS: tl.constexpr = TILE.k // GROUP
-    group = start // GROUP + tl.arange(0, GROUPS)
-    exists = group < (rows.depth + GROUP - 1) // GROUP
+    group = step.scale_start // GROUP + tl.arange(0, GROUPS)
+    exists = group < (rows.scale_depth + GROUP - 1) // GROUP
     row_off, group_off = rows.row * operand.scale_row_stride, group.to(tl.int64) * operand.scale_stride
     mask = (rows.row < rows.count)[:, None] & exists[None, :]
     return tl.load(operand.scale + row_off[:, None] + group_off[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def _block_scales(operand, rows, start, FORM: tl.constexpr, ONE: tl.constexpr):
+def _block_scales(operand, rows, step, FORM: tl.constexpr, ONE: tl.constexpr):
     """The scales of a block of 128 along K: [ROWS], or one number if ONE square holds all rows of the tile."""
-    off = (start // 128).to(tl.int64) * operand.scale_stride
+    off = (step.scale_start // 128).to(tl.int64) * operand.scale_stride
     if ONE:
         return tl.load(operand.scale + (rows.first // 128).to(tl.int64) * operand.scale_row_stride + off)
     else:
@@ -151,13 +203,13 @@ def _block_scales(operand, rows, start, FORM: tl.constexpr, ONE: tl.constexpr):
 
 
 @triton.jit
-def _scales(operand, rows, start, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
+def _scales(operand, rows, step, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
     """The scales that a step of K takes: of blocks, codes of those of groups, or none."""
     if PRODUCT.body == "scaled":
-        codes = _group_scales(operand, rows, start, FORM, TILE)
+        codes = _group_scales(operand, rows, step, FORM, TILE)
         return codes.to(tl.float8e4nv, bitcast=True) if FORM.block == "nvfp4" else codes
     elif FORM.in_blocks:
-        return _block_scales(operand, rows, start, FORM, FORM.block == "128x128" and TILE.in_squares)
+        return _block_scales(operand, rows, step, FORM, FORM.block == "128x128" and TILE.in_squares)
     else:
         return None
 
@@ -170,13 +222,13 @@ def _times(values, scales):
 
 
 @triton.jit
-def _decoded(codes, operand, rows, start, FORM: tl.constexpr, TILE: tl.constexpr):
+def _decoded(codes, operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr):
     """The numbers of codes [ROWS, K] in fp32, exactly; with groups, times their scales."""
     values = decode(unpack_pairs(codes) if FORM.packed == 2 else codes, FORM)
     if FORM.block == "mx":
-        return _times(values, decode_e8m0(_group_scales(operand, rows, start, FORM, TILE)))
+        return _times(values, decode_e8m0(_group_scales(operand, rows, step, FORM, TILE)))
     elif FORM.block == "nvfp4":
-        return _times(values, decode_e4m3(_group_scales(operand, rows, start, FORM, TILE)))
+        return _times(values, decode_e4m3(_group_scales(operand, rows, step, FORM, TILE)))
     else:
         return values
 
@@ -194,16 +246,16 @@ def _fnuz(codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _operand(operand, source, rows, start, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
+def _operand(operand, source, rows, step, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
     """A tile [ROWS, K] of numbers as they are multiplied."""
-    stored = _stored(operand, source, rows, start, FORM, TILE)
+    stored = _stored(operand, source, rows, step.start, FORM, TILE)
     if PRODUCT.multiplied == "stored":
         return stored
     elif PRODUCT.multiplied == "fnuz":
         return _fnuz(stored.to(tl.uint8, bitcast=True), FORM.element)
     else:
         if FORM.block is not None:
-            stored = _decoded(stored.to(tl.uint8, bitcast=True), operand, rows, start, FORM, TILE)
+            stored = _decoded(stored.to(tl.uint8, bitcast=True), operand, rows, step, FORM, TILE)
         if PRODUCT.multiplied == "bf16":
             return stored.to(tl.bfloat16)
         elif PRODUCT.multiplied == "fp16":
@@ -280,27 +332,32 @@ def _zeros(PRODUCT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sums(a, b, place, sizes, begin, end, PRODUCT: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr):
+def _sums(a, b, place, depth, n, begin, end, PRODUCT: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr):
     """Sums [M, N] over the steps of K from `begin` up to `end`: with GATED those of gate and up, else one twice."""
     STEP: tl.constexpr = TILE.k
-    count = sizes.n * 2 if GATED else sizes.n
-    rows = Rows(place.row, place.first_row, sizes.m, sizes.k)
-    cols = Rows(place.col, place.first_col, count, sizes.k)
-    ups = Rows(place.col + sizes.n, place.first_col + sizes.n, count, sizes.k)
-    a_source = _source(a, rows, place.batch, PRODUCT.a, PRODUCT, TILE)
-    b_source = _source(b, cols, place.batch, PRODUCT.b, PRODUCT, TILE)
+    START: tl.constexpr = TILE.start_align
+    count = n * 2 if GATED else n
+    scale_end = depth.scale_origin + (depth.end - depth.origin)
+    rows = Rows(place.a_row, place.first_row, place.a_rows, depth.end, scale_end)
+    cols = Rows(place.col, place.first_col, count, depth.end, scale_end)
+    ups = Rows(place.col + n, place.first_col + n, count, depth.end, scale_end)
+    a_source, b_source = (
+        _source(a, rows, PRODUCT.a, PRODUCT, TILE),
+        _source(b, cols, PRODUCT.b, PRODUCT, TILE),
+    )
     total = _zeros(PRODUCT, TILE)
     total_up = total
-    for step in range(begin, end):
-        start = tl.multiple_of(step * STEP, STEP)
-        left = _operand(a, a_source, rows, start, PRODUCT.a, PRODUCT, TILE)
-        a_scale = _scales(a, rows, start, PRODUCT.a, PRODUCT, TILE)
-        right = _operand(b, b_source, cols, start, PRODUCT.b, PRODUCT, TILE)
-        b_scale = _scales(b, cols, start, PRODUCT.b, PRODUCT, TILE)
+    for number in range(begin, end):
+        start = tl.multiple_of(depth.origin + number * STEP, START)
+        step = Step(start, depth.scale_origin + number * STEP)
+        left = _operand(a, a_source, rows, step, PRODUCT.a, PRODUCT, TILE)
+        a_scale = _scales(a, rows, step, PRODUCT.a, PRODUCT, TILE)
+        right = _operand(b, b_source, cols, step, PRODUCT.b, PRODUCT, TILE)
+        b_scale = _scales(b, cols, step, PRODUCT.b, PRODUCT, TILE)
         total = _step(total, left, right, a_scale, b_scale, PRODUCT, TILE)
         if GATED:
-            right = _operand(b, b_source, ups, start, PRODUCT.b, PRODUCT, TILE)
-            b_scale = _scales(b, ups, start, PRODUCT.b, PRODUCT, TILE)
+            right = _operand(b, b_source, ups, step, PRODUCT.b, PRODUCT, TILE)
+            b_scale = _scales(b, ups, step, PRODUCT.b, PRODUCT, TILE)
             total_up = _step(total_up, left, right, a_scale, b_scale, PRODUCT, TILE)
     return total, total_up
 
@@ -336,7 +393,16 @@ def _scaled(total, a, b, row, rows, col, cols, PRODUCT: tl.constexpr):
 
 @triton.jit
 def _finished(
-    sums, a, b, finish, place, sizes, PRODUCT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
+    sums,
+    a,
+    b,
+    finish,
+    place,
+    sizes,
+    PRODUCT: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """What is stored of the sums [M, N], before it is rounded."""
     total, total_up = sums
@@ -346,21 +412,25 @@ def _finished(
     if finish.alpha is not None:
         alpha = alpha * tl.load(finish.alpha)
     exists = place.col < sizes.n
-    value = _scaled(total, a, b, place.row, sizes.m, place.col, cols, PRODUCT) * alpha
+    value = _scaled(total, a, b, place.a_row, place.a_rows, place.col, cols, PRODUCT) * alpha
+    bias = finish.bias
     if finish.bias is not None:
-        value += tl.load(finish.bias + place.col, mask=exists, other=0.0).to(tl.float32)[None, :]
+        bias = finish.bias + place.b_batch * finish.bias_stride
+        value += tl.load(bias + place.col, mask=exists, other=0.0).to(tl.float32)[None, :]
     if ACT is not None:
         value = activate(value, 1.0, ACT)
     if GATED:
-        up = _scaled(total_up, a, b, place.row, sizes.m, up_col, cols, PRODUCT) * alpha
+        up = _scaled(total_up, a, b, place.a_row, place.a_rows, up_col, cols, PRODUCT) * alpha
         if finish.bias is not None:
-            up += tl.load(finish.bias + up_col, mask=exists, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + up_col, mask=exists, other=0.0).to(tl.float32)[None, :]
         value = value * up
     if finish.residual is not None:
         off = place.batch * finish.residual_batch_stride + place.row * finish.residual_stride
-        mask = (place.row < sizes.m)[:, None] & exists[None, :]
+        mask = (place.row < place.rows)[:, None] & exists[None, :]
         residual = tl.load(finish.residual + off[:, None] + place.col[None, :], mask=mask, other=0.0)
         value += residual.to(tl.float32)
+    if GROUPED == "rows":
+        value = tl.where((place.row < place.rows)[:, None], value, 0.0)
     return value
 
 
@@ -368,18 +438,18 @@ def _finished(
 def _store(value, y_ptr, copy, place, sizes, encoding, ALIGN: tl.constexpr):
     """Round a tile and store it; or round it to y's dtype and store codes and scales of that."""
     n = (sizes.n // ALIGN) * ALIGN
-    mask = (place.row < sizes.m)[:, None] & (place.col < n)[None, :]
+    mask = (place.row < place.written)[:, None] & (place.col < n)[None, :]
     rounded = value.to(y_ptr.dtype.element_ty)
     if encoding.FORMAT is None:
         off = tl.multiple_of((place.batch * sizes.m + place.row) * n, ALIGN)
         tl.store(y_ptr + off[:, None] + place.col[None, :], rounded, mask=mask)
     else:
-        # Rows past the last of a batch must not become the first of the next.
+        # Rows past the last of a batch or a group must not become the first of the next.
         before = place.batch * sizes.m
         store_rows(
             tl.where(mask, rounded.to(tl.float32), 0.0),
             copy,
-            Tile(before + place.row, place.first_col, before + sizes.m, n, ALIGN, True, True),
+            Tile(before + place.row, place.first_col, before + place.written, n, ALIGN, True, True),
             encoding,
         )
 
@@ -387,19 +457,63 @@ def _store(value, y_ptr, copy, place, sizes, encoding, ALIGN: tl.constexpr):
 # ---- kernels --------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _place(tile_row, tile_col, batch, sizes, groups, gather, TILE: tl.constexpr, GROUPED: tl.constexpr):
+    """The place of a tile. With groups of rows, tiles are numbered so that none has rows of two groups; b's batch is
+    then the group, and there are numbers that belong to no tile."""
+    col = (tile_col * TILE.n).to(tl.int64) + tl.arange(0, TILE.n)
+    if GROUPED == "rows":
+        group, first, exist, real = group_tile(tile_row.to(tl.int64), groups, sizes.m, TILE.m)
+        row = first + tl.arange(0, TILE.m)
+        rows = first + real
+        first_row = first.to(tl.int32)
+        written, b_batch = first + exist, tl.minimum(group, groups.number - 1)
+    else:
+        first_row = tile_row * TILE.m
+        row = first_row.to(tl.int64) + tl.arange(0, TILE.m)
+        rows = sizes.m
+        written, b_batch = sizes.m, batch
+    a_row = row
+    a_rows = rows
+    if gather.slot_of_row is not None:
+        slot = tl.load(gather.slot_of_row + row, mask=row < rows, other=-1)
+        a_row = tl.where(slot >= 0, slot // gather.slots, gather.tokens).to(tl.int64)
+        a_rows = gather.tokens
+    return Place(row, first_row, rows, written, a_row, a_rows, col, tile_col * TILE.n, batch, b_batch)
+
+
+@triton.jit
+def _depth(place, sizes, groups, TILE: tl.constexpr, GROUPED: tl.constexpr):
+    """The part of K that is summed: with groups along K, that of the place's batch."""
+    if GROUPED == "depth":
+        START: tl.constexpr = TILE.start_align
+        origin, end = group_rows(place.batch, groups, sizes.k)
+        origin = tl.multiple_of(origin.to(tl.int32), START)
+        end = tl.maximum(end.to(tl.int32), origin)
+        scale_origin = origin
+        if TILE.scale_slots:
+            scale_origin = (origin // 128 + place.batch.to(tl.int32)) * 128
+        return Depth(origin, end, scale_origin)
+    else:
+        return Depth(0, sizes.k, 0)
+
+
 @kernel
 def matmul_kernel(
     a: Operand,  # [batch, M, K]
-    b: Operand,  # [batch, N, K]; with a gated unit [batch, 2N, K]
+    b: Operand,  # [batch, N, K]; with a gated unit [batch, 2N, K]; with groups of rows [groups, N, K]
     finish: Finish,
     y_ptr,  # [batch, M, N]; its dtype alone is read if there are partial sums or a copy
     partial_ptr,  # [spans, 1 or 2, batch, M, N] of sums that another kernel finishes, or None
     copy: Codes,  # the row-wise copy of the result, or absent
     sizes: Sizes,
+    groups: GroupEnds,
+    gather: Gather,
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
     ACT: tl.constexpr,  # activation, or None
     GATED: tl.constexpr,  # the result of the activation is multiplied by that of a second half of b's columns
+    GROUPED: tl.constexpr,  # None; "rows": each group of rows has its own b; "depth": each batch sums a group of K
     INVARIANT: tl.constexpr,  # sum spans apart also where one program has all of them
     FORMAT: tl.constexpr,  # of the copy, or None
     CAST: tl.constexpr,
@@ -408,32 +522,32 @@ def matmul_kernel(
 ):
     """A tile of a product. Programs are grouped so that eight tiles of rows share the columns that they read."""
     tiles_m, tiles_n = tl.cdiv(sizes.m, TILE.m), tl.cdiv(sizes.n, TILE.n)
+    if GROUPED == "rows":
+        tiles_m += groups.number
     batch = tl.program_id(0) // (tiles_m * tiles_n)
     number = tl.program_id(0) % (tiles_m * tiles_n)
-    group = number // (8 * tiles_n)
-    height = tl.minimum(tiles_m - group * 8, 8)
-    first_row = (group * 8 + number % (8 * tiles_n) % height) * TILE.m
-    first_col = (number % (8 * tiles_n) // height) * TILE.n
-    place = Place(
-        first_row.to(tl.int64) + tl.arange(0, TILE.m),
-        first_row,
-        first_col.to(tl.int64) + tl.arange(0, TILE.n),
-        first_col,
-        batch.to(tl.int64),
-    )
-    steps = tl.cdiv(sizes.k, TILE.k)
+    stack = number // (8 * tiles_n)
+    height = tl.minimum(tiles_m - stack * 8, 8)
+    tile_row = stack * 8 + number % (8 * tiles_n) % height
+    tile_col = number % (8 * tiles_n) // height
+    place = _place(tile_row, tile_col, batch.to(tl.int64), sizes, groups, gather, TILE, GROUPED)
+    depth = _depth(place, sizes, groups, TILE, GROUPED)
+    a, b = _of_batch(a, place.batch, PRODUCT.a), _of_batch(b, place.b_batch, PRODUCT.b)
+    steps = tl.cdiv(depth.end - depth.origin, TILE.k)
+    if GROUPED == "rows":
+        steps = tl.where(place.first_row < place.rows, steps, 0)
     if INVARIANT:
         total = _zeros(PRODUCT, TILE)
         total_up = total
         for begin in range(0, steps, sizes.span):
             end = tl.minimum(begin + sizes.span, steps)
-            part, part_up = _sums(a, b, place, sizes, begin, end, PRODUCT, TILE, GATED)
+            part, part_up = _sums(a, b, place, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
             total += part
             total_up += part_up
     else:
         begin = tl.program_id(1) * sizes.span
         end = tl.minimum(begin + sizes.span, steps)
-        total, total_up = _sums(a, b, place, sizes, begin, end, PRODUCT, TILE, GATED)
+        total, total_up = _sums(a, b, place, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
     if partial_ptr is not None:
         batches = tl.num_programs(0) // (tiles_m * tiles_n)
         plane = tl.program_id(1).to(tl.int64) * (2 if GATED else 1) * batches + place.batch
@@ -443,7 +557,7 @@ def matmul_kernel(
         if GATED:
             tl.store(partial_ptr + off + batches.to(tl.int64) * sizes.m * sizes.n, total_up, mask=mask)
     else:
-        value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED)
+        value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED, GROUPED)
         _store(value, y_ptr, copy, place, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)
 
 
@@ -456,11 +570,14 @@ def finish_kernel(
     partial_ptr,  # [spans, 1 or 2, batch, M, N]
     copy: Codes,
     sizes: Sizes,
+    groups: GroupEnds,
+    gather: Gather,
     spans,
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
+    GROUPED: tl.constexpr,  # None: products of groups are not cut into spans
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
     INPUT_MAX: tl.constexpr,
@@ -471,13 +588,8 @@ def finish_kernel(
     batch = tl.program_id(0) // (tiles_m * tiles_n)
     batches = tl.num_programs(0) // (tiles_m * tiles_n)
     number = tl.program_id(0) % (tiles_m * tiles_n)
-    first_row, first_col = (number // tiles_n) * TILE.m, (number % tiles_n) * TILE.n
-    place = Place(
-        first_row.to(tl.int64) + tl.arange(0, TILE.m),
-        first_row,
-        first_col.to(tl.int64) + tl.arange(0, TILE.n),
-        first_col,
-        batch.to(tl.int64),
+    place = _place(
+        number // tiles_n, number % tiles_n, batch.to(tl.int64), sizes, groups, gather, TILE, GROUPED
     )
     mask = (place.row < sizes.m)[:, None] & (place.col < sizes.n)[None, :]
     plane = batches.to(tl.int64) * sizes.m * sizes.n
@@ -490,5 +602,6 @@ def finish_kernel(
         if GATED:
             total_up += tl.load(partial_ptr + off, mask=mask, other=0)
             off += plane
-    value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED)
+    a, b = _of_batch(a, place.batch, PRODUCT.a), _of_batch(b, place.b_batch, PRODUCT.b)
+    value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED, GROUPED)
     _store(value, y_ptr, copy, place, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)

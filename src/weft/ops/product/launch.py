@@ -13,13 +13,17 @@ from torch import Tensor
 from ...quant import Format
 from ...runtime import Capabilities, Launch, capabilities_of, is_recording
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
+from ..common.groups import NO_ENDS, GroupEnds, count_slots
+from ..common.results import Result, ResultOptions
 from ..common.rows import align_of
 from ..quantize import quantize_into
-from .arguments import MatmulArgs, MatmulOutputs, OperandCodes
+from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
 from .configs import FEW, ProductConfig, product_config, spans_of
-from .engines import choose_engine, multiply_by_torch
-from .kernels import Finish, Operand, Sizes, finish_kernel, matmul_kernel
+from .engines import choose_engine, choose_grouped_engine, multiply_by_torch, multiply_groups_by_torch
+from .kernels import Finish, Gather, Operand, Sizes, finish_kernel, matmul_kernel
 from .operands import Form, Precision, Product
+
+NO_GATHER = Gather(None, 1, 0)
 
 
 def _of_plain(x: Tensor) -> tuple[Operand, Form]:
@@ -32,18 +36,25 @@ def _of_plain(x: Tensor) -> tuple[Operand, Form]:
     batch_stride = x.stride(0) if x.dim() == 3 else 0
     align = align_of(k if along_k else rows, stride, batch_stride, least=min(8, 16 // x.itemsize))
     form = replace(Form.of(x.dtype, None), along_k=along_k, align=align)
-    return Operand(x, None, None, stride, batch_stride, 0, 0), form
+    return Operand(x, None, None, stride, batch_stride, 0, 0, 0), form
 
 
 def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, Form]:
     form, data, scale = Form.of(dtype, codes.format), codes.data, codes.scale
     assert data is not None
     assert scale is not None
-    along_k = data.stride(1) == 1 or data.shape[1] == 1
-    stride = data.stride(0 if along_k else 1)
-    align = align_of(data.shape[1 if along_k else 0], stride, least=8)
-    operand = Operand(data, scale, codes.whole, stride, 0, scale.stride(0), scale.stride(1))
+    along_k = data.stride(-1) == 1 or data.shape[-1] == 1
+    stride = data.stride(-2 if along_k else -1)
+    batch_stride, scale_batch_stride = (data.stride(0), scale.stride(0)) if data.dim() == 3 else (0, 0)
+    align = align_of(data.shape[-1 if along_k else -2], stride, batch_stride, least=8)
+    operand = Operand(
+        data, scale, codes.whole, stride, batch_stride, scale.stride(-2), scale.stride(-1), scale_batch_stride
+    )
     return operand, replace(form, along_k=along_k, align=align)
+
+
+def _operand(x: Tensor, codes: OperandCodes) -> tuple[Operand, Form]:
+    return _of_plain(x) if codes.data is None else _of_codes(codes, x.dtype)
 
 
 def _in_bulk(form: Form, operand: Operand, rows: int, precision: str | None, target: Capabilities) -> Form:
@@ -59,6 +70,21 @@ def _in_bulk(form: Form, operand: Operand, rows: int, precision: str | None, tar
     return replace(form, bulk=bool(target.descriptors and rows > FEW and lies_well and multiplied))
 
 
+class _Shape(NamedTuple):
+    """The sizes of a product, and what its tiles depend on besides the operands and the target."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    gated: bool = False
+    invariant: bool = False
+    grouped: str | None = None  # as GROUPED of the kernel
+    groups: int = 0
+    align: int = 1
+    scale_slots: bool = False
+
+
 class _Plan(NamedTuple):
     """How a product is computed."""
 
@@ -66,42 +92,160 @@ class _Plan(NamedTuple):
     config: ProductConfig
     spans: int  # into which K is cut
     apart: bool  # each span by a program of its own
+    programs: int
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(
-    a: Form, b: Form, precision: Precision | None, m: int, n: int, k: int, gated: bool, invariant: bool,
-    target: Capabilities,
-) -> _Plan:  # fmt: skip
-    few = m <= FEW
+def _planned(a: Form, b: Form, precision: Precision | None, shape: _Shape, target: Capabilities) -> _Plan:
+    batch, m, n, k, gated, invariant, grouped, *_ = shape
+    few = m <= {None: FEW, "rows": 16 * shape.groups, "depth": 0}[grouped]
     product = Product.of(a, b, precision, few or invariant, target)
-    config = product_config(product.kind, few, gated, target, invariant)
-    spans = spans_of(n, k, config, target) if few or invariant else 1
-    return _Plan(product, replace(config, tile=config.tile.fitting(n, k, gated)), spans, few and spans > 1)
+    config = product_config(product.kind, few, gated, target, invariant, grouped)
+    spans = spans_of(n, k, config, target) if grouped is None and (few or invariant) else 1
+    tile = config.tile.fitting(n, k, gated)
+    if grouped == "depth":
+        tile = tile.along_groups(shape.align, shape.scale_slots)
+    tiles_m = -(-m // tile.m) + (shape.groups if grouped == "rows" else 0)
+    programs = batch * tiles_m * -(-n // tile.n)
+    return _Plan(product, replace(config, tile=tile), spans, few and spans > 1, programs)
 
 
-def launch_matmul(o: MatmulOutputs, a: MatmulArgs) -> None:
+class _Call(NamedTuple):
+    """A product as it is launched."""
+
+    a: tuple[Operand, Form]
+    b: tuple[Operand, Form]
+    shape: _Shape
+    finish: Finish
+    activation: str | None
+    precision: str | None
+    result: ResultOptions
+    groups: GroupEnds = NO_ENDS
+    gather: Gather = NO_GATHER
+
+
+def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
     """Fill the outputs of a call, by the engine that is chosen for it."""
     if not o.result.y.numel():
         return
-    if choose_engine(a, capabilities_of(a.a.device)) == "weft":
-        _launch(o, a)
-    elif not is_recording():  # then kernels are wanted, and PyTorch's product is none
-        multiply_by_torch(o, a)
-
-
-def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
-    target, to = capabilities_of(a.a.device), a.result
-    left, a_form = _of_codes(a.a_codes, a.a.dtype) if a.a_codes.data is not None else _of_plain(a.a)
-    right, b_form = (
-        _of_codes(a.b_codes, a.b.dtype) if a.b_codes.data is not None else _of_plain(a.b.transpose(-1, -2))
-    )
-    m, k, n = a.a.shape[-2], a.a.shape[-1], a.b.shape[-1] // (2 if a.gated else 1)
+    if choose_engine(a, capabilities_of(a.a.device)) != "weft":
+        if not is_recording():  # then kernels are wanted, and PyTorch's product is none
+            multiply_by_torch(o, a)
+        return
     batch = a.a.shape[0] if a.a.dim() == 3 else 1
-    a_form, b_form = (
-        _in_bulk(form, operand, m, a.precision, target) for form, operand in ((a_form, left), (b_form, right))
+    n = a.b.shape[-1] // (2 if a.gated else 1)
+    residual = a.residual
+    if residual is not None and residual.stride(-1) != 1 and n > 1:
+        residual = residual.contiguous()
+    finish = Finish(
+        None if a.bias is None else a.bias.contiguous(),
+        residual,
+        a.alpha,
+        0,
+        0 if residual is None else residual.stride(-2),
+        residual.stride(0) if residual is not None and residual.dim() == 3 else 0,
+        a.factor,
     )
-    plan = _planned(a_form, b_form, a.precision, m, n, k, a.gated, a.batch_invariant, target)
+    _launch(
+        o.result,
+        _Call(
+            _operand(a.a, a.a_codes),
+            _operand(a.b.transpose(-1, -2), a.b_codes),
+            _Shape(batch, a.a.shape[-2], n, a.a.shape[-1], a.gated, a.batch_invariant),
+            finish,
+            a.activation,
+            a.precision,
+            a.result,
+        ),
+    )
+
+
+def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
+    """Fill the outputs of a product of groups, by the engine that is chosen for it."""
+    if not o.result.y.numel() or _by_torch(o, a):
+        return
+    groups, n, k = a.w.shape
+    n //= 2 if a.gated else 1
+    rows = len(a.x) if a.slot_of_row is None else len(a.slot_of_row)
+    left, form = _operand(a.x, a.x_codes)
+    if not form.along_k:
+        # A group may begin at any row: where rows are contiguous, none are known to begin at multiples.
+        form = replace(form, align=1)
+    gather = NO_GATHER
+    if a.slot_of_row is not None:
+        gather = Gather(a.slot_of_row.contiguous(), a.slots, len(a.x))
+    bias = None if a.bias is None else a.bias.contiguous()
+    finish = Finish(bias, None, None, a.w.shape[1], 0, 0, 1.0)
+    _launch(
+        o.result,
+        _Call(
+            (left, form),
+            _operand(a.w, a.w_codes),
+            _Shape(1, rows, n, k, a.gated, grouped="rows", groups=groups, align=a.align),
+            finish,
+            a.activation,
+            a.precision,
+            a.result,
+            GroupEnds(a.ends.contiguous(), groups, a.align),
+            gather,
+        ),
+    )
+
+
+def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
+    """Fill the gradients of the matrices of groups, by the engine that is chosen for them."""
+    if not o.result.y.numel() or _by_torch(o, a):
+        return
+    groups, (rows, n), k = len(a.ends), a.dy.shape, a.x.shape[1]
+    operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
+    for i, (operand, form) in enumerate(operands):
+        if form.along_k:
+            # Groups begin at multiples of `align` alone.
+            operands[i] = operand, replace(form, align=math.gcd(form.align, a.align))
+    addend = None if a.addend is None else a.addend.contiguous()
+    finish = Finish(None, addend, None, 0, 0 if addend is None else k, 0 if addend is None else n * k, 1.0)
+    slots = any(has_slots(codes, rows, groups) for codes in (a.dy_codes, a.x_codes))
+    _launch(
+        o.result,
+        _Call(
+            operands[0],
+            operands[1],
+            _Shape(groups, n, k, rows, grouped="depth", groups=groups, align=a.align, scale_slots=slots),
+            finish,
+            None,
+            a.precision,
+            a.result,
+            GroupEnds(a.ends.contiguous(), groups, a.align),
+        ),
+    )
+
+
+def _by_torch(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
+    """Whether PyTorch is chosen to compute a product of groups; if so, it has been."""
+    if choose_grouped_engine(a, capabilities_of(o.result.y.device)) == "weft":
+        return False
+    if not is_recording():
+        multiply_groups_by_torch(o, a)
+    return True
+
+
+def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:
+    """Whether the scales of codes [.., rows] lie in blocks that begin with groups."""
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return False
+    group = Format.of(codes.format).group
+    return group != 0 and codes.scale.shape[-1] == count_slots(rows, groups) * 128 // group
+
+
+def _launch(result: Result, call: _Call) -> None:
+    (left, a_form), (right, b_form) = call.a, call.b
+    shape, to, device = call.shape, call.result, result.y.device
+    target = capabilities_of(device)
+    batch, m, n, k = shape[:4]
+    if call.gather.slot_of_row is None:
+        a_form = _in_bulk(a_form, left, m, call.precision, target)
+    b_form = _in_bulk(b_form, right, m, call.precision, target)
+    plan = _planned(a_form, b_form, call.precision, shape, target)
     tile = plan.config.tile
     f = None if to.format is None else Format.of(to.format)
     within = (
@@ -110,15 +254,16 @@ def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
         and tile.n % f.group == 0
         and not (to.columnwise or to.return_amax or to.return_plain)
     )
-    y = o.result.y
+    y = result.y
     if f is not None and not to.return_plain:
         # Of a result whose codes the kernel makes itself, y's dtype alone is read.
-        y = torch.empty((1,) if within else (batch * m, n), dtype=to.dtype, device=a.a.device)
+        y = torch.empty((1,) if within else (batch * m, n), dtype=to.dtype, device=device)
     constants: dict[str, Any] = {
         "PRODUCT": plan.product,
         "TILE": tile,
-        "ACT": a.activation,
-        "GATED": a.gated,
+        "ACT": call.activation,
+        "GATED": shape.gated,
+        "GROUPED": shape.grouped,
         "FORMAT": f if within else None,
         "CAST": cast_mode(target),
         "INPUT_MAX": torch.finfo(to.dtype).max,
@@ -127,29 +272,18 @@ def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
     partial = None
     if plan.apart:
         sums = torch.int32 if plan.product.sums == "int32" and plan.product.body == "sum" else torch.float32
-        shape = (plan.spans, 2 if a.gated else 1, batch, m, n)
-        partial = torch.empty(shape, dtype=sums, device=a.a.device)
-    sizes = Sizes(m, n, k, span=-(-math.ceil(k / tile.k) // plan.spans))
-    residual = a.residual
-    if residual is not None and residual.stride(-1) != 1 and n > 1:
-        residual = residual.contiguous()
+        partial = torch.empty((plan.spans, 2 if shape.gated else 1, batch, m, n), dtype=sums, device=device)
     given: dict[str, Any] = {
         "a": left,
         "b": right,
-        "finish": Finish(
-            None if a.bias is None else a.bias.contiguous(),
-            residual,
-            a.alpha,
-            0 if residual is None else residual.stride(-2),
-            residual.stride(0) if residual is not None and residual.dim() == 3 else 0,
-            a.factor,
-        ),
+        "finish": call.finish,
         "y_ptr": y,
         "partial_ptr": partial,
-        "copy": copy_arguments(o.result.rowwise) if within else NO_CODES,
-        "sizes": sizes,
+        "copy": copy_arguments(result.rowwise) if within else NO_CODES,
+        "sizes": Sizes(m, n, k, span=-(-math.ceil(k / tile.k) // plan.spans)),
+        "groups": call.groups,
+        "gather": call.gather,
     }
-    programs = batch * -(-m // tile.m) * -(-n // tile.n)
     launch = Launch.of(
         matmul_kernel,
         num_warps=plan.config.num_warps,
@@ -157,9 +291,9 @@ def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
         INVARIANT=plan.spans > 1 and not plan.apart,
         **constants,
     )
-    launch((programs, plan.spans if plan.apart else 1, 1), *matmul_kernel.arguments(**given))
+    launch((plan.programs, plan.spans if plan.apart else 1, 1), *matmul_kernel.arguments(**given))
     if partial is not None:
         finish = Launch.of(finish_kernel, num_warps=4, **constants)
-        finish((programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
+        finish((plan.programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
     if f is not None and not within:
-        quantize_into(o.result, to, y.reshape(-1, n))
+        quantize_into(result, to, y.reshape(-1, n))

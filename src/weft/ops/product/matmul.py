@@ -44,7 +44,7 @@ from ..common.results import (
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..quantize import dequantize_codes
-from .arguments import PLAIN, MatmulArgs, MatmulOutputs, OperandCodes
+from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs
 from .engines import Engine, check_engine
 from .launch import launch_matmul
 from .operands import Form, Precision, check_pair
@@ -62,7 +62,7 @@ def _numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> 
     return values.t() if of_b else values
 
 
-def matmul_reference(a: MatmulArgs) -> MatmulOutputs:
+def matmul_reference(a: MatmulArgs) -> ProductOutputs:
     """The definition."""
     dtype = compute_dtype(a.a)
     y = _numbers(a.a, a.a_codes, dtype, False) @ _numbers(a.b, a.b_codes, dtype, True)
@@ -84,15 +84,15 @@ def matmul_reference(a: MatmulArgs) -> MatmulOutputs:
     shape = tuple(y.shape)
     rounded = y if a.result.format is None else y.to(a.result.dtype)
     flat = rounded.reshape(math.prod(shape[:-1]), shape[-1])
-    return MatmulOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
+    return ProductOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _allocate(a: MatmulArgs) -> MatmulOutputs:
+def _allocate(a: MatmulArgs) -> ProductOutputs:
     n = a.b.shape[-1] // (2 if a.gated else 1)
-    return MatmulOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
+    return ProductOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
 
 
 def _gradients(b: Backward) -> Gradients:
@@ -138,7 +138,7 @@ def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: boo
     return values.t() if of_b else values
 
 
-def _kept(a: MatmulArgs, o: MatmulOutputs) -> MatmulArgs:
+def _kept(a: MatmulArgs, o: ProductOutputs) -> MatmulArgs:
     """What the gradients are made of."""
     return a._replace(residual=None, result=plain_result(a.result.dtype))
 
@@ -146,11 +146,11 @@ def _kept(a: MatmulArgs, o: MatmulOutputs) -> MatmulArgs:
 matmul_op = define_op(
     "matmul",
     MatmulArgs,
-    MatmulOutputs,
+    ProductOutputs,
     allocate=_allocate,
     launch=launch_matmul,
     reference=matmul_reference,
-    present=lambda a: MatmulOutputs(a.result.present()),
+    present=lambda a: ProductOutputs(a.result.present()),
     keep=_kept,
     backward=_gradients,
     variants=64,
@@ -160,7 +160,7 @@ matmul_op = define_op(
 Taken = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
+def codes_along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
     """The parts of the copy whose scales lie along K; or of the other one, transposed, if both have the same codes."""
     if copy is not None:
         return copy.data, copy.scale, copy.global_scale
@@ -172,11 +172,11 @@ def _along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
 def _take_a(q: QTensor) -> Taken | None:
     # A flat view still has the copies of the matrix that it is a view of.
     whole = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel()
-    return _along_k(q.rowwise if whole else None, q.columnwise, q.format.block)
+    return codes_along_k(q.rowwise if whole else None, q.columnwise, q.format.block)
 
 
 def _take_b(q: QTensor) -> Taken | None:
-    return _along_k(q.columnwise, q.rowwise, q.format.block)
+    return codes_along_k(q.columnwise, q.rowwise, q.format.block)
 
 
 register_codes(matmul_op, "a", "a_codes", _take_a)
@@ -255,7 +255,7 @@ def matmul(
         check_input(name, x)
     if b.device != a.device:
         raise ValueError(f"b must be on {a.device} like a; it is on {b.device}")
-    act, gated = _checked_activation(activation, glu)
+    act, gated = check_activation(activation, glu)
     a_matrix, b_matrix, shape = _matrices(a, b, gated)
     left, a_codes = _apart(a_matrix, "a")
     right, b_codes = _apart(b_matrix, "b")
@@ -297,7 +297,8 @@ def matmul(
     return out
 
 
-def _checked_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
+def check_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
+    """The activation, and whether it is that of a gated unit."""
     if activation is not None and glu is not None:
         raise ValueError("activation= is of the whole result, glu= of the gate: give one of them")
     act = activation if glu is None else glu

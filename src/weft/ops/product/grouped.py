@@ -1,0 +1,468 @@
+"""Products of rows in groups: each group of rows has a matrix of its own, as the experts of a layer have.
+
+    y[r] = round(act(x[r] @ w[e]^T + bias[e]))                          for the rows r of group e, w [groups, N, K]
+    y[r] = round(act(x[r] @ gate[e]^T + b_g[e]) * (x[r] @ up[e]^T + b_u[e]))            with w[e] = [gate[e], up[e]]
+    dx[r] = round(dz[r] @ w[e])            dw[e] = round(sum over the rows r of group e of dz[r]^T x[r])
+
+`ends` says on the device where groups end; `common.groups` has the rules. Rows of no group are zero in y and dx, and a
+group without rows has the gradient zero. Arithmetic and roundings are those of `matmul`; the bits of a row depend on
+the row and on its group's matrix alone. A kernel's programs find their tiles in `ends` themselves: the number of
+programs is the same wherever the groups end, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy, Format, QTensor
+from ...quant.qtensor import register_codes
+from ...quant.reference import dequantize_copy
+from ...quant.straight import stand_in_for
+from ...runtime import Backward, Gradients, define_op
+from ..common.activations import Act, activation_reference
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
+from ..common.groups import group_spans
+from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
+from ..common.rows import compute_dtype
+from ..glu.glu import glu_backward
+from ..moe.row_map import RowMap
+from ..quantize import dequantize_codes
+from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs
+from .engines import Engine, check_grouped_engine
+from .launch import has_slots, launch_grouped, launch_wgrad
+from .matmul import Taken, check_activation, codes_along_k
+from .operands import Form, Precision, check_pair
+
+# ---- reference ------------------------------------------------------------------------------------------
+
+
+def _weights(x: Tensor, codes: OperandCodes, group: int, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] of a group."""
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return x[group].to(dtype)
+    copy = Copy(codes.data[group], codes.scale[group], codes.whole)
+    return dequantize_copy(copy, Format.of(codes.format), (x.shape[1], x.shape[2]), dtype)
+
+
+def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
+    """The rows that are multiplied."""
+    if a.slot_of_row is None:
+        return x
+    slot = a.slot_of_row.long()
+    return torch.where((slot >= 0)[:, None], x[slot.clamp(min=0) // a.slots], 0)
+
+
+def grouped_reference(a: GroupedArgs) -> ProductOutputs:
+    """The definition."""
+    dtype = compute_dtype(a.x)
+    x = _gathered(_rows_of(a, dtype), a)
+    y = x.new_zeros(len(x), a.w.shape[1] // (2 if a.gated else 1))
+    for group, begin, end in group_spans(a.ends, len(x), a.align):
+        part = x[begin:end] @ _weights(a.w, a.w_codes, group, dtype).t()
+        if a.bias is not None:
+            part = part + a.bias[group].to(dtype)
+        up = None
+        if a.gated:
+            part, up = part.chunk(2, -1)
+        if a.activation is not None:
+            part, _ = activation_reference(part, a.activation)
+        y[begin:end] = part if up is None else part * up
+    rounded = y if a.result.format is None else y.to(a.result.dtype)
+    return ProductOutputs(
+        result_reference(a.result, rounded, tuple(y.shape), a.x, input_dtype=a.result.dtype)
+    )
+
+
+def _rows_of(a: GroupedArgs, dtype: torch.dtype) -> Tensor:
+    codes = a.x_codes
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return a.x.to(dtype)
+    copy = Copy(codes.data, codes.scale, codes.whole)
+    return dequantize_copy(copy, Format.of(codes.format), (a.x.shape[0], a.x.shape[1]), dtype)
+
+
+def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: int) -> Tensor:
+    """The rows of a group, transposed: [width, rows of the group]."""
+    group, begin, end = span
+    dtype = compute_dtype(x)
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return x[begin:end].to(dtype).t()
+    f = Format.of(codes.format)
+    scale = codes.scale
+    if f.group:
+        first = begin // f.group
+        if has_slots(codes, len(x), groups):
+            first = (begin // 128 + group) * 128 // f.group
+        scale = scale[:, first : first - (begin - end) // f.group]
+    data = codes.data[:, begin // f.packed : -(-end // f.packed)]
+    return dequantize_copy(Copy(data, scale, codes.whole), f, (x.shape[1], end - begin), dtype)
+
+
+def wgrad_reference(a: WgradArgs) -> ProductOutputs:
+    """The definition."""
+    groups = len(a.ends)
+    y = torch.zeros(groups, a.dy.shape[1], a.x.shape[1], dtype=compute_dtype(a.dy), device=a.dy.device)
+    for span in group_spans(a.ends, len(a.dy), a.align):
+        y[span[0]] = _part(a.dy, a.dy_codes, span, groups) @ _part(a.x, a.x_codes, span, groups).t()
+    if a.addend is not None:
+        y = y + a.addend.to(y.dtype)
+    return ProductOutputs(result_reference(a.result, y.flatten(0, 1), tuple(y.shape), a.dy))
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _allocate(a: GroupedArgs) -> ProductOutputs:
+    rows = a.x if a.slot_of_row is None else a.slot_of_row
+    return ProductOutputs(
+        allocate_result(a.result, a.x, (rows.shape[0], a.w.shape[1] // (2 if a.gated else 1)))
+    )
+
+
+def _gradients(b: Backward) -> Gradients:
+    kept: GroupedArgs = b.kept
+    dz = b.grads.result.y
+    found: Gradients = {}
+    plain = kept._replace(activation=None, gated=False, precision=_of_gradients(kept.precision))
+    if kept.activation is not None:
+        of_z = plain._replace(precision=kept.precision, result=plain_result(compute_dtype(dz)))
+        z = grouped_matmul_op(of_z).result.y
+        layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
+        dz = glu_backward(dz, z, act=cast(Act, kept.activation), layout=layout).x.to(dz.dtype)
+    if b.needs.x:
+        weights = _plain_weights(kept, dz.dtype).mT
+        of_x = plain._replace(
+            x=dz, w=weights, x_codes=PLAIN, w_codes=PLAIN, bias=None, slot_of_row=None,
+            result=plain_result(kept.x.dtype),
+        )  # fmt: skip
+        found["x"] = _scattered(grouped_matmul_op(of_x).result.y, kept)
+    of_w = WgradArgs(
+        dz, dz, PLAIN, PLAIN, kept.ends, kept.align, None, plain.precision, kept.engine,
+        plain_result(kept.w.dtype),
+    )  # fmt: skip
+    if b.needs.w:
+        codes = kept.x_codes
+        values = kept.x.to(dz.dtype)
+        if codes.data is not None and codes.scale is not None and codes.format is not None:
+            copy = Copy(codes.data, codes.scale, codes.whole)
+            values = dequantize_codes(copy, codes.format, kept.x.shape[1], dz.dtype)
+        found["w"] = grouped_wgrad_op(of_w._replace(x=_gathered(values, kept))).result.y
+    if b.needs.bias and kept.bias is not None:
+        ones = torch.ones(len(dz), 1, dtype=dz.dtype, device=dz.device)
+        found["bias"] = grouped_wgrad_op(
+            of_w._replace(x=ones, result=plain_result(kept.bias.dtype))
+        ).result.y.squeeze(-1)
+    return found
+
+
+def _of_gradients(precision: str | None) -> str | None:
+    """Sums in fp16 are for the forward alone."""
+    return None if precision == "fp16" else precision
+
+
+def _plain_weights(kept: GroupedArgs, dtype: torch.dtype) -> Tensor:
+    """The matrices of all groups, [groups, N, K], in plain numbers."""
+    codes, (_, n, k) = kept.w_codes, kept.w.shape
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return kept.w.to(dtype)
+    parts = [
+        dequantize_codes(Copy(data, scale, codes.whole), codes.format, k, dtype)
+        for data, scale in zip(codes.data, codes.scale, strict=True)
+    ]
+    return torch.stack(parts) if parts else kept.w.new_zeros(0, n, k, dtype=dtype)
+
+
+def _scattered(dx: Tensor, kept: GroupedArgs) -> Tensor:
+    """The gradients of the tokens from those of the rows, added up in the order of the slots."""
+    if kept.slot_of_row is None:
+        return dx
+    slot, tokens = kept.slot_of_row.long(), len(kept.x)
+    count = tokens * kept.slots
+    # Pads are written past the end. All other slots are different, so the order of writing does not matter.
+    row_of_slot = slot.new_full((count + 1,), -1)
+    row_of_slot.scatter_(0, torch.where(slot >= 0, slot, count), torch.arange(len(slot), device=slot.device))
+    rows = row_of_slot[:count].view(tokens, kept.slots)
+    total = torch.zeros(tokens, dx.shape[1], dtype=compute_dtype(dx), device=dx.device)
+    for row in rows.unbind(1):
+        total += torch.where((row >= 0)[:, None], dx[row.clamp(min=0)], 0)
+    return total.to(dx.dtype)
+
+
+def _kept(a: GroupedArgs, o: ProductOutputs) -> GroupedArgs:
+    """What the gradients are made of."""
+    return a._replace(result=plain_result(a.result.dtype))
+
+
+grouped_matmul_op = define_op(
+    "grouped_matmul",
+    GroupedArgs,
+    ProductOutputs,
+    allocate=_allocate,
+    launch=launch_grouped,
+    reference=grouped_reference,
+    present=lambda a: ProductOutputs(a.result.present()),
+    keep=_kept,
+    backward=_gradients,
+    variants=64,
+)
+
+grouped_wgrad_op = define_op(
+    "grouped_wgrad",
+    WgradArgs,
+    ProductOutputs,
+    allocate=lambda a: ProductOutputs(
+        allocate_result(a.result, a.dy, (a.ends.shape[0], a.dy.shape[1], a.x.shape[1]))
+    ),
+    launch=launch_wgrad,
+    reference=wgrad_reference,
+    present=lambda a: ProductOutputs(a.result.present()),
+    variants=64,
+)
+
+
+def take_weights(q: QTensor, transpose: bool = False) -> Taken | None:
+    """The codes [groups, N, K] of weights, and their scales along K: of the row-wise copy, or, to multiply with the
+    transposes [groups, K, N], of the column-wise one. Views, without a copy."""
+    groups, f = q.shape[0], q.format
+    copy, other = (q.columnwise, q.rowwise) if transpose else (q.rowwise, q.columnwise)
+    found = codes_along_k(copy, other, f.block)
+    if found is None:
+        return None
+    data, scale, whole = found
+    side = 1 if transpose else 0  # along which the groups lie one after another
+    data = data.unflatten(side, (groups, -1)).movedim(side, 0)
+    if f.block == "tensor":
+        return data, scale.expand(groups, 1, 1), whole
+    if (
+        scale.shape[side] == 1 and f.block == "row"
+    ):  # one for all groups: a row of the transposes has them all
+        return data, scale.expand(groups, *scale.shape), whole
+    return data, scale.unflatten(side, (groups, -1)).movedim(side, 0), whole
+
+
+def _take_columns(q: QTensor) -> Taken | None:
+    """The codes [width, rows] whose scales lie along the rows."""
+    return codes_along_k(q.columnwise, q.rowwise, q.format.block)
+
+
+def _take_rows(q: QTensor) -> Taken | None:
+    return codes_along_k(q.rowwise, q.columnwise, q.format.block)
+
+
+register_codes(grouped_matmul_op, "x", "x_codes", _take_rows)
+register_codes(grouped_matmul_op, "w", "w_codes", take_weights)
+register_codes(grouped_wgrad_op, "dy", "dy_codes", _take_columns)
+register_codes(grouped_wgrad_op, "x", "x_codes", _take_columns)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+
+def grouped_matmul(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    *,
+    align: int = 1,
+    transpose: bool = False,
+    gather: RowMap | None = None,
+    bias: Tensor | None = None,
+    activation: Act | None = None,
+    glu: Act | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantize: Format | str | None = None,
+    out: Tensor | None = None,
+    precision: Precision | None = None,
+    engine: Engine = "auto",
+) -> Tensor:
+    """The product of each row with the matrix of its group, and what follows it, in one kernel: for the rows of group e
+    `torch.nn.functional.linear(x, w[e], bias[e])`. Rows of no group are zeros. Nothing waits for the device.
+
+    - `x`: [rows, K], sorted by group. `w`: [groups, N, K], the weights of the groups. Plain or quantised in any pair of
+      formats that `matmul` takes, and with its arithmetic. Quantised weights are made by
+      `quantize(w)`; with blocks of 128 rows (128x128) N must be a multiple of 128.
+    - `ends`: [groups], int32 or int64 on the device: where the rows of each group end. A group begins where the one
+      before it ends, rounded up to a multiple of `align`: `ends=rows.ends, align=rows.align` of a `row_map`.
+    - `transpose`: multiply with the transposes, `x @ w[e]`, as the gradient of x does. Quantised weights need their
+      column-wise copy for that, except in blocks 128x128 and tensor.
+    - `gather`: a `row_map`, to read row r from token `gather.slot_of_row[r] // slots`: x is then [tokens, K], and no
+      permuted copy of it is made.
+    - `bias`: [groups, N]. `activation`, `glu`, `out_dtype`, `precision` and `engine` are those of `matmul`; with `glu`
+      w has 2N rows, those of the gate first.
+    - `quantize`: the result is a `QTensor` with a row-wise copy. `out`: write into this tensor or `QTensor`.
+
+    Gradients flow to x, w and bias; through quantised operands they pass straight. The bits are the same in every run,
+    and those of a row depend on nothing but the row and its group's matrix, as long as there are either more or fewer
+    than 16 rows for each group.
+
+    >>> import torch, weft
+    >>> x, w = torch.randn(6, 64), torch.randn(3, 32, 64)
+    >>> y = weft.grouped_matmul(x, w, torch.tensor([2, 2, 5]))
+    >>> torch.allclose(y[:2], x[:2] @ w[0].T, atol=1e-4), torch.allclose(y[2:5], x[2:5] @ w[2].T, atol=1e-4)
+    (True, True)
+    >>> y[5].count_nonzero()
+    tensor(0)
+    """
+    check_input("x", x)
+    check_input("w", w)
+    act, gated = check_activation(activation, glu)
+    _check_groups(ends, align, x)
+    if x.dim() != 2 or w.dim() != 3:
+        raise ValueError(
+            f"x must be [rows, K] and w [groups, N, K]; got {tuple(x.shape)} and {tuple(w.shape)}"
+        )
+    if w.device != x.device:
+        raise ValueError(f"w must be on {x.device} like x; it is on {w.device}")
+    n, k = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
+    if k != x.shape[1] or len(w) != len(ends):
+        meant = "[groups, K, N]" if transpose else "[groups, N, K]"
+        raise ValueError(
+            f"x {tuple(x.shape)}, w {tuple(w.shape)} as {meant} and {len(ends)} ends do not fit together"
+        )
+    if gated and n % 2:
+        raise ValueError(f"glu= takes the gate's rows and up's from w, [groups, 2N, K]; got {tuple(w.shape)}")
+    slots = 1
+    if gather is not None:
+        slots = gather.row_of_slot.shape[-1]
+        if gather.row_of_slot.numel() != len(x) * slots:
+            raise ValueError(
+                f"gather= reads x by tokens: it has {gather.row_of_slot.numel() // max(slots, 1)}, and x "
+                f"{len(x)} rows"
+            )
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, x.device, (len(w), n))
+    left, x_codes = _operand_of(x, "x", "row", _take_rows)
+    right, w_codes = _weights_of(w, transpose)
+    check_pair(Form.of(x.dtype, x_codes.format), Form.of(w.dtype, w_codes.format), precision)
+    options = result_options(x, quantize, out_dtype=out_dtype)
+    args = GroupedArgs(
+        left, right, x_codes, w_codes, ends, align, None if gather is None else gather.slot_of_row, slots, bias, act,
+        gated, precision, engine, options,
+    )  # fmt: skip
+    check_grouped_engine(args)
+    if out is None:
+        return grouped_matmul_op(args).result.value(options)
+    check_tensor("out", out, FLOATS, x.device)
+    result_into(grouped_matmul_op, args, out)
+    return out
+
+
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    *,
+    align: int = 1,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision | None = None,
+    engine: Engine = "auto",
+) -> Tensor:
+    """The gradients of the matrices of groups: `dy[rows of e].T @ x[rows of e]` for each group e, [groups, N, K]. A
+    group without rows has zeros. Nothing waits for the device.
+
+    - `dy`: [rows, N], `x`: [rows, K], in one dtype or both quantised; a `QTensor` needs its column-wise copy, in which
+      no block has rows of two groups: as `permute` and `glu` make it, or `quantize` if `align` is a multiple of 128.
+      In pads, quantised operands must have zeros.
+    - `ends`, `align`: see `grouped_matmul`.
+    - `out`: write into this tensor, for instance a weight's fp32 `main_grad`; with `accumulate` add to it, in fp32.
+    - `out_dtype`: of the result, by default that of dy.
+
+    >>> import torch, weft
+    >>> dw = weft.grouped_wgrad(torch.ones(6, 32), torch.ones(6, 64), torch.tensor([2, 2, 5]))
+    >>> dw.shape, dw[:, 0, 0].tolist()
+    (torch.Size([3, 32, 64]), [2.0, 0.0, 3.0])
+    """
+    check_input("dy", dy)
+    check_input("x", x)
+    _check_groups(ends, align, dy)
+    if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or dy.device != x.device:
+        raise ValueError(
+            f"dy must be [rows, N] and x [rows, K] on one device; got {tuple(dy.shape)} on {dy.device} and "
+            f"{tuple(x.shape)} on {x.device}"
+        )
+    left, dy_codes = _operand_of(dy, "dy", "column", _take_columns)
+    right, x_codes = _operand_of(x, "x", "column", _take_columns)
+    check_pair(Form.of(dy.dtype, dy_codes.format), Form.of(x.dtype, x_codes.format), precision)
+    for name, codes in (("dy", dy_codes), ("x", x_codes)):
+        _check_blocks(name, codes, len(dy), len(ends), align)
+    if len({has_slots(codes, len(dy), len(ends)) for codes in (dy_codes, x_codes) if _in_blocks(codes)}) > 1:
+        raise ValueError("the blocks of one operand begin with groups, and those of the other do not")
+    shape = (len(ends), dy.shape[1], x.shape[1])
+    if out is not None:
+        check_tensor("out", out, FLOATS, dy.device, shape)
+        out_dtype = out.dtype
+    elif accumulate:
+        raise ValueError("accumulate=True adds to out=…")
+    args = WgradArgs(
+        left, right, dy_codes, x_codes, ends, align, out if accumulate else None, precision, engine,
+        result_options(dy, None, out_dtype=out_dtype),
+    )  # fmt: skip
+    check_grouped_engine(args)
+    if out is None:
+        return grouped_wgrad_op(args).result.y
+    result_into(grouped_wgrad_op, args, out)
+    return out
+
+
+def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
+    check_tensor("ends", ends, INTEGERS, x.device)
+    if ends.dim() != 1:
+        raise ValueError(f"ends has one number for each group, [groups]; its shape is {tuple(ends.shape)}")
+    if whole("align", align) < 1:
+        raise ValueError(f"align must be at least 1; got {align}")
+    if len(x) >= 2**31 - 128:
+        raise ValueError(f"rows of groups are numbered in 32 bits; got {len(x)}")
+
+
+def _operand_of(x: Tensor, name: str, side: str, take: object) -> tuple[Tensor, OperandCodes]:
+    """An operand in the form that the op takes."""
+    if not isinstance(x, QTensor):
+        return x, PLAIN
+    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    if torch.compiler.is_compiling():
+        return x, OperandCodes(format=x.spec)
+    found: Taken | None = take(x)  # type: ignore[operator]
+    if found is None:
+        raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantise it with {side}wise=True")
+    return stand_in_for(x), OperandCodes(*found, x.spec)
+
+
+def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
+    """The weights as [groups, N, K] in the form that the op takes."""
+    if isinstance(w, QTensor):
+        f, n = w.format, w.shape[1]
+        block = max(f.block_rows, f.group if transpose else 1, 1)
+        if n % block:
+            raise ValueError(
+                f"w is quantised in blocks of {block} along its {n} rows, and some would have rows of two groups: take "
+                "another format, or pad the weights"
+            )
+        if not (transpose and torch.compiler.is_compiling()):
+            left, codes = _operand_of(
+                w, "w", "column" if transpose else "row", lambda q: take_weights(q, transpose)
+            )
+            return (left.mT if transpose else left), codes
+    return (w.mT if transpose else w), PLAIN
+
+
+def _in_blocks(codes: OperandCodes) -> bool:
+    return codes.format is not None and Format.of(codes.format).group != 0
+
+
+def _check_blocks(name: str, codes: OperandCodes, rows: int, groups: int, align: int) -> None:
+    """Raise an error if blocks along the rows of an operand may have rows of two groups."""
+    if codes.format is None or codes.data is None:
+        return
+    f = Format.of(codes.format)
+    if f.group and align % f.group and not has_slots(codes, rows, groups):
+        raise ValueError(
+            f"{name} is quantised in blocks of {f.group} rows, and with align={align} some may have rows of two "
+            f"groups: lay the rows out with align={f.group}"
+        )
+    if align % f.packed:
+        raise ValueError(f"two rows of {name} share a byte: lay the rows out with an even align")
