@@ -13,6 +13,7 @@ from .loss.linear_cross_entropy import linear_cross_entropy
 from .loss.linear_logprobs import LogProbs, linear_logprobs
 from .loss.reduction import CrossEntropy
 from .loss.sharding import VocabShard
+from .moe.experts import experts
 from .moe.permute import permute, unpermute
 from .moe.route import CONVENTIONS, Convention, Routing, route
 from .moe.router_linear import router_linear
@@ -23,7 +24,9 @@ from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .product.engines import record_engines
 from .product.grouped import grouped_matmul, grouped_wgrad
+from .product.linear import linear, reuse_weights
 from .product.matmul import matmul
+from .product.recipes import Recipe
 from .quantize import dequantize, quantize
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "Heads",
     "KVCache",
     "LogProbs",
+    "Recipe",
     "Rotation",
     "Routing",
     "RowMap",
@@ -45,6 +49,7 @@ __all__ = [
     "count_zeros",
     "cross_entropy",
     "dequantize",
+    "experts",
     "gated_norm",
     "glu",
     "glu_backward",
@@ -52,6 +57,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_wgrad",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "linear_logprobs",
     "matmul",
@@ -59,6 +65,7 @@ __all__ = [
     "qkv_prepare",
     "quantize",
     "record_engines",
+    "reuse_weights",
     "rms_norm",
     "rope",
     "route",

@@ -12,6 +12,7 @@ programs is the same wherever the groups end, and nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
@@ -223,24 +224,30 @@ grouped_wgrad_op = define_op(
 )
 
 
-def take_weights(q: QTensor, transpose: bool = False) -> Taken | None:
+def weight_codes(
+    rowwise: Copy | None, columnwise: Copy | None, spec: str, groups: int, transpose: bool
+) -> Taken | None:
     """The codes [groups, N, K] of weights, and their scales along K: of the row-wise copy, or, to multiply with the
     transposes [groups, K, N], of the column-wise one. Views, without a copy."""
-    groups, f = q.shape[0], q.format
-    copy, other = (q.columnwise, q.rowwise) if transpose else (q.rowwise, q.columnwise)
-    found = codes_along_k(copy, other, f.block)
+    block = Format.of(spec).block
+    copy, other = (columnwise, rowwise) if transpose else (rowwise, columnwise)
+    found = codes_along_k(copy, other, block)
     if found is None:
         return None
     data, scale, whole = found
     side = 1 if transpose else 0  # along which the groups lie one after another
     data = data.unflatten(side, (groups, -1)).movedim(side, 0)
-    if f.block == "tensor":
-        return data, scale.expand(groups, 1, 1), whole
-    if (
-        scale.shape[side] == 1 and f.block == "row"
-    ):  # one for all groups: a row of the transposes has them all
+    if block == "tensor" or (block == "row" and transpose):  # one scale for all groups
         return data, scale.expand(groups, *scale.shape), whole
     return data, scale.unflatten(side, (groups, -1)).movedim(side, 0), whole
+
+
+def _take_weights(q: QTensor) -> Taken | None:
+    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], False)
+
+
+def _take_transposes(q: QTensor) -> Taken | None:
+    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], True)
 
 
 def _take_columns(q: QTensor) -> Taken | None:
@@ -253,7 +260,7 @@ def _take_rows(q: QTensor) -> Taken | None:
 
 
 register_codes(grouped_matmul_op, "x", "x_codes", _take_rows)
-register_codes(grouped_matmul_op, "w", "w_codes", take_weights)
+register_codes(grouped_matmul_op, "w", "w_codes", _take_weights)
 register_codes(grouped_wgrad_op, "dy", "dy_codes", _take_columns)
 register_codes(grouped_wgrad_op, "x", "x_codes", _take_columns)
 
@@ -419,14 +426,16 @@ def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
         raise ValueError(f"rows of groups are numbered in 32 bits; got {len(x)}")
 
 
-def _operand_of(x: Tensor, name: str, side: str, take: object) -> tuple[Tensor, OperandCodes]:
+def _operand_of(
+    x: Tensor, name: str, side: str, take: Callable[[QTensor], Taken | None]
+) -> tuple[Tensor, OperandCodes]:
     """An operand in the form that the op takes."""
     if not isinstance(x, QTensor):
         return x, PLAIN
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
     if torch.compiler.is_compiling():
         return x, OperandCodes(format=x.spec)
-    found: Taken | None = take(x)  # type: ignore[operator]
+    found = take(x)
     if found is None:
         raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantise it with {side}wise=True")
     return stand_in_for(x), OperandCodes(*found, x.spec)
@@ -435,19 +444,22 @@ def _operand_of(x: Tensor, name: str, side: str, take: object) -> tuple[Tensor, 
 def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
     """The weights as [groups, N, K] in the form that the op takes."""
     if isinstance(w, QTensor):
-        f, n = w.format, w.shape[1]
-        block = max(f.block_rows, f.group if transpose else 1, 1)
-        if n % block:
-            raise ValueError(
-                f"w is quantised in blocks of {block} along its {n} rows, and some would have rows of two groups: take "
-                "another format, or pad the weights"
-            )
+        check_weight_blocks(w.format, w.shape[1], transpose)
         if not (transpose and torch.compiler.is_compiling()):
-            left, codes = _operand_of(
-                w, "w", "column" if transpose else "row", lambda q: take_weights(q, transpose)
-            )
+            take = _take_transposes if transpose else _take_weights
+            left, codes = _operand_of(w, "w", "column" if transpose else "row", take)
             return (left.mT if transpose else left), codes
     return (w.mT if transpose else w), PLAIN
+
+
+def check_weight_blocks(format: Format, rows: int, transpose: bool) -> None:
+    """Raise an error if blocks of quantised weights, each with this many rows, would have rows of two groups."""
+    block = max(format.block_rows, format.group if transpose else 1, 1)
+    if rows % block:
+        raise ValueError(
+            f"the weights of groups are quantised in blocks of {block} along their {rows} rows, and some would have "
+            "rows of two groups: take another format, or pad the weights"
+        )
 
 
 def _in_blocks(codes: OperandCodes) -> bool:

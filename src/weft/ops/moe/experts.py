@@ -1,0 +1,89 @@
+"""The experts of a mixture-of-experts layer: from tokens and what the router chose for them to the tokens' new values.
+
+    rows of each expert  ->  up and gate of the expert  ->  gated unit, times the router's weight  ->  down  ->  the sum
+    over a token's experts, in the order of its slots
+
+Every step is an op of its own, and this file only composes them: `row_map`, `permute`, `linear` by groups, `glu`,
+`unpermute`. With a recipe whose blocks lie along rows of x (1x128, mx), `permute` and `glu` quantise what they make, so
+that no product reads its operand in more than 8 bits. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...quant import Format
+from ..common.activations import Act
+from ..common.checks import check_input
+from ..common.groups import Groups
+from ..glu.glu import glu
+from ..product.linear import apply_linear, check_layer
+from ..product.recipes import Recipe
+from .permute import permute, unpermute
+from .route import Routing
+from .row_map import row_map
+
+_FUSED = ("1x128", "mx")  # blocks in which `permute` and `glu` make both copies of their results
+
+
+def experts(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    *,
+    recipe: Recipe | str | None = None,
+    act: Act = "silu",
+) -> Tensor:
+    """What the experts that `route` chose for each token make of it: the sum of `weight * down(act(gate) * value)`.
+
+    - `x`: [..., K] in bf16, fp16 or fp32. `up`: [experts, 2H, K], the rows of the gate first. `down`: [experts, K, H].
+    - `routing`: what `weft.route` returned for these tokens. A slot whose expert is no number below `experts` adds
+      nothing: another rank has that expert.
+    - `recipe`: the numbers of the products, as `weft.linear` takes it.
+
+    The weight of a slot is multiplied in before the second product, in fp32. Returns y [..., K] in x's dtype. Gradients
+    flow to x, up, down and the weights; each expert's gradient is summed in fp32 and is zero if it had no tokens.
+
+    >>> import torch, weft
+    >>> x, router = torch.randn(16, 128), torch.randn(4, 128)
+    >>> up, down = torch.randn(4, 256, 128) / 11, torch.randn(4, 128, 128) / 11
+    >>> y = weft.experts(x, up, down, weft.route(x @ router.T, 2), recipe="fp8_block")
+    >>> y.shape
+    torch.Size([16, 128])
+    """
+    found = Recipe.of(recipe)
+    for name, tensor in (("x", x), ("up", up), ("down", down)):
+        check_input(name, tensor)
+    k = x.shape[-1]
+    if up.dim() != 3 or down.dim() != 3 or up.shape[1] % 2 or up.shape[2] != k:
+        raise ValueError(
+            f"up must be [experts, 2H, K] and down [experts, K, H] for x [..., {k}]; got {tuple(up.shape)} and "
+            f"{tuple(down.shape)}"
+        )
+    count, width = up.shape[0], up.shape[1] // 2
+    if down.shape != (count, k, width):
+        raise ValueError(
+            f"down must be {(count, k, width)} for up {tuple(up.shape)}; got {tuple(down.shape)}"
+        )
+    for weight in (up, down):
+        check_layer(x, weight, None, found, ())
+    # No block of a copy that is quantised along rows may have rows of two experts.
+    align = 128 if found.is_quantised else 16
+    rows = row_map(routing.indices, count, align=align)
+    groups = Groups(rows.ends, align)
+    fused = found.x is not None and Format.of(found.x).block in _FUSED
+    tokens = x if x.dim() == 2 else x.reshape(-1, k)
+    probs = routing.weights.reshape(-1, rows.row_of_slot.shape[-1])
+    if fused and found.x is not None:
+        both = torch.is_grad_enabled()
+        permuted, weights = permute(tokens, rows, probs, quantize=found.x, columnwise=both)
+        z = apply_linear(permuted, up, None, found, groups)
+        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align, quantize=found.x, columnwise=both)
+    else:
+        gathered, weights = permute(tokens, rows, probs)
+        z = apply_linear(gathered, up, None, found, groups)
+        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align)
+    y = unpermute(apply_linear(h, down, None, found, groups), rows)
+    return y.view(x.shape)

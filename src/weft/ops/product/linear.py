@@ -1,0 +1,365 @@
+"""Linear layers whose three products are computed in the numbers of a recipe, for all rows or for rows in groups.
+
+    y = round(x w^T + bias)       dx = round(dy w)       dw = round(dy^T x)       dbias = round(sum of dy over rows)
+
+x, w and dy stand for their quantised numbers here, rounded once each. For rows in groups, each group has its own w; see
+`grouped`. Backward keeps the copy of x that is quantised along rows, in 8 or 4 bits, and not x; and the copy of the
+weight that is quantised along its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Copy, Format, QTensor
+from ...quant.qtensor import stand_in
+from ...quant.straight import stand_in_for
+from ...runtime import is_distributed
+from ..common.checks import FLOATS, check_input, check_tensor
+from ..common.groups import NO_GROUPS, Groups
+from ..common.results import ResultOptions, plain_result
+from ..common.rows import compute_dtype
+from ..quantize import QuantizeArgs, quantize_op
+from .arguments import PLAIN, GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
+from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, weight_codes
+from .matmul import codes_along_k, matmul_op
+from .recipes import Recipe
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+class Operand(NamedTuple):
+    """An operand in the numbers of a recipe, a matrix or one matrix for each group."""
+
+    plain: Tensor  # [..., rows, width]; a stand-in if there are codes
+    row: OperandCodes = PLAIN  # whose scales lie along the width
+    col: OperandCodes = PLAIN  # transposed, whose scales lie along the rows
+
+
+def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Operand:
+    block = Format.of(spec).block
+    along_width, along_rows = codes_along_k(row, col, block), codes_along_k(col, row, block)
+    return Operand(
+        x,
+        PLAIN if along_width is None else OperandCodes(*along_width, spec),
+        PLAIN if along_rows is None else OperandCodes(*along_rows, spec),
+    )
+
+
+def _copies(
+    x: Tensor, spec: str, rowwise: bool, columnwise: bool, seed: int | None = None
+) -> tuple[Copy | None, Copy | None]:
+    if columnwise and Format.of(spec).block in ("tensor", "128x128"):
+        rowwise, columnwise = True, False  # one copy serves both ways
+    options = ResultOptions(x.dtype, spec, rowwise, columnwise, None, False)
+    made = quantize_op(QuantizeArgs(x, options, seed)).result
+    return made.rowwise, made.columnwise
+
+
+def _activations(x: Tensor, spec: str | None, dtype: torch.dtype, columnwise: bool) -> Operand:
+    """x [rows, K], quantised unless it is, along K and, with `columnwise`, along the rows."""
+    if spec is None:
+        return Operand(x.to(dtype))
+    if not isinstance(x, QTensor):
+        return _of_copies(stand_in(x), spec, *_copies(x, spec, True, columnwise))
+    if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
+        known = OperandCodes(format=x.spec)
+        return Operand(x, known, known)
+    return _of_copies(stand_in(x), x.spec, x.rowwise, x.columnwise)
+
+
+def _weights(w: Tensor, spec: str | None, dtype: torch.dtype, groups: Groups, transposed: bool) -> Operand:
+    """A weight [N, K] or the weights [groups, N, K]; `transposed`: also as dx takes them."""
+    if spec is None:
+        return Operand(w.to(dtype))
+    if isinstance(w, QTensor):
+        copies, spec = (w.rowwise, w.columnwise), w.spec
+    else:
+        copies = _copies(w, spec, True, transposed)
+    if groups.ends is None:
+        return _of_copies(stand_in(w), spec, *copies)
+    found = [weight_codes(*copies, spec, w.shape[0], transpose) for transpose in (False, True)]
+    row, col = (PLAIN if codes is None else OperandCodes(*codes, spec) for codes in found)
+    return Operand(stand_in(w), row, col)
+
+
+# ---- weights that are quantised once --------------------------------------------------------------------
+
+_reused: dict[tuple[int, str | None, bool], tuple[Tensor, int, Operand]] | None = None
+
+
+@contextmanager
+def reuse_weights() -> Iterator[None]:
+    """Quantise each weight once inside the block: for several micro-batches of a step, or for inference. A weight that
+    was changed in place is quantised again. Changes that PyTorch does not count, as by `weight.data.copy_`, are not
+    noticed: leave the block before such a change.
+
+    >>> import torch, weft
+    >>> w = torch.randn(128, 128)
+    >>> with weft.reuse_weights():
+    ...     for x in torch.randn(4, 16, 128):
+    ...         y = weft.linear(x, w, recipe="fp8_block")
+    """
+    global _reused
+    before = _reused
+    _reused = {} if before is None else before
+    try:
+        yield
+    finally:
+        _reused = before
+
+
+def _reused_weights(
+    w: Tensor, recipe: Recipe, dtype: torch.dtype, groups: Groups, transposed: bool
+) -> Operand:
+    spec = recipe.weight
+    kept = None if torch.compiler.is_compiling() or w.is_inference() else _reused
+    if kept is None:
+        return _weights(w, spec, dtype, groups, transposed)
+    key = (id(w), f"{spec} {dtype}", transposed)
+    found = kept.get(key)
+    if found is not None and found[1] == w._version:
+        return found[2]
+    made = _weights(w, spec, dtype, groups, transposed)
+    kept[key] = (w, w._version, made)  # w is kept too: its id belongs to it alone as long as it lives
+    return made
+
+
+# ---- products -------------------------------------------------------------------------------------------
+
+
+class Settings(NamedTuple):
+    """What a layer's products have in common."""
+
+    recipe: Recipe
+    groups: Groups
+    dtype: torch.dtype  # of y and dx
+    weight_dtype: torch.dtype
+
+
+def _rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpose: bool = False) -> Tensor:
+    """x w^T, or x w for `transpose`."""
+    codes, result = w.col if transpose else w.row, plain_result(s.dtype)
+    if s.groups.ends is None:
+        right = w.plain if transpose else w.plain.t()
+        return matmul_op(
+            MatmulArgs(
+                x.plain, right, x.row, codes, bias, None, None, 1.0, None, False, None, False, "auto", result
+            )
+        ).result.y
+    right = w.plain.mT if transpose else w.plain
+    ends, align = s.groups.ends, s.groups.align
+    return grouped_matmul_op(
+        GroupedArgs(
+            x.plain, right, x.row, codes, ends, align, None, 1, bias, None, False, None, "auto", result
+        )
+    ).result.y
+
+
+def _outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor | None:
+    """dy^T x, in the weight's dtype; or added to `main`, and then nothing."""
+    result = plain_result(s.weight_dtype if main is None else main.dtype)
+    if s.groups.ends is None:
+        args: Any = MatmulArgs(
+            dy.plain.t(),
+            x.plain,
+            dy.col,
+            x.col,
+            None,
+            main,
+            None,
+            1.0,
+            None,
+            False,
+            None,
+            False,
+            "auto",
+            result,
+        )
+        op: Any = matmul_op
+    else:
+        ends, align = s.groups.ends, s.groups.align
+        args = WgradArgs(dy.plain, x.plain, dy.col, x.col, ends, align, main, None, "auto", result)
+        op = grouped_wgrad_op
+    if main is None:
+        return op(args).result.y  # type: ignore[no-any-return]
+    empty = op.outputs.build(*[None] * len(op.outputs.names))
+    op.into(empty._replace(result=empty.result._replace(y=main)), args)
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """The layer for autograd. `x` is plain, a QTensor (while compiling), or a stand-in for `given`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        given: QTensor | None,
+        s: Settings,
+        seed: int | None,
+    ) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        recipe, dtype = s.recipe, s.recipe.dtype or s.dtype
+        left = _activations(x if given is None else given, recipe.x, dtype, needs_w)
+        right = _reused_weights(w, recipe, dtype, s.groups, needs_x)
+        y = _rows_times(left, right, bias, s)
+        ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.main = getattr(w, "main_grad", None) if needs_w and not torch.compiler.is_compiling() else None
+        kept = [s.groups.ends]
+        for operand, needed in ((left, needs_w), (right, needs_x)):
+            codes = operand.col
+            plain = operand.plain if recipe.x is None or isinstance(operand.plain, QTensor) else None
+            kept += [plain, codes.data, codes.scale, codes.whole] if needed else [None] * 4
+        ctx.save_for_backward(*kept)
+        ctx.specs = left.col.format, right.col.format
+        ctx.is_plain = x.dtype, w.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        s: Settings = ctx.settings
+        ends, *saved = ctx.saved_tensors
+        s = s._replace(groups=s.groups._replace(ends=ends))
+        operands = []
+        for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.is_plain, ctx.specs, strict=True)):
+            plain, data, scale, whole = saved[4 * i : 4 * i + 4]
+            if plain is None:
+                plain = stand_in(dy, shape, dtype)
+            operands.append(Operand(plain, PLAIN, OperandCodes(data, scale, whole, spec)))
+        x, w = operands
+        grad = _gradient(dy, s, ctx.seed, needs_x, needs_w)
+        dx = _rows_times(grad, w, None, s, transpose=True) if needs_x else None
+        dw = _outer(grad, x, s, ctx.main) if needs_w else None
+        dbias = _bias_gradient(dy, s, ctx.bias_dtype) if needs_bias else None
+        return dx, dw, dbias, None, None, None
+
+
+def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> Operand:
+    """dy in the numbers of the recipe, along N for dx and along the rows for dw."""
+    if s.recipe.grad is None:
+        return Operand(dy.to(s.recipe.dtype or s.dtype))
+    if isinstance(dy, QTensor) and not torch.compiler.is_compiling():
+        row, col = dy.rowwise, dy.columnwise
+        if (row is not None or not needs_x) and (col is not None or not needs_w):
+            return _of_copies(stand_in(dy), dy.spec, row, col)
+        dy = dy.dequantize()
+    return _of_copies(stand_in(dy), s.recipe.grad, *_copies(dy, s.recipe.grad, needs_x, needs_w, seed))
+
+
+def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
+    """The sum of dy over the rows, or over those of each group."""
+    if s.groups.ends is None:
+        return dy.sum(0, dtype=compute_dtype(dy)).to(dtype)
+    ones = torch.ones(len(dy), 1, dtype=dy.dtype, device=dy.device)
+    ends, align = s.groups.ends, s.groups.align
+    args = WgradArgs(dy, ones, PLAIN, PLAIN, ends, align, None, None, "auto", plain_result(dtype))
+    return grouped_wgrad_op(args).result.y.squeeze(-1)
+
+
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, groups: Groups) -> Tensor:
+    """y [rows, N] of x [rows, K] for arguments that were checked."""
+    if is_distributed(x, weight):
+        raise ValueError(
+            "linear takes this rank's tensors: use x.to_local(), or FSDP, which hands whole weights to the layer"
+        )
+    given = None
+    compiling = torch.compiler.is_compiling()
+    if isinstance(x, QTensor) and not compiling:
+        x, given = stand_in_for(x), x
+    seed = None
+    if recipe.stochastic and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        if compiling:
+            raise RuntimeError(
+                "a recipe with stochastic rounding draws a new seed in every call, which a compiled graph cannot: "
+                "leave this layer out with torch.compiler.disable, or take stochastic=False"
+            )
+        seed = int(torch.randint(2**62, ()))
+    settings = Settings(recipe, groups, x.dtype, weight.dtype)
+    return _Linear.apply(x, weight, bias, given, settings, seed)  # type: ignore[no-any-return]
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe | str | None = None
+) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, with the products of forward and backward in the numbers of a
+    recipe.
+
+    - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor` in the recipe's format, as `rms_norm`, `glu` and `permute`
+      make it; for the gradient of the weight it needs its column-wise copy.
+    - `weight`: [N, K] in any float dtype; its gradient has that dtype, straight from fp32 sums. If it has an fp32
+      attribute `main_grad`, the gradient is added to that instead, and `weight.grad` stays as it is. A `QTensor` is a
+      frozen weight: it has no gradient.
+    - `recipe`: "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row", or a `weft.Recipe`. None
+      computes in x's dtype.
+
+    Returns y [..., N] in x's dtype. Rounding passes gradients straight. Backward keeps x in 8 or 4 bits, quantised
+    along rows, and the weight's codes. A weight is quantised in every call, unless `weft.reuse_weights()` is around it.
+
+    >>> import torch, weft
+    >>> x, w = torch.randn(32, 256, dtype=torch.bfloat16), torch.randn(128, 256, requires_grad=True)
+    >>> y = weft.linear(x, w, recipe="fp8_block")
+    >>> y.sum().backward()
+    >>> y.dtype, w.grad.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    found = Recipe.of(recipe)
+    check_input("x", x)
+    check_input("weight", weight)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x [..., K] and weight [N, K] must have one K; got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    check_layer(x, weight, bias, found, (weight.shape[0],))
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = apply_linear(rows, weight, bias, found, NO_GROUPS)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def check_layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shape: tuple[int, ...]
+) -> None:
+    """Raise an error unless a layer can have these operands."""
+    if weight.device != x.device:
+        raise ValueError(f"weight must be on {x.device} like x; it is on {weight.device}")
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, x.device, shape)
+    if isinstance(weight, QTensor) and weight.requires_grad:
+        raise ValueError(
+            "a quantised weight is frozen: train plain numbers, which the recipe quantises, or call "
+            "weight.requires_grad_(False)"
+        )
+    grads = torch.is_grad_enabled()
+    needs = {"x": (True, grads and weight.requires_grad), "weight": (True, grads and x.requires_grad)}
+    for name, tensor, spec in (("x", x, recipe.x), ("weight", weight, recipe.weight)):
+        if not isinstance(tensor, QTensor):
+            continue
+        if tensor.spec != spec:
+            raise ValueError(
+                f"{name} is quantised as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantise it "
+                "so, or dequantise it"
+            )
+        if torch.compiler.is_compiling() or tensor.format.block in ("tensor", "128x128"):
+            continue
+        for side, copy, needed in zip(
+            ("row", "column"), (tensor.rowwise, tensor.columnwise), needs[name], strict=True
+        ):
+            if needed and copy is None:
+                raise ValueError(
+                    f"{name} has no {side}-wise copy, which {'y' if side == 'row' else 'a gradient'} takes: got "
+                    f"{tensor!r}. Make it with {side}wise=True"
+                )
+    if recipe.weight is not None and weight.dim() == 3:
+        check_weight_blocks(Format.of(recipe.weight), weight.shape[1], transpose=grads and x.requires_grad)

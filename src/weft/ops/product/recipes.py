@@ -1,0 +1,88 @@
+"""Recipes: in what numbers the three products of a linear layer are computed.
+
+    y = x w^T           dx = dy w           dw = dy^T x
+
+Each product sums along another dimension, and an operand is quantised along the one that is summed: x and w along K for
+y, dy and w along N for dx, dy and x along the rows for dw. So x and dy are each quantised twice, from one read, and w
+as well unless its blocks are squares.
+
+| recipe       | x           | weight       | dy          |                                                   |
+|--------------|-------------|--------------|-------------|---------------------------------------------------|
+| `bf16`       | bf16        | bf16         | bf16        |                                                   |
+| `fp8_block`  | e4m3 1x128  | e4m3 128x128 | e4m3 1x128  | DeepSeek-V3, TransformerEngine's block scaling    |
+| `fp8_row`    | e4m3 row    | e4m3 row     | e4m3 row    | torchao's "rowwise"                               |
+| `fp8_tensor` | e4m3 tensor | e4m3 tensor  | e5m2 tensor | current scaling: each tensor's own largest number |
+| `mxfp8`      | e4m3 mx     | e4m3 mx      | e4m3 mx     |                                                   |
+| `nvfp4`      | nvfp4       | nvfp4        | nvfp4       | dy rounded stochastically                         |
+| `int8_row`   | int8 row    | int8 row     | int8 row    | sums in int32                                     |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...quant import Format
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The numbers of a linear layer's products. A name of the table above, such as "fp8_block", stands for one.
+
+    - `x`, `weight`, `grad`: the formats of x, of the weight and of dy; None for plain numbers.
+    - `dtype`: of plain numbers; None for that of x.
+    - `stochastic`: dy is rounded stochastically, by a seed that PyTorch's default generator draws.
+
+    >>> import weft
+    >>> weft.Recipe.of("fp8_block").weight
+    'e4m3:128x128:te:pow2'
+    """
+
+    x: str | None = None
+    weight: str | None = None
+    grad: str | None = None
+    dtype: torch.dtype | None = None
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        formats = (self.x, self.weight, self.grad)
+        if None in formats and any(formats):
+            raise ValueError(
+                f"a recipe has formats for x, weight and grad, or for none of them; got {formats}"
+            )
+        for name in ("x", "weight", "grad"):
+            spec = getattr(self, name)
+            if spec is not None:
+                object.__setattr__(self, name, Format.of(spec).spec)
+        if self.stochastic and (self.grad is None or Format.of(self.grad).element == "int8"):
+            raise ValueError("stochastic=True rounds dy to a float format")
+
+    @staticmethod
+    def of(recipe: Recipe | str | None) -> Recipe:
+        """The recipe of this name; None is that of plain numbers in x's own dtype."""
+        if recipe is None:
+            return _PLAIN
+        if isinstance(recipe, Recipe):
+            return recipe
+        found = RECIPES.get(recipe) if isinstance(recipe, str) else None
+        if found is None:
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, or a weft.Recipe; got {recipe!r}")
+        return found
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.x is not None
+
+
+_PLAIN = Recipe()
+
+RECIPES: dict[str, Recipe] = {
+    "bf16": Recipe(dtype=torch.bfloat16),
+    "fp8_block": Recipe("1x128", "128x128", "1x128"),
+    "fp8_row": Recipe("row", "row", "row"),
+    "fp8_tensor": Recipe("tensor", "tensor", "e5m2:tensor"),
+    "mxfp8": Recipe("mx", "mx", "mx"),
+    "nvfp4": Recipe("nvfp4", "nvfp4", "nvfp4", stochastic=True),
+    "int8_row": Recipe("int8:row", "int8:row", "int8:row"),
+}
