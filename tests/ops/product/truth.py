@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
+import weft
 from tests.ops.glu.truth import activation
 from tests.quant import oracle
 from tests.support.truth import Near, arguments
@@ -113,7 +117,85 @@ def matmul(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]
     return found
 
 
-TRUTHS = {"matmul": matmul}
+def matrices(w: Tensor, transpose: bool = False) -> Tensor:
+    """The matrices [groups, N, K] of groups in float64, from the copy whose scales lie along the dimension that is
+    summed; with `transpose` they are [groups, K, N]."""
+    groups, n, k = w.shape
+    if not isinstance(w, QTensor):
+        values = w.detach().double()
+    else:
+        flat = QTensor((groups * n, k), w.dtype, w.spec, w.rowwise, w.columnwise)
+        values = numbers(flat, of_b=transpose).view(groups, n, k)
+    return values.mT if transpose else values
+
+
+def spans(call: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """(group, first row, row after the last) of every group, from the rule that `ends` and `align` follow."""
+    found, begin = [], 0
+    for group, end in enumerate(call["ends"].tolist()):
+        found.append((group, begin, max(end, begin)))
+        begin = math.ceil(end / call["align"]) * call["align"]
+    return found
+
+
+def _nothing(*shape: int) -> Near:
+    return Near(torch.zeros(*shape, dtype=torch.float64), torch.zeros(*shape, dtype=torch.float64))
+
+
+def grouped_matmul(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """A product for each group; rows of none are zero."""
+    given = arguments(call)
+    w, x = matrices(given["w"], given["transpose"]), numbers(given["x"])
+    if given["gather"] is not None:
+        slot = given["gather"].slot_of_row.long()
+        x = x[slot.clamp(min=0) // given["gather"].row_of_slot.shape[-1]]
+    found = {
+        "y": _nothing(len(x), w.shape[1] // (1 if given["glu"] is None else 2)),
+        "dx": _nothing(*x.shape),
+        "dw": _nothing(*w.shape),
+        "dbias": _nothing(*w.shape[:2]),
+    }
+    for group, begin, end in spans(given):
+        options = {name: given[name] for name in ("activation", "glu", "precision")}
+        options["bias"] = None if given["bias"] is None else given["bias"][group]
+        part = Call(weft.matmul, {"a": x[begin:end], "b": w[group].T, **options})
+        made = matmul(part, {"y": gradients["y"][begin:end]} if "y" in gradients else {})
+        rows = slice(begin, end)
+        for name, mine, place in (
+            ("y", "y", rows),
+            ("da", "dx", rows),
+            ("db", "dw", group),
+            ("dbias", "dbias", group),
+        ):
+            if name in made:
+                near = made[name]
+                assert isinstance(near, Near)
+                turned = name == "db"
+                found[mine].truth[place] = near.truth.T if turned else near.truth
+                found[mine].noise[place] = near.noise.T if turned else near.noise
+    if given["transpose"]:
+        found["dw"] = Near(found["dw"].truth.mT, found["dw"].noise.mT)
+    return {name: near for name, near in found.items() if name == "y" or "y" in gradients}
+
+
+def grouped_wgrad(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    given = arguments(call)
+    dy, x = along_rows(given["dy"]), along_rows(given["x"])
+    found = _nothing(len(given["ends"]), dy.shape[1], x.shape[1])
+    for group, begin, end in spans(given):
+        part = product(dy[begin:end].T, x[begin:end])
+        found.truth[group], found.noise[group] = part.truth, part.noise
+    if given["accumulate"]:
+        found = _plus(found, given["out"])
+    return {"y": found}
+
+
+def along_rows(x: Tensor) -> Tensor:
+    """An operand in float64, from the copy whose scales lie along the rows."""
+    return numbers(x, of_b=True) if isinstance(x, QTensor) else x.detach().double()
+
+
+TRUTHS = {"matmul": matmul, "grouped_matmul": grouped_matmul, "grouped_wgrad": grouped_wgrad}
 
 # Tiles are operands of dots, whose layouts decide how they are loaded: `test_compiled` looks at these kernels.
 MOVED: dict[str, tuple[set[str], set[str]]] = {

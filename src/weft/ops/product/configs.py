@@ -143,8 +143,14 @@ def product_config(
         if grouped is not None and kind == "half" and not target.is_cpu:
             # Groups have few tiles: smaller ones waste less of the last, and two programs share a multiprocessor.
             m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
+        if grouped is not None and kind == "decoded" and name in ("sm_80", "sm_89"):
+            n, warps = 64, 4
         if gated and not target.is_cpu:
-            m, n = min(m, 64 if kind.endswith(("_blocks", "_outer")) else 128), min(n, 128)
+            # Two sums for each element: in registers, except where the unit keeps them itself.
+            in_registers = name in ("sm_80", "sm_89", "sm_120") or kind.endswith(("_blocks", "_outer"))
+            m, n, warps = min(m, 64 if in_registers else 128), min(n, 128), 8
+            if kind != "half" and name in ("sm_80", "sm_89"):
+                n = 64
     return ProductConfig(ProductTile(m, n, k), warps, stages)
 
 

@@ -444,7 +444,7 @@ def _operand_of(
 def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
     """The weights as [groups, N, K] in the form that the op takes."""
     if isinstance(w, QTensor):
-        check_weight_blocks(w.format, w.shape[1], transpose)
+        check_weight_blocks(w.spec, w.shape[1], transpose)
         if not (transpose and torch.compiler.is_compiling()):
             take = _take_transposes if transpose else _take_weights
             left, codes = _operand_of(w, "w", "column" if transpose else "row", take)
@@ -452,8 +452,9 @@ def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
     return (w.mT if transpose else w), PLAIN
 
 
-def check_weight_blocks(format: Format, rows: int, transpose: bool) -> None:
+def check_weight_blocks(spec: str, rows: int, transpose: bool) -> None:
     """Raise an error if blocks of quantised weights, each with this many rows, would have rows of two groups."""
+    format = Format.of(spec)
     block = max(format.block_rows, format.group if transpose else 1, 1)
     if rows % block:
         raise ValueError(

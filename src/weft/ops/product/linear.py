@@ -362,4 +362,4 @@ def check_layer(
                     f"{tensor!r}. Make it with {side}wise=True"
                 )
     if recipe.weight is not None and weight.dim() == 3:
-        check_weight_blocks(Format.of(recipe.weight), weight.shape[1], transpose=grads and x.requires_grad)
+        check_weight_blocks(recipe.weight, weight.shape[1], transpose=grads and x.requires_grad)

@@ -1,0 +1,114 @@
+"""Workloads of products of groups: the experts of models, forward and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import grouped_matmul, grouped_wgrad, quantize
+from .problem import Call, Inputs, Workload
+
+# Experts on one device, rows of a weight and K.
+LAYERS: dict[str, tuple[int, int, int]] = {
+    "qwen3-30b-a3b/down": (4, 2048, 768),
+    "odd/33": (3, 47, 33),
+}
+
+# The formats of rows and weights, None for plain numbers, and further arguments.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8-blocks": {"x": "1x128", "w": "128x128", "align": 128},
+    "glu-1x128": {"x": "1x128", "w": "128x128", "align": 128, "glu": "silu", "quantize": "1x128"},
+    "fp8-blocks-wgrad": {"x": "1x128", "dy": "1x128", "align": 128},
+}
+
+_USED: dict[str, dict[str, tuple[str, ...]]] = {
+    "grouped_matmul": {
+        "bf16": ("qwen3-30b-a3b/down", "odd/33"),
+        "fp8-blocks": ("qwen3-30b-a3b/down",),
+        "glu-1x128": ("qwen3-30b-a3b/down",),
+    },
+    "grouped_wgrad": {
+        "bf16": ("qwen3-30b-a3b/down", "odd/33"),
+        "fp8-blocks-wgrad": ("qwen3-30b-a3b/down",),
+    },
+}
+_SHARED = "tiles of rows share the weights of their group, and tiles of columns the rows"
+
+
+def group_ends(rows: int, groups: int, align: int, device: torch.device) -> Tensor:
+    """Where groups end that share this many rows unevenly, the first one having half of what is left each time."""
+    ends, begin = [], 0
+    for group in range(groups):
+        last = group == groups - 1
+        end = min(begin + (rows - begin if last else max((rows - begin) // 2, 1)), rows)
+        ends.append(max(end, ends[-1] if ends else 0))
+        begin = -(-end // align) * align
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _quantised(x: Tensor, spec: str | None, **copies: bool) -> Tensor:
+    return x if spec is None else quantize(x, spec, **copies)
+
+
+def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    settings = dict(workload.settings)
+    rows, k = shape
+    groups, n = settings.pop("groups"), settings.pop("columns")
+    align = settings.setdefault("align", 1)
+    weight = inputs.normal(groups, n, k, std=k**-0.5)
+    kwargs: dict[str, Any] = {
+        "x": _quantised(inputs.activation(rows, k), settings.pop("x", None)),
+        "w": _quantised(weight, settings.pop("w", None)),
+        "ends": group_ends(rows, groups, align, inputs.device),
+    }
+    return Call(grouped_matmul, kwargs | settings | {"engine": "weft"})
+
+
+def _build_wgrad(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    settings = dict(workload.settings)
+    rows, k = shape
+    groups, n = settings.pop("groups"), settings.pop("columns")
+    align = settings.setdefault("align", 1)
+    along_rows = {"rowwise": False, "columnwise": True}
+    ends = group_ends(rows, groups, align, inputs.device)
+    operands = {"dy": inputs.normal(rows, n), "x": inputs.activation(rows, k)}
+    kwargs: dict[str, Any] = {
+        name: _quantised(_without_pads(x, ends, align), settings.pop(name, None), **along_rows)
+        for name, x in operands.items()
+    }
+    return Call(grouped_wgrad, kwargs | {"ends": ends} | settings | {"engine": "weft"})
+
+
+def _without_pads(x: Tensor, ends: Tensor, align: int) -> Tensor:
+    """x with zeros in the rows of no group."""
+    if x.device.type == "meta":
+        return x
+    begin = 0
+    for end in ends.tolist():
+        x[end : -(-end // align) * align] = 0
+        begin = end
+    x[begin:] = 0
+    return x
+
+
+WORKLOADS: tuple[Workload, ...] = tuple(
+    Workload(
+        op=op,
+        name=name,
+        options=options,
+        shape=("rows", k),
+        rows=512,
+        build=_build if op == "grouped_matmul" else _build_wgrad,
+        tags=frozenset({"training"} if op == "grouped_matmul" else {"training", "backward"}),
+        settings=(("groups", groups), ("columns", n), *OPTIONS[options].items()),
+        rereads=_SHARED,
+        moves=1.5,
+    )
+    for op, used in _USED.items()
+    for options, names in used.items()
+    for name in names
+    for groups, n, k in (LAYERS[name],)
+)
