@@ -40,7 +40,8 @@ _SHARED = "tiles of rows share the weights of their group, and tiles of columns 
 
 def group_ends(rows: int, groups: int, align: int, device: torch.device) -> Tensor:
     """Where groups end that share this many rows unevenly, the first one having half of what is left each time."""
-    ends, begin = [], 0
+    ends: list[int] = []
+    begin = 0
     for group in range(groups):
         last = group == groups - 1
         end = min(begin + (rows - begin if last else max((rows - begin) // 2, 1)), rows)
@@ -49,8 +50,8 @@ def group_ends(rows: int, groups: int, align: int, device: torch.device) -> Tens
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-def _quantised(x: Tensor, spec: str | None, **copies: bool) -> Tensor:
-    return x if spec is None else quantize(x, spec, **copies)
+def _quantised(x: Tensor, spec: str | None, along_rows: bool = False) -> Tensor:
+    return x if spec is None else quantize(x, spec, rowwise=not along_rows, columnwise=along_rows)
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -72,11 +73,10 @@ def _build_wgrad(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> 
     rows, k = shape
     groups, n = settings.pop("groups"), settings.pop("columns")
     align = settings.setdefault("align", 1)
-    along_rows = {"rowwise": False, "columnwise": True}
     ends = group_ends(rows, groups, align, inputs.device)
     operands = {"dy": inputs.normal(rows, n), "x": inputs.activation(rows, k)}
     kwargs: dict[str, Any] = {
-        name: _quantised(_without_pads(x, ends, align), settings.pop(name, None), **along_rows)
+        name: _quantised(_without_pads(x, ends, align), settings.pop(name, None), along_rows=True)
         for name, x in operands.items()
     }
     return Call(grouped_wgrad, kwargs | {"ends": ends} | settings | {"engine": "weft"})

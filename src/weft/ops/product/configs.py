@@ -136,6 +136,8 @@ def product_config(
         m, n, k, warps, stages = (64, 128, 128, 4, 1) if target.is_cpu else (16, 64, 128, 4, 3)
         if kind in ("fp32", "decoded", "half_blocks") and not target.is_cpu:
             k = 64
+            if grouped is not None and kind == "decoded":
+                n = 32  # what finds a tile's group takes registers too
         if invariant and not target.is_cpu:
             m = 64  # the same instruction for any number of rows
     else:
@@ -145,7 +147,10 @@ def product_config(
             m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
         if grouped is not None and kind == "decoded" and name in ("sm_80", "sm_89"):
             n, warps = 64, 4
+        if grouped == "depth" and kind == "mx8" and name == "sm_100":
+            warps = 8  # the gradients so far are read into registers beside the sums
         if gated and not target.is_cpu:
+            k = min(k, 128)
             # Two sums for each element: in registers, except where the unit keeps them itself.
             in_registers = name in ("sm_80", "sm_89", "sm_120") or kind.endswith(("_blocks", "_outer"))
             m, n, warps = min(m, 64 if in_registers else 128), min(n, 128), 8

@@ -1,0 +1,337 @@
+"""Linear layers by recipes: their three products against float64 products of the numbers that the recipe makes, what
+backward keeps, and the experts that are composed of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from tests.catalogue.calls import near
+from tests.ops.product.truth import numbers, product
+from weft import QTensor, Recipe
+from weft.ops.product.recipes import RECIPES
+
+M, N, K = 72, 128, 256
+QUANTISED = [name for name, recipe in RECIPES.items() if recipe.is_quantised]
+
+
+def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, bias and dy; the weight in fp32, as optimizers keep it."""
+    draw = torch.Generator().manual_seed(seed)
+    x, w, dy = (torch.randn(*shape, generator=draw) for shape in ((M, K), (N, K), (M, N)))
+    return x.to(dtype), w / 16, torch.randn(N, generator=draw), dy.to(dtype)
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def both(x: Tensor, spec: str, seed: int | None = None) -> QTensor:
+    return weft.quantize(x, spec, columnwise=True, seed=seed)
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_three_products(name: str) -> None:
+    """Each of operands that are quantised along the dimension that it sums, from the numbers before rounding."""
+    recipe = RECIPES[name]
+    assert recipe.x
+    assert recipe.weight
+    assert recipe.grad
+    x, w, bias, dy = layer()
+    mine = leaves(x, w, bias)
+    torch.manual_seed(7)
+    y = weft.linear(*mine, recipe=name)
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    torch.manual_seed(7)
+    seed = int(torch.randint(2**62, ())) if recipe.stochastic else None
+    xq, wq, dyq = both(x, recipe.x), both(w, recipe.weight), both(dy, recipe.grad, seed)
+    wanted = product(numbers(xq), numbers(wq.T, of_b=True))
+    near(y, type(wanted)(wanted.truth + bias.double(), wanted.noise + 2.0**-23 * bias.abs()))
+    near(mine[0].grad, product(numbers(dyq), numbers(wq, of_b=True)))  # type: ignore[arg-type]
+    near(mine[1].grad, product(numbers(dyq.T), numbers(xq, of_b=True)))  # type: ignore[arg-type]
+    assert torch.allclose(mine[2].grad, dy.float().sum(0), rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
+    assert mine[0].grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert mine[1].grad.dtype == torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_plain_products(recipe: str | None) -> None:
+    x, w, bias, dy = layer()
+    mine = leaves(x, w, bias)
+    weft.linear(*mine, recipe=recipe).backward(dy)  # type: ignore[no-untyped-call]
+    near(mine[0].grad, product(dy.double(), w.bfloat16().double()))  # type: ignore[arg-type]
+    near(mine[1].grad, product(dy.double().T, x.double()))  # type: ignore[arg-type]
+
+
+def test_gradients_without_rounding() -> None:
+    x, w, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3, 4), (5, 4), (5,)))
+    assert torch.autograd.gradcheck(lambda *given: weft.linear(*given), leaves(x, w, bias))
+    y = weft.linear(x, w, bias)
+    assert torch.allclose(y, torch.nn.functional.linear(x, w, bias))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_rows_that_are_quantised_already(name: str) -> None:
+    """The same bits as from plain rows, and no second rounding; the gradient passes to what was quantised."""
+    x, w, _, dy = layer()
+    spec = RECIPES[name].x
+    assert spec
+    results = []
+    for given in (lambda x: x, lambda x: both(x, spec)):
+        mine = leaves(x, w)
+        y = weft.linear(given(mine[0]), mine[1], recipe=name)
+        y.backward(dy)  # type: ignore[no-untyped-call]
+        results.append([y, *(leaf.grad for leaf in mine)])
+    for plain, quantised in zip(*results, strict=True):
+        assert torch.equal(plain, quantised)  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_quantised_already() -> None:
+    """As `glu` hands them down: they are not quantised again."""
+    x, w, _, dy = layer()
+    plain, given = leaves(x, w), leaves(x, w)
+    weft.linear(*plain, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
+    y = weft.linear(*given, recipe="fp8_block")
+    dx, dw = torch.autograd.grad(y, given, both(dy, "1x128"))
+    assert torch.equal(dx, plain[0].grad)  # type: ignore[arg-type]
+    assert torch.equal(dw, plain[1].grad)  # type: ignore[arg-type]
+
+
+def test_seeds() -> None:
+    """Stochastic rounding draws from PyTorch's generator: new numbers in every call, the same for the same seed."""
+    x, w, _, dy = layer()
+
+    def gradient() -> Tensor:
+        (mine,) = leaves(w)
+        weft.linear(x, mine, recipe="nvfp4").backward(dy)  # type: ignore[no-untyped-call]
+        assert mine.grad is not None
+        return mine.grad
+
+    torch.manual_seed(3)
+    first, second = gradient(), gradient()
+    torch.manual_seed(3)
+    assert torch.equal(first, gradient())
+    assert not torch.equal(first, second)
+
+
+# ---- memory and weights -------------------------------------------------------------------------------------
+
+
+def saved_bytes(function: Any) -> int:
+    """Bytes that autograd keeps of a call, each storage once."""
+    found: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        kept = function()
+    del kept
+    return sum(found.values())
+
+
+def test_backward_keeps_codes() -> None:
+    """One copy of x in 8 bits and its scales; and that of the weight."""
+    x, w, *_ = layer()
+    codes = saved_bytes(lambda: weft.linear(*leaves(x, w), recipe="fp8_block"))
+    plain = saved_bytes(lambda: weft.linear(*leaves(x, w), recipe="bf16"))
+    scales = 4 * (K * (-(-M // 128)) + (N // 128) * (K // 128))
+    padded = -(-M // 16) * 16  # codes along rows begin at multiples of 16 bytes
+    assert codes <= padded * K + N * K + scales
+    assert plain >= 2 * (M * K + N * K)
+
+
+def test_main_grad() -> None:
+    x, w, _, dy = layer()
+    (plain,) = leaves(w)
+    weft.linear(x, plain, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
+    (mine,) = leaves(w)
+    mine.main_grad = torch.ones(N, K)  # type: ignore[attr-defined]
+    weft.linear(x, mine, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
+    assert mine.grad is None
+    assert plain.grad is not None
+    assert torch.allclose(mine.main_grad, plain.grad + 1, rtol=1e-6, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def test_reused_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One quantisation of a weight inside the block, and a new one after it was changed; outside none is kept."""
+    from weft.ops.product import linear as module
+
+    made: list[int] = []
+    real = module._weights
+    monkeypatch.setattr(module, "_weights", lambda *a: made.append(1) or real(*a))
+    x, w, _, dy = layer()
+    (mine,) = leaves(w)
+    with weft.reuse_weights():
+        first = weft.linear(x, mine, recipe="fp8_block")
+        assert torch.equal(first, weft.linear(x, mine, recipe="fp8_block"))
+        assert len(made) == 1
+        with torch.no_grad():
+            mine.mul_(2.0)
+        second = weft.linear(x, mine, recipe="fp8_block")
+        assert len(made) == 2
+    assert torch.equal(second, first * 2)
+    weft.linear(x, mine, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
+    assert len(made) == 3
+
+
+def test_frozen_weight_with_an_adapter() -> None:
+    """A quantised base that stays, and a low-rank update that learns."""
+    x, w, _, dy = layer()
+    base = weft.quantize(w.bfloat16(), "128x128")
+    down, up = leaves(torch.randn(8, K).bfloat16() / 16, torch.zeros(N, 8).bfloat16())
+    (rows,) = leaves(x)
+    y = weft.matmul(weft.linear(rows, down), up.T, residual=weft.linear(rows, base, recipe="fp8_block"))
+    assert torch.equal(y, weft.linear(x, base, recipe="fp8_block"))
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    assert up.grad is not None
+    assert rows.grad is not None
+    near(rows.grad, product(numbers(both(dy, "1x128")), numbers(base, of_b=True)))
+
+
+# ---- with the rest of PyTorch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "fp8_tensor"])
+def test_compiled_and_checkpointed_are_eager(name: str) -> None:
+    x, w, bias, dy = layer()
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        spec = RECIPES[name].x
+        normed = weft.rms_norm(x, quantize=spec, columnwise=spec is not None)
+        return weft.linear(normed, w, bias, recipe=name)
+
+    def checkpointed(*given: Tensor) -> Any:
+        return checkpoint(function, *given, use_reentrant=False)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (function, compiled, checkpointed):
+        mine = leaves(x, w, bias)
+        y = call(*mine)
+        results.append([y, *torch.autograd.grad(y, mine, dy)])
+    for eager, *others in zip(*results, strict=True):
+        assert all(torch.equal(eager, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x, w: weft.linear(x, w.T), "one K"),
+        (lambda x, w: weft.linear(x, w, recipe="fp8"), "must be one of bf16, fp8_block"),
+        (lambda x, w: weft.linear(x, w, recipe=8), "weft.Recipe"),
+        (lambda x, w: weft.linear(x, w, w[0]), "bias"),
+        (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantise it so"),
+        (lambda x, w: weft.linear(both(x, "mx"), w), "plain numbers"),
+        (
+            lambda x, w: weft.linear(weft.quantize(x, "1x128"), w.requires_grad_(), recipe="fp8_block"),
+            "columnwise=True",
+        ),
+        (
+            lambda x, w: weft.linear(x, weft.quantize(w.requires_grad_(), "128x128"), recipe="fp8_block"),
+            "frozen",
+        ),
+        (
+            lambda x, w: weft.linear(x.requires_grad_(), weft.quantize(w, "mx"), recipe="mxfp8"),
+            "weight has no column-wise copy",
+        ),
+        (lambda x, w: Recipe("mx", "mx"), "or for none"),
+        (lambda x, w: Recipe("int8:row", "int8:row", "int8:row", stochastic=True), "float format"),
+        (lambda x, w: weft.experts(x, w, w, weft.route(x[:, :4].float(), 2)), "experts, 2H, K"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused_in_words(call: Any, said: str) -> None:
+    x, w, *_ = layer()
+    with pytest.raises((ValueError, TypeError), match=said):
+        call(x, w)
+
+
+def test_seeds_do_not_compile() -> None:
+    x, w, *_ = layer()
+    function = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="new seed in every call"):
+        function(x, w.requires_grad_(), recipe="nvfp4")
+
+
+# ---- experts ------------------------------------------------------------------------------------------------
+
+EXPERTS, WIDTH, TOKENS = 4, 128, 60
+
+
+def moe_layer(dtype: torch.dtype) -> list[Tensor]:
+    """x, router, up and down; one expert has no tokens."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = ((TOKENS, K), (EXPERTS, K), (EXPERTS, 2 * WIDTH, K), (EXPERTS, K, WIDTH))
+    x, router, up, down = (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5 for shape in shapes)
+    x = x * K**0.5
+    x[:, 0] = 3.0
+    router[2, 0] = -100.0
+    return [x.to(dtype), router, up, down]
+
+
+def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, recipe: str | None = None) -> Tensor:
+    return weft.experts(x, up, down, weft.route(weft.router_linear(x, router), 2), recipe=recipe)
+
+
+def naive(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every expert for every token, weighed by what the router says (0 for most), in float64."""
+    x, router, up, down = (t.double() for t in (x, router, up, down))
+    best = (x @ router.T).topk(2)
+    weights = torch.zeros(len(x), EXPERTS, dtype=torch.float64).scatter(
+        1, best.indices, best.values.softmax(-1)
+    )
+    gate, value = torch.einsum("tk,enk->ten", x, up).chunk(2, -1)
+    return torch.einsum("ten,ekn,te->tk", torch.nn.functional.silu(gate) * value, down, weights)
+
+
+def gradients(function: Any, given: list[Tensor], dy: Tensor) -> list[Tensor]:
+    mine = leaves(*given)
+    y = function(*mine)
+    return [y, *torch.autograd.grad(y, mine, dy.to(y.dtype))]
+
+
+# Errors of y and of all gradients against float64, of data like this: twice what was measured.
+ERRORS = {
+    None: 2e-6, "bf16": 0.012, "fp8_block": 0.18, "fp8_row": 0.16, "fp8_tensor": 0.2, "mxfp8": 0.18, "nvfp4": 0.6,
+    "int8_row": 0.06,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ERRORS)
+def test_experts(recipe: str | None) -> None:
+    given = moe_layer(torch.float32 if recipe is None else torch.bfloat16)
+    dy = torch.randn(TOKENS, K)
+    wanted = gradients(naive, given, dy)
+    got = gradients(lambda *t: experts(*t, recipe=recipe), given, dy)
+    for name, mine, its in zip(("y", "dx", "drouter", "dup", "ddown"), got, wanted, strict=True):
+        error = float((mine - its).detach().norm() / its.detach().norm())
+        assert error < ERRORS[recipe], f"{name}: {error}"
+        # Rounding an operand to this format must leave a trace: the recipe was followed.
+        assert recipe is None or error > ERRORS[recipe] / 40, f"{name}: {error}"
+    assert not got[3][2].any()
+    assert not got[4][2].any()
+
+
+def test_experts_compiled() -> None:
+    given, dy = moe_layer(torch.bfloat16), torch.randn(TOKENS, K)
+    call = lambda *t: experts(*t, recipe="fp8_block")  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for eager, other in zip(gradients(call, given, dy), gradients(compiled, given, dy), strict=True):
+        assert torch.equal(eager, other)
+
+
+def test_experts_of_no_tokens() -> None:
+    x, router, up, down = moe_layer(torch.bfloat16)
+    got = gradients(lambda *t: experts(*t, recipe="fp8_block"), [x[:0], router, up, down], x[:0])
+    assert [g.shape for g in got] == [x[:0].shape, x[:0].shape, router.shape, up.shape, down.shape]
+    assert not any(g.any() for g in got)
