@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 2 examples/train_moe.py --recipe fp8_block    # FSDP2: Gloo on CPUs, NCCL on GPUs
 
 The model predicts the next byte of Python's own standard library, which is text that every machine with Python has. One
-file in ten is kept for validation. Everything between two matrix products is one op of Weft, and the products of the
-projections and experts are computed as the recipe says, forward and backward. The router, the loss and the master
-weights stay in fp32, the residual stream, the embedding and the head in bf16; the recipe "fp32" has everything in fp32.
-Attention itself is PyTorch's: Weft has none.
+file in ten is kept for validation. The recipe says in what numbers the projections and the experts are multiplied,
+forward and backward. The router, the loss and the master weights stay in fp32; the residual stream, the embedding and
+the head in bf16. With the recipe "fp32", everything is in fp32. All of it is made of Weft's ops, except attention
+itself, which is PyTorch's: Weft has none.
 
 A seed decides weights and batches, whatever the recipe and the number of ranks, so curves can be compared step by step.
 """
@@ -68,16 +68,6 @@ class Config:
     learning_rate: float = option(2e-3, "the largest, after the warm-up")
     validate_every: int = option(50, "steps between two validations, and between two checkpoints")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations."""
-        return torch.float32 if self.recipe == "fp32" else torch.bfloat16
-
-    @property
-    def product_recipe(self) -> str | None:
-        """What `weft.linear` and `weft.experts` take; None multiplies in the dtype of the activations."""
-        return None if self.recipe == "fp32" else self.recipe
-
 
 # ---- the text ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +112,8 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, experts, width = config.hidden, config.experts, config.width
-        self.top_k, self.recipe = config.top_k, config.product_recipe
+        self.top_k = config.top_k
+        self.recipe = None if config.recipe == "fp32" else config.recipe  # None: products in the dtype of x
         self.heads = weft.Heads(q=config.heads, kv=config.heads, dim=hidden // config.heads)
         self.rotation = weft.Rotation(10000.0)
         small = (2 * config.layers) ** -0.5  # so that the stream does not grow with the number of layers
@@ -158,7 +149,7 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         torch.manual_seed(config.seed)
-        self.dtype = config.dtype
+        self.dtype = torch.float32 if config.recipe == "fp32" else torch.bfloat16  # of activations
         self.embedding = nn.Parameter(torch.randn(BYTES, config.hidden))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.ones(config.hidden))
@@ -166,15 +157,14 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of predicting the targets in nats a byte, and the sum of the layers' balance losses."""
-        h = F.embedding(tokens, self.embedding.to(self.dtype))
+        h = F.embedding(tokens, self.embedding).to(self.dtype)
         balances = []
         for block in self.blocks:
             h, balance = block(h)
             balances.append(balance)
-        h = weft.rms_norm(h, self.norm)
-        loss = weft.linear_cross_entropy(
-            h, self.head.to(self.dtype), targets
-        )  # the logits are never in memory
+        # Head and loss are one op: the logits are never in memory.
+        head = self.head.to(self.dtype)
+        loss = weft.linear_cross_entropy(weft.rms_norm(h, self.norm), head, targets)
         return loss, torch.stack(balances).sum()
 
 
@@ -238,13 +228,12 @@ def resume(directory: Path, run: Run, model: nn.Module, optimizer: torch.optim.O
     """Load the checkpoint, if there is one, and return its run so far."""
     if not (directory / "last.pt").exists():
         return run
-    saved = torch.load(directory / "last.pt", mmap=True)
+    saved: dict[str, Run] = torch.load(directory / "last.pt", mmap=True)
     if saved["run"]["config"] != run["config"]:
         raise SystemExit(f"{directory} has a run of another configuration: {saved['run']['config']}")
     states = {"model_state_dict": saved["weights"], "optim_state_dict": saved["moments"]}
     set_state_dict(model, optimizer, **states, options=WHOLE)
-    resumed: Run = saved["run"]
-    return resumed
+    return saved["run"]
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Oper
     )
 
 
-def _copies(
+def quantised_copies(
     x: Tensor, spec: str, rowwise: bool, columnwise: bool, seed: int | None = None
 ) -> tuple[Copy | None, Copy | None]:
     if columnwise and Format.of(spec).block in ("tensor", "128x128"):
@@ -66,7 +66,7 @@ def _activations(x: Tensor, spec: str | None, dtype: torch.dtype, columnwise: bo
     if spec is None:
         return Operand(x.to(dtype))
     if not isinstance(x, QTensor):
-        return _of_copies(stand_in(x), spec, *_copies(x, spec, True, columnwise))
+        return _of_copies(stand_in(x), spec, *quantised_copies(x, spec, True, columnwise))
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
         known = OperandCodes(format=x.spec)
         return Operand(x, known, known)
@@ -80,7 +80,7 @@ def _weights(w: Tensor, spec: str | None, dtype: torch.dtype, groups: Groups, tr
     if isinstance(w, QTensor):
         copies, spec = (w.rowwise, w.columnwise), w.spec
     else:
-        copies = _copies(w, spec, True, transposed)
+        copies = quantised_copies(w, spec, True, transposed)
     if groups.ends is None:
         return _of_copies(stand_in(w), spec, *copies)
     found = [weight_codes(*copies, spec, w.shape[0], transpose) for transpose in (False, True)]
@@ -142,7 +142,7 @@ class Settings(NamedTuple):
     weight_dtype: torch.dtype
 
 
-def _rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpose: bool = False) -> Tensor:
+def rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpose: bool = False) -> Tensor:
     """x w^T, or x w for `transpose`."""
     codes, result = w.col if transpose else w.row, plain_result(s.dtype)
     if s.groups.ends is None:
@@ -161,7 +161,7 @@ def _rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transp
     ).result.y
 
 
-def _outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor | None:
+def outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor | None:
     """dy^T x, in the weight's dtype; or added to `main`, and then nothing."""
     result = plain_result(s.weight_dtype if main is None else main.dtype)
     if s.groups.ends is None:
@@ -210,7 +210,7 @@ class _Linear(torch.autograd.Function):
         recipe, dtype = s.recipe, s.recipe.dtype or s.dtype
         left = _activations(x if given is None else given, recipe.x, dtype, needs_w)
         right = _reused_weights(w, recipe, dtype, s.groups, needs_x)
-        y = _rows_times(left, right, bias, s)
+        y = rows_times(left, right, bias, s)
         ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main = getattr(w, "main_grad", None) if needs_w and not torch.compiler.is_compiling() else None
@@ -238,8 +238,8 @@ class _Linear(torch.autograd.Function):
             operands.append(Operand(plain, PLAIN, OperandCodes(data, scale, whole, spec)))
         x, w = operands
         grad = _gradient(dy, s, ctx.seed, needs_x, needs_w)
-        dx = _rows_times(grad, w, None, s, transpose=True) if needs_x else None
-        dw = _outer(grad, x, s, ctx.main) if needs_w else None
+        dx = rows_times(grad, w, None, s, transpose=True) if needs_x else None
+        dw = outer(grad, x, s, ctx.main) if needs_w else None
         dbias = _bias_gradient(dy, s, ctx.bias_dtype) if needs_bias else None
         return dx, dw, dbias, None, None, None
 
@@ -253,7 +253,9 @@ def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w:
         if (row is not None or not needs_x) and (col is not None or not needs_w):
             return _of_copies(stand_in(dy), dy.spec, row, col)
         dy = dy.dequantize()
-    return _of_copies(stand_in(dy), s.recipe.grad, *_copies(dy, s.recipe.grad, needs_x, needs_w, seed))
+    return _of_copies(
+        stand_in(dy), s.recipe.grad, *quantised_copies(dy, s.recipe.grad, needs_x, needs_w, seed)
+    )
 
 
 def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
