@@ -5,26 +5,60 @@
 
 Every step is an op of its own, and this file only composes them: `row_map`, `permute`, `linear` by groups, `glu`,
 `unpermute`. With a recipe whose blocks lie along rows of x (1x128, mx), `permute` and `glu` quantise what they make, so
-that no product reads its operand in more than 8 bits. Nothing waits for the device.
+that no product reads its operand in more than 8 bits. With any quantised recipe, backward keeps the input of the gated
+unit in FP8 as well, as DeepSeek-V3 does: it is the largest tensor of the layer. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...quant import Format
+from ...quant import Copy, Format
 from ..common.activations import Act
 from ..common.checks import check_input
 from ..common.groups import Groups
-from ..glu.glu import glu
+from ..common.results import ResultOptions, plain_result
+from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
+from ..glu.glu import glu, glu_backward_op
 from ..product.linear import apply_linear, check_layer
 from ..product.recipes import Recipe
+from ..quantize import QuantizeArgs, dequantize_codes, quantize_op
 from .permute import permute, unpermute
 from .route import Routing
 from .row_map import row_map
 
 _FUSED = ("1x128", "mx")  # blocks in which `permute` and `glu` make both copies of their results
+_KEPT = Format.of("1x128").spec  # in which backward keeps the input of the gated unit
+
+
+class _KeepingFewBytes(torch.autograd.Function):
+    """`glu` for rows in groups, whose backward has its input in FP8."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, probs: Tensor, ends: Tensor, align: int, act: Act, spec: str | None
+    ) -> Tensor:
+        options = ResultOptions(z.dtype, _KEPT, True, False, None, False)
+        kept = quantize_op(QuantizeArgs(z, options, None)).result
+        ctx.save_for_backward(kept.data, kept.scale, probs, ends)
+        ctx.act, ctx.align, ctx.z = act, align, (z.shape[1], z.dtype)
+        if spec is None:
+            return glu(z, act=act, probs=probs, ends=ends, align=align)
+        return glu(z, act=act, probs=probs, ends=ends, align=align, quantize=spec, columnwise=True)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Any:
+        data, scale, probs, ends = ctx.saved_tensors
+        z = dequantize_codes(Copy(data, scale), _KEPT, *ctx.z)
+        unit, groups = GatedUnit(ctx.act, "concat", None, 1.0, 0.0), Groups(ends, ctx.align)
+        needs = GluNeeds(True, False, True, False)
+        found = glu_backward_op(
+            GluBackwardArgs(z, None, probs, None, dh, groups, unit, plain_result(z.dtype), needs)
+        )
+        return found.x.y, found.probs, None, None, None, None
 
 
 def experts(
@@ -76,14 +110,18 @@ def experts(
     fused = found.x is not None and Format.of(found.x).block in _FUSED
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
     probs = routing.weights.reshape(-1, rows.row_of_slot.shape[-1])
-    if fused and found.x is not None:
-        both = torch.is_grad_enabled()
-        permuted, weights = permute(tokens, rows, probs, quantize=found.x, columnwise=both)
-        z = apply_linear(permuted, up, None, found, groups)
-        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align, quantize=found.x, columnwise=both)
+    spec = found.x if fused else None
+    both = torch.is_grad_enabled()
+    if spec is None:
+        permuted, weights = permute(tokens, rows, probs)
     else:
-        gathered, weights = permute(tokens, rows, probs)
-        z = apply_linear(gathered, up, None, found, groups)
+        permuted, weights = permute(tokens, rows, probs, quantize=spec, columnwise=both)
+    z = apply_linear(permuted, up, None, found, groups)
+    if found.is_quantised and z.requires_grad and both:
+        h = _KeepingFewBytes.apply(z, weights, groups.ends, align, act, spec)
+    elif spec is None:
         h = glu(z, act=act, probs=weights, ends=groups.ends, align=align)
+    else:
+        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align, quantize=spec)
     y = unpermute(apply_linear(h, down, None, found, groups), rows)
     return y.view(x.shape)
