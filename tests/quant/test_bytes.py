@@ -53,11 +53,11 @@ def test_inputs_are_what_they_are_for() -> None:
 
 
 def _always(f: Format, columnwise: bool) -> bool:
-    """What runs without -m slow: mx and nvfp4 by both kernels; 1x128 by one of them, in turn; of the other blocks,
-    whose scales the same functions make, each convention once, in turn with either kind of scale, with each element
-    and by either kernel."""
+    """What runs without -m slow: mx and both kinds of nvfp4 by both kernels; 1x128 by one of them, in turn; of the
+    other blocks, whose scales the same functions make, each convention once, in turn with either kind of scale, with
+    each element and by either kernel."""
     turn = list(oracle.FLOOR).index(f.convention)
-    if f.block in ("mx", "nvfp4"):
+    if f.block in ("mx", *oracle.NVFP4):
         return True
     if f.block == "1x128":
         return (turn // 2 + bool(f.power_of_two)) % 2 == int(columnwise)
@@ -86,7 +86,7 @@ def test_every_format(f: Format, columnwise: bool) -> None:
 
 @pytest.mark.parametrize("f", FORMATS, ids=str)
 def test_every_format_in_the_reference(f: Format) -> None:
-    if f.block in ("tensor", "row", "nvfp4"):
+    if f.block in ("tensor", "row", *oracle.NVFP4):
         for name, x in adversarial(5, 37, torch.float32).items():
             check(x, f, name, columnwise=True, backend="reference")
     else:
@@ -103,15 +103,14 @@ def test_what_always_runs_covers_each_choice() -> None:
             assert {f.element for f in here} == {"e4m3", "e5m2", "int8"}
             assert {f.power_of_two for f in here} == {False, True}
         assert {f.convention for f, _ in chosen if f.block == block} == set(oracle.FLOOR)
-    assert {f for f, _ in chosen if f.block in ("1x128", "mx", "nvfp4")} == {
-        f for f in FORMATS if f.block in ("1x128", "mx", "nvfp4")
-    }
+    whole = ("1x128", "mx", *oracle.NVFP4)
+    assert {f for f, _ in chosen if f.block in whole} == {f for f in FORMATS if f.block in whole}
 
 
 BF16 = [
     "e4m3:1x128:te:pow2", "e5m2:1x128:te", "int8:1x128:vllm", "e4m3:1x128:sglang_col_major", "e4m3:row:deepep:pow2",
     "int8:row:torchao", "e4m3:tensor:deepgemm", "e5m2:tensor:te", "e4m3:128x128:sglang", "e2m1:mx:torchao",
-    "e2m1:nvfp4:te",
+    "e2m1:nvfp4:te", "e2m1:nvfp4_16x16:te",
 ]  # fmt: skip
 
 
@@ -150,6 +149,7 @@ SHAPES = [(1, 1), (3, 15), (5, 129), (127, 16), (128, 128), (130, 1100)]
         "int8:row:te",
         "e2m1:mx:te",
         "e2m1:nvfp4:te",
+        "e2m1:nvfp4_16x16:te",
         "e5m2:tensor:te",
         "e4m3:128x128:te:pow2",
     ],
@@ -169,7 +169,7 @@ def test_shapes(spec: str) -> None:
 
 
 def test_column_wise_alone() -> None:
-    for spec in ("e4m3:1x128:te:pow2", "e2m1:nvfp4:te", "e4m3:row:deepgemm", "e4m3:128x128:te:pow2"):
+    for spec in ("e4m3:1x128:te:pow2", "e2m1:nvfp4_16x16:te", "e4m3:row:deepgemm", "e4m3:128x128:te:pow2"):
         f = Format.of(spec)
         x = torch.randn(150, 37)
         for backend in BACKENDS:
@@ -436,7 +436,7 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
     dequantise to."""
     te, torchao = f.convention == "te", f.convention == "torchao"
     largest = math.copysign(f.number.max, special)
-    if f.block == "nvfp4":
+    if f.block in oracle.NVFP4:
         if te and math.isinf(special):
             return math.copysign(2688.0, special), 0.0, 1.0
         return NAN, NAN, NAN
@@ -454,7 +454,7 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_one_special_number(format: Format) -> None:
     """As documented, in each format there is. The kernels' bytes are the reference's, special numbers included."""
-    near = (4, 6) if format.block in ("tensor", "128x128") else (3, 6)
+    near = (4, 6) if format.block in ("tensor", "128x128", "nvfp4_16x16") else (3, 6)
     far = near if format.block == "tensor" else (131, 150)
     for special in (INF, -INF, NAN):
         x = torch.ones(132, 160)

@@ -129,7 +129,7 @@ def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
 
 def _shares_codes(format: Format) -> bool:
     """Whether both copies hold the same codes, and so round with the same random numbers."""
-    return format.block in ("128x128", "tensor")
+    return format.square > 0 or format.block == "tensor"
 
 
 def philox_reference(seed: int, rows: int, cols: int, which: int, device: torch.device) -> Tensor:
@@ -505,7 +505,7 @@ def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
         a.result,
         call.rows_pass,
         call.stripes_pass,
-        direct=call.format.block != "128x128",
+        direct=not call.format.square,
         statistics=False,
         input_dtype=a.x.dtype,
     )
@@ -522,7 +522,7 @@ def _allocate_dequantize(a: DequantizeArgs) -> DequantizeOutputs:
 
 
 def _launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
-    f, rows, cols = Format.of(a.format), a.data.shape[0], a.cols
+    f, rows, cols = Format.of(a.format).stored, a.data.shape[0], a.cols
     data = flat_rows(a.data)
     tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
     launch = Launch.of(

@@ -74,7 +74,7 @@ def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> 
         step = -(-width // 16) * 16
         data_t = Room((cols, width), (step, 1), dtype, cols * step if step > width else 0)
         scale_t = scale_room(format, cols, rows)
-    if format.block == "nvfp4":
+    if format.stored.block == "nvfp4":
         last = Room((), (), torch.float32)
     return data, scale, data_t, scale_t, last
 

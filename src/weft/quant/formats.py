@@ -48,7 +48,7 @@ from typing import Literal, get_args
 
 import torch
 
-Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4"]
+Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4", "nvfp4_16x16"]
 Element = Literal["e4m3", "e5m2", "int8", "e2m1"]
 ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_major", "deepep", "vllm"]
 
@@ -167,7 +167,7 @@ CONVENTIONS: dict[str, Convention] = {
     )
 }
 
-# Block -> (rows, columns) that share a scale; 0 stands for the whole length.
+# Block -> (rows, columns) that share a stored scale; 0 stands for the whole length.
 _SHAPES: dict[str, tuple[int, int]] = {
     "tensor": (0, 0),
     "row": (1, 0),
@@ -175,7 +175,11 @@ _SHAPES: dict[str, tuple[int, int]] = {
     "128x128": (128, 128),
     "mx": (1, 32),
     "nvfp4": (1, 16),
+    "nvfp4_16x16": (1, 16),
 }
+# Block -> side of the squares that share a scale. Those of nvfp4_16x16 store it once for each of their rows.
+_SQUARES = {"128x128": 128, "nvfp4_16x16": 16}
+_NVFP4 = ("nvfp4", "nvfp4_16x16")
 _ELEMENTS: dict[str, tuple[str, ...]] = {
     "tensor": ("e4m3", "e5m2", "int8"),
     "row": ("e4m3", "e5m2", "int8"),
@@ -183,8 +187,13 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     "128x128": ("e4m3", "e5m2", "int8"),
     "mx": ("e4m3", "e5m2", "e2m1"),
     "nvfp4": ("e2m1",),
+    "nvfp4_16x16": ("e2m1",),
 }
-_CONVENTIONS: dict[str, tuple[str, ...]] = {"mx": ("te", "torchao", "deepgemm"), "nvfp4": ("te", "torchao")}
+_CONVENTIONS: dict[str, tuple[str, ...]] = {
+    "mx": ("te", "torchao", "deepgemm"),
+    "nvfp4": ("te", "torchao"),
+    "nvfp4_16x16": ("te", "torchao"),
+}
 
 
 @dataclass(frozen=True)
@@ -192,8 +201,9 @@ class Format:
     """A quantised format. `Format("1x128")` is TransformerEngine's default: e4m3 with power-of-two scales.
 
     - `block`: which elements share a scale. `mx` is 1x32 with e8m0 scales, `nvfp4` 1x16 with e4m3 scales and one
-      fp32 scale for the tensor.
-    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and `nvfp4`.
+      fp32 scale for the tensor. `nvfp4_16x16` is for weights: its row-wise and its column-wise copy stand for the same
+      numbers. It stores the scale of a square in each of its rows, so that whatever reads `nvfp4` reads it too.
+    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`.
     - `convention`: whose arithmetic; see the table of this module.
     - `power_of_two`: None takes the block's usual choice (yes for 1x128, 128x128 and mx, no for the others).
 
@@ -219,8 +229,8 @@ class Format:
         _choose(f"convention of block {self.block!r}", self.convention, known)
         if self.block == "mx" and not self.power_of_two:
             raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
-        if self.block == "nvfp4" and self.power_of_two:
-            raise ValueError("nvfp4 scales are e4m3 numbers: power_of_two=True has no meaning")
+        if self.block in _NVFP4 and self.power_of_two:
+            raise ValueError(f"{self.block} scales are e4m3 numbers: power_of_two=True has no meaning")
 
     # Plain properties: torch.compile traces them, and rebuilds a format from its four fields.
 
@@ -240,13 +250,23 @@ class Format:
 
     @property
     def group(self) -> int:
-        """Neighbours in a row that share a scale; 0 for all of them."""
+        """Neighbours in a row that share a stored scale; 0 for all of them."""
         return _SHAPES[self.block][1]
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a scale; 0 for all of them."""
+        """Rows that share a stored scale; 0 for all of them."""
         return _SHAPES[self.block][0]
+
+    @property
+    def square(self) -> int:
+        """The side of the squares that share a scale, whose codes are the same in both copies; 0 for other blocks."""
+        return _SQUARES.get(self.block, 0)
+
+    @property
+    def stored(self) -> Format:
+        """The format as which others read the bytes: `nvfp4` for `nvfp4_16x16`, and itself for all others."""
+        return Format("nvfp4", self.element, self.convention) if self.block == "nvfp4_16x16" else self
 
     @property
     def packed(self) -> int:
@@ -255,7 +275,9 @@ class Format:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return {"mx": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(self.block, torch.float32)
+        if self.block in _NVFP4:
+            return torch.float8_e4m3fn
+        return torch.float8_e8m0fnu if self.block == "mx" else torch.float32
 
     @staticmethod
     def of(value: Format | str) -> Format:
@@ -276,7 +298,7 @@ class Format:
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether the largest |x| of the whole tensor must be known before its first element is encoded."""
-        return self.block in ("tensor", "nvfp4")
+        return self.block in ("tensor", *_NVFP4)
 
     def data_shape(self, rows: int, cols: int) -> tuple[int, int]:
         return rows, -(-cols // self.packed)
@@ -317,7 +339,7 @@ def _all() -> tuple[Format, ...]:
         for block in _SHAPES
         for element in _ELEMENTS[block]
         for convention in _CONVENTIONS.get(block, tuple(CONVENTIONS))
-        for power_of_two in {"mx": (True,), "nvfp4": (False,)}.get(block, (False, True))
+        for power_of_two in ((True,) if block == "mx" else (False,) if block in _NVFP4 else (False, True))
     )
 
 

@@ -30,7 +30,7 @@ def quantize_copy(
     rows, cols = x.shape
     input_max = torch.finfo(input_dtype or x.dtype).max
     x = x.float()
-    block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
+    block_rows, group = format.square or format.block_rows or max(rows, 1), format.group or max(cols, 1)
     # A scale of the whole tensor or of a row exists even if there are no elements.
     fill_cols = -cols % group if format.group or cols else 1
     fill_rows = -rows % block_rows if format.block_rows or rows else 1
@@ -44,7 +44,7 @@ def quantize_copy(
         factor = stored if divides else 1.0 / stored
     else:
         amax = amax_reference(blocks, (2, 3))
-        if format.block == "nvfp4":
+        if format.stored.block == "nvfp4":
             assert tensor_amax is not None
             stored, factor, global_scale = _nvfp4_scale(amax, tensor_amax.reshape(()).float(), format)
         elif format.block == "mx":
@@ -54,12 +54,14 @@ def quantize_copy(
                 amax = tensor_amax.reshape(1, 1).float()
             stored, factor = _fp32_scale(amax, input_max, format)
     factor = factor[..., None, None]
-    scaled = blocks / factor if divides and format.block not in ("mx", "nvfp4") else blocks * factor
+    scaled = blocks / factor if divides else blocks * factor
     scaled = scaled.transpose(1, 2).reshape(padded.shape)[:rows, :cols]
     codes = encode_reference(scaled, format.number, random)
     if format.packed == 2:
         codes = F.pad(codes, (0, cols % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    if format.block_rows < format.square:  # squares repeat their scale
+        stored = stored.repeat_interleave(format.square, 0)[:rows]
     return Copy(codes.contiguous().view(format.number.dtype), _laid_out(stored, format), global_scale)
 
 
@@ -128,8 +130,8 @@ def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
 
 
 def _laid_out(stored: Tensor, format: Format) -> Tensor:
-    if format.block in ("mx", "nvfp4"):
-        return stored.view(format.scale_dtype)
+    if format.scale_dtype is not torch.float32:
+        return stored.contiguous().view(format.scale_dtype)
     if format.block != "1x128":
         return stored.contiguous()
     return F.pad(stored.t(), (0, -stored.shape[0] % 4)).contiguous().t()[: stored.shape[0]]

@@ -38,6 +38,8 @@ MORE: dict[str, dict[str, Any]] = {
     "weight-row": {"b": "row"},
     "weight-nvfp4": {"b": "nvfp4"},
     "weight-mx": {"b": "mx"},
+    "squares-nvfp4": {"a": "nvfp4_16x16", "b": "nvfp4"},
+    "weight-nvfp4-squares": {"b": "nvfp4_16x16"},
     "weight-fp32": {"dtype": torch.float32, "b": "1x128"},
     "weight-fp16": {"dtype": torch.float16, "b": "int8:128x128:te"},
     "plain-weight": {"a": "row"},

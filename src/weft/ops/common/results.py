@@ -50,7 +50,7 @@ class ResultOptions(NamedTuple):
         """Which parts of the result are not None."""
         if self.format is None:
             return _ONLY_Y
-        by_tensor = Format.of(self.format).block == "nvfp4"
+        by_tensor = Format.of(self.format).stored.block == "nvfp4"
         row, col = self.rowwise, self.columnwise
         return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
 
@@ -162,6 +162,7 @@ def _options(
             "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
             "quantise the result with weft.quantize, or take 1x128"
         )
+    check_made_here(format)
     if out_dtype is not None and not return_plain:
         raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
     check_out_dtype(out_dtype)
@@ -179,6 +180,14 @@ def _options(
 def check_copies(rowwise: bool, columnwise: bool) -> None:
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
+
+
+def check_made_here(format: Format) -> None:
+    """Complain about a format that `weft.quantize` alone makes."""
+    if format.block == "nvfp4_16x16":
+        raise ValueError(
+            "block 'nvfp4_16x16' is for weights, and weft.quantize alone makes it: take 'nvfp4' for a result"
+        )
 
 
 # ---- room and definition --------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def matmul(
     | tensor, row    | tensor, row                    | e4m3 and e5m2 in any mix, or int8 with int8               |
     | 1x128          | 128x128, 1x128, tensor, row    | the same elements; also the other way round               |
     | mx             | mx                             | e4m3, e5m2 and e2m1 in any mix                            |
-    | nvfp4          | nvfp4                          |                                                           |
+    | nvfp4          | nvfp4, nvfp4_16x16             | also the other way round                                  |
 
     A quantised a needs its row-wise copy, b its column-wise one: those whose scales lie along K. `w.T` has one if w has
     a row-wise copy. With blocks 128x128 and tensor either copy serves.
