@@ -39,8 +39,10 @@ def how(f: Format) -> dict[str, Any]:
     }
 
 
-def expected(x: torch.Tensor, f: Format, **more: Any) -> oracle.Quantized:
-    return oracle.quantize(x, **how(f), **more)
+def expected(x: torch.Tensor, f: Format, transpose: bool = False, **more: Any) -> oracle.Quantized:
+    if transpose and f.hadamard:
+        return oracle.quantize(oracle.rotated(x), **how(f), **more)
+    return oracle.quantize(x, transpose=transpose, **how(f), **more)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,8 @@ def assert_quantized(
         assert_copy(q.rowwise, f, expected(x, f, **more), (rows, cols), f"{f} {what} row-wise")
     if columnwise:
         want = expected(x, f, transpose=True, **more)
-        assert_copy(q.columnwise, f, want, (cols, rows), f"{f} {what} column-wise")
+        length = rounded_up(rows, 16) if f.hadamard else rows
+        assert_copy(q.columnwise, f, want, (cols, length), f"{f} {what} column-wise")
 
 
 def check(x: torch.Tensor, f: Format, what: str = "", *, columnwise: bool, backend: str = "auto") -> None:

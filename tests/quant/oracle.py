@@ -267,6 +267,30 @@ def scaled_nvfp4(amax: Array, tensor_amax: np.float32, convention: str) -> tuple
 
 
 # ------------------------------------------------------------------------------
+# Rotation
+# ------------------------------------------------------------------------------
+
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=F32)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The columns of x [M, K] as rows [K, M], M rounded up to 16 by zeros, and each 16 of them rotated: the textbook's
+    transform in place, in fp32, with its steps from neighbours to halves. In x's dtype."""
+    blocks = -(-x.shape[0] // 16)
+    values = np.zeros((x.shape[1], blocks * 16), dtype=F32)
+    values[:, : x.shape[0]] = x.detach().to(torch.float32).numpy().T
+    v = values.reshape(-1, 16) * SIGNS
+    with np.errstate(all="ignore"):
+        for half in (1, 2, 4, 8):
+            for first in range(16):
+                if not first & half:
+                    a, b = v[:, first].copy(), v[:, first + half].copy()
+                    v[:, first], v[:, first + half] = a + b, a - b
+        v = v * F32(0.25)
+    return torch.from_numpy(v.reshape(values.shape)).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------
 # The two functions
 # ------------------------------------------------------------------------------
 

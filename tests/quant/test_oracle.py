@@ -722,6 +722,22 @@ def test_every_format(block: str) -> None:
             check_format(how)
 
 
+def test_rotation_is_the_matrix_product() -> None:
+    """With the matrix written down: exactly where fp32 holds every sum, and to its rounding elsewhere. A rotation keeps
+    lengths."""
+    matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+    assert np.array_equal(matrix @ matrix.T, np.eye(16))
+    integers = torch.randint(-1000, 1000, (37, 5), generator=torch.Generator().manual_seed(3)).float()
+    for x in (integers, torch.randn(37, 5, generator=torch.Generator().manual_seed(4))):
+        padded = np.zeros((48, 5))
+        padded[:37] = x.numpy()
+        wanted = ((padded.T.reshape(-1, 16) * oracle.SIGNS) @ matrix).reshape(5, 48)
+        got = oracle.rotated(x).double().numpy()
+        assert np.abs(got - wanted).max() <= (0 if x is integers else 2.0**-22)
+        assert np.allclose((got**2).sum(1), (padded**2).sum(0), rtol=1e-6)
+    assert oracle.rotated(integers.bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("block", ["tensor", "row"])
 def test_given_scale(block: str, convention: str) -> None:

@@ -67,7 +67,14 @@ def test_stochastic_rounding_draws_what_it_says(element: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["e4m3:1x128:te:pow2", "e5m2:row:deepgemm", "e2m1:mx:te", "e2m1:nvfp4:te", "e2m1:nvfp4_16x16:te"],
+    [
+        "e4m3:1x128:te:pow2",
+        "e5m2:row:deepgemm",
+        "e2m1:mx:te",
+        "e2m1:nvfp4:te",
+        "e2m1:nvfp4_16x16:te",
+        "e2m1:nvfp4:te:hadamard-columnwise",
+    ],
 )
 def test_stochastic_rounding(spec: str) -> None:
     """Scales as usual; codes next to x, the same for a seed and other ones for another; alike on both backends."""

@@ -50,6 +50,7 @@ import torch
 
 Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4", "nvfp4_16x16"]
 Element = Literal["e4m3", "e5m2", "int8", "e2m1"]
+Side = Literal["rowwise", "columnwise"]
 ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_major", "deepep", "vllm"]
 
 
@@ -206,6 +207,12 @@ class Format:
     - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`.
     - `convention`: whose arithmetic; see the table of this module.
     - `power_of_two`: None takes the block's usual choice (yes for 1x128, 128x128 and mx, no for the others).
+    - `hadamard`: the copy of an `nvfp4` tensor that is rotated before it is quantised. With "columnwise", every 16
+      neighbours of a column are multiplied by diag(signs) H / 4 in fp32, H the Hadamard matrix of 16 and the signs
+      TransformerEngine's, and rounded to the tensor's dtype; after the last row come zeros up to a multiple of 16. This
+      copy has a scale of the whole tensor of its own. A product of two copies that are both rotated along the dimension
+      that it sums over is that of the numbers themselves: outliers spread over 16 codes, and nothing is undone.
+      `dequantize` rotates back. The transpose of such a tensor has a rotated row-wise copy: "rowwise".
 
     >>> Format("1x128").spec
     'e4m3:1x128:te:pow2'
@@ -217,6 +224,7 @@ class Format:
     element: Element | None = None
     convention: ConventionName = "te"
     power_of_two: bool | None = None
+    hadamard: Side | None = None
 
     def __post_init__(self) -> None:
         _choose("block", self.block, get_args(Block))
@@ -231,14 +239,19 @@ class Format:
             raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
         if self.block in _NVFP4 and self.power_of_two:
             raise ValueError(f"{self.block} scales are e4m3 numbers: power_of_two=True has no meaning")
+        if self.hadamard is not None:
+            _choose("hadamard", self.hadamard, get_args(Side))
+            if self.block != "nvfp4":
+                raise ValueError(f"hadamard= rotates copies in blocks 'nvfp4'; got {self.block!r}")
 
-    # Plain properties: torch.compile traces them, and rebuilds a format from its four fields.
+    # Plain properties: torch.compile traces them, and rebuilds a format from its fields.
 
     @property
     def spec(self) -> str:
         """The format in one string, which `of` reads back."""
         pow2 = ":pow2" if self.power_of_two and self.block != "mx" else ""
-        return f"{self.element}:{self.block}:{self.convention}{pow2}"
+        rotated = "" if self.hadamard is None else f":hadamard-{self.hadamard}"
+        return f"{self.element}:{self.block}:{self.convention}{pow2}{rotated}"
 
     @property
     def number(self) -> ElementType:
@@ -265,8 +278,23 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format as which others read the bytes: `nvfp4` for `nvfp4_16x16`, and itself for all others."""
-        return Format("nvfp4", self.element, self.convention) if self.block == "nvfp4_16x16" else self
+        """The format as which others read the bytes: plain `nvfp4` for `nvfp4_16x16` and for rotated copies, and itself
+        for all others."""
+        if self.block == "nvfp4_16x16" or self.hadamard is not None:
+            return Format("nvfp4", self.element, self.convention)
+        return self
+
+    @property
+    def transposed(self) -> Format:
+        """That of the transpose of a tensor, whose row-wise copy is the column-wise one of the tensor."""
+        if self.hadamard is None:
+            return self
+        side: Side = "rowwise" if self.hadamard == "columnwise" else "columnwise"
+        return Format(self.block, self.element, self.convention, self.power_of_two, side)
+
+    def length(self, numbers: int, side: Side = "rowwise") -> int:
+        """How many numbers are stored of a row, or of a column, of a copy that quantises `numbers` of them."""
+        return -(-numbers // 16) * 16 if side == self.hadamard else numbers
 
     @property
     def packed(self) -> int:
@@ -292,7 +320,7 @@ class Format:
 
     @staticmethod
     def all() -> tuple[Format, ...]:
-        """Every format there is."""
+        """Every format there is; those of block `nvfp4` can be rotated beside."""
         return _all()
 
     @property
@@ -323,13 +351,18 @@ def _parse(spec: str) -> Format:
     if spec in _SHAPES:
         return Format(spec)  # type: ignore[arg-type]
     element, block, convention, *rest = [*spec.split(":"), "", ""][: max(3, spec.count(":") + 1)]
-    if block not in _SHAPES or rest not in ([], ["pow2"]):
+    rotated = _ROTATED.get(rest[0]) if len(rest) == 1 else None
+    if block not in _SHAPES or not (rotated or rest in ([], ["pow2"])):
         raise ValueError(
             f"unknown format {spec!r}: give a Format, one of {', '.join(_SHAPES)}, or "
-            "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2"
+            "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2, or e2m1:nvfp4:te:hadamard-columnwise"
         )
     power_of_two = rest == ["pow2"] or block == "mx"
-    return Format(block, element, convention or "te", power_of_two)  # type: ignore[arg-type]
+    return Format(block, element, convention or "te", power_of_two, rotated)  # type: ignore[arg-type]
+
+
+# How a spec ends -> the side that is rotated.
+_ROTATED: dict[str, Side] = {"hadamard-rowwise": "rowwise", "hadamard-columnwise": "columnwise"}
 
 
 @functools.cache
@@ -349,4 +382,8 @@ def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 # The formats as `Format.spec` spells them.
-SPECS = frozenset(format.spec for format in _all())
+SPECS = frozenset(
+    spec
+    for format in _all()
+    for spec in (format.spec, *(f"{format.spec}:{end}" for end in _ROTATED if format.block == "nvfp4"))
+)

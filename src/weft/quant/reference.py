@@ -121,6 +121,23 @@ def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: t
     return (values * scale).to(dtype)
 
 
+# TransformerEngine's, of the 16 numbers that are rotated together.
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def hadamard_reference(x: Tensor, *, inverse: bool = False) -> Tensor:
+    """The rotation of `Format.hadamard` along the rows of x [M, K], or the one that undoes it, in fp32. K is a multiple
+    of 16. It is 16 numbers times diag(signs) H / 4, or times H diag(signs) / 4, where H is symmetric."""
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    y = x.float().reshape(-1, 16)
+    y = y if inverse else y * signs
+    for _ in range(4):  # in each step, sums become the first half and differences the second
+        even, odd = y[:, 0::2], y[:, 1::2]
+        y = torch.cat((even + odd, even - odd), 1)
+    y = y * signs * 0.25 if inverse else y * 0.25
+    return y.reshape(x.shape)
+
+
 def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     """The largest |x|: NaN if one is among them, 0 without elements."""
     dims = tuple(range(x.dim())) if dims is None else dims

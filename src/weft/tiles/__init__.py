@@ -1,6 +1,7 @@
 """Small `@triton.jit` functions on tiles in registers: no loads, no stores, usable in any kernel."""
 
 from .activations import activate, activate_with_slope
+from .hadamard import hadamard_columns
 from .numbers import (
     CONVERT,
     CONVERT_CLAMPED,
@@ -41,6 +42,7 @@ __all__ = [
     "encode_stochastic",
     "fp32_scale",
     "given_scale",
+    "hadamard_columns",
     "larger",
     "merge_moments",
     "nvfp4_global",

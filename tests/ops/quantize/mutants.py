@@ -17,6 +17,8 @@ def workload(check: str, name: str) -> str:
 
 
 SHAPES = f"{B}test_shapes"
+ROTATED = f"{SHAPES}[e2m1:nvfp4:te:hadamard-columnwise]"
+HADAMARD = "tiles/hadamard.py"
 EVERY = f"{B}test_every_format"
 PADS = "quant/test_strides.py::test_strides_and_pads_of_codes"
 DRAWS = "quant/test_stochastic.py::test_stochastic_rounding_draws_what_it_says[e4m3]"
@@ -82,6 +84,15 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("amax of the first row of a tile", "_quantize_stripe_kernel", "amax(amax(x, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(x, axis=1), 0.0), axis=0)", ("quant/test_norms.py::test_amax[e4m3:1x128:te:pow2]",)),
     ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(of_columns, (R // S, C // S, S)), axis=2)", "amax(tl.reshape(tl.where(tl.arange(0, C)[None, :] % S == 0, of_columns, 0.0), (R // S, C // S, S)), axis=2)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
     ("squares scaled by those above", f"{TILE}:quantize_squares", "repeat_rows(factor, S)", "tl.flip(repeat_rows(factor, S), 0)", (f"{SHAPES}[e2m1:nvfp4_16x16:te]",)),
+    ("rotated without signs", f"{HADAMARD}:hadamard_columns", "-1.0, 1.0)", "1.0, 1.0)", (ROTATED,)),
+    ("sums and differences swapped", f"{HADAMARD}:hadamard_columns", "tl.join(even + odd, even - odd)", "tl.join(even - odd, even + odd)", (ROTATED,)),
+    ("rotated in three steps", f"{HADAMARD}:hadamard_columns", "tl.static_range(4)", "tl.static_range(3)", (ROTATED,)),
+    ("rotated numbers twice as large", f"{HADAMARD}:hadamard_columns", "* 0.25", "* 0.5", (ROTATED,)),
+    ("rotated numbers not rounded", "_quantize_stripe_kernel", "hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)", "hadamard_columns(x)", (f"{B}test_rotated_copies[bf16]",)),
+    ("rotated copy scaled by the amax of x", "_Quantize.rotated", "False, given_t=given_t", "False, given_t=given", (ROTATED,)),
+    ("amax of the rotated copy that of x", "_quantize_stripe_kernel", "amax(amax(turned, axis=1), axis=0)", "amax(amax(x, axis=0), axis=0)", (ROTATED,)),
+    ("rotated rows cut off with x", "_quantize_stripe_kernel", "(rows + 15) // 16 * 16", "rows", (ROTATED,)),
+    ("row-wise copy rotated as well", "_quantize_stripe_kernel", "            store_stripe(\n                x,\n                copy,\n                nothing,", "            store_stripe(\n                hadamard_columns(x),\n                copy,\n                nothing,", (ROTATED,)),
     ("columns scaled by the group above", f"{TILE}:quantize_columns", "scaled(groups, factor[:, None, :], FORMAT)", "scaled(groups, tl.flip(factor, 0)[:, None, :], FORMAT)", (f"{EVERY}[e2m1:mx:te-both]",)),
     ("x read at the wrong stride", "_quantize_stripe_kernel", "row * x_stride", "row * cols", ("quant/test_strides.py::test_strided_inputs[e4m3:1x128:te:pow2]",)),
     ("rows past the end read", "_quantize_stripe_kernel", "mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)", "mask = tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", (f"{PADS}[e4m3:1x128:te:pow2-auto]", "quant/test_strides.py::test_strided_inputs[e4m3:1x128:te:pow2]")),

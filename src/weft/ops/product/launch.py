@@ -97,6 +97,8 @@ def _launch(o: MatmulOutputs, a: MatmulArgs) -> None:
         _of_codes(a.b_codes, a.b.dtype) if a.b_codes.data is not None else _of_plain(a.b.transpose(-1, -2))
     )
     m, k, n = a.a.shape[-2], a.a.shape[-1], a.b.shape[-1] // (2 if a.gated else 1)
+    if a.a_codes.format is not None:
+        k = Format.of(a.a_codes.format).length(k)
     batch = a.a.shape[0] if a.a.dim() == 3 else 1
     a_form, b_form = (
         _in_bulk(form, operand, m, a.precision, target) for form, operand in ((a_form, left), (b_form, right))
