@@ -39,8 +39,10 @@ def how(f: Format) -> dict[str, Any]:
     }
 
 
-def expected(x: torch.Tensor, f: Format, **more: Any) -> oracle.Quantized:
-    return oracle.quantize(x, **how(f), **more)
+def expected(x: torch.Tensor, f: Format, transpose: bool = False, **more: Any) -> oracle.Quantized:
+    if transpose and f.hadamard:
+        return oracle.quantize(oracle.rotated(x), **how(f), **more)
+    return oracle.quantize(x, transpose=transpose, **how(f), **more)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def assert_copy(copy: Any, f: Format, want: oracle.Quantized, shape: tuple[int, 
         assert (buffer.view(-1, padded)[:, rows:].contiguous().view(torch.int32) == 0).all(), f"{what}: pads"
     else:
         assert copy.scale.is_contiguous()
-    if f.block == "nvfp4":
+    if f.block in oracle.NVFP4:
         assert want.global_scale is not None
         assert copy.global_scale.dim() == 0
         assert_same(copy.global_scale.reshape(1), want.global_scale.reshape(1), f"{what}: global scale")
@@ -109,7 +111,8 @@ def assert_quantized(
         assert_copy(q.rowwise, f, expected(x, f, **more), (rows, cols), f"{f} {what} row-wise")
     if columnwise:
         want = expected(x, f, transpose=True, **more)
-        assert_copy(q.columnwise, f, want, (cols, rows), f"{f} {what} column-wise")
+        length = rounded_up(rows, 16) if f.hadamard else rows
+        assert_copy(q.columnwise, f, want, (cols, length), f"{f} {what} column-wise")
 
 
 def check(x: torch.Tensor, f: Format, what: str = "", *, columnwise: bool, backend: str = "auto") -> None:
@@ -167,7 +170,7 @@ def stripes(cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 def inputs(f: Format, columnwise: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The adversarial inputs, in as few tensors as a format allows. All shapes make the same variant."""
-    if f.block in ("tensor", "nvfp4"):
+    if f.block in ("tensor", *oracle.NVFP4):
         return adversarial(10, 90, dtype)
     if f.block == "row" and columnwise:
         return adversarial(100, 19, dtype)
@@ -182,7 +185,7 @@ def ordinary(rows: int, cols: int) -> torch.Tensor:
 
 def decoded(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Tensor:
     """q * d, rounded once to fp32; nvfp4's scales are multiplied first, which is one more rounding."""
-    if f.block != "nvfp4":
+    if f.block not in oracle.NVFP4:
         return oracle.dequantize(q, block=f.block, element=f.element or "", shape=shape).float()
     assert q.global_scale is not None
     scale = (spread_scale(q, f, shape).float() * q.global_scale).double()
@@ -194,7 +197,7 @@ def spread_scale(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torc
     """The scale of each element in float64, without nvfp4's of the tensor."""
     if f.block == "mx":
         stored = oracle.e8m0_value(q.scale.numpy()).astype(np.float64)
-    elif f.block == "nvfp4":
+    elif f.block in oracle.NVFP4:
         stored = oracle.decode(q.scale.numpy(), "e4m3")
     else:
         stored = q.scale.double().numpy()

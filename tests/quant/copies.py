@@ -41,6 +41,9 @@ def assert_copies(
         _assert_copy(q.rowwise, oracle.quantize(value, **options), "row-wise")
     if q.columnwise is None:
         return
+    if f.hadamard:
+        _assert_copy(q.columnwise, oracle.quantize(oracle.rotated(value), **options), "rotated")
+        return
     if ends is None or align % 128 == 0 or not f.group:
         _assert_copy(q.columnwise, oracle.quantize(value, transpose=True, **options), "column-wise")
         return

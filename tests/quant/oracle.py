@@ -163,7 +163,9 @@ BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "128x128": (128, 128),
     "mx": (1, 32),
     "nvfp4": (1, 16),
+    "nvfp4_16x16": (16, 16),
 }
+NVFP4 = ("nvfp4", "nvfp4_16x16")
 
 
 def _block_size(shape: tuple[int, int], block: str) -> tuple[int, int]:
@@ -181,8 +183,10 @@ def block_amax(x: Array, block: str) -> Array:
 
 
 def spread(scale: Array, shape: tuple[int, int], block: str) -> Array:
-    """The scale of every element, from the scale of every block."""
+    """The scale of every element, from the scale of every block, or from those of the rows of every block."""
     height, width = _block_size(shape, block)
+    if scale.shape[0] == shape[0]:
+        height = 1
     return scale[np.arange(shape[0]) // height][:, np.arange(shape[1]) // width]
 
 
@@ -263,6 +267,30 @@ def scaled_nvfp4(amax: Array, tensor_amax: np.float32, convention: str) -> tuple
 
 
 # ------------------------------------------------------------------------------
+# Rotation
+# ------------------------------------------------------------------------------
+
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=F32)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The columns of x [M, K] as rows [K, M], M rounded up to 16 by zeros, and each 16 of them rotated: the textbook's
+    transform in place, in fp32, with its steps from neighbours to halves. In x's dtype."""
+    blocks = -(-x.shape[0] // 16)
+    values = np.zeros((x.shape[1], blocks * 16), dtype=F32)
+    values[:, : x.shape[0]] = x.detach().to(torch.float32).numpy().T
+    v = values.reshape(-1, 16) * SIGNS
+    with np.errstate(all="ignore"):
+        for half in (1, 2, 4, 8):
+            for first in range(16):
+                if not first & half:
+                    a, b = v[:, first].copy(), v[:, first + half].copy()
+                    v[:, first], v[:, first + half] = a + b, a - b
+        v = v * F32(0.25)
+    return torch.from_numpy(v.reshape(values.shape)).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------
 # The two functions
 # ------------------------------------------------------------------------------
 
@@ -288,9 +316,9 @@ def quantize(
     """
     if block not in BLOCKS or element not in MAX or convention not in FLOOR:
         raise ValueError(f"unknown format {block} {element} {convention}")
-    if scale is not None and (block in ("mx", "nvfp4") or amax is not None):
+    if scale is not None and (block in ("mx", *NVFP4) or amax is not None):
         raise ValueError("a given scale is for fp32-scale blocks, and leaves no use for an amax")
-    if amax is not None and block not in ("tensor", "nvfp4"):
+    if amax is not None and block not in ("tensor", *NVFP4):
         raise ValueError("a given amax is for blocks with a tensor amax")
     if F32(2.0**-126) / F32(2) == 0:
         raise RuntimeError("this thread flushes denormals to zero: the oracle would not tell the truth")
@@ -309,7 +337,7 @@ def quantize(
             operator, operand = ("/", stored) if divides else ("*", F32(1) / stored)
         elif block == "mx":
             stored, operand = scaled_mx(blocks, element, convention)
-        elif block == "nvfp4":
+        elif block in NVFP4:
             whole = F32(np.abs(values).max(initial=0) if amax is None else _numpy32(amax).item())
             stored, global_scale, operand = scaled_nvfp4(blocks, whole, convention)
         else:
@@ -322,8 +350,10 @@ def quantize(
         scaled = values / per_element if operator == "/" else values * per_element
         assert scaled.dtype == F32
         code = encode(scaled, element)
+        if block == "nvfp4_16x16":  # the scale of a square is stored in each of its rows
+            stored = stored[np.arange(shape[0]) // 16]
 
-    assert stored.dtype == (np.uint8 if block in ("mx", "nvfp4") else F32)
+    assert stored.dtype == (np.uint8 if block in ("mx", *NVFP4) else F32)
     return Quantized(
         torch.from_numpy(pack(code) if element == "e2m1" else code),
         torch.from_numpy(np.ascontiguousarray(stored)),
@@ -337,7 +367,7 @@ def dequantize(q: Quantized, *, block: str, element: str, shape: tuple[int, int]
     code = unpack(data, shape[1]) if element == "e2m1" else data
     if block == "mx":
         scale = e8m0_value(stored.view(torch.uint8).numpy()).astype(np.float64)
-    elif block == "nvfp4":
+    elif block in NVFP4:
         scale = decode(stored.view(torch.uint8).numpy(), "e4m3")
     else:
         scale = stored.numpy().astype(np.float64)

@@ -38,6 +38,8 @@ CASES = {
     "128x128": Case("128x128", columnwise=True, trained=True),
     "mxfp8": Case("mx", columnwise=True),
     "nvfp4": Case("nvfp4", columnwise=True),
+    "nvfp4, rotated": Case("e2m1:nvfp4:te:hadamard-columnwise", columnwise=True),
+    "nvfp4 in squares": Case("nvfp4_16x16", columnwise=True, trained=True),
     "one scale": Case("tensor", columnwise=True),
     "row": Case("e4m3:row:deepgemm", columnwise=True),
     "int8": Case("int8:row:vllm"),

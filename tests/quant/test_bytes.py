@@ -53,11 +53,11 @@ def test_inputs_are_what_they_are_for() -> None:
 
 
 def _always(f: Format, columnwise: bool) -> bool:
-    """What runs without -m slow: mx and nvfp4 by both kernels; 1x128 by one of them, in turn; of the other blocks,
-    whose scales the same functions make, each convention once, in turn with either kind of scale, with each element
-    and by either kernel."""
+    """What runs without -m slow: mx and both kinds of nvfp4 by both kernels; 1x128 by one of them, in turn; of the
+    other blocks, whose scales the same functions make, each convention once, in turn with either kind of scale, with
+    each element and by either kernel."""
     turn = list(oracle.FLOOR).index(f.convention)
-    if f.block in ("mx", "nvfp4"):
+    if f.block in ("mx", *oracle.NVFP4):
         return True
     if f.block == "1x128":
         return (turn // 2 + bool(f.power_of_two)) % 2 == int(columnwise)
@@ -86,7 +86,7 @@ def test_every_format(f: Format, columnwise: bool) -> None:
 
 @pytest.mark.parametrize("f", FORMATS, ids=str)
 def test_every_format_in_the_reference(f: Format) -> None:
-    if f.block in ("tensor", "row", "nvfp4"):
+    if f.block in ("tensor", "row", *oracle.NVFP4):
         for name, x in adversarial(5, 37, torch.float32).items():
             check(x, f, name, columnwise=True, backend="reference")
     else:
@@ -103,15 +103,14 @@ def test_what_always_runs_covers_each_choice() -> None:
             assert {f.element for f in here} == {"e4m3", "e5m2", "int8"}
             assert {f.power_of_two for f in here} == {False, True}
         assert {f.convention for f, _ in chosen if f.block == block} == set(oracle.FLOOR)
-    assert {f for f, _ in chosen if f.block in ("1x128", "mx", "nvfp4")} == {
-        f for f in FORMATS if f.block in ("1x128", "mx", "nvfp4")
-    }
+    whole = ("1x128", "mx", *oracle.NVFP4)
+    assert {f for f, _ in chosen if f.block in whole} == {f for f in FORMATS if f.block in whole}
 
 
 BF16 = [
     "e4m3:1x128:te:pow2", "e5m2:1x128:te", "int8:1x128:vllm", "e4m3:1x128:sglang_col_major", "e4m3:row:deepep:pow2",
     "int8:row:torchao", "e4m3:tensor:deepgemm", "e5m2:tensor:te", "e4m3:128x128:sglang", "e2m1:mx:torchao",
-    "e2m1:nvfp4:te",
+    "e2m1:nvfp4:te", "e2m1:nvfp4_16x16:te",
 ]  # fmt: skip
 
 
@@ -140,6 +139,8 @@ def test_sixteen_bit_formats_cover_each_choice() -> None:
     assert {f.convention for f in formats} == {f.convention for f in FORMATS}
 
 
+ROTATED = "e2m1:nvfp4:te:hadamard-columnwise"
+
 SHAPES = [(1, 1), (3, 15), (5, 129), (127, 16), (128, 128), (130, 1100)]
 
 
@@ -150,6 +151,8 @@ SHAPES = [(1, 1), (3, 15), (5, 129), (127, 16), (128, 128), (130, 1100)]
         "int8:row:te",
         "e2m1:mx:te",
         "e2m1:nvfp4:te",
+        "e2m1:nvfp4_16x16:te",
+        ROTATED,
         "e5m2:tensor:te",
         "e4m3:128x128:te:pow2",
     ],
@@ -168,8 +171,81 @@ def test_shapes(spec: str) -> None:
         check(x, f, f"{rows}x{cols}", columnwise=True, backend="reference")
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+def test_rotated_copies(dtype: torch.dtype) -> None:
+    """Of inputs that are hard to quantise, and of rows that are no multiple of 16. The row-wise copy is not rotated,
+    and has its own scale of the whole tensor."""
+    f = Format.of(ROTATED)
+    for name, x in adversarial(37, 19, dtype).items():
+        check(x, f, name, columnwise=True)
+        check(x, f, name, columnwise=True, backend="reference")
+    x = torch.zeros(64, 32, dtype=dtype)
+    x[5, 7] = 1024
+    q, amax = weft.quantize(x, f, columnwise=True, return_amax=True)
+    assert amax == 1024
+    assert (
+        q.rowwise.global_scale == 4 * q.columnwise.global_scale
+    )  # the outlier became 16 numbers of a fourth
+
+
+def test_rotated_copies_decode_to_the_numbers() -> None:
+    """Also if there is no other copy, and of the transpose; from a copy that is not rotated if there is one."""
+    x = torch.randn(37, 40)
+    x[3] *= 30
+    both = weft.quantize(x, ROTATED, columnwise=True)
+    rows, turned = weft.quantize(x, "nvfp4"), weft.quantize(x, ROTATED, rowwise=False, columnwise=True)
+    assert torch.equal(both.dequantize(), rows.dequantize())
+    assert torch.equal(both.T.dequantize(), rows.dequantize().T)
+    assert both.T.format.hadamard == "rowwise"
+    assert both.T.T.format == both.format
+    decoded_copy = expected(x, both.format, transpose=True)
+    values = oracle.dequantize(decoded_copy, block="nvfp4", element="e2m1", shape=(40, 48))
+    matrix = (
+        torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]).double() / 4
+    )
+    wanted = (values.reshape(-1, 16) @ matrix * torch.from_numpy(oracle.SIGNS)).reshape(40, 48)[:, :37].T
+    for got in (
+        turned.dequantize(),
+        turned.T.dequantize().T,
+        turned[:32].dequantize(),
+        turned[32:].dequantize(),
+    ):
+        part = wanted[:32] if len(got) == 32 else wanted[32:] if len(got) == 5 else wanted
+        assert torch.allclose(got.double(), part, rtol=1e-5, atol=1e-5)
+    assert (turned.dequantize() - x).norm() < 0.12 * x.norm()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Format("mx", hadamard="columnwise"), "copies in blocks 'nvfp4'"),
+        (lambda: Format("nvfp4", hadamard="both"), "must be one of rowwise, columnwise"),  # type: ignore[arg-type]
+        (lambda: Format.of("e4m3:1x128:te:hadamard-columnwise"), "copies in blocks 'nvfp4'"),
+        (lambda: Format.of("e2m1:nvfp4:te:hadamard"), "unknown format"),
+        (
+            lambda: weft.quantize(torch.ones(16, 16), Format("nvfp4", hadamard="rowwise")),
+            "is the transpose of",
+        ),
+        (lambda: weft.rms_norm(torch.ones(16, 16), quantize=ROTATED), r"weft\.quantize alone rotates"),
+        (lambda: weft.glu(torch.ones(16, 16), quantize_grad=ROTATED), r"weft\.quantize alone rotates"),
+    ],
+    ids=["mx", "both", "spec", "no side", "row-wise", "a result", "a gradient"],
+)
+def test_rotations_that_are_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
 def test_column_wise_alone() -> None:
-    for spec in ("e4m3:1x128:te:pow2", "e2m1:nvfp4:te", "e4m3:row:deepgemm", "e4m3:128x128:te:pow2"):
+    for spec in (
+        "e4m3:1x128:te:pow2",
+        "e2m1:nvfp4_16x16:te",
+        ROTATED,
+        "e4m3:row:deepgemm",
+        "e4m3:128x128:te:pow2",
+    ):
         f = Format.of(spec)
         x = torch.randn(150, 37)
         for backend in BACKENDS:
@@ -436,7 +512,7 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
     dequantise to."""
     te, torchao = f.convention == "te", f.convention == "torchao"
     largest = math.copysign(f.number.max, special)
-    if f.block == "nvfp4":
+    if f.block in oracle.NVFP4:
         if te and math.isinf(special):
             return math.copysign(2688.0, special), 0.0, 1.0
         return NAN, NAN, NAN
@@ -454,7 +530,7 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_one_special_number(format: Format) -> None:
     """As documented, in each format there is. The kernels' bytes are the reference's, special numbers included."""
-    near = (4, 6) if format.block in ("tensor", "128x128") else (3, 6)
+    near = (4, 6) if format.block in ("tensor", "128x128", "nvfp4_16x16") else (3, 6)
     far = near if format.block == "tensor" else (131, 150)
     for special in (INF, -INF, NAN):
         x = torch.ones(132, 160)

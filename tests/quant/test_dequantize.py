@@ -13,6 +13,7 @@ from weft import Format
 DECODED = [
     "e4m3:tensor:te", "int8:tensor:te", "e5m2:row:te", "int8:row:deepgemm", "e4m3:1x128:te:pow2", "e5m2:1x128:vllm",
     "int8:1x128:te", "e4m3:128x128:te", "e4m3:mx:te", "e5m2:mx:te", "e2m1:mx:te", "e2m1:nvfp4:te", "e2m1:nvfp4:torchao",
+    "e2m1:nvfp4_16x16:te",
 ]  # fmt: skip
 
 
@@ -20,8 +21,8 @@ DECODED = [
 @pytest.mark.parametrize("spec", DECODED)
 def test_dequantize(spec: str, backend: str) -> None:
     f = Format.of(spec)
-    columnwise = f.block in ("128x128", "nvfp4", "1x128")
-    if f.block in ("tensor", "nvfp4"):
+    columnwise = f.block in ("128x128", "1x128", *oracle.NVFP4)
+    if f.block in ("tensor", *oracle.NVFP4):
         found = [
             adversarial(10, 150, torch.float32)[name]
             for name in ("normal", "range", "one_nan", "denormals", "huge")
@@ -35,7 +36,7 @@ def test_dequantize(spec: str, backend: str) -> None:
             values = weft.dequantize(q)
         want = decoded(expected(x, f), f, (rows, cols))
         assert_same(values, want, f"{spec} {backend}")
-        if f.block == "nvfp4" and not x.isnan().any() and x.abs().max() < 1e30:
+        if f.block in oracle.NVFP4 and not x.isnan().any() and x.abs().max() < 1e30:
             exact = oracle.dequantize(
                 expected(x, f), block=f.block, element=f.element or "", shape=(rows, cols)
             )

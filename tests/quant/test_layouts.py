@@ -41,6 +41,7 @@ FORMATS = [
     "e2m1:mx:te",
     "e2m1:nvfp4:te",
     "e2m1:nvfp4:torchao",
+    "e2m1:nvfp4_16x16:te",
 ]
 PAIRS = [
     (name, spec, operand)
@@ -78,7 +79,7 @@ def make(spec: str | Format, rows: int, cols: int, seed: int = 0) -> Copy:
 
     data = some_bytes(format.data_shape(rows, cols)).view(format.number.dtype)
     shape = (1, 1) if format.block == "tensor" else format.scale_shape(rows, cols)
-    if format.block in ("mx", "nvfp4"):
+    if format.stored.block in ("mx", "nvfp4"):
         scale = some_bytes(shape).view(format.scale_dtype)
     elif format.power_of_two:
         bits = torch.randint(0, 255, shape, generator=g, dtype=torch.int32) << 23
@@ -87,7 +88,7 @@ def make(spec: str | Format, rows: int, cols: int, seed: int = 0) -> Copy:
         scale = torch.randint(0, 2**31 - 1, shape, generator=g, dtype=torch.int32).view(torch.float32)
     if format.block == "1x128":
         scale = mn_major(scale)
-    if format.block != "nvfp4":
+    if format.stored.block != "nvfp4":
         return Copy(data, scale)
     return Copy(data, scale, nvfp4_global(torch.rand((), generator=g) * 10, format))
 
@@ -161,7 +162,7 @@ def test_round_trip_when_the_scales_come_row_major(seed: int) -> None:
 def expected(name: str, format: Format, operand: str, rows: int, cols: int) -> Any:
     """(shape, strides, dtype) of the scale, written down from the consumers' documentation."""
     k, r = cdiv(cols, format.group or max(cols, 1)), cdiv(rows, 128)
-    block = format.block
+    block = format.stored.block
     f32, e8m0, e4m3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
     if name in ("torch_v1", "torch_v2", "mx_swizzled") and block in ("mx", "nvfp4"):
         return (rup(rows, 128) * rup(k, 4),), (1,), {"mx": e8m0, "nvfp4": e4m3}[block]

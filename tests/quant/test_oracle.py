@@ -25,7 +25,7 @@ FORMATS = [
     for block, element, convention, pow2 in (
         *itertools.product(FP32_SCALE_BLOCKS, ("e4m3", "e5m2", "int8"), CONVENTIONS, (False, True)),
         *itertools.product(("mx",), ("e4m3", "e5m2", "e2m1"), ("te", "torchao", "deepgemm"), (True,)),
-        *itertools.product(("nvfp4",), ("e2m1",), ("te", "torchao"), (False,)),
+        *itertools.product(oracle.NVFP4, ("e2m1",), ("te", "torchao"), (False,)),
     )
 ]
 
@@ -688,11 +688,12 @@ def check_format(how: dict[str, Any]) -> None:
     x = torch.randn(37, 165, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
     q = run(x, **how)
     height, width = oracle.BLOCKS[how["block"]]
+    height = 1 if how["block"] == "nvfp4_16x16" else height  # which repeats the scale of a square
     assert q.data.shape == (37, 83 if how["element"] == "e2m1" else 165)
     assert q.data.dtype == torch.uint8
     assert q.scale.shape == (math.ceil(37 / (height or 37)), math.ceil(165 / (width or 165)))
-    assert q.scale.dtype == (torch.uint8 if how["block"] in ("mx", "nvfp4") else torch.float32)
-    assert (q.global_scale is not None) == (how["block"] == "nvfp4")
+    assert q.scale.dtype == (torch.uint8 if how["block"] in ("mx", *oracle.NVFP4) else torch.float32)
+    assert (q.global_scale is not None) == (how["block"] in oracle.NVFP4)
 
     y = oracle.dequantize(q, block=how["block"], element=how["element"], shape=(37, 165))
     error = float((y - x.double()).norm() / x.double().norm())
@@ -705,8 +706,13 @@ def check_format(how: dict[str, Any]) -> None:
     if how["block"] in ("tensor", "128x128"):
         assert torch.equal(column.data, q.data.t())
         assert torch.equal(column.scale, q.scale.t())
-    if how["block"] == "nvfp4":
+    if how["block"] in oracle.NVFP4:
         assert torch.equal(column.global_scale, q.global_scale)
+    if how["block"] == "nvfp4_16x16":
+        turned = oracle.dequantize(column, block=how["block"], element=how["element"], shape=(165, 37))
+        assert torch.equal(turned.t(), y)
+        assert torch.equal(q.scale[:16], q.scale[:1].expand(16, -1))
+        assert not torch.equal(q.scale[15], q.scale[16])
 
 
 @pytest.mark.parametrize("block", list(oracle.BLOCKS))
@@ -714,6 +720,22 @@ def test_every_format(block: str) -> None:
     for how in FORMATS:
         if how["block"] == block:
             check_format(how)
+
+
+def test_rotation_is_the_matrix_product() -> None:
+    """With the matrix written down: exactly where fp32 holds every sum, and to its rounding elsewhere. A rotation keeps
+    lengths."""
+    matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+    assert np.array_equal(matrix @ matrix.T, np.eye(16))
+    integers = torch.randint(-1000, 1000, (37, 5), generator=torch.Generator().manual_seed(3)).float()
+    for x in (integers, torch.randn(37, 5, generator=torch.Generator().manual_seed(4))):
+        padded = np.zeros((48, 5))
+        padded[:37] = x.numpy()
+        wanted = ((padded.T.reshape(-1, 16) * oracle.SIGNS) @ matrix).reshape(5, 48)
+        got = oracle.rotated(x).double().numpy()
+        assert np.abs(got - wanted).max() <= (0 if x is integers else 2.0**-22)
+        assert np.allclose((got**2).sum(1), (padded**2).sum(0), rtol=1e-6)
+    assert oracle.rotated(integers.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

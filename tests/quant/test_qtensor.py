@@ -20,7 +20,8 @@ from tests.quant import ranks_fsdp
 from tests.support.covering import covering
 from weft import QTensor
 
-FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "tensor", "row", "int8:row:vllm"]
+FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "nvfp4_16x16", "tensor", "row", "int8:row:vllm"]
+FORMATS += ["e2m1:nvfp4:te:hadamard-columnwise"]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.quant import oracle
 from tests.quant.checks import BACKENDS, INF, NAN, assert_same, decoded, expected, spread_scale
-from weft import Format
+from weft import Format, QTensor
 
 
 def philox(seed: int, row: int, col: int, which: int) -> int:
@@ -65,13 +65,23 @@ def test_stochastic_rounding_draws_what_it_says(element: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("spec", ["e4m3:1x128:te:pow2", "e5m2:row:deepgemm", "e2m1:mx:te", "e2m1:nvfp4:te"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "e4m3:1x128:te:pow2",
+        "e5m2:row:deepgemm",
+        "e2m1:mx:te",
+        "e2m1:nvfp4:te",
+        "e2m1:nvfp4_16x16:te",
+        "e2m1:nvfp4:te:hadamard-columnwise",
+    ],
+)
 def test_stochastic_rounding(spec: str) -> None:
     """Scales as usual; codes next to x, the same for a seed and other ones for another; alike on both backends."""
     f = Format.of(spec)
     x = torch.randn(140, 37)
     x[4] = 0
-    if f.block != "nvfp4":  # whose scale of the tensor would be NaN
+    if f.block not in oracle.NVFP4:  # whose scale of the tensor would be NaN
         x[3, 5], x[130, 30] = NAN, INF
     nearest = weft.quantize(x, f, columnwise=True)
     seen = []
@@ -93,6 +103,10 @@ def test_stochastic_rounding(spec: str) -> None:
         (seen[0].rowwise.data.view(torch.uint8) != seen[1].rowwise.data.view(torch.uint8)).float().mean()
     )
     assert different > 0.1
+    if f.block == "nvfp4_16x16":  # both copies draw the same
+        for q in seen:
+            turned = QTensor(q.shape, q.dtype, f, None, q.columnwise)
+            assert_same(turned.dequantize(), q.dequantize(), "column-wise numbers")
     # The two copies of a block that does not share its codes draw for themselves.
     if f.block in ("1x128", "mx"):
         square = torch.randn(128, 128)

@@ -135,7 +135,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
     form = constants.get("FORMAT")
     allowed = {32, 128, 256}
     bytes_to_a_group = any("scale" in name and kind == "*u8" for name, kind in types.items())
-    if bytes_to_a_group or (form is not None and form.block in ("mx", "nvfp4")):
+    if bytes_to_a_group or (form is not None and form.scale_dtype.itemsize == 1):
         allowed.add(8)
     if "*i64" in types.values():  # a target to a row
         allowed.add(64)

@@ -5,7 +5,8 @@
     code  = x brought to the element's range by the scale, rounded once to nearest even, saturated
 
 The scale of a whole tensor (block "tensor", nvfp4's second scale) or of a whole column (the column-wise copy of
-block "row") has to be known before the first code: there the input is read twice, unless the scale is given.
+block "row") has to be known before the first code: there the input is read twice, unless the scale is given. So is it
+for a column-wise copy that is rotated (`Format.hadamard`), whose amax is that of the rotated numbers.
 Gradients pass straight through: d quantize(x) / dx = 1.
 
 Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `seed` and the counter
@@ -15,15 +16,17 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
 from ..quant.qtensor import register_decoder, stand_in
-from ..quant.reference import amax_reference, dequantize_copy, quantize_copies
+from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
 from ..runtime import (
     Backward,
     Gradients,
@@ -43,6 +46,7 @@ from ..tiles import (
     decode_e8m0,
     fp32_scale,
     given_scale,
+    hadamard_columns,
     larger,
     round_to,
     scaled,
@@ -58,6 +62,7 @@ from .common.copies import (
     cast_mode,
     copy_arguments,
     count_stripes,
+    reduce_amax,
     store_codes,
     store_rows,
     store_stripe,
@@ -114,27 +119,28 @@ def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
     flat = x.reshape(count_rows(x), x.shape[-1])
     amax = amax_reference(flat)
     options: dict[str, Any] = {"tensor_amax": amax, "scale": to.scale, "input_dtype": x.dtype}
-    if a.seed is None:
-        copies = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=to.columnwise, **options)
-    else:
-        draws = [
-            philox_reference(a.seed, flat.shape[0], flat.shape[1], which, x.device)
-            for which in (0, 0 if _shares_codes(f) else 1)
-        ]
-        row, _ = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=False, random=draws[0], **options)
-        _, col = quantize_copies(flat, f, rowwise=False, columnwise=to.columnwise, random=draws[1], **options)
-        copies = row, col
-    return QuantizeOutputs(Result.of(stand_in(x), copies, amax if to.return_amax else None))
+    turned, options_t, apart = flat, dict(options), f.hadamard is not None
+    if apart and to.columnwise:
+        padded = F.pad(flat, (0, 0, 0, f.length(len(flat), "columnwise") - len(flat)))
+        turned = hadamard_reference(padded.t()).to(x.dtype).t()
+        options_t["tensor_amax"] = amax_reference(turned)
+    if a.seed is not None:
+        options["random"] = philox_reference(a.seed, flat.shape, 0, x.device)
+        options_t["random"] = philox_reference(a.seed, turned.shape, 0 if _shares_codes(f) else 1, x.device)
+    row, _ = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=False, **options)
+    _, col = quantize_copies(turned, f, rowwise=False, columnwise=to.columnwise, **options_t)
+    return QuantizeOutputs(Result.of(stand_in(x), (row, col), amax if to.return_amax else None, apart))
 
 
 def _shares_codes(format: Format) -> bool:
     """Whether both copies hold the same codes, and so round with the same random numbers."""
-    return format.block in ("128x128", "tensor")
+    return format.square > 0 or format.block == "tensor"
 
 
-def philox_reference(seed: int, rows: int, cols: int, which: int, device: torch.device) -> Tensor:
+def philox_reference(seed: int, shape: Sequence[int], which: int, device: torch.device) -> Tensor:
     """The first word of Philox4x32-10 for each element of a [rows, cols] tensor, in int64."""
     mask = 0xFFFFFFFF
+    rows, cols = shape
     c0 = torch.arange(cols, device=device).expand(rows, cols)
     c1 = torch.arange(rows, device=device)[:, None].expand(rows, cols) & mask
     c2, c3 = torch.full_like(c0, which), torch.zeros_like(c0)
@@ -263,9 +269,11 @@ def _quantize_rows_kernel(
 def _quantize_stripe_kernel(
     x_ptr,  # [rows, cols]
     given_ptr,  # the tensor's amax; with STATIC its scale; or None
+    given_t_ptr,  # the amax of the rotated tensor, or None
     row_amax_ptr,  # [rows] for block "row", or None
     col_amax_ptr,  # [cols] for block "row", or None
     amax_ptr,  # [programs], or None
+    amax_t_ptr,  # [programs]: that of the rotated numbers, or None
     rows,
     cols,
     x_stride,
@@ -284,7 +292,7 @@ def _quantize_stripe_kernel(
     COLS_MASKED: tl.constexpr,
 ):
     """Make both copies of a tile as tall as the longest group. For block "row" the amax of rows and columns are
-    given."""
+    given. Without copies, find the amax alone."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -300,6 +308,9 @@ def _quantize_stripe_kernel(
         given = 0.0
     random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
     random_t = _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None
+    ROTATED: tl.constexpr = FORMAT.hadamard is not None and (
+        copy_t.data is not None or amax_t_ptr is not None
+    )
     if FORMAT.block == "row":
         if copy.data is not None:
             largest = tl.load(row_amax_ptr + row, mask=row < rows, other=0.0)
@@ -313,6 +324,30 @@ def _quantize_stripe_kernel(
             tl.store(copy_t.scale + col, col_scale, mask=(col < cols) & (stripe == 0))
             codes = round_to(scaled(x, factor[None, :], FORMAT), random_t, FORMAT, CAST)
             store_transposed(codes, copy_t, Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED), FORMAT)
+    elif ROTATED:
+        nothing = Codes(None, None, 0, 0, 0)
+        if copy.data is not None:
+            store_stripe(
+                x,
+                copy,
+                nothing,
+                Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+                Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                random,
+            )
+        turned = hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)
+        if copy_t.data is not None:  # also of the zeros that make the last 16 rows whole
+            store_stripe(
+                turned,
+                nothing,
+                copy_t,
+                Stripe(stripe, start, (rows + 15) // 16 * 16, cols, ALIGN, COLS_MASKED),
+                Encoding(tl.load(given_t_ptr), INPUT_MAX, FORMAT, CAST, STATIC),
+                None,
+                _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None,
+            )
+        if amax_t_ptr is not None:
+            tl.store(amax_t_ptr + tl.program_id(0), amax(amax(turned, axis=1), axis=0))
     else:
         store_stripe(
             x,
@@ -449,6 +484,18 @@ class _Quantize:
             "STOCHASTIC": a.seed is not None,
         }
 
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+
+    @property
+    def stripes(self) -> int:
+        return count_stripes(self.rows, self.cols)
+
+    @property
+    def tiles(self) -> int:
+        """Into which a stripe is cut."""
+        return -(-self.cols // stripe_tile(self.format.block, self.target.target)[0])
+
     def rows_pass(
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
@@ -456,7 +503,7 @@ class _Quantize:
         tile_rows, tile, warps = _rows_tile(cols, self.target.target)
         row_programs = 1 if self.format.block == "row" or self.target.is_cpu else -(-cols // tile)
         programs = -(-self.rows // tile_rows) * row_programs
-        partials = torch.empty(programs, dtype=torch.float32, device=x.device) if wants_amax else None
+        partials = self.empty(programs) if wants_amax else None
         launch = Launch.of(
             _quantize_rows_kernel, num_warps=warps, **self.constants, ROWS=tile_rows, TILE=tile, ALIGN=self.align,
             COLS_MASKED=cols % tile != 0,
@@ -471,41 +518,65 @@ class _Quantize:
         return partials
 
     def stripes_pass(
-        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+        self,
+        row: Copy | None,
+        col: Copy | None,
+        given: Tensor | None,
+        wants_amax: bool,
+        given_t: Tensor | None = None,
+        amax_t: Tensor | None = None,
     ) -> Tensor | None:
-        x, rows, cols = self.x, self.rows, self.cols
+        """`given_t` is the amax of the rotated x, `amax_t` room for that of each program's part of it."""
+        x, rows, cols, stripes, tiles = self.x, self.rows, self.cols, self.stripes, self.tiles
         tile, warps = stripe_tile(self.format.block, self.target.target)
-        stripes, tiles = count_stripes(rows, cols), -(-cols // tile)
         shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
         largest_of_row = largest_of_col = None
         # No code can be made before the amax of its whole row and column is known.
         if self.format.block == "row":
-            of_rows = torch.empty((tiles, rows), dtype=torch.float32, device=x.device) if row else None
-            of_cols = torch.empty((stripes, cols), dtype=torch.float32, device=x.device)
+            of_rows = self.empty(tiles, rows) if row else None
+            of_cols = self.empty(stripes, cols)
             find = Launch.of(_amax_kernel, num_warps=warps, **shape)
             find((stripes * tiles, 1, 1), (x, of_rows, of_cols), (rows, cols, x.stride(0)))
             largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
-        partials = torch.empty(stripes * tiles, dtype=torch.float32, device=x.device) if wants_amax else None
+        partials = self.empty(stripes * tiles) if wants_amax else None
         launch = Launch.of(_quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
         launch(
             (stripes * tiles, 1, 1),
             *_quantize_stripe_kernel.arguments(
-                x_ptr=x, given_ptr=given, row_amax_ptr=largest_of_row, col_amax_ptr=largest_of_col, amax_ptr=partials,
-                rows=rows, cols=cols, x_stride=x.stride(0), copy=copy_arguments(row), copy_t=copy_arguments(col),
-                seed_low=self.seeds[0], seed_high=self.seeds[1],
+                x_ptr=x, given_ptr=given, given_t_ptr=given_t, row_amax_ptr=largest_of_row,
+                col_amax_ptr=largest_of_col, amax_ptr=partials, amax_t_ptr=amax_t, rows=rows, cols=cols,
+                x_stride=x.stride(0), copy=copy_arguments(row), copy_t=copy_arguments(col), seed_low=self.seeds[0],
+                seed_high=self.seeds[1],
             ),
         )  # fmt: skip
         return partials
 
+    def rotated(self, result: Result) -> None:
+        """Fill a result whose column-wise copy is rotated: both amax from one read, and the copies from another."""
+        amax_t = self.empty(self.stripes * self.tiles)
+        amax = self.stripes_pass(None, None, None, True, amax_t=amax_t)
+        assert amax is not None
+        given, given_t = self.empty() if result.amax is None else result.amax, self.empty()
+        for partials, largest, scale in (
+            (amax, given, result.global_scale),
+            (amax_t, given_t, result.global_scale_t),
+        ):
+            scales = [] if scale is None else [scale]
+            reduce_amax(partials, self.format, self.x.dtype, amax=largest, scales=scales)
+        self.stripes_pass(result.rowwise, result.columnwise, given, False, given_t=given_t)
+
 
 def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
     call = _Quantize(a)
+    if call.format.hadamard is not None and a.result.columnwise:
+        call.rotated(o.result)
+        return
     make_copies(
         o.result,
         a.result,
         call.rows_pass,
         call.stripes_pass,
-        direct=call.format.block != "128x128",
+        direct=not call.format.square,
         statistics=False,
         input_dtype=a.x.dtype,
     )
@@ -522,7 +593,7 @@ def _allocate_dequantize(a: DequantizeArgs) -> DequantizeOutputs:
 
 
 def _launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
-    f, rows, cols = Format.of(a.format), a.data.shape[0], a.cols
+    f, rows, cols = Format.of(a.format).stored, a.data.shape[0], a.cols
     data = flat_rows(a.data)
     tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
     launch = Launch.of(
@@ -597,8 +668,12 @@ dequantize_op = define_op(
 
 
 def dequantize_codes(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [rows, cols] that a copy in this format stands for."""
-    return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
+    """The numbers [rows, cols] that a row-wise copy in this format stands for."""
+    f = Format.of(format)
+    if f.hadamard != "rowwise":
+        return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
+    stored = DequantizeArgs(*copy, f.stored.spec, f.length(cols), torch.float32)
+    return hadamard_reference(dequantize_op(stored).values, inverse=True)[:, :cols].to(dtype)
 
 
 register_decoder(dequantize_codes)
@@ -644,13 +719,14 @@ def quantize(
 ) -> QTensor | tuple[QTensor, Tensor]:
     """Quantise x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
 
-    - `format`: a `Format`, a block's name or a spec such as "e5m2:1x128:deepgemm".
+    - `format`: a `Format`, a block's name or a spec such as "e5m2:1x128:deepgemm"; the recipe of NVFP4 training takes
+      "nvfp4_16x16" for weights, and "e2m1:nvfp4:te:hadamard-columnwise" for activations and (with a `seed`) gradients.
     - `rowwise`, `columnwise`: which copies; both come from one read of x. The column-wise copy is that of x viewed
       as [M, K] and transposed.
     - `scale`: a given (decode) scale, one number for block "tensor", [M, 1] for block "row" without a column-wise
       copy. Otherwise scales are made from x.
     - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps, and
-      `weft.scale_from_amax` turns into the next `scale`.
+      `weft.scale_from_amax` turns into the next `scale`. It is that of x itself also if a copy is rotated.
     - `seed`: round stochastically, the same bytes for the same seed. Not for int8.
 
     By the default convention (`te`) a block with an Inf gets the scale 1 and the Inf becomes the largest code, ±448 in
@@ -666,6 +742,11 @@ def quantize(
     True
     """
     f = Format.of(format)
+    if f.hadamard == "rowwise":
+        raise ValueError(
+            "quantize rotates column-wise copies, 'hadamard-columnwise': a tensor with a rotated row-wise copy is the "
+            "transpose of such a one"
+        )
     check_input("x", x, FLOATS[:3])
     check_copies(rowwise, columnwise)
     if scale is not None:

@@ -52,7 +52,8 @@ def allocate_parts(
     spec: str, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> list[Tensor | None]:
     """Room for the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
-    of the column-wise one, and nvfp4's scale of the whole tensor; None for what there is not."""
+    of the column-wise one, nvfp4's scale of the whole tensor, and one for the column-wise copy alone if a copy is
+    rotated; None for what there is not."""
     # The sizes of a traced call may be symbols, which no cache takes.
     find = _known_rooms if type(rows) is int and type(cols) is int else _rooms
     return [
@@ -65,18 +66,20 @@ def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> 
     """How the parts that `allocate_parts` makes lie in memory."""
     format = Format.of(spec)
     dtype = format.number.dtype
-    data = scale = data_t = scale_t = last = None
+    data = scale = data_t = scale_t = last = last_t = None
     if rowwise:
-        _, width = format.data_shape(rows, cols)
+        _, width = format.data_shape(rows, format.length(cols))
         data, scale = Room((rows, width), (width, 1), dtype), scale_room(format, rows, cols)
     if columnwise:
-        _, width = format.data_shape(cols, rows)
+        _, width = format.data_shape(cols, format.length(rows, "columnwise"))
         step = -(-width // 16) * 16
         data_t = Room((cols, width), (step, 1), dtype, cols * step if step > width else 0)
         scale_t = scale_room(format, cols, rows)
-    if format.block == "nvfp4":
-        last = Room((), (), torch.float32)
-    return data, scale, data_t, scale_t, last
+    if format.stored.block == "nvfp4":
+        apart = format.hadamard is not None
+        last = Room((), (), torch.float32) if rowwise or not apart else None
+        last_t = Room((), (), torch.float32) if columnwise and apart else None
+    return data, scale, data_t, scale_t, last, last_t
 
 
 _known_rooms = functools.lru_cache(maxsize=4096)(_rooms)
@@ -96,11 +99,13 @@ def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> Copies:
     """Room for the copies of a [rows, cols] tensor that are asked for."""
-    data, scale, data_t, scale_t, last = allocate_parts(
+    data, scale, data_t, scale_t, last, last_t = allocate_parts(
         format.spec, rows, cols, device, rowwise=rowwise, columnwise=columnwise
     )
     row = None if data is None or scale is None else Copy(data, scale, last)
-    return row, None if data_t is None or scale_t is None else Copy(data_t, scale_t, last)
+    if data_t is None or scale_t is None:
+        return row, None
+    return row, Copy(data_t, scale_t, last if last_t is None else last_t)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------
@@ -122,18 +127,19 @@ def _parts(format: Format, copies: Copies) -> list[_Part]:
         found += [_Part(rowwise.data, 0, 1), _Part(rowwise.scale, 0, format.block_rows)]
     if columnwise is not None:
         found += [_Part(columnwise.data, 1, format.packed), _Part(columnwise.scale, 1, format.group)]
-    held = rowwise or columnwise
-    if held is not None and held.global_scale is not None:
-        found.append(_Part(held.global_scale, 0, 0))
+    held = [copy for copy in copies if copy is not None]
+    for copy in held if format.hadamard else held[:1]:  # otherwise both have one scale of the whole tensor
+        if copy.global_scale is not None:
+            found.append(_Part(copy.global_scale, 0, 0))
     return found
 
 
 def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
     """Copies with the same members as these, made of tensors in the order of `_parts`."""
-    rest = list(tensors)
-    last = rest.pop() if len(rest) % 2 else None
-    pairs = [Copy(data, scale, last) for data, scale in zip(rest[::2], rest[1::2], strict=True)]
-    return pairs[0] if copies[0] is not None else None, pairs[-1] if copies[1] is not None else None
+    rest, count = list(tensors), sum(copy is not None for copy in copies)
+    whole: list[Tensor | None] = [*rest[2 * count :]] or [None]  # of each copy, or one for both
+    made = [Copy(rest[2 * i], rest[2 * i + 1], whole[min(i, len(whole) - 1)]) for i in range(count)]
+    return made[0] if copies[0] is not None else None, made[-1] if copies[1] is not None else None
 
 
 def row_unit(format: Format, copies: Copies, rows: int) -> int:
@@ -147,8 +153,9 @@ def row_unit(format: Format, copies: Copies, rows: int) -> int:
 def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
     """The rows from `start` up to `stop`, as views. Both are multiples of `row_unit`, except that `stop` may be the
     end. A scale of the whole tensor or of a whole column is the same for the cut rows."""
+    end = stop, format.length(stop, "columnwise")
     cut = [
-        tensor.narrow(dim, start // each, -(-stop // each) - start // each) if each else tensor
+        tensor.narrow(dim, start // each, -(-end[dim] // each) - start // each) if each else tensor
         for tensor, dim, each in _parts(format, copies)
     ]
     return _assembled(copies, cut)

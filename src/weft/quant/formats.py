@@ -48,8 +48,9 @@ from typing import Literal, get_args
 
 import torch
 
-Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4"]
+Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4", "nvfp4_16x16"]
 Element = Literal["e4m3", "e5m2", "int8", "e2m1"]
+Side = Literal["rowwise", "columnwise"]
 ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_major", "deepep", "vllm"]
 
 
@@ -167,7 +168,7 @@ CONVENTIONS: dict[str, Convention] = {
     )
 }
 
-# Block -> (rows, columns) that share a scale; 0 stands for the whole length.
+# Block -> (rows, columns) that share a stored scale; 0 stands for the whole length.
 _SHAPES: dict[str, tuple[int, int]] = {
     "tensor": (0, 0),
     "row": (1, 0),
@@ -175,7 +176,11 @@ _SHAPES: dict[str, tuple[int, int]] = {
     "128x128": (128, 128),
     "mx": (1, 32),
     "nvfp4": (1, 16),
+    "nvfp4_16x16": (1, 16),
 }
+# Block -> side of the squares that share a scale. Those of nvfp4_16x16 store it once for each of their rows.
+_SQUARES = {"128x128": 128, "nvfp4_16x16": 16}
+_NVFP4 = ("nvfp4", "nvfp4_16x16")
 _ELEMENTS: dict[str, tuple[str, ...]] = {
     "tensor": ("e4m3", "e5m2", "int8"),
     "row": ("e4m3", "e5m2", "int8"),
@@ -183,8 +188,13 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     "128x128": ("e4m3", "e5m2", "int8"),
     "mx": ("e4m3", "e5m2", "e2m1"),
     "nvfp4": ("e2m1",),
+    "nvfp4_16x16": ("e2m1",),
 }
-_CONVENTIONS: dict[str, tuple[str, ...]] = {"mx": ("te", "torchao", "deepgemm"), "nvfp4": ("te", "torchao")}
+_CONVENTIONS: dict[str, tuple[str, ...]] = {
+    "mx": ("te", "torchao", "deepgemm"),
+    "nvfp4": ("te", "torchao"),
+    "nvfp4_16x16": ("te", "torchao"),
+}
 
 
 @dataclass(frozen=True)
@@ -192,10 +202,17 @@ class Format:
     """A quantised format. `Format("1x128")` is TransformerEngine's default: e4m3 with power-of-two scales.
 
     - `block`: which elements share a scale. `mx` is 1x32 with e8m0 scales, `nvfp4` 1x16 with e4m3 scales and one
-      fp32 scale for the tensor.
-    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and `nvfp4`.
+      fp32 scale for the tensor. `nvfp4_16x16` is for weights: its row-wise and its column-wise copy stand for the same
+      numbers. It stores the scale of a square in each of its rows, so that whatever reads `nvfp4` reads it too.
+    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`.
     - `convention`: whose arithmetic; see the table of this module.
     - `power_of_two`: None takes the block's usual choice (yes for 1x128, 128x128 and mx, no for the others).
+    - `hadamard`: the copy of an `nvfp4` tensor that is rotated before it is quantised. With "columnwise", every 16
+      neighbours of a column are multiplied by diag(signs) H / 4 in fp32, H the Hadamard matrix of 16 and the signs
+      TransformerEngine's, and rounded to the tensor's dtype; after the last row come zeros up to a multiple of 16. This
+      copy has a scale of the whole tensor of its own. A product of two copies that are both rotated along the dimension
+      that it sums over is that of the numbers themselves: outliers spread over 16 codes, and nothing is undone.
+      `dequantize` rotates back. The transpose of such a tensor has a rotated row-wise copy: "rowwise".
 
     >>> Format("1x128").spec
     'e4m3:1x128:te:pow2'
@@ -207,6 +224,7 @@ class Format:
     element: Element | None = None
     convention: ConventionName = "te"
     power_of_two: bool | None = None
+    hadamard: Side | None = None
 
     def __post_init__(self) -> None:
         _choose("block", self.block, get_args(Block))
@@ -219,16 +237,21 @@ class Format:
         _choose(f"convention of block {self.block!r}", self.convention, known)
         if self.block == "mx" and not self.power_of_two:
             raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
-        if self.block == "nvfp4" and self.power_of_two:
-            raise ValueError("nvfp4 scales are e4m3 numbers: power_of_two=True has no meaning")
+        if self.block in _NVFP4 and self.power_of_two:
+            raise ValueError(f"{self.block} scales are e4m3 numbers: power_of_two=True has no meaning")
+        if self.hadamard is not None:
+            _choose("hadamard", self.hadamard, get_args(Side))
+            if self.block != "nvfp4":
+                raise ValueError(f"hadamard= rotates copies in blocks 'nvfp4'; got {self.block!r}")
 
-    # Plain properties: torch.compile traces them, and rebuilds a format from its four fields.
+    # Plain properties: torch.compile traces them, and rebuilds a format from its fields.
 
     @property
     def spec(self) -> str:
         """The format in one string, which `of` reads back."""
         pow2 = ":pow2" if self.power_of_two and self.block != "mx" else ""
-        return f"{self.element}:{self.block}:{self.convention}{pow2}"
+        rotated = "" if self.hadamard is None else f":hadamard-{self.hadamard}"
+        return f"{self.element}:{self.block}:{self.convention}{pow2}{rotated}"
 
     @property
     def number(self) -> ElementType:
@@ -240,13 +263,38 @@ class Format:
 
     @property
     def group(self) -> int:
-        """Neighbours in a row that share a scale; 0 for all of them."""
+        """Neighbours in a row that share a stored scale; 0 for all of them."""
         return _SHAPES[self.block][1]
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a scale; 0 for all of them."""
+        """Rows that share a stored scale; 0 for all of them."""
         return _SHAPES[self.block][0]
+
+    @property
+    def square(self) -> int:
+        """The side of the squares that share a scale, whose codes are the same in both copies; 0 for other blocks."""
+        return _SQUARES.get(self.block, 0)
+
+    @property
+    def stored(self) -> Format:
+        """The format as which others read the bytes: plain `nvfp4` for `nvfp4_16x16` and for rotated copies, and itself
+        for all others."""
+        if self.block == "nvfp4_16x16" or self.hadamard is not None:
+            return Format("nvfp4", self.element, self.convention)
+        return self
+
+    @property
+    def transposed(self) -> Format:
+        """That of the transpose of a tensor, whose row-wise copy is the column-wise one of the tensor."""
+        if self.hadamard is None:
+            return self
+        side: Side = "rowwise" if self.hadamard == "columnwise" else "columnwise"
+        return Format(self.block, self.element, self.convention, self.power_of_two, side)
+
+    def length(self, numbers: int, side: Side = "rowwise") -> int:
+        """How many numbers are stored of a row, or of a column, of a copy that quantises `numbers` of them."""
+        return -(-numbers // 16) * 16 if side == self.hadamard else numbers
 
     @property
     def packed(self) -> int:
@@ -255,7 +303,9 @@ class Format:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return {"mx": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(self.block, torch.float32)
+        if self.block in _NVFP4:
+            return torch.float8_e4m3fn
+        return torch.float8_e8m0fnu if self.block == "mx" else torch.float32
 
     @staticmethod
     def of(value: Format | str) -> Format:
@@ -270,13 +320,13 @@ class Format:
 
     @staticmethod
     def all() -> tuple[Format, ...]:
-        """Every format there is."""
+        """Every format there is; those of block `nvfp4` can be rotated beside."""
         return _all()
 
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether the largest |x| of the whole tensor must be known before its first element is encoded."""
-        return self.block in ("tensor", "nvfp4")
+        return self.block in ("tensor", *_NVFP4)
 
     def data_shape(self, rows: int, cols: int) -> tuple[int, int]:
         return rows, -(-cols // self.packed)
@@ -301,13 +351,18 @@ def _parse(spec: str) -> Format:
     if spec in _SHAPES:
         return Format(spec)  # type: ignore[arg-type]
     element, block, convention, *rest = [*spec.split(":"), "", ""][: max(3, spec.count(":") + 1)]
-    if block not in _SHAPES or rest not in ([], ["pow2"]):
+    rotated = _ROTATED.get(rest[0]) if len(rest) == 1 else None
+    if block not in _SHAPES or not (rotated or rest in ([], ["pow2"])):
         raise ValueError(
             f"unknown format {spec!r}: give a Format, one of {', '.join(_SHAPES)}, or "
-            "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2"
+            "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2, or e2m1:nvfp4:te:hadamard-columnwise"
         )
     power_of_two = rest == ["pow2"] or block == "mx"
-    return Format(block, element, convention or "te", power_of_two)  # type: ignore[arg-type]
+    return Format(block, element, convention or "te", power_of_two, rotated)  # type: ignore[arg-type]
+
+
+# How a spec ends -> the side that is rotated.
+_ROTATED: dict[str, Side] = {"hadamard-rowwise": "rowwise", "hadamard-columnwise": "columnwise"}
 
 
 @functools.cache
@@ -317,7 +372,7 @@ def _all() -> tuple[Format, ...]:
         for block in _SHAPES
         for element in _ELEMENTS[block]
         for convention in _CONVENTIONS.get(block, tuple(CONVENTIONS))
-        for power_of_two in {"mx": (True,), "nvfp4": (False,)}.get(block, (False, True))
+        for power_of_two in ((True,) if block == "mx" else (False,) if block in _NVFP4 else (False, True))
     )
 
 
@@ -327,4 +382,8 @@ def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 # The formats as `Format.spec` spells them.
-SPECS = frozenset(format.spec for format in _all())
+SPECS = frozenset(
+    spec
+    for format in _all()
+    for spec in (format.spec, *(f"{format.spec}:{end}" for end in _ROTATED if format.block == "nvfp4"))
+)

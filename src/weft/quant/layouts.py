@@ -99,7 +99,7 @@ class Layout:
     back: Callable[[Buffers, _Case], Copy]
 
     def supports(self, format: Format | str, operand: Operand = "a") -> bool:
-        format = Format.of(format)
+        format = Format.of(format).stored
         if self.name == "deepgemm_sm100" and not format.power_of_two:
             return False
         return any(
@@ -125,7 +125,7 @@ def to_layout(
     - `check`: wait for the device and raise ValueError if a scale cannot be packed by `deepgemm_sm100`.
       Without it such a scale becomes NaN, see `pack_ue8m0`.
     """
-    format = Format.of(format)
+    format = Format.of(format).stored
     layout = _layout(name, format, operand)
     if copy.data.dim() != 2:
         raise ValueError(f"data must be 2-D; got {tuple(copy.data.shape)}")
@@ -158,7 +158,7 @@ def from_layout(
 
     `shape` is (rows, cols) of the copy, hence (K, M) for a column-wise copy of an [M, K] tensor.
     """
-    format = Format.of(format)
+    format = Format.of(format).stored
     layout = _layout(name, format, operand)
     copy = layout.back(buffers, _Case(format, shape[0], shape[1], operand, columnwise, False))
     _shape("data", copy.data, format.data_shape(*shape))

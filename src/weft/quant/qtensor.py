@@ -89,8 +89,8 @@ class QTensor(Tensor):
         return Format.of(self.spec)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one. Gradients
-        pass straight through."""
+        """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one, and from a
+        rotated copy only if there is no other. Gradients pass straight through."""
         return apply(_Unwrap, self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     def to_layout(self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False) -> Buffers:
@@ -120,12 +120,13 @@ class QTensor(Tensor):
         return self.numel() // cols if cols else 0, cols
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
-        held = self.rowwise or self.columnwise
-        assert held is not None
+        (row, col), format = self._copies, Format.of(self.spec)
         rows, cols = self._matrix()
-        length = cols if self.rowwise is not None else rows
-        values = _decoder(held, self.spec, length, dtype)
-        return (values if self.rowwise is not None else values.t()).reshape(self.shape)
+        turned = format.hadamard == "rowwise" and col is not None  # a copy that is not rotated comes first
+        if row is not None and not turned:
+            return _decoder(row, self.spec, cols, dtype).reshape(self.shape)
+        assert col is not None
+        return _decoder(col, format.transposed.spec, rows, dtype).t().reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = [name for name in ("rowwise", "columnwise") if getattr(self, name) is not None]
@@ -272,8 +273,8 @@ class QTensor(Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
-# The op that decodes: (copy, spec of its format, numbers of a row, dtype) -> numbers. Ops are defined above this
-# package, and this one registers itself.
+# The op that decodes: (row-wise copy, spec of its format, numbers of a row, dtype) -> numbers. Ops are defined above
+# this package, and this one registers itself.
 Decoder = Callable[[Copy, str, int, torch.dtype], Tensor]
 _decoder: Decoder
 
@@ -374,7 +375,7 @@ def _transpose(q: QTensor, first: int, second: int) -> Any:
     if q.dim() != 2 or (first % 2, second % 2) not in ((0, 1), (1, 0)):
         return NotImplemented
     rows, cols = q.shape
-    return QTensor((cols, rows), q.dtype, q.format, q.columnwise, q.rowwise)
+    return QTensor((cols, rows), q.dtype, q.format.transposed, q.columnwise, q.rowwise)
 
 
 def _t(q: QTensor) -> Any:

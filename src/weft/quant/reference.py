@@ -30,7 +30,7 @@ def quantize_copy(
     rows, cols = x.shape
     input_max = torch.finfo(input_dtype or x.dtype).max
     x = x.float()
-    block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
+    block_rows, group = format.square or format.block_rows or max(rows, 1), format.group or max(cols, 1)
     # A scale of the whole tensor or of a row exists even if there are no elements.
     fill_cols = -cols % group if format.group or cols else 1
     fill_rows = -rows % block_rows if format.block_rows or rows else 1
@@ -44,7 +44,7 @@ def quantize_copy(
         factor = stored if divides else 1.0 / stored
     else:
         amax = amax_reference(blocks, (2, 3))
-        if format.block == "nvfp4":
+        if format.stored.block == "nvfp4":
             assert tensor_amax is not None
             stored, factor, global_scale = _nvfp4_scale(amax, tensor_amax.reshape(()).float(), format)
         elif format.block == "mx":
@@ -54,12 +54,14 @@ def quantize_copy(
                 amax = tensor_amax.reshape(1, 1).float()
             stored, factor = _fp32_scale(amax, input_max, format)
     factor = factor[..., None, None]
-    scaled = blocks / factor if divides and format.block not in ("mx", "nvfp4") else blocks * factor
+    scaled = blocks / factor if divides else blocks * factor
     scaled = scaled.transpose(1, 2).reshape(padded.shape)[:rows, :cols]
     codes = encode_reference(scaled, format.number, random)
     if format.packed == 2:
         codes = F.pad(codes, (0, cols % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    if format.block_rows < format.square:  # squares repeat their scale
+        stored = stored.repeat_interleave(format.square, 0)[:rows]
     return Copy(codes.contiguous().view(format.number.dtype), _laid_out(stored, format), global_scale)
 
 
@@ -119,6 +121,23 @@ def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: t
     return (values * scale).to(dtype)
 
 
+# TransformerEngine's, of the 16 numbers that are rotated together.
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def hadamard_reference(x: Tensor, *, inverse: bool = False) -> Tensor:
+    """The rotation of `Format.hadamard` along the rows of x [M, K], or the one that undoes it, in fp32. K is a multiple
+    of 16. It is 16 numbers times diag(signs) H / 4, or times H diag(signs) / 4, where H is symmetric."""
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    y = x.float().reshape(-1, 16)
+    y = y if inverse else y * signs
+    for _ in range(4):  # in each step, sums become the first half and differences the second
+        even, odd = y[:, 0::2], y[:, 1::2]
+        y = torch.cat((even + odd, even - odd), 1)
+    y = y * signs * 0.25 if inverse else y * 0.25
+    return y.reshape(x.shape)
+
+
 def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     """The largest |x|: NaN if one is among them, 0 without elements."""
     dims = tuple(range(x.dim())) if dims is None else dims
@@ -128,8 +147,8 @@ def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
 
 
 def _laid_out(stored: Tensor, format: Format) -> Tensor:
-    if format.block in ("mx", "nvfp4"):
-        return stored.view(format.scale_dtype)
+    if format.scale_dtype is not torch.float32:
+        return stored.contiguous().view(format.scale_dtype)
     if format.block != "1x128":
         return stored.contiguous()
     return F.pad(stored.t(), (0, -stored.shape[0] % 4)).contiguous().t()[: stored.shape[0]]

@@ -1,6 +1,7 @@
 """Small `@triton.jit` functions on tiles in registers: no loads, no stores, usable in any kernel."""
 
 from .activations import activate, activate_with_slope
+from .hadamard import hadamard_columns
 from .numbers import (
     CONVERT,
     CONVERT_CLAMPED,
@@ -13,7 +14,14 @@ from .numbers import (
     pack_pairs,
     unpack_pairs,
 )
-from .quantize import block_scale, quantize_columns, quantize_rows, quantize_squares, round_to
+from .quantize import (
+    block_scale,
+    quantize_columns,
+    quantize_rows,
+    quantize_squares,
+    repeat_rows,
+    round_to,
+)
 from .reduce import amax, larger, merge_moments
 from .scales import at_least, at_most, fp32_scale, given_scale, nvfp4_global, reciprocal, scaled
 
@@ -34,6 +42,7 @@ __all__ = [
     "encode_stochastic",
     "fp32_scale",
     "given_scale",
+    "hadamard_columns",
     "larger",
     "merge_moments",
     "nvfp4_global",
@@ -42,6 +51,7 @@ __all__ = [
     "quantize_rows",
     "quantize_squares",
     "reciprocal",
+    "repeat_rows",
     "round_to",
     "scaled",
     "unpack_pairs",

@@ -11,7 +11,7 @@ def block_scale(largest, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.conste
     """(scale as stored, factor) of blocks whose amax is `largest`. Only nvfp4 reads `tensor_amax`, a scalar."""
     if FORMAT.block == "mx":
         return mx_scale(largest, FORMAT)
-    elif FORMAT.block == "nvfp4":
+    elif FORMAT.stored.block == "nvfp4":
         return nvfp4_scale(largest, tensor_amax, FORMAT)
     else:
         return fp32_scale(largest, INPUT_MAX, FORMAT)
@@ -53,11 +53,24 @@ def quantize_columns(
 
 
 @triton.jit
-def quantize_squares(x, random, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr):
-    """x [128, C] in squares of 128 x 128 -> codes [128, C], scales [C // 128]."""
+def quantize_squares(
+    x, random, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr
+):
+    """x [R, C] in squares of S x S -> codes [R, C], scales [R // S, C // S]."""
+    R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    largest = amax(tl.reshape(amax(x, axis=0), (C // 128, 128)), axis=1)  # [C // 128]
-    scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
-    groups = tl.reshape(x, (128, C // 128, 128))
-    codes = round_to(scaled(groups, factor[None, :, None], FORMAT), random, FORMAT, CAST)
-    return tl.reshape(codes, (128, C)), scale
+    S: tl.constexpr = FORMAT.square
+    of_columns = amax(tl.reshape(x, (R // S, S, C)), axis=1)  # [R // S, C]
+    largest = amax(tl.reshape(of_columns, (R // S, C // S, S)), axis=2)  # [R // S, C // S]
+    scale, factor = block_scale(largest, tensor_amax, INPUT_MAX, FORMAT)
+    groups = tl.reshape(x, (R, C // S, S))
+    codes = round_to(scaled(groups, repeat_rows(factor, S)[:, :, None], FORMAT), random, FORMAT, CAST)
+    return tl.reshape(codes, (R, C)), scale
+
+
+@triton.jit
+def repeat_rows(x, TIMES: tl.constexpr):
+    """[R, C] -> [R * TIMES, C], each row TIMES times."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (R, TIMES, C)), (R * TIMES, C))

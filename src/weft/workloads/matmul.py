@@ -30,7 +30,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "fp8-blocks-wgrad": {"a": "1x128", "b": "1x128"},
     "mxfp8": {"a": "mx", "b": "mx"},
     "mxfp4": {"a": "e2m1:mx:te", "b": "e2m1:mx:te"},
-    "nvfp4": {"a": "nvfp4", "b": "nvfp4"},
+    "nvfp4": {"a": "nvfp4", "b": "nvfp4_16x16"},
     "weight-fp8": {"b": "128x128"},
     "weight-int8": {"b": "int8:row:te"},
     "weight-mxfp4": {"b": "e2m1:mx:te"},

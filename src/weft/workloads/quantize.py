@@ -28,6 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "128x128-both": {"format": "128x128", "columnwise": True},
     "mx-both": {"format": "mx", "columnwise": True},
     "nvfp4-both": {"format": "nvfp4", "columnwise": True},
+    "nvfp4_16x16-both": {"format": "nvfp4_16x16", "columnwise": True},
+    "nvfp4-rotated": {"format": "e2m1:nvfp4:te:hadamard-columnwise", "columnwise": True},
     "row": {"format": "row"},
     "row-both": {"format": "row", "columnwise": True},
     "row-int8": {"format": "int8:row:vllm"},
@@ -41,6 +43,8 @@ _TRAINED: dict[str, tuple[str, ...]] = {
     "128x128-both": ("deepseek-v3/expert-weight", "odd/200"),
     "mx-both": ("llama3-8b/hidden", "odd/33"),
     "nvfp4-both": ("llama3-8b/hidden", "odd/33"),
+    "nvfp4_16x16-both": ("deepseek-v3/expert-weight", "odd/33"),
+    "nvfp4-rotated": ("llama3-8b/hidden", "odd/33"),
     "row-both": ("linghe/hidden",),
     "tensor-amax": ("llama3-8b/hidden", "odd/1"),
     "stochastic": ("llama3-8b/hidden",),
@@ -54,6 +58,8 @@ _SERVED: dict[str, tuple[str, ...]] = {
 # `moves` and `rereads` of quantisers that move more than the least bytes.
 _TWICE = {
     "nvfp4-both": (1.65, "the amax of the whole tensor comes before its first code"),
+    "nvfp4_16x16-both": (1.65, "the amax of the whole tensor comes before its first code"),
+    "nvfp4-rotated": (1.65, "the amax of the whole tensor comes before its first code"),
     "tensor-amax": (1.76, "the amax of the whole tensor comes before its first code"),
     "row-both": (1.52, "the amax of a whole column comes before its first code"),
 }

@@ -38,6 +38,8 @@ MORE: dict[str, dict[str, Any]] = {
     "weight-row": {"b": "row"},
     "weight-nvfp4": {"b": "nvfp4"},
     "weight-mx": {"b": "mx"},
+    "squares-nvfp4": {"a": "nvfp4_16x16", "b": "nvfp4"},
+    "weight-nvfp4-squares": {"b": "nvfp4_16x16"},
     "weight-fp32": {"dtype": torch.float32, "b": "1x128"},
     "weight-fp16": {"dtype": torch.float16, "b": "int8:128x128:te"},
     "plain-weight": {"a": "row"},
@@ -325,6 +327,13 @@ def _plain(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
+ROTATED = "e2m1:nvfp4:te:hadamard-columnwise"
+
+
+def _rotated(*shape: int) -> QTensor:
+    return weft.quantize(_plain(*shape), ROTATED, columnwise=True)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -358,11 +367,57 @@ def _plain(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         (lambda: weft.matmul(_plain(4, 8, dtype=torch.float16), weft.quantize(_plain(5, 8), "mx").T), "bf16"),
         (lambda: weft.matmul(_plain(2, 4, 8), weft.quantize(_plain(2, 8, 5), "row")), "grouped_matmul"),
         (lambda: weft.matmul(_plain(4, 8), [[1.0]]), "must be a tensor"),
+        (lambda: weft.matmul(_rotated(16, 8).T, _plain(16, 8)), "a is rotated along K .* and b is not"),
+        (lambda: weft.matmul(_plain(8, 16), _rotated(16, 8)), "b is rotated along K .* and a is not"),
+        (
+            lambda: weft.matmul(_rotated(16, 8).T, weft.quantize(_plain(16, 8), "nvfp4", columnwise=True)),
+            "a is rotated along K .* and b is not",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_words(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+@pytest.mark.parametrize("m", [48, 70], ids=["whole", "padded"])
+def test_rotated_operands(m: int) -> None:
+    """The gradient of a weight sums over the dimension along which both are rotated: it is the product of the rotated
+    numbers. Its own gradients are made of numbers that are rotated back."""
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(m, n, generator=generator, requires_grad=True) for n in (40, 24))
+    xq, dyq = (weft.quantize(t, ROTATED, columnwise=True) for t in (x, dy))
+    length = -(-m // 16) * 16
+    turned = [
+        QTensor((q.shape[1], length), q.dtype, "nvfp4", q.columnwise).dequantize().double() for q in (xq, dyq)
+    ]
+    wanted = turned[1] @ turned[0].T
+    dw = weft.matmul(dyq.T, xq, engine="weft")
+    assert torch.allclose(dw.double(), wanted, rtol=1e-5, atol=1e-4)
+    with weft.backend("reference"):
+        assert torch.allclose(weft.matmul(dyq.T, xq).double(), wanted, rtol=1e-5, atol=1e-4)
+    exact = dy.double().T @ x.double()
+    assert (dw - exact).norm() < 0.2 * exact.norm()
+    upstream = torch.randn(24, 40, generator=generator)
+    dw.backward(upstream)
+    assert x.grad is not None
+    back = QTensor(dyq.shape, dyq.dtype, dyq.format, None, dyq.columnwise).dequantize()
+    assert torch.allclose(x.grad, back @ upstream, rtol=1e-5, atol=1e-4)
+
+
+def test_rotated_operands_compiled() -> None:
+    def call(x: Tensor, dy: Tensor) -> Tensor:
+        xq, dyq = (weft.quantize(t, ROTATED, columnwise=True) for t in (x, dy))
+        return weft.matmul(dyq.T, xq)
+
+    def decode(x: Tensor, dy: Tensor) -> Tensor:
+        q = weft.quantize(x, ROTATED, rowwise=False, columnwise=True)
+        return dy.T @ q.dequantize()
+
+    x, dy = torch.randn(40, 32), torch.randn(40, 16)
+    for function in (call, decode):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, dy), function(x, dy))
 
 
 def test_every_pair_is_allowed_or_refused() -> None:

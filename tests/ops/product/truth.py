@@ -30,7 +30,8 @@ def numbers(x: Tensor, *, of_b: bool = False) -> Tensor:
     assert copy is not None
     held = oracle.Quantized(copy.data.view(torch.uint8), copy.scale, copy.global_scale)
     assert f.element is not None
-    values = oracle.dequantize(held, block=f.block, element=f.element, shape=(rows, k)).double()
+    k = (f.transposed if of_b else f).length(k)  # rotated numbers stay so: their products need no undoing
+    values = oracle.dequantize(held, block=f.stored.block, element=f.element, shape=(rows, k)).double()
     return values.t() if of_b != turned else values
 
 

@@ -17,6 +17,8 @@ def workload(check: str, name: str) -> str:
 
 
 SHAPES = f"{B}test_shapes"
+ROTATED = f"{SHAPES}[e2m1:nvfp4:te:hadamard-columnwise]"
+HADAMARD = "tiles/hadamard.py"
 EVERY = f"{B}test_every_format"
 PADS = "quant/test_strides.py::test_strides_and_pads_of_codes"
 DRAWS = "quant/test_stochastic.py::test_stochastic_rounding_draws_what_it_says[e4m3]"
@@ -70,14 +72,27 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("scales of rows not written", "_quantize_stripe_kernel", "(start == 0)", "(start < 0)", (f"{SHAPES}[int8:row:te]",)),
     ("all columns scaled like the first", "_quantize_stripe_kernel", "col_amax_ptr + col,", "col_amax_ptr + col * 0,", (f"{SHAPES}[int8:row:te]",)),
     ("both copies draw the same", "_quantize_stripe_kernel", "random_t = _draw(seed_low, seed_high, row, col, 1)", "random_t = _draw(seed_low, seed_high, row, col, 0)", ("quant/test_stochastic.py::test_stochastic_rounding[e4m3:1x128:te:pow2]",)),
-    ("scales of squares all in the first tile's place", f"{COPIES}:store_stripe", "square = stripe.start // STRIPE + tl.arange", "square = stripe.start * 0 + tl.arange", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
-    ("strides of a square's transposed scale swapped", f"{COPIES}:store_stripe", "square * copy_t.scale_row_stride + stripe.number * copy_t.scale_col_stride", "square * copy_t.scale_col_stride + stripe.number * copy_t.scale_row_stride", (f"{EVERY}[e4m3:128x128:torchao:pow2-both]",)),
+    ("scales of squares all in the first tile's place", f"{COPIES}:store_squares", "squares.across.to(tl.int64) + tl.arange", "squares.across.to(tl.int64) * 0 + tl.arange", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
+    ("a square's scale in its first row alone", f"{COPIES}:store_squares", "(row < height)[:, None]", "((row < height) & (row % REPEATED == 0))[:, None]", (f"{SHAPES}[e2m1:nvfp4_16x16:te]",)),
+    ("scales of squares in the place of those of the first stripe", f"{COPIES}:store_squares", "squares.down.to(tl.int64) * REPEATED", "squares.down.to(tl.int64) * 0", (f"{EVERY}[e4m3:128x128:torchao:pow2-both]",)),
+    ("scales of squares not transposed", f"{COPIES}:store_stripe", "store_squares(tl.trans(scale), copy_t", "store_squares(tl.reshape(scale, (scale.shape[1], scale.shape[0])), copy_t", (f"{SHAPES}[e2m1:nvfp4_16x16:te]",)),
+    ("strides of a square's scale swapped", f"{COPIES}:store_squares", "row * copy.scale_row_stride, col * copy.scale_col_stride", "row * copy.scale_col_stride, col * copy.scale_row_stride", (f"{EVERY}[e4m3:128x128:torchao:pow2-both]",)),
     ("strides of transposed scales swapped", f"{COPIES}:store_stripe", "tl.store(copy_t.scale + (group_off[:, None] + col_off[None, :])", "tl.store(copy_t.scale + (group * copy_t.scale_row_stride)[:, None] + (col.to(tl.int64) * copy_t.scale_col_stride)[None, :]", (f"{SHAPES}[e2m1:mx:te]",)),
     ("32-bit row offsets", "_quantize_stripe_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
     ("tiles counted without the last", "_quantize_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("last tile not launched", "_Quantize.stripes_pass", "launch(\n            (stripes * tiles, 1, 1),", "launch(\n            (max(stripes * tiles - 1, 1), 1, 1),", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("amax of the first row of a tile", "_quantize_stripe_kernel", "amax(amax(x, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(x, axis=1), 0.0), axis=0)", ("quant/test_norms.py::test_amax[e4m3:1x128:te:pow2]",)),
-    ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(amax(x, axis=0), (C // 128, 128)), axis=1)", "amax(tl.reshape(amax(tl.where(tl.arange(0, C)[None, :] % 128 == 0, x, 0.0), axis=0), (C // 128, 128)), axis=1)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
+    ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(of_columns, (R // S, C // S, S)), axis=2)", "amax(tl.reshape(tl.where(tl.arange(0, C)[None, :] % S == 0, of_columns, 0.0), (R // S, C // S, S)), axis=2)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
+    ("squares scaled by those above", f"{TILE}:quantize_squares", "repeat_rows(factor, S)", "tl.flip(repeat_rows(factor, S), 0)", (f"{SHAPES}[e2m1:nvfp4_16x16:te]",)),
+    ("rotated without signs", f"{HADAMARD}:hadamard_columns", "-1.0, 1.0)", "1.0, 1.0)", (ROTATED,)),
+    ("sums and differences swapped", f"{HADAMARD}:hadamard_columns", "tl.join(even + odd, even - odd)", "tl.join(even - odd, even + odd)", (ROTATED,)),
+    ("rotated in three steps", f"{HADAMARD}:hadamard_columns", "tl.static_range(4)", "tl.static_range(3)", (ROTATED,)),
+    ("rotated numbers twice as large", f"{HADAMARD}:hadamard_columns", "* 0.25", "* 0.5", (ROTATED,)),
+    ("rotated numbers not rounded", "_quantize_stripe_kernel", "hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)", "hadamard_columns(x)", (f"{B}test_rotated_copies[bf16]",)),
+    ("rotated copy scaled by the amax of x", "_Quantize.rotated", "False, given_t=given_t", "False, given_t=given", (ROTATED,)),
+    ("amax of the rotated copy that of x", "_quantize_stripe_kernel", "amax(amax(turned, axis=1), axis=0)", "amax(amax(x, axis=0), axis=0)", (ROTATED,)),
+    ("rotated rows cut off with x", "_quantize_stripe_kernel", "(rows + 15) // 16 * 16", "rows", (ROTATED,)),
+    ("row-wise copy rotated as well", "_quantize_stripe_kernel", "            store_stripe(\n                x,\n                copy,\n                nothing,", "            store_stripe(\n                hadamard_columns(x),\n                copy,\n                nothing,", (ROTATED,)),
     ("columns scaled by the group above", f"{TILE}:quantize_columns", "scaled(groups, factor[:, None, :], FORMAT)", "scaled(groups, tl.flip(factor, 0)[:, None, :], FORMAT)", (f"{EVERY}[e2m1:mx:te-both]",)),
     ("x read at the wrong stride", "_quantize_stripe_kernel", "row * x_stride", "row * cols", ("quant/test_strides.py::test_strided_inputs[e4m3:1x128:te:pow2]",)),
     ("rows past the end read", "_quantize_stripe_kernel", "mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)", "mask = tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", (f"{PADS}[e4m3:1x128:te:pow2-auto]", "quant/test_strides.py::test_strided_inputs[e4m3:1x128:te:pow2]")),

@@ -3,6 +3,8 @@ tested in `tests/quant`, and the workloads go through the catalogue."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton_loom
@@ -53,3 +55,43 @@ def test_opcheck_of_dequantize(format: str) -> None:
     a = DequantizeArgs(*q.rowwise, q.format.spec, 160, torch.bfloat16)
     checks = ("test_faketensor", "test_schema", "test_aot_dispatch_dynamic")
     opcheck("dequantize", a, test_utils=checks[: 1 if format == "nvfp4" else 3])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: weft.rms_norm(x, quantize="nvfp4_16x16"),
+        lambda x: weft.gated_norm(x, x, quantize="nvfp4_16x16"),
+        lambda x: weft.glu(x, quantize="nvfp4_16x16"),
+        lambda x: weft.glu(x, quantize_grad="nvfp4_16x16"),
+        lambda x: weft.matmul(x, x.T, quantize="nvfp4_16x16"),
+        lambda x: weft.permute(
+            x, weft.row_map(torch.zeros(16, 1, dtype=torch.int64), 1), quantize="nvfp4_16x16"
+        ),
+    ],
+    ids=["rms_norm", "gated_norm", "glu", "gradients of glu", "matmul", "permute"],
+)
+def test_squares_of_nvfp4_are_refused_as_results(call: Callable[[Tensor], object]) -> None:
+    with pytest.raises(ValueError, match=r"is for weights, and weft\.quantize alone makes it"):
+        call(torch.randn(16, 64))
+
+
+def test_both_copies_of_a_weight_are_the_same_numbers() -> None:
+    """As forward and backward multiply by them. Rows and columns end in squares that are cut off."""
+    w, x, dy = torch.randn(40, 72), torch.randn(16, 72), torch.randn(16, 40)
+    q = weft.quantize(w, "nvfp4_16x16", columnwise=True)
+    assert q.columnwise is not None
+    turned = weft.QTensor((72, 40), w.dtype, q.format, q.columnwise).dequantize()
+    assert torch.equal(turned.t(), q.dequantize())
+    # A number in another square does not change the scale, one of the same square does.
+    w[17, 3] = w[:16].abs().max()
+    again = weft.quantize(w, "nvfp4_16x16")
+    assert q.rowwise is not None
+    assert again.rowwise is not None
+    different = again.rowwise.scale.view(torch.uint8) != q.rowwise.scale.view(torch.uint8)
+    assert different.nonzero()[:, 0].unique().tolist() == list(range(16, 32))
+    assert different.any(0).tolist() == [True, False, False, False, False]
+    forward = weft.matmul(weft.quantize(x, "nvfp4"), q.T)
+    backward = weft.matmul(weft.quantize(dy, "nvfp4"), q)
+    for got, left, right in ((forward, x, q.dequantize().t()), (backward, dy, q.dequantize())):
+        assert torch.allclose(got, weft.quantize(left, "nvfp4").dequantize() @ right, rtol=1e-5, atol=1e-3)

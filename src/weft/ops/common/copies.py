@@ -25,6 +25,7 @@ from ...tiles import (
     quantize_columns,
     quantize_rows,
     quantize_squares,
+    repeat_rows,
     round_to,
     scaled,
 )
@@ -37,7 +38,7 @@ def count_stripes(rows: int, cols: int) -> int:
     """How many stripes of 128 rows there are. Offsets within a stripe have 32 bits, which limits `cols`."""
     if cols >= 2**24:
         raise ValueError(
-            f"rows of 2**24 elements or more have no column-wise copy and no 128x128 blocks; got {cols}"
+            f"rows of 2**24 elements or more have no column-wise copy and no square blocks; got {cols}"
         )
     return -(-rows // STRIPE)
 
@@ -50,12 +51,12 @@ def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
         return 128, 4
     # 16 numbers for each thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
     # compiled for sm_90 with 16 warps, in a norm, 1x128 takes 108 registers, 128x128 64, and nvfp4 88.
-    tile = 64 if block in ("mx", "nvfp4", "tensor") else 128
+    tile = 128 if block in ("row", "1x128", "128x128") else 64
     if target.startswith("gfx"):
         return tile, tile * STRIPE // 16 // 64
     # 8 warps where 16 would have too few registers. Compiled for sm_90: mx in a norm spills with 16 warps (64
     # registers) and takes 97 with 8; nvfp4 alone takes 127 to 182 with 8.
-    return tile, 8 if block == ("mx" if norm else "nvfp4") else 16
+    return tile, 8 if block in (("mx",) if norm else ("nvfp4", "nvfp4_16x16")) else 16
 
 
 def cast_mode(capabilities: Capabilities) -> int:
@@ -113,6 +114,15 @@ class Stripe(NamedTuple):
     cols: Any
     ALIGN: Any
     COLS_MASKED: Any
+
+
+class Squares(NamedTuple):
+    """Where squares that share a scale lie in a tensor [rows, cols]."""
+
+    down: Any  # number of the first of them, from the top
+    across: Any  # and from the left
+    rows: Any
+    cols: Any
 
 
 def copy_arguments(copy: Copy | None) -> Codes:
@@ -200,7 +210,7 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
     """Store both copies of a tile that is as tall as the longest group.
 
     y is fp32 [STRIPE, C], zero where there is no element. `random` and `random_t` are uint32 [STRIPE, C] to round
-    the row-wise and the column-wise copy stochastically. Where they share their codes (128x128, tensor), `random`
+    the row-wise and the column-wise copy stochastically. Where they share their codes (squares, tensor), `random`
     serves both.
     """
     FORMAT: tl.constexpr = encoding.FORMAT
@@ -211,19 +221,19 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
     first = stripe.number * STRIPE
     left = (stripe.rows - first).to(tl.int32)
     own = from_row(copy, first)
-    if FORMAT.block == "128x128" or FORMAT.block == "tensor":  # both copies have the same codes
+    if FORMAT.square or FORMAT.block == "tensor":  # both copies have the same codes
         if FORMAT.block == "tensor":
             codes = round_to(scaled(y, tensor_factor(encoding), FORMAT), random, FORMAT, encoding.CAST)
         else:
-            codes, scale = quantize_squares(y, random, encoding.INPUT_MAX, FORMAT, encoding.CAST)
-            square = stripe.start // STRIPE + tl.arange(0, C // STRIPE)
-            exists = square < (stripe.cols + STRIPE - 1) // STRIPE
+            codes, scale = quantize_squares(
+                y, random, encoding.given, encoding.INPUT_MAX, FORMAT, encoding.CAST
+            )
+            down, across = stripe.number * (STRIPE // FORMAT.square), stripe.start // FORMAT.square
             if copy.data is not None:
-                square_off = stripe.number * copy.scale_row_stride + square * copy.scale_col_stride
-                tl.store(copy.scale + square_off, scale, mask=exists)
+                store_squares(scale, copy, Squares(down, across, stripe.rows, stripe.cols), FORMAT)
             if copy_t.data is not None:
-                square_off = square * copy_t.scale_row_stride + stripe.number * copy_t.scale_col_stride
-                tl.store(copy_t.scale + square_off, scale, mask=exists)
+                turned = Squares(across, down, stripe.cols, stripe.rows)
+                store_squares(tl.trans(scale), copy_t, turned, FORMAT)
         if copy.data is not None:
             store_codes(
                 codes,
@@ -254,6 +264,21 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
             group_off = group * copy_t.scale_col_stride
             col_off = col.to(tl.int64) * copy_t.scale_row_stride
             tl.store(copy_t.scale + (group_off[:, None] + col_off[None, :]), scale, mask=exists)
+
+
+@triton.jit
+def store_squares(scale, copy, squares, FORMAT: tl.constexpr):
+    """Store the scales of squares, fp32 or uint8 [R, C]; each of them once for all of its square that the format
+    gives one scale: for its 128 rows, or for every single row."""
+    REPEATED: tl.constexpr = FORMAT.square // FORMAT.block_rows
+    scale = repeat_rows(scale, REPEATED)
+    row = squares.down.to(tl.int64) * REPEATED + tl.arange(0, scale.shape[0])
+    col = squares.across.to(tl.int64) + tl.arange(0, scale.shape[1])
+    height = (squares.rows + FORMAT.block_rows - 1) // FORMAT.block_rows
+    width = (squares.cols + FORMAT.square - 1) // FORMAT.square
+    mask = (row < height)[:, None] & (col < width)[None, :]
+    row_off, col_off = row * copy.scale_row_stride, col * copy.scale_col_stride
+    tl.store(copy.scale + row_off[:, None] + col_off[None, :], scale, mask=mask)
 
 
 @triton.jit
@@ -297,7 +322,7 @@ def _tensor_scale_kernel(
     if amax_ptr is not None:
         tl.store(amax_ptr, tensor_amax)
     if FORMAT is not None:
-        if FORMAT.block == "nvfp4":
+        if FORMAT.stored.block == "nvfp4":
             scale = nvfp4_global(tensor_amax, FORMAT)
         else:
             scale, _ = fp32_scale(tensor_amax, INPUT_MAX, FORMAT)

@@ -50,9 +50,11 @@ class ResultOptions(NamedTuple):
         """Which parts of the result are not None."""
         if self.format is None:
             return _ONLY_Y
-        by_tensor = Format.of(self.format).block == "nvfp4"
+        f = Format.of(self.format)
         row, col = self.rowwise, self.columnwise
-        return Result(True, row, row, col, col, by_tensor, self.return_amax)  # type: ignore[arg-type]
+        by_tensor, apart = f.stored.block == "nvfp4", f.hadamard is not None
+        whole, whole_t = by_tensor and (row or not apart), apart and col
+        return Result(True, row, row, col, col, whole, self.return_amax, whole_t)  # type: ignore[arg-type]
 
     def blocks(self) -> tuple[dict[str, str], int]:
         """(whole, block) for `Sharding`: why rows of the result cannot be sharded, if they cannot, and the rows of a
@@ -86,15 +88,19 @@ class Result(NamedTuple):
     scale_t: Tensor | None = None
     global_scale: Tensor | None = None  # nvfp4's, of the whole tensor
     amax: Tensor | None = None
+    global_scale_t: Tensor | None = None  # that of the column-wise copy, if one of the copies is rotated
 
     @staticmethod
-    def of(y: Tensor, copies: tuple[Copy | None, Copy | None], amax: Tensor | None) -> Result:
+    def of(
+        y: Tensor, copies: tuple[Copy | None, Copy | None], amax: Tensor | None, apart: bool = False
+    ) -> Result:
+        """A result with these copies; `apart`: each has its own scale of the whole tensor."""
         row, col = copies
-        held = row or col
-        assert held is not None
-        data, scale = (None, None) if row is None else (row.data, row.scale)
-        data_t, scale_t = (None, None) if col is None else (col.data, col.scale)
-        return Result(y, data, scale, data_t, scale_t, held.global_scale, amax)
+        data, scale, whole = row or (None, None, None)
+        data_t, scale_t, whole_t = col or (None, None, None)
+        if not apart:
+            whole, whole_t = (whole_t if row is None else whole), None
+        return Result(y, data, scale, data_t, scale_t, whole, amax, whole_t)
 
     @property
     def rowwise(self) -> Copy | None:
@@ -102,7 +108,8 @@ class Result(NamedTuple):
 
     @property
     def columnwise(self) -> Copy | None:
-        return None if self.data_t is None else Copy(self.data_t, self.scale_t, self.global_scale)  # type: ignore[arg-type]
+        whole = self.global_scale if self.global_scale_t is None else self.global_scale_t
+        return None if self.data_t is None else Copy(self.data_t, self.scale_t, whole)  # type: ignore[arg-type]
 
     def value(self, options: ResultOptions) -> Tensor:
         """What the caller gets: a tensor, or a `QTensor`."""
@@ -113,7 +120,7 @@ class Result(NamedTuple):
         return wrap(self.y, spec, self.rowwise, self.columnwise)
 
 
-_ONLY_Y = Result(True, False, False, False, False, False, False)  # type: ignore[arg-type]
+_ONLY_Y = Result(True, *[False] * 7)  # type: ignore[arg-type]
 
 
 _WITH_QUANTIZE = "columnwise, quant_scale, return_amax and return_plain go with quantize=…"
@@ -162,6 +169,7 @@ def _options(
             "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
             "quantise the result with weft.quantize, or take 1x128"
         )
+    check_made_here(format)
     if out_dtype is not None and not return_plain:
         raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
     check_out_dtype(out_dtype)
@@ -181,6 +189,18 @@ def check_copies(rowwise: bool, columnwise: bool) -> None:
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
 
 
+def check_made_here(format: Format) -> None:
+    """Complain about a format that `weft.quantize` alone makes."""
+    if format.block == "nvfp4_16x16":
+        raise ValueError(
+            "block 'nvfp4_16x16' is for weights, and weft.quantize alone makes it: take 'nvfp4' for a result"
+        )
+    if format.hadamard is not None:
+        raise ValueError(
+            f"weft.quantize alone rotates a copy: quantise the plain result with it, or take 'nvfp4'; got {format}"
+        )
+
+
 # ---- room and definition --------------------------------------------------------------------------------
 
 
@@ -194,7 +214,7 @@ def allocate_result(
         return Result(torch.empty(*shape, dtype=options.dtype, device=like.device))
     shape = like.shape if shape is None else shape
     rows, cols, device = math.prod(shape[:-1]), shape[-1], like.device
-    data, scale, data_t, scale_t, global_scale = allocate_parts(
+    data, scale, data_t, scale_t, global_scale, global_scale_t = allocate_parts(
         options.format, rows, cols, device, rowwise=options.rowwise, columnwise=options.columnwise
     )
     if data_t is not None and groups.ends is not None:
@@ -206,7 +226,7 @@ def allocate_result(
         y = torch.empty(*shape, dtype=options.dtype, device=device)
     else:
         y = stand_in(like, shape, options.dtype)
-    return Result(y, data, scale, data_t, scale_t, global_scale, amax)
+    return Result(y, data, scale, data_t, scale_t, global_scale, amax, global_scale_t)
 
 
 def result_reference(

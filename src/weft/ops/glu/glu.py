@@ -53,6 +53,7 @@ from ..common.results import (
     Result,
     ResultOptions,
     check_copies,
+    check_made_here,
     plain_result,
     result_into,
     result_options,
@@ -431,6 +432,7 @@ def _gradient_options(
     """How the gradients of x and up are quantised, checked."""
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
+    check_made_here(format)
     options = ResultOptions(x.dtype, format.spec, bool(rowwise), bool(columnwise), None, False)
     _, one_pass = in_one_pass(format, unit.layout, hidden_of(x, unit.layout))
     _check_groups(options, groups, one_pass)

@@ -16,7 +16,7 @@ class OperandCodes(NamedTuple):
     data: Tensor | None = None
     scale: Tensor | None = None
     whole: Tensor | None = None  # nvfp4's scale of the whole tensor
-    format: str | None = None
+    format: str | None = None  # as which the copy is a row-wise one
 
 
 PLAIN = OperandCodes()

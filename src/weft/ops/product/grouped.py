@@ -34,7 +34,7 @@ from ..quantize import dequantize_codes
 from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs
 from .engines import Engine, check_grouped_engine
 from .launch import has_slots, launch_grouped, launch_wgrad
-from .matmul import Taken, check_activation, codes_along_k
+from .matmul import Taken, check_activation, check_rotations, codes_along_k
 from .operands import Form, Precision, check_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def _weights(x: Tensor, codes: OperandCodes, group: int, dtype: torch.dtype) -> 
     if codes.data is None or codes.scale is None or codes.format is None:
         return x[group].to(dtype)
     copy = Copy(codes.data[group], codes.scale[group], codes.whole)
-    return dequantize_copy(copy, Format.of(codes.format), (x.shape[1], x.shape[2]), dtype)
+    return dequantize_copy(copy, Format.of(codes.format).stored, (x.shape[1], x.shape[2]), dtype)
 
 
 def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
@@ -82,7 +82,7 @@ def _rows_of(a: GroupedArgs, dtype: torch.dtype) -> Tensor:
     if codes.data is None or codes.scale is None or codes.format is None:
         return a.x.to(dtype)
     copy = Copy(codes.data, codes.scale, codes.whole)
-    return dequantize_copy(copy, Format.of(codes.format), (a.x.shape[0], a.x.shape[1]), dtype)
+    return dequantize_copy(copy, Format.of(codes.format).stored, (a.x.shape[0], a.x.shape[1]), dtype)
 
 
 def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: int) -> Tensor:
@@ -91,7 +91,7 @@ def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: in
     dtype = compute_dtype(x)
     if codes.data is None or codes.scale is None or codes.format is None:
         return x[begin:end].to(dtype).t()
-    f = Format.of(codes.format)
+    f = Format.of(codes.format).stored  # rotated numbers stay so: their products need no undoing
     scale = codes.scale
     if f.group:
         first = begin // f.group
@@ -344,6 +344,7 @@ def grouped_matmul(
     left, x_codes = _operand_of(x, "x", "row", _take_rows)
     right, w_codes = _weights_of(w, transpose)
     check_pair(Form.of(x.dtype, x_codes.format), Form.of(w.dtype, w_codes.format), precision)
+    check_rotations(x_codes.format, w_codes.format)
     options = result_options(x, quantize, out_dtype=out_dtype)
     args = GroupedArgs(
         left, right, x_codes, w_codes, ends, align, None if gather is None else gather.slot_of_row, slots, bias, act,
@@ -395,6 +396,7 @@ def grouped_wgrad(
     left, dy_codes = _operand_of(dy, "dy", "column", _take_columns)
     right, x_codes = _operand_of(x, "x", "column", _take_columns)
     check_pair(Form.of(dy.dtype, dy_codes.format), Form.of(x.dtype, x_codes.format), precision)
+    check_rotations(dy_codes.format, x_codes.format)
     for name, codes in (("dy", dy_codes), ("x", x_codes)):
         _check_blocks(name, codes, len(dy), len(ends), align)
     if len({has_slots(codes, len(dy), len(ends)) for codes in (dy_codes, x_codes) if _in_blocks(codes)}) > 1:
@@ -432,13 +434,14 @@ def _operand_of(
     """An operand in the form that the op takes."""
     if not isinstance(x, QTensor):
         return x, PLAIN
+    spec = x.spec if side == "row" else Format.of(x.spec).transposed.spec  # codes are read as a row-wise copy
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
     if torch.compiler.is_compiling():
-        return x, OperandCodes(format=x.spec)
+        return x, OperandCodes(format=spec)
     found = take(x)
     if found is None:
         raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantise it with {side}wise=True")
-    return stand_in_for(x), OperandCodes(*found, x.spec)
+    return stand_in_for(x), OperandCodes(*found, spec)
 
 
 def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
@@ -455,7 +458,7 @@ def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
 def check_weight_blocks(spec: str, rows: int, transpose: bool) -> None:
     """Raise an error if blocks of quantised weights, each with this many rows, would have rows of two groups."""
     format = Format.of(spec)
-    block = max(format.block_rows, format.group if transpose else 1, 1)
+    block = max(format.block_rows, format.square, format.group if transpose else 1, 1)
     if rows % block:
         raise ValueError(
             f"the weights of groups are quantised in blocks of {block} along their {rows} rows, and some would have "

@@ -132,6 +132,9 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
         if not is_recording():  # then kernels are wanted, and PyTorch's product is none
             multiply_by_torch(o, a)
         return
+    k = a.a.shape[-1]
+    if a.a_codes.format is not None:
+        k = Format.of(a.a_codes.format).length(k)
     batch = a.a.shape[0] if a.a.dim() == 3 else 1
     n = a.b.shape[-1] // (2 if a.gated else 1)
     residual = a.residual
@@ -151,7 +154,7 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
         _Call(
             _operand(a.a, a.a_codes),
             _operand(a.b.transpose(-1, -2), a.b_codes),
-            _Shape(batch, a.a.shape[-2], n, a.a.shape[-1], a.gated, a.batch_invariant),
+            _Shape(batch, a.a.shape[-2], n, k, a.gated, a.batch_invariant),
             finish,
             a.activation,
             a.precision,

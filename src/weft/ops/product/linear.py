@@ -47,7 +47,7 @@ def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Oper
     return Operand(
         x,
         PLAIN if along_width is None else OperandCodes(*along_width, spec),
-        PLAIN if along_rows is None else OperandCodes(*along_rows, spec),
+        PLAIN if along_rows is None else OperandCodes(*along_rows, Format.of(spec).transposed.spec),
     )
 
 
@@ -68,8 +68,8 @@ def _activations(x: Tensor, spec: str | None, dtype: torch.dtype, columnwise: bo
     if not isinstance(x, QTensor):
         return _of_copies(stand_in(x), spec, *quantised_copies(x, spec, True, columnwise))
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
-        known = OperandCodes(format=x.spec)
-        return Operand(x, known, known)
+        turned = Format.of(x.spec).transposed.spec
+        return Operand(x, OperandCodes(format=x.spec), OperandCodes(format=turned))
     return _of_copies(stand_in(x), x.spec, x.rowwise, x.columnwise)
 
 
@@ -84,7 +84,10 @@ def _weights(w: Tensor, spec: str | None, dtype: torch.dtype, groups: Groups, tr
     if groups.ends is None:
         return _of_copies(stand_in(w), spec, *copies)
     found = [weight_codes(*copies, spec, w.shape[0], transpose) for transpose in (False, True)]
-    row, col = (PLAIN if codes is None else OperandCodes(*codes, spec) for codes in found)
+    specs = (spec, Format.of(spec).transposed.spec)
+    row, col = (
+        PLAIN if codes is None else OperandCodes(*codes, one) for codes, one in zip(found, specs, strict=True)
+    )
     return Operand(stand_in(w), row, col)
 
 

@@ -56,9 +56,10 @@ def _numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> 
     """What an operand stands for."""
     if codes.data is None or codes.scale is None or codes.format is None:
         return x.to(dtype)
-    rows = x.shape[-1] if of_b else x.shape[-2]
+    rows, f = x.shape[-1] if of_b else x.shape[-2], Format.of(codes.format)
     copy = Copy(codes.data, codes.scale, codes.whole)
-    values = dequantize_copy(copy, Format.of(codes.format), (rows, x.shape[-2 if of_b else -1]), dtype)
+    # Rotated numbers stay so: their products need no undoing.
+    values = dequantize_copy(copy, f.stored, (rows, f.length(x.shape[-2 if of_b else -1])), dtype)
     return values.t() if of_b else values
 
 
@@ -220,10 +221,11 @@ def matmul(
     | tensor, row    | tensor, row                    | e4m3 and e5m2 in any mix, or int8 with int8               |
     | 1x128          | 128x128, 1x128, tensor, row    | the same elements; also the other way round               |
     | mx             | mx                             | e4m3, e5m2 and e2m1 in any mix                            |
-    | nvfp4          | nvfp4                          |                                                           |
+    | nvfp4          | nvfp4, nvfp4_16x16             | also the other way round                                  |
 
     A quantised a needs its row-wise copy, b its column-wise one: those whose scales lie along K. `w.T` has one if w has
-    a row-wise copy. With blocks 128x128 and tensor either copy serves.
+    a row-wise copy. With blocks 128x128 and tensor either copy serves. Two copies that are both rotated along K
+    (`Format.hadamard`) are multiplied as they are; one beside one that is not is refused.
 
     - `bias` [N], `residual` of the result's shape, `alpha` a number or a tensor with one: see above.
     - `activation`: silu, gelu, gelu_tanh, relu, relu2 or sigmoid. `glu`: b has 2N columns, those of a gate and those
@@ -260,6 +262,7 @@ def matmul(
     left, a_codes = _apart(a_matrix, "a")
     right, b_codes = _apart(b_matrix, "b")
     check_pair(Form.of(a.dtype, a_codes.format), Form.of(b.dtype, b_codes.format), precision)
+    check_rotations(a_codes.format, b_codes.format)
     n = right.shape[-1] // (2 if gated else 1)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, a.device, (right.shape[-1],))
@@ -295,6 +298,16 @@ def matmul(
     flat = out if out.shape == (*left.shape[:-1], n) else out.view(*left.shape[:-1], n)
     result_into(matmul_op, args, flat)
     return out
+
+
+def check_rotations(a: str | None, b: str | None) -> None:
+    """Complain unless both copies are rotated along K, or neither is."""
+    rotated = [spec is not None and Format.of(spec).hadamard == "rowwise" for spec in (a, b)]
+    if rotated[0] != rotated[1]:
+        name, other = ("a", "b") if rotated[0] else ("b", "a")
+        raise ValueError(
+            f"{name} is rotated along K (Format.hadamard) and {other} is not: quantise both so, or neither"
+        )
 
 
 def check_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
@@ -345,8 +358,9 @@ def _apart(x: Tensor, name: str) -> tuple[Tensor, OperandCodes]:
     if not isinstance(x, QTensor):
         return x, PLAIN
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    spec = x.spec if name == "a" else Format.of(x.spec).transposed.spec  # codes are read as a row-wise copy
     if torch.compiler.is_compiling():
-        return x, OperandCodes(format=x.spec)
+        return x, OperandCodes(format=spec)
     found = (_take_a if name == "a" else _take_b)(x)
     if found is None:
         side, hint = ("row", "") if name == "a" else ("column", "; of a weight [N, K] give w.T")
@@ -354,4 +368,4 @@ def _apart(x: Tensor, name: str) -> tuple[Tensor, OperandCodes]:
             f"{name} has no {side}-wise copy, whose scales lie along K: got {x!r}. Quantise it with "
             f"{side}wise=True{hint}"
         )
-    return stand_in_for(x), OperandCodes(*found, x.spec)
+    return stand_in_for(x), OperandCodes(*found, spec)

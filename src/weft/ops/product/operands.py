@@ -50,7 +50,7 @@ class Form:
         """That of a tensor of this dtype, or of a quantised one in the format `spec`."""
         if spec is None:
             return Form(_NAMES[dtype], None)
-        f = Format.of(spec)
+        f = Format.of(spec).stored
         return Form(f.number.name, f.block)
 
     @property

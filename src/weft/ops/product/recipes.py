@@ -6,15 +6,15 @@ Each product sums along another dimension, and an operand is quantised along the
 y, dy and w along N for dx, dy and x along the rows for dw. So x and dy are each quantised twice, from one read, and w
 as well unless its blocks are squares.
 
-| recipe       | x           | weight       | dy          |                                                   |
-|--------------|-------------|--------------|-------------|---------------------------------------------------|
-| `bf16`       | bf16        | bf16         | bf16        |                                                   |
-| `fp8_block`  | e4m3 1x128  | e4m3 128x128 | e4m3 1x128  | DeepSeek-V3, TransformerEngine's block scaling    |
-| `fp8_row`    | e4m3 row    | e4m3 row     | e4m3 row    | torchao's "rowwise"                               |
-| `fp8_tensor` | e4m3 tensor | e4m3 tensor  | e5m2 tensor | current scaling: each tensor's own largest number |
-| `mxfp8`      | e4m3 mx     | e4m3 mx      | e4m3 mx     |                                                   |
-| `nvfp4`      | nvfp4       | nvfp4        | nvfp4       | dy rounded stochastically                         |
-| `int8_row`   | int8 row    | int8 row     | int8 row    | sums in int32                                     |
+| recipe       | x           | weight       | dy          |                                                    |
+|--------------|-------------|--------------|-------------|----------------------------------------------------|
+| `bf16`       | bf16        | bf16         | bf16        |                                                    |
+| `fp8_block`  | e4m3 1x128  | e4m3 128x128 | e4m3 1x128  | DeepSeek-V3, TransformerEngine's block scaling     |
+| `fp8_row`    | e4m3 row    | e4m3 row     | e4m3 row    | torchao's "rowwise"                                |
+| `fp8_tensor` | e4m3 tensor | e4m3 tensor  | e5m2 tensor | current scaling: each tensor's own largest number  |
+| `mxfp8`      | e4m3 mx     | e4m3 mx      | e4m3 mx     |                                                    |
+| `nvfp4`      | nvfp4       | nvfp4_16x16  | nvfp4       | dy rounded stochastically; x and dy rotated for dw |
+| `int8_row`   | int8 row    | int8 row     | int8 row    | sums in int32                                      |
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ class Recipe:
 
 _PLAIN = Recipe()
 
+_ROTATED = "e2m1:nvfp4:te:hadamard-columnwise"  # along rows, for the weight's gradient alone
+
 RECIPES: dict[str, Recipe] = {
     "bf16": Recipe(dtype=torch.bfloat16),
     "fp8_block": Recipe("1x128", "128x128", "1x128"),
     "fp8_row": Recipe("row", "row", "row"),
     "fp8_tensor": Recipe("tensor", "tensor", "e5m2:tensor"),
     "mxfp8": Recipe("mx", "mx", "mx"),
-    "nvfp4": Recipe("nvfp4", "nvfp4", "nvfp4", stochastic=True),
+    "nvfp4": Recipe(_ROTATED, "nvfp4_16x16", _ROTATED, stochastic=True),
     "int8_row": Recipe("int8:row", "int8:row", "int8:row"),
 }
