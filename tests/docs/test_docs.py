@@ -160,7 +160,13 @@ def test_there_are_python_blocks() -> None:
 # ---- commands ----------------------------------------------------------------------------------------------
 
 QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
-BY_NIGHT = ("weft traffic", "weft published", "python examples/sharded_vocabulary.py")
+# Commands that count bytes or compile, ranks, and an example whose functions have tests of their own.
+BY_NIGHT = (
+    "weft traffic",
+    "weft published",
+    "python examples/sharded_vocabulary.py",
+    "python examples/moe_block.py",
+)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_representative_workloads_launch_every_kernel() -> None:
     assert {variant.kernel for variant in collected(representative(), "gfx942")} == every
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
     """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
     named = [w for w in WORKLOADS if w.name == "linghe/qkv"]
