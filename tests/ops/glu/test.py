@@ -483,7 +483,12 @@ def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("op", ["glu", "glu_backward"])
 @pytest.mark.parametrize(
-    "options", [{}, {"quantize": "int8:1x128:te:pow2", "columnwise": True}], ids=["plain", "int8"]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"quantize": "int8:1x128:te:pow2", "columnwise": True},
+    ],
+    ids=["plain", "int8"],
 )
 def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned = torch.empty_strided
