@@ -21,3 +21,8 @@ def test_every_value_always_runs() -> None:
     always = [case.values for case in covering("abc", (1, 2), together=1) if not case.marks]
     assert [set(values) for values in zip(*always, strict=True)] == [set("abc"), {1, 2}]
     assert len(always) == 3
+
+
+def test_values_run_about_as_often_as_each_other() -> None:
+    always = [case.values for case in covering(range(9), "abc", together=1) if not case.marks]
+    assert sorted(letter for _, letter in always) == sorted("abc" * 3)

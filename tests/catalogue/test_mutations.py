@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 import weft
 from tests.ops.norm.mutants import MUTANTS
-from tests.support.mutation import PACKAGE, Mutant, Server, Verdict
+from tests.support.mutation import PACKAGE, Mutant, Server, Verdict, function_at
 from weft.runtime import Kernel
 
 TESTS = Path(__file__).parents[1]
@@ -57,7 +58,8 @@ def test_mutants_fit_the_sources(kernel: str) -> None:
         if mutant.kernel == kernel:
             before, after = (PACKAGE / mutant.file).read_text(), mutant.text()
             assert before != after, f"{mutant} changes nothing"
-            ast.parse(after)
+            begin, end = function_at(before, mutant.inside)
+            ast.parse(textwrap.dedent(after[begin : end + len(after) - len(before)]))
             assert before.count("\n") == after.count("\n"), f"{mutant} moves the kernels below it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from triton_loom.testing import Results, results_of
@@ -43,22 +44,38 @@ REFUSED = {
 }
 
 
-# Two ranks with every change, four for the night: each group computes all of it.
+# Two ranks with every change; for the night four, and the kernels of every workload.
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+SCRIPT = Path(__file__).parent / "ranks_sharding.py"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of(Path(__file__).parent / "ranks_sharding.py", tmp_path_factory)
+    return results_of(SCRIPT, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def ranks_with_every_kernel(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(SCRIPT, tmp_path_factory, every=True)
+
+
+def compare_shards(op: str, found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        tried = {name: wrong for name, wrong in rank["ops"].items() if name.startswith(f"{op}:")}
+        assert tried, f"no workload of {op} can be cut"
+        assert not any(tried.values()), next(wrong for wrong in tried.values() if wrong)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("op", SHARDED)
 def test_a_shard_of_a_result_is_the_result_of_shards(op: str, world: int, ranks: Results) -> None:
-    for rank in ranks(world):
-        tried = {name: wrong for name, wrong in rank["ops"].items() if name.startswith(f"{op}:")}
-        assert tried, f"no workload of {op} can be cut"
-        assert not any(tried.values()), next(wrong for wrong in tried.values() if wrong)
+    compare_shards(op, ranks(world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", SHARDED)
+def test_shards_by_every_kernel(op: str, ranks_with_every_kernel: Results) -> None:
+    compare_shards(op, ranks_with_every_kernel(2))
 
 
 @pytest.mark.parametrize("world", WORLDS)

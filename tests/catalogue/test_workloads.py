@@ -1,4 +1,5 @@
-"""Every op of the catalogue, on every workload, through every check. A new op inherits all of them."""
+"""Every op of the catalogue, with every set of options, through every check, and by night on every workload. A new op
+inherits all of them."""
 
 from __future__ import annotations
 
@@ -12,36 +13,50 @@ from triton_loom.testing import words
 
 import weft
 from tests.catalogue.calls import differentiable, parts, results, run, small
-from tests.catalogue.checks import CHECKS, OF_OPTIONS, accuracy_by_reference
+from tests.catalogue.checks import BY_NIGHT, CHECKS, accuracy_by_reference, enough_rows, witnessed
+from weft.runtime import recording
 from weft.workloads import WORKLOADS, Workload, distinct, for_op
 
 
-def telling(whatever_the_sizes: bool, prefix: str = "", *more: Any) -> Iterator[Any]:
-    """Of the workloads that run the same compiled code, or have the same options if those alone matter, one; the others
-    are slow tests. Long rows are slow tests too, unless nothing else has their options."""
+def telling(check: str = "") -> Iterator[Any]:
+    """Parameters: a workload, and a check if one is named. Of the workloads with the same options one always runs,
+    unless the check is for the night; the others are slow tests. It is one with rows of odd length if there is such,
+    since these have tails, and one with long rows only if there is no other."""
     seen = set()
-    for workload in sorted(distinct(), key=is_long):
-        cols = workload.cols
-        alike: tuple[Any, ...] = (workload.op, workload.options)
-        if not whatever_the_sizes:
-            alike += (len(workload.shape), cols > 1024, cols % 1024 == 0, cols % 16 == 0)
-        slow = alike in seen or (is_long(workload) and not whatever_the_sizes)
+    for workload in sorted(distinct(), key=lambda w: ("long" in w.name, w.cols % 16 == 0)):
+        alike = workload.op, workload.options
+        name = f"{check}-{workload}" if check else str(workload)
+        marks = [pytest.mark.slow] if alike in seen or check in BY_NIGHT else []
         seen.add(alike)
-        yield pytest.param(
-            workload, *more, marks=[pytest.mark.slow] if slow else [], id=f"{prefix}{workload}"
-        )
+        yield pytest.param(workload, *[check] if check else [], marks=marks, id=name)
 
 
-def is_long(workload: Workload) -> bool:
-    return "long" in workload.name
-
-
-@pytest.mark.parametrize(
-    ("workload", "check"),
-    [case for check in CHECKS for case in telling(check in OF_OPTIONS, f"{check}-", check)],
-)
+@pytest.mark.parametrize(("workload", "check"), [case for check in CHECKS for case in telling(check)])
 def test_workload(workload: Workload, check: str) -> None:
     CHECKS[check](workload)
+
+
+def fullest(op: str) -> list[Workload]:
+    """For each set of kernels that an op launches on an H100, with a format or without one, the workload whose launches
+    have the most tensors."""
+    found: dict[Any, tuple[int, Workload]] = {}
+    for workload in distinct(for_op(op)):
+        with recording("sm_90"):
+            call = workload.make("meta", rows=enough_rows(workload))
+        with recording("sm_90") as variants:
+            call()
+        kernels = frozenset((v.kernel, dict(v.constants).get("FORMAT") is not None) for v in variants)
+        tensors = sum(kind.startswith("*") for v in variants for kind in v.types().values())
+        if kernels not in found or found[kernels][0] < tensors:
+            found[kernels] = tensors, workload
+    return [workload for _, workload in found.values()]
+
+
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_every_kernel_is_witnessed(op: str) -> None:
+    """An instrumented kernel is long to build: what `witnessed` says of every workload is for the night."""
+    for workload in fullest(op):
+        witnessed(workload)
 
 
 @pytest.mark.parametrize("options", ["plain", "layer"])
@@ -76,7 +91,7 @@ def test_least_bytes_grow_with_the_rows(op: str) -> None:
         assert two - one == three - two
 
 
-@pytest.mark.parametrize("workload", telling(whatever_the_sizes=True))
+@pytest.mark.parametrize("workload", list(telling()))
 def test_no_rows(workload: Workload) -> None:
     call = workload.make(rows=0)
     outputs = parts(results(call))

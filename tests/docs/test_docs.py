@@ -1,4 +1,5 @@
-"""The documents are run: every Python block, every command that is quick, and "Adding an op" step by step."""
+"""The documents are run: every Python block, every command that is quick, and "Adding an op" step by step. What takes
+long and is tested elsewhere, in other words, is run by night."""
 
 from __future__ import annotations
 
@@ -125,6 +126,7 @@ def test_python_block_runs_by_itself(block: Block, tmp_path: Path, forks: Forks)
             assert size in printed, f"{block}: {size} is promised, printed was\n{printed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", DISTRIBUTED, ids=str)
 def test_distributed_block_runs_on_two_ranks(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
@@ -158,11 +160,22 @@ def test_there_are_python_blocks() -> None:
 # ---- commands ----------------------------------------------------------------------------------------------
 
 QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
+# Commands that count bytes or compile, ranks, and an example whose functions have tests of their own.
+BY_NIGHT = (
+    "weft traffic",
+    "weft published",
+    "python examples/sharded_vocabulary.py",
+    "python examples/moe_block.py",
+)
 
 
 @pytest.mark.parametrize(
     "command",
-    dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document) if c.startswith(QUICK)),
+    [
+        pytest.param(command, marks=pytest.mark.slow if command.startswith(BY_NIGHT) else ())
+        for command in dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document))
+        if command.startswith(QUICK)
+    ],
 )
 def test_quick_command_runs(command: str, forks: Forks) -> None:
     program, *arguments = shlex.split(command)
@@ -555,6 +568,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_added_op_compiles_for_gpus(extended_forks: Forks, tmp_path: Path) -> None:
     assert run_text(BINARIES, tmp_path, extended_forks).endswith("compiled\n")
 

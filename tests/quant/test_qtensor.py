@@ -17,7 +17,6 @@ from triton_loom.testing import results_of
 
 import weft
 from tests.quant import ranks_fsdp
-from tests.support.covering import covering
 from weft import QTensor
 
 FORMATS = ["1x128", "128x128", "mx", "e2m1:mx:te", "nvfp4", "nvfp4_16x16", "tensor", "row", "int8:row:vllm"]
@@ -325,9 +324,8 @@ USES: dict[str, Callable[[QTensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("backend", "dynamic"), covering(("aot_eager", "inductor"), (True, False), together=1)
-)
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_results(backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(normed, fullgraph=True, backend=backend, dynamic=dynamic)

@@ -208,13 +208,19 @@ def representative() -> tuple[Workload, ...]:
     return tuple(workload for workload in WORKLOADS if str(workload) in chosen)
 
 
-# With every change Hopper alone: a target takes a minute. The others are for the night.
-EVERY_TIME = {"sm_90"}
+def test_a_variant_of_every_kernel() -> None:
+    """With every change on Hopper alone: of each kernel one of the fullest variants, with wide accesses if it has such.
+    Other variants and targets take a minute each, and are for the night."""
+    variants = collected(representative(), "sm_90")
+    full = fullest(variants)
+    chosen = [variant for variant in variants if variant in full]
+    chosen.sort(key=lambda variant: dict(variant.constants).get("ALIGN", 16) == 16)
+    of_kernels = {variant.kernel: variant for variant in chosen}
+    check({(variant, "sm_90"): variants[variant] for variant in of_kernels.values()})
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=[] if t in EVERY_TIME else pytest.mark.slow) for t in TARGETS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
 def test_representative_kernels(target: str) -> None:
     variants = collected(representative(), target)
     chosen = fullest(variants)
@@ -231,7 +237,7 @@ def test_representative_workloads_launch_every_kernel() -> None:
     assert {variant.kernel for variant in collected(representative(), "gfx942")} == every
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
     """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
     named = [w for w in WORKLOADS if w.name == "linghe/qkv"]

@@ -26,9 +26,11 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
+from triton_loom.testing import Forks
 
 import weft
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
+from tests.support import IMPORTED
 from weft.language import tl
 from weft.runtime import (
     Capabilities,
@@ -47,7 +49,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
+    """Run a program in a process of its own, imports and all."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -56,6 +58,27 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """For programs that may find everything imported."""
+    with Forks(*IMPORTED, PYTHONPATH=os.pathsep.join([str(TESTS.parent), *sys.path])) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def forks_of_torch() -> Iterator[Forks]:
+    """For programs that import Weft themselves."""
+    with Forks("torch") as forks:
+        yield forks
+
+
+def forked(forks: Forks, tmp_path: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process that has something imported."""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    return forks.run(script, **environment)
 
 
 # ---- who serves a call ---------------------------------------------------------------------------------
@@ -142,10 +165,12 @@ print(len(variants))
 """
 
 
-def test_the_environment_may_choose() -> None:
-    assert python(RECORDED, WEFT_BACKEND="reference").stdout == "0\n"
-    assert python(RECORDED, WEFT_BACKEND="").stdout == "1\n"
-    assert "'auto', 'triton' or 'reference'; got 'gpu'" in python(RECORDED, WEFT_BACKEND="gpu").stderr
+def test_the_environment_may_choose(tmp_path: Path, forks_of_torch: Forks) -> None:
+    reference, nothing, unknown = (
+        forked(forks_of_torch, tmp_path, RECORDED, WEFT_BACKEND=value) for value in ("reference", "", "gpu")
+    )
+    assert (reference.stdout, nothing.stdout) == ("0\n", "1\n")
+    assert "'auto', 'triton' or 'reference'; got 'gpu'" in unknown.stderr
 
 
 def test_a_backend_that_is_not_entered_says_so() -> None:
@@ -262,9 +287,9 @@ except RuntimeError as error:
 """
 
 
-def test_without_triton() -> None:
+def test_without_triton(tmp_path: Path, forks_of_torch: Forks) -> None:
     """Everything works in plain PyTorch."""
-    done = python(WITHOUT_TRITON)
+    done = forked(forks_of_torch, tmp_path, WITHOUT_TRITON)
     assert done.stdout == "done\n", done.stderr
 
 
@@ -297,9 +322,9 @@ except RuntimeError as error:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver serves")
 @pytest.mark.parametrize("cxx", ["", "/nonexistent"])
-def test_without_a_compiler(tmp_path: Path, cxx: str) -> None:
+def test_without_a_compiler(tmp_path: Path, cxx: str, forks: Forks) -> None:
     """Loom alone builds nothing: one warning, which says what to do, and everything works in plain PyTorch."""
-    done = python(WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
+    done = forked(forks, tmp_path, WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
     reason = (
         "CXX=/nonexistent names no program"
         if cxx
@@ -651,8 +676,9 @@ def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch
     scale(x.half())
 
 
-def test_no_jit_with_an_op() -> None:
-    done = python("import torch, weft; weft.rms_norm(torch.randn(3, 64))", WEFT_NO_JIT="1")
+def test_no_jit_with_an_op(tmp_path: Path, forks: Forks) -> None:
+    code = "import torch, weft; weft.rms_norm(torch.randn(3, 64))"
+    done = forked(forks, tmp_path, code, WEFT_NO_JIT="1")
     assert "RuntimeError: norm_kernel has no compiled variant" in done.stderr
 
 
@@ -775,9 +801,9 @@ assert len(struct_kernel.variants) == 2
 """
 
 
-def test_launchers_get_structs_as_tuples() -> None:
+def test_launchers_get_structs_as_tuples(tmp_path: Path, forks: Forks) -> None:
     """Compiled for sm_90, with a launcher that notes what it is given."""
-    done = python(NESTED, PYTHONPATH=os.pathsep.join([str(TESTS.parent), *sys.path]))
+    done = forked(forks, tmp_path, NESTED)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 def covering(*choices: Sequence[Any], together: int = 2) -> list[Any]:
     """Parameters for the product of some choices. What always runs has every combination of values of any `together` of
-    the choices, with as few cases as a greedy search finds; the other cases are slow."""
+    the choices, with as few cases as a greedy search finds, and no value much more often than another; the other cases
+    are slow."""
 
     def combinations(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(case), together))
@@ -19,9 +21,17 @@ def covering(*choices: Sequence[Any], together: int = 2) -> list[Any]:
     cases = list(itertools.product(*(range(len(values)) for values in choices)))
     missing = set().union(*map(combinations, cases))
     always = set()
+    used: Counter[tuple[int, int]] = Counter()
     while missing:
-        best = max(cases, key=lambda case: len(combinations(case) & missing))
+        best = max(
+            cases,
+            key=lambda case: (
+                len(combinations(case) & missing),
+                -sum(used[value] for value in enumerate(case)),
+            ),
+        )
         always.add(best)
+        used.update(enumerate(best))
         missing -= combinations(best)
     return [
         pytest.param(

@@ -263,6 +263,7 @@ def _child(directory: Path, request: Any, pipe: int) -> int:
     tests = [f"tests/{test}" for test in request["tests"]]
     plugins = ("cacheprovider", "xdist", "hypothesispytest")  # none is needed, one is slow to import
     options = ["-x", "-q", "--tb=short", f"--rootdir={ROOT}", *(f"-pno:{name}" for name in plugins)]
+    options += ["-m", ""]  # slow ones as well: they are named
     with observing(lambda launch, *call: launched.add(launch.kernel.name)):
         return int(pytest.main([*options, *tests], plugins=[_Teller(pipe, launched)]))
 

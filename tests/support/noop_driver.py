@@ -32,7 +32,7 @@ def twenty_seven(
     tl.store(p7 + tl.arange(0, 16), tl.load(p0 + tl.arange(0, 16)))
 
 
-def best(functions: dict[str, Callable[[], Any]], rounds: int = 60, calls: int = 200) -> dict[str, float]:
+def best(functions: dict[str, Callable[[], Any]], rounds: int = 40, calls: int = 100) -> dict[str, float]:
     """Microseconds per call: interleaved, the median of the faster half of the rounds."""
     for function in functions.values():
         for _ in range(50):

@@ -283,7 +283,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
         ("cpu", 128, "nvfp4"),
         ("cpu", 1, "tensor"),
         ("sm_90", 16, "1x128"),
-        ("cpu", 256, "1x128"),
+        pytest.param("cpu", 256, "1x128", marks=pytest.mark.slow),
         pytest.param("cpu", 16, "mx", marks=pytest.mark.slow),
         pytest.param("sm_90", 128, "1x128", marks=pytest.mark.slow),
     ],
@@ -483,7 +483,12 @@ def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("op", ["glu", "glu_backward"])
 @pytest.mark.parametrize(
-    "options", [{}, {"quantize": "int8:1x128:te:pow2", "columnwise": True}], ids=["plain", "int8"]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"quantize": "int8:1x128:te:pow2", "columnwise": True},
+    ],
+    ids=["plain", "int8"],
 )
 def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned = torch.empty_strided

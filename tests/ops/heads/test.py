@@ -18,6 +18,7 @@ from tests.catalogue.calls import arguments_of, assert_same, backward, near, opc
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.ops.heads.truth import TRUTHS, spelled_out, spelled_rope
 from tests.quant import oracle
+from tests.support.covering import covering
 from weft.ops.heads.layout import with_neighbours
 from weft.runtime import choosing_for
 from weft.workloads import Call
@@ -714,9 +715,15 @@ CACHED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", ["slots", "paged", "strided"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
-@pytest.mark.parametrize("options", CACHED, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    ("options", "fp8", "how"),
+    covering(CACHED, (False, True), ("slots", "paged", "strided")),
+    ids=lambda value: (
+        "-".join(map(str, value.values()))
+        if isinstance(value, dict)
+        else {False: "same", True: "fp8"}.get(value, value)
+    ),
+)
 def test_cache(options: dict[str, Any], fp8: bool, how: str) -> None:
     call = held(packed(**options), fp8, how)
     if options.get("layout") == "sbhd":

@@ -25,6 +25,7 @@ from tests.ops.heads.test import (
     normal,
     packed,
 )
+from tests.support.covering import covering
 from weft.runtime import choosing_for
 from weft.workloads import Call
 
@@ -35,7 +36,9 @@ def biased(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
 
 
 @pytest.mark.parametrize(
-    "options", COMBINED, ids=lambda options: "-".join(map(str, options.values())) or "plain"
+    "options",
+    [pytest.param(options, marks=pytest.mark.slow if i % 2 else ()) for i, options in enumerate(COMBINED)],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
 def test_options(options: dict[str, Any]) -> None:
     check(biased(**options))
@@ -100,8 +103,11 @@ def test_nothing() -> None:
     assert got["dbias"].shape == (8 * 24,)
 
 
-@pytest.mark.parametrize("target", ["cpu", "sm_90"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+@pytest.mark.parametrize(
+    ("fp8", "target"),
+    covering((False, True), ("cpu", "sm_90"), together=1),
+    ids=lambda value: {False: "same", True: "fp8"}.get(value, value),
+)
 def test_cache(fp8: bool, target: str) -> None:
     """What is cached has the bias: the bits that are returned, or codes of the fp32 sum, of v too."""
     call = held(biased(gate=True, packing="groups", v_dim=40, rope_dim=12, qk_norm="rms"), fp8)

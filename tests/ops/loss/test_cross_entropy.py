@@ -17,6 +17,7 @@ import weft
 from tests.catalogue.calls import assert_same, near
 from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss import truth_cross_entropy
+from tests.support.covering import covering
 from tests.support.truth import Near, arguments
 from weft.ops import CrossEntropy
 from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
@@ -93,9 +94,9 @@ def expect(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = 
 # ---- PyTorch ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "smoothing", "reduction"), covering((False, True), (0.0, 0.3), ("mean", "sum", "none"))
+)
 def test_pytorch(reduction: str, smoothing: float, weighted: bool) -> None:
     """Bugs E1, E6, E7: loss and gradient of F.cross_entropy in float64, with ignored tokens and a random upstream."""
     logits, target = problem(13, 203, torch.float32)
@@ -153,8 +154,9 @@ def test_sizes(rows: int, cols: int) -> None:
     expect(*problem(rows, cols))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("cols", [68, 2063, 4096])
+@pytest.mark.parametrize(
+    ("cols", "dtype"), covering((68, 2063, 4096), (torch.float16, torch.float32), together=1)
+)
 def test_dtypes(cols: int, dtype: torch.dtype) -> None:
     expect(*problem(5, cols, dtype), **EVERYTHING, class_weight=torch.rand(cols).bfloat16())
     expect(*problem(5, cols, dtype), reduction="sum")
@@ -696,8 +698,8 @@ def head_in_place(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     [
         (head, {"backend": "aot_eager", "dynamic": True}),
         (head_in_place, {"backend": "aot_eager", "dynamic": True}),
-        (head, {}),
-        (head_in_place, {}),
+        pytest.param(head, {}, marks=pytest.mark.slow),
+        pytest.param(head_in_place, {}, marks=pytest.mark.slow),
     ],
     ids=["dynamic", "dynamic in place", "inductor", "inductor in place"],
 )

@@ -83,6 +83,7 @@ def test_bfloat16_is_no_further_from_float64_than_pytorch(tokens: int) -> None:
         assert allowed < 2e-2, name
 
 
+@pytest.mark.slow
 def test_no_finding() -> None:
     inputs, upstream = drawn(61)
     with triton_loom.sanitize() as seen:

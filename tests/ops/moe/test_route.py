@@ -562,12 +562,13 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    ("target", "rows", "experts", "k"),
-    [(target, *size) for target in ("cpu", "sm_90") for size in SIZES]
-    + [("gfx942", *size) for size in SIZES[2:5]],
+    ("target", "size"),
+    covering(("cpu", "sm_90", "gfx942"), SIZES, together=1),
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value,
 )
-def test_sizes(target: str, rows: int, experts: int, k: int) -> None:
+def test_sizes(target: str, size: tuple[int, int, int]) -> None:
     """Bug B10: any number of experts and any k; several rows to a program, and several programs."""
+    rows, experts, k = size
     x = torch.randn(rows, experts, generator=torch.Generator().manual_seed(experts))
     with choosing_for(target):
         check(x, k, Rule("sigmoid", renormalize=k > 1), {"score": "sigmoid"})
@@ -833,7 +834,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(backward.overload, backward.arguments.flatten(b))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_eager(backend: str) -> None:
     torch._dynamo.reset()
 

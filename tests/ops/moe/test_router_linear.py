@@ -73,12 +73,11 @@ def test_sizes(rows: int, cols: int, experts: int) -> None:
 
 
 DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, FP16)]
-ON_TARGETS = covering(
-    DTYPES, ("sm_90", "gfx942"), together=1
-)  # a target chooses tiles, whatever the dtypes are
+# A target chooses tiles, whatever the dtypes are.
+ON_TARGETS = covering(DTYPES, ("cpu", "sm_90", "gfx942"), together=1)
 
 
-@pytest.mark.parametrize(("dtypes", "target"), [*((dtypes, "cpu") for dtypes in DTYPES), *ON_TARGETS])
+@pytest.mark.parametrize(("dtypes", "target"), ON_TARGETS)
 def test_dtypes_on(target: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Products of fp32 numbers and products of bf16 parts, in tiles for each target: the same budget."""
     x_dtype, weight_dtype = dtypes
@@ -99,8 +98,7 @@ def tf32(x: Tensor) -> Tensor:
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
-@pytest.mark.parametrize("target", ["cpu", "sm_90"])
-@pytest.mark.parametrize("rows", [192, 9000])
+@pytest.mark.parametrize(("rows", "target"), covering((192, 9000), ("sm_90", "cpu"), together=1))
 def test_error_is_no_larger_than_that_of_fp32(target: str, rows: int) -> None:
     """Bug F8. Beside F.linear in fp32, in TF32 and in bf16, against float64: y, dx (kept in fp32) and dweight."""
     cols, experts = (2048, 64) if rows < 1000 else (256, 16)  # few rows are split over columns, many are not

@@ -566,7 +566,7 @@ def test_one_launch_for_each_dtype() -> None:
     assert [variant.kernel for variant in variants] == ["multi_tensor_clip_kernel"] * 3
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_accesses_are_128_bits_wide(target: str) -> None:
     """Whole tiles are read and written 128 bits at a time, whatever the list."""
     bits = {"fp32": 32, "bf16": 16}

@@ -112,7 +112,7 @@ def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> N
     assert torch.equal(values, weft.dequantize(q))
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
     """Rows of the last program that are not there; on a CPU a program has one row."""
     x, weight, bias = torch.randn(21, 200).bfloat16(), torch.randn(200), torch.randn(200)

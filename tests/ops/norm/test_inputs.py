@@ -220,7 +220,6 @@ def test_weight_of_another_dtype(weight_dtype: torch.dtype) -> None:
 # ---- every configuration, not only the one for a CPU ------------------------------------------------
 
 CONFIGURED = [
-    ("sm_90", 200, "residual"),
     ("sm_90", 200, "1x128-both"),
     ("sm_80", 1025, "layer"),
     ("sm_80", 1025, "row-fp8"),

@@ -16,6 +16,7 @@ from tests.catalogue.calls import near
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.product.truth import matmul as truth
 from tests.ops.product.truth import numbers
+from tests.support.covering import covering
 from weft import Format, QTensor
 from weft.runtime import choosing_for
 from weft.workloads import Call
@@ -75,10 +76,21 @@ def shapes(count: int, seed: str) -> list[tuple[int, int, int]]:
     return [(draw.choice(rows), draw.choice(cols), draw.choice(depths)) for _ in range(count)]
 
 
+def some_shapes(pair: str) -> list[tuple[int, int, int]]:
+    return [(5, 200, 272), (129, 40, 384), *shapes(1, pair)]
+
+
+@pytest.mark.parametrize(("turn", "pair"), enumerate(EVERY), ids=list(EVERY))
+def test_a_shape(turn: int, pair: str) -> None:
+    """Of some shapes, one with each pair, in turn."""
+    check(**operands(pair, *some_shapes(pair)[turn % 3]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", EVERY)
 def test_some_shapes(pair: str) -> None:
-    for m, n, k in [(5, 200, 272), (129, 40, 384), *shapes(1, pair)]:
-        check(**operands(pair, m, n, k))
+    for shape in some_shapes(pair):
+        check(**operands(pair, *shape))
 
 
 @pytest.mark.slow
@@ -135,7 +147,14 @@ def test_a_row_does_not_depend_on_the_others(pair: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", ["bf16", "fp32", "fp8-row", "fp8-blocks", "int8-blocks", "mxfp8", "mxfp4", "nvfp4"]
+    "pair",
+    [
+        "bf16",
+        "fp8-blocks",
+        "mxfp8",
+        "nvfp4",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp8-row", "int8-blocks", "mxfp4")),
+    ],
 )
 @pytest.mark.parametrize(
     "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_120", "gfx950"))]
@@ -243,10 +262,12 @@ def test_transposes_of_quantised_matrices() -> None:
 # ---- what follows the product ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "k"), [(5, 2048), (70, 256)], ids=["spans", "whole"])
-@pytest.mark.parametrize("pair", ["bf16", "fp8-blocks", "int8-row"])
-def test_everything_that_follows(pair: str, m: int, k: int) -> None:
-    call, n = operands(pair, m, 260, k), 260
+@pytest.mark.parametrize(
+    ("pair", "rows"), covering(["bf16", "fp8-blocks", "int8-row"], ["spans", "whole"], together=1)
+)
+def test_everything_that_follows(pair: str, rows: str) -> None:
+    (m, k), n = {"spans": (5, 2048), "whole": (70, 256)}[rows], 260
+    call = operands(pair, m, n, k)
     bias, residual = torch.randn(n), torch.randn(m, n)
     for more in (
         {"bias": bias, "activation": "gelu", "residual": residual, "alpha": 0.25},
@@ -258,10 +279,14 @@ def test_everything_that_follows(pair: str, m: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["1x128", "mx", "e2m1:mx:te", "row", "tensor", "128x128", "nvfp4", "int8:1x128:te"]
+    ("m", "spec"),
+    covering(
+        [5, 130],
+        ["1x128", "mx", "e2m1:mx:te", "row", "tensor", "128x128", "nvfp4", "int8:1x128:te"],
+        together=1,
+    ),
 )
-@pytest.mark.parametrize("m", [5, 130])
-def test_quantised_results_are_those_of_quantize(spec: str, m: int) -> None:
+def test_quantised_results_are_those_of_quantize(m: int, spec: str) -> None:
     """By the product's own kernel where a format's scales lie within its tiles, or from a plain result."""
     call = operands("fp8-blocks", m, 300, 2048)
     plain = weft.matmul(**call, glu="silu")

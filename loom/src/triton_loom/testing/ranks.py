@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 Results = Callable[[int], list[dict[str, Any]]]
 
 
-def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What the ranks of a group of that size found, each group run once. `main(rank, world, directory)` of the script
-    saves `RANK.pt` in the directory. Ranks are forked when the script has been imported, which must start no thread."""
+def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory, **options: bool) -> Results:
+    """What the ranks of a group of that size found, each group run once. `main(rank, world, directory, **options)` of
+    the script saves `RANK.pt` in the directory. Ranks are forked when the script has been imported, which must start no
+    thread."""
     known: dict[int, Path] = {}
 
     def of(world: int) -> list[dict[str, Any]]:
@@ -36,13 +37,15 @@ def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Result
             # Shared by the workers of a run: the first one to come runs the ranks.
             run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
             parent = tmp_path_factory.getbasetemp().parent if run else tmp_path_factory.mktemp("ranks")
-            known[world] = parent / f"{run}-{script.stem}-{world}"
+            known[world] = parent / "-".join(
+                [run, script.stem, str(world), *(f"{name}={value}" for name, value in options.items())]
+            )
             try:
                 known[world].mkdir()
             except FileExistsError:
                 _wait_for(known[world] / "done")
             else:
-                _run(script, world, known[world])
+                _run(script, world, known[world], options)
         failed = (known[world] / "done").read_text()
         assert not failed, failed
         return [torch.load(known[world] / f"{rank}.pt") for rank in range(world)]
@@ -50,9 +53,9 @@ def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Result
     return of
 
 
-def _run(script: Path, world: int, directory: Path) -> None:
+def _run(script: Path, world: int, directory: Path, options: dict[str, bool]) -> None:
     """Run the ranks; `done` says what they said if one has failed."""
-    start = f"from {__name__} import run_ranks; run_ranks({str(script)!r}, {world}, {str(directory)!r})"
+    start = f"from {__name__} import run_ranks; run_ranks({str(script)!r}, {world}, {str(directory)!r}, **{options})"
     failed = True
     log = directory / "log"
     try:
@@ -79,7 +82,7 @@ def _run(script: Path, world: int, directory: Path) -> None:
         told.rename(directory / "done")  # whole, when others see it
 
 
-def run_ranks(script: str, world: int, directory: str) -> None:
+def run_ranks(script: str, world: int, directory: str, **options: bool) -> None:
     """Fork the ranks from this process, which has imported what they need, and end with the first one that fails."""
     name = Path(script).stem
     spec = importlib.util.spec_from_file_location(name, script)
@@ -99,7 +102,7 @@ def run_ranks(script: str, world: int, directory: str) -> None:
 
     toolchain.build = functools.lru_cache(build_in_turn)
     ranks = [
-        forking.Process(target=module.main, args=(rank, world, Path(directory)), daemon=True)
+        forking.Process(target=module.main, args=(rank, world, Path(directory)), kwargs=options, daemon=True)
         for rank in range(world)
     ]
     for rank in ranks:
