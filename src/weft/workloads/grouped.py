@@ -39,14 +39,15 @@ _SHARED = "tiles of rows share the weights of their group, and tiles of columns 
 
 
 def group_ends(rows: int, groups: int, align: int, device: torch.device) -> Tensor:
-    """Where groups end that share this many rows unevenly, the first one having half of what is left each time."""
+    """Where groups end that share this many rows unevenly; each has rows, if there are enough."""
     ends: list[int] = []
     begin = 0
     for group in range(groups):
-        last = group == groups - 1
-        end = min(begin + (rows - begin if last else max((rows - begin) // 2, 1)), rows)
-        ends.append(max(end, ends[-1] if ends else 0))
-        begin = -(-end // align) * align
+        later = groups - 1 - group
+        room = rows - begin - later * align
+        size = max(room * 3 // 4 if later else room, 1)
+        ends.append(min(begin + size, rows))
+        begin = min(-(-ends[-1] // align) * align, rows)
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
