@@ -10,6 +10,7 @@ settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
@@ -54,6 +55,7 @@ TABLE: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def pair_of(a: Form, b: Form) -> str:
     """The name of a pair of operands in the table."""
     if a.block is None and b.block is None:
@@ -129,6 +131,7 @@ def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[], str
     return engine
 
 
+@functools.lru_cache(maxsize=1024)
 def by_table(pair: str, m: int, target: str) -> str:
     """Who multiplies m rows of this pair on a target, if nothing speaks against it."""
     for rule in TABLE:

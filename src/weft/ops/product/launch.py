@@ -18,7 +18,7 @@ from ..common.results import Result, ResultOptions
 from ..common.rows import align_of
 from ..quantize import quantize_into
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
-from .configs import FEW, ProductConfig, product_config, spans_of
+from .configs import FEW, product_config, spans_of
 from .engines import choose_engine, choose_grouped_engine, multiply_by_torch, multiply_groups_by_torch
 from .kernels import Finish, Gather, Operand, Sizes, finish_kernel, matmul_kernel
 from .operands import Form, Precision, Product
@@ -26,48 +26,71 @@ from .operands import Form, Precision, Product
 NO_GATHER = Gather(None, 1, 0)
 
 
-def _of_plain(x: Tensor) -> tuple[Operand, Form]:
+class _Layout(NamedTuple):
+    """How an operand lies in memory, of which its `Form` is made: a key that costs little in every call."""
+
+    dtype: torch.dtype
+    spec: str | None
+    along_k: bool
+    align: int
+    bulk: bool = False
+
+    def form(self) -> Form:
+        of = Form.of(self.dtype, self.spec)
+        return replace(of, along_k=self.along_k, align=self.align, bulk=self.bulk)
+
+
+def _of_plain(x: Tensor) -> tuple[Operand, _Layout]:
     """A plain operand [rows, K] or [batch, rows, K] as the kernel takes it; copied if neither is contiguous."""
-    rows, k = x.shape[-2:]
-    if 1 not in (x.stride(-1), x.stride(-2)) and k > 1 and rows > 1:
+    *batch, rows, k = x.shape
+    *strides, row_stride, k_stride = x.stride()
+    if k_stride != 1 and row_stride != 1 and k > 1 and rows > 1:
         x = x.contiguous()
-    along_k = x.stride(-1) == 1 or k == 1
-    stride = x.stride(-2) if along_k else x.stride(-1)
-    batch_stride = x.stride(0) if x.dim() == 3 else 0
+        *strides, row_stride, k_stride = x.stride()
+    along_k = k_stride == 1 or k == 1
+    stride = row_stride if along_k else k_stride
+    batch_stride = strides[0] if batch else 0
     align = align_of(k if along_k else rows, stride, batch_stride, least=min(8, 16 // x.itemsize))
-    form = replace(Form.of(x.dtype, None), along_k=along_k, align=align)
-    return Operand(x, None, None, stride, batch_stride, 0, 0, 0), form
+    return Operand(x, None, None, stride, batch_stride, 0, 0, 0), _Layout(x.dtype, None, along_k, align)
 
 
-def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, Form]:
-    form, data, scale = Form.of(dtype, codes.format), codes.data, codes.scale
+def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
+    data, scale = codes.data, codes.scale
     assert data is not None
     assert scale is not None
-    along_k = data.stride(-1) == 1 or data.shape[-1] == 1
-    stride = data.stride(-2 if along_k else -1)
-    batch_stride, scale_batch_stride = (data.stride(0), scale.stride(0)) if data.dim() == 3 else (0, 0)
-    align = align_of(data.shape[-1 if along_k else -2], stride, batch_stride, least=8)
+    *batch, rows, k = data.shape
+    *strides, row_stride, k_stride = data.stride()
+    *scale_strides, scale_row_stride, scale_stride = scale.stride()
+    along_k = k_stride == 1 or k == 1
+    stride = row_stride if along_k else k_stride
+    batch_stride, scale_batch_stride = (strides[0], scale_strides[0]) if batch else (0, 0)
+    align = align_of(k if along_k else rows, stride, batch_stride, least=8)
     operand = Operand(
-        data, scale, codes.whole, stride, batch_stride, scale.stride(-2), scale.stride(-1), scale_batch_stride
+        data, scale, codes.whole, stride, batch_stride, scale_row_stride, scale_stride, scale_batch_stride
     )
-    return operand, replace(form, along_k=along_k, align=align)
+    return operand, _Layout(dtype, codes.format, along_k, align)
 
 
-def _operand(x: Tensor, codes: OperandCodes) -> tuple[Operand, Form]:
+def _operand(x: Tensor, codes: OperandCodes) -> tuple[Operand, _Layout]:
     return _of_plain(x) if codes.data is None else _of_codes(codes, x.dtype)
 
 
-def _in_bulk(form: Form, operand: Operand, rows: int, precision: str | None, target: Capabilities) -> Form:
-    """Whether the tiles of an operand are copied by descriptors: where the target does that in hardware, where there
-    are enough rows to make up for making one, and if its rows lie at multiples of 16 bytes."""
+def _in_bulk(layout: _Layout, operand: Operand, precision: str | None) -> bool:
+    """Whether the tiles of an operand can be copied by descriptors: if its rows lie at multiples of 16 bytes."""
     data = operand.data
     assert data is not None
-    lies_well = (
-        form.along_k and form.align * data.itemsize >= 16 and operand.stride and data.data_ptr() % 16 == 0
-    )
+    lies_well = layout.along_k and layout.align * data.itemsize >= 16 and operand.stride
     # Multiply-adds of fp32 tiles that come from shared memory spill: 876 bytes, compiled for sm_90.
     multiplied = data.dtype is not torch.float32 or precision in ("tf32", "bf16x3")
-    return replace(form, bulk=bool(target.descriptors and rows > FEW and lies_well and multiplied))
+    return bool(lies_well and multiplied and data.data_ptr() % 16 == 0)
+
+
+class _Wanted(NamedTuple):
+    """What the kernel depends on of how a result is stored."""
+
+    dtype: torch.dtype
+    format: str | None
+    row_alone: bool  # nothing but the row-wise copy is wanted
 
 
 class _Shape(NamedTuple):
@@ -86,35 +109,68 @@ class _Shape(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How a product is computed."""
+    """How a product is computed, for all calls whose operands lie alike."""
 
-    product: Product
-    config: ProductConfig
-    spans: int  # into which K is cut
-    apart: bool  # each span by a program of its own
+    launch: Launch
+    finish: Launch | None  # adds up the spans, if each is summed by a program of its own
     programs: int
+    spans: int  # into which K is cut
+    span: int  # how many steps each has
+    sums: torch.dtype
+    within: bool  # the kernel quantises its result itself
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(a: Form, b: Form, precision: Precision | None, shape: _Shape, target: Capabilities) -> _Plan:
+def _planned(
+    a: _Layout, b: _Layout, shape: _Shape, activation: str | None, precision: Precision | None, to: _Wanted,
+    target: Capabilities,
+) -> _Plan:  # fmt: skip
     batch, m, n, k, gated, invariant, grouped, *_ = shape
     few = m <= {None: FEW, "rows": 16 * shape.groups, "depth": 0}[grouped]
-    product = Product.of(a, b, precision, few or invariant, target)
+    product = Product.of(a.form(), b.form(), precision, few or invariant, target)
     config = product_config(product.kind, few, gated, target, invariant, grouped)
     spans = spans_of(n, k, config, target) if grouped is None and (few or invariant) else 1
     tile = config.tile.fitting(n, k, gated)
     if grouped == "depth":
         tile = tile.along_groups(shape.align, shape.scale_slots)
     tiles_m = -(-m // tile.m) + (shape.groups if grouped == "rows" else 0)
-    programs = batch * tiles_m * -(-n // tile.n)
-    return _Plan(product, replace(config, tile=tile), spans, few and spans > 1, programs)
+    f = None if to.format is None else Format.of(to.format)
+    within = f is not None and to.row_alone and f.block in ("1x128", "mx") and tile.n % f.group == 0
+    constants: dict[str, Any] = {
+        "PRODUCT": product,
+        "TILE": tile,
+        "ACT": activation,
+        "GATED": gated,
+        "GROUPED": grouped,
+        "FORMAT": f if within else None,
+        "CAST": cast_mode(target),
+        "INPUT_MAX": torch.finfo(to.dtype).max,
+        "ALIGN": align_of(n, least=4),
+    }
+    apart = few and spans > 1
+    launch = Launch.of(
+        matmul_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        INVARIANT=spans > 1 and not apart,
+        **constants,
+    )
+    return _Plan(
+        launch,
+        Launch.of(finish_kernel, num_warps=4, **constants) if apart else None,
+        programs=batch * tiles_m * -(-n // tile.n),
+        spans=spans,
+        span=-(-math.ceil(k / tile.k) // spans),
+        sums=torch.int32 if product.sums == "int32" and product.body == "sum" else torch.float32,
+        within=within,
+    )
 
 
 class _Call(NamedTuple):
     """A product as it is launched."""
 
-    a: tuple[Operand, Form]
-    b: tuple[Operand, Form]
+    a: tuple[Operand, _Layout]
+    b: tuple[Operand, _Layout]
     shape: _Shape
     finish: Finish
     activation: str | None
@@ -170,10 +226,10 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
     groups, n, k = a.w.shape
     n //= 2 if a.gated else 1
     rows = len(a.x) if a.slot_of_row is None else len(a.slot_of_row)
-    left, form = _operand(a.x, a.x_codes)
-    if not form.along_k:
+    left, layout = _operand(a.x, a.x_codes)
+    if not layout.along_k:
         # A group may begin at any row: where rows are contiguous, none are known to begin at multiples.
-        form = replace(form, align=1)
+        layout = layout._replace(align=1)
     gather = NO_GATHER
     if a.slot_of_row is not None:
         gather = Gather(a.slot_of_row.contiguous(), a.slots, len(a.x))
@@ -182,7 +238,7 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
     _launch(
         o.result,
         _Call(
-            (left, form),
+            (left, layout),
             _operand(a.w, a.w_codes),
             _Shape(1, rows, n, k, a.gated, grouped="rows", groups=groups, align=a.align),
             finish,
@@ -201,10 +257,10 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
         return
     groups, (rows, n), k = len(a.ends), a.dy.shape, a.x.shape[1]
     operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
-    for i, (operand, form) in enumerate(operands):
-        if form.along_k:
+    for i, (operand, layout) in enumerate(operands):
+        if layout.along_k:
             # Groups begin at multiples of `align` alone.
-            operands[i] = operand, replace(form, align=math.gcd(form.align, a.align))
+            operands[i] = operand, layout._replace(align=math.gcd(layout.align, a.align))
     addend = None if a.addend is None else a.addend.contiguous()
     finish = Finish(None, addend, None, 0, 0 if addend is None else k, 0 if addend is None else n * k, 1.0)
     slots = any(has_slots(codes, rows, groups) for codes in (a.dy_codes, a.x_codes))
@@ -241,62 +297,39 @@ def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:
 
 
 def _launch(result: Result, call: _Call) -> None:
-    (left, a_form), (right, b_form) = call.a, call.b
-    shape, to, device = call.shape, call.result, result.y.device
+    (left, a), (right, b), shape, to = call.a, call.b, call.shape, call.result
+    y, device = result.y, result.y.device
     target = capabilities_of(device)
     batch, m, n, k = shape[:4]
-    if call.gather.slot_of_row is None:
-        a_form = _in_bulk(a_form, left, m, call.precision, target)
-    b_form = _in_bulk(b_form, right, m, call.precision, target)
-    plan = _planned(a_form, b_form, call.precision, shape, target)
-    tile = plan.config.tile
-    f = None if to.format is None else Format.of(to.format)
-    within = (
-        f is not None
-        and f.block in ("1x128", "mx")
-        and tile.n % f.group == 0
-        and not (to.columnwise or to.return_amax or to.return_plain)
-    )
-    y = result.y
-    if f is not None and not to.return_plain:
+    # Descriptors are for targets that copy by them in hardware, and for rows enough to make up for making one.
+    if target.descriptors and m > FEW:
+        b = b._replace(bulk=_in_bulk(b, right, call.precision))
+        if call.gather.slot_of_row is None:
+            a = a._replace(bulk=_in_bulk(a, left, call.precision))
+    row_alone = not (to.columnwise or to.return_amax or to.return_plain)
+    wanted = _Wanted(to.dtype, to.format, row_alone)
+    plan = _planned(a, b, shape, call.activation, call.precision, wanted, target)
+    if to.format is not None and not to.return_plain:
         # Of a result whose codes the kernel makes itself, y's dtype alone is read.
-        y = torch.empty((1,) if within else (batch * m, n), dtype=to.dtype, device=device)
-    constants: dict[str, Any] = {
-        "PRODUCT": plan.product,
-        "TILE": tile,
-        "ACT": call.activation,
-        "GATED": shape.gated,
-        "GROUPED": shape.grouped,
-        "FORMAT": f if within else None,
-        "CAST": cast_mode(target),
-        "INPUT_MAX": torch.finfo(to.dtype).max,
-        "ALIGN": align_of(n, least=4),
-    }
+        y = torch.empty((1,) if plan.within else (batch * m, n), dtype=to.dtype, device=device)
     partial = None
-    if plan.apart:
-        sums = torch.int32 if plan.product.sums == "int32" and plan.product.body == "sum" else torch.float32
-        partial = torch.empty((plan.spans, 2 if shape.gated else 1, batch, m, n), dtype=sums, device=device)
+    if plan.finish is not None:
+        parts = (plan.spans, 2 if shape.gated else 1, batch, m, n)
+        partial = torch.empty(parts, dtype=plan.sums, device=device)
     given: dict[str, Any] = {
         "a": left,
         "b": right,
         "finish": call.finish,
         "y_ptr": y,
         "partial_ptr": partial,
-        "copy": copy_arguments(result.rowwise) if within else NO_CODES,
-        "sizes": Sizes(m, n, k, span=-(-math.ceil(k / tile.k) // plan.spans)),
+        "copy": copy_arguments(result.rowwise) if plan.within else NO_CODES,
+        "sizes": Sizes(m, n, k, plan.span),
         "groups": call.groups,
         "gather": call.gather,
     }
-    launch = Launch.of(
-        matmul_kernel,
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
-        INVARIANT=plan.spans > 1 and not plan.apart,
-        **constants,
-    )
-    launch((plan.programs, plan.spans if plan.apart else 1, 1), *matmul_kernel.arguments(**given))
-    if partial is not None:
-        finish = Launch.of(finish_kernel, num_warps=4, **constants)
-        finish((plan.programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
-    if f is not None and not within:
+    spans = 1 if plan.finish is None else plan.spans
+    plan.launch((plan.programs, spans, 1), *matmul_kernel.arguments(**given))
+    if plan.finish is not None:
+        plan.finish((plan.programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
+    if to.format is not None and not plan.within:
         quantize_into(result, to, y.reshape(-1, n))

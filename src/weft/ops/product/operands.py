@@ -46,6 +46,7 @@ class Form:
     bulk: bool = False  # tiles are copied as a whole, by tensor descriptors
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def of(dtype: torch.dtype, spec: str | None) -> Form:
         """That of a tensor of this dtype, or of a quantised one in the format `spec`."""
         if spec is None:
@@ -143,6 +144,7 @@ class Product:
         return Product(a, b, body, multiplied, sums, precision if precision in ("tf32", "bf16x3") else "ieee")
 
 
+@functools.lru_cache(maxsize=1024)
 def check_pair(a: Form, b: Form, precision: str | None) -> None:
     """Raise an error unless a and b can be multiplied."""
     if precision not in (None, "ieee", "tf32", "bf16x3", "fp16"):
