@@ -58,9 +58,9 @@ _GLU: list[tuple[Any, ...]] = [
     ("padding begins with the next expert", f"{GROUPS}:real_rows", "start = _begin_after(before, groups.align)", "start = before", (PADDED,)),
     ("rows after the last expert are real", f"{GROUPS}:real_rows", " & (row < last)", "", (ONE_BY_ONE,)),
     ("one chunk of experts", f"{GROUPS}:real_rows", "range(0, groups.number, CHUNK)", "range(0, 1, CHUNK)", (f"{G}test_experts_of_any_number_and_size",)),
-    ("slots of the wrong expert", f"{GROUPS}:group_stripe", "group = passed - 1", "group = passed", (SLOTS,)),
-    ("experts share a slot", f"{GROUPS}:group_stripe", "(start // ROWS + group <= stripe)", "(start // ROWS <= stripe)", (SLOTS,)),
-    ("one chunk of slots", f"{GROUPS}:group_stripe", "range(0, groups.number + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
+    ("slots of the wrong expert", f"{GROUPS}:group_tile", "group = passed - 1", "group = passed", (SLOTS,)),
+    ("experts share a slot", f"{GROUPS}:group_tile", "(start // ROWS + group <= number)", "(start // ROWS <= number)", (SLOTS,)),
+    ("one chunk of slots", f"{GROUPS}:group_tile", "range(0, groups.number + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
     ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),
     ("experts begin in padding", f"{GROUPS}:group_stripe", "_begin_after(before, groups.align) <= first_row", "before <= first_row", (STRIPES_OF,)),
     ("scales of all slots in one place", "_from_slot", "copy_t.scale + slot * ", "copy_t.scale + 0 * slot * ", (SLOTS,)),
@@ -136,7 +136,7 @@ _SUM_RUNS: list[tuple[Any, ...]] = [
     ("last column left out", f"{SUMS}:_sum_runs_kernel", "exists = col < cols", "exists = col < cols - 1", (BIAS_OF,)),
     ("sums cut to bf16", f"{SUMS}:_sum_runs_kernel", "piece.to(tl.float32)", DOWN_TO_BF16.format("piece"), (f"{B}test_experts_one_by_one[cpu-16]",)),
     ("stripes counted without groups", f"{GROUPS}:stripes_of_group", "first += group", "first += 0", (BIAS_OF,)),
-    ("experts begin in padding", f"{GROUPS}:stripes_of_group", "start = _begin_after(before, groups.align)", "start = before", (BIAS_WIDE,)),
+    ("experts begin in padding", f"{GROUPS}:group_rows", "return _begin_after(before, groups.align), end", "return before, end", (BIAS_WIDE,)),
     ("whole stripes alone", f"{GROUPS}:stripes_of_group", "(end - start + stripe_rows - 1)", "(end - start)", (BIAS_OF,)),
 ]  # fmt: skip
 
