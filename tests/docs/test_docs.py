@@ -160,12 +160,13 @@ def test_there_are_python_blocks() -> None:
 # ---- commands ----------------------------------------------------------------------------------------------
 
 QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
-# Commands that count bytes or compile, ranks, and an example whose functions have tests of their own.
+# Commands that count bytes or compile, ranks, and examples whose functions have tests of their own.
 BY_NIGHT = (
     "weft traffic",
     "weft published",
     "python examples/sharded_vocabulary.py",
     "python examples/moe_block.py",
+    "python examples/train_moe.py",
 )
 
 
@@ -366,6 +367,7 @@ def test_table_of_ops() -> None:
         "scale_from_amax",
         "glu_backward",
         "record_engines",
+        "reuse_weights",
     }
 
 
