@@ -9,6 +9,7 @@ multiplies in fp32 what `weft.dequantize` gives, "eager decode + mm" what plain 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -57,6 +58,26 @@ def integers(m: int, n: int, k: int) -> Contenders:
     }
 
 
+def experts(count: int, tokens: int, n: int, k: int) -> Contenders:
+    """Each token goes to one expert, chosen at random."""
+    rows = weft.row_map(torch.randint(count, (tokens, 1)), count)
+    x, w = torch.randn(tokens, k).bfloat16(), torch.randn(count, n, k).bfloat16()
+    ends = rows.ends
+    starts = [0, *ends.tolist()]
+
+    def loop() -> torch.Tensor:
+        y = torch.empty(tokens, n, dtype=torch.bfloat16)
+        for expert, (begin, end) in enumerate(itertools.pairwise(starts)):
+            torch.mm(x[begin:end], w[expert].T, out=y[begin:end])
+        return y
+
+    return {
+        "weft": lambda: weft.grouped_matmul(x, w, ends),
+        "a loop of torch.mm": loop,
+        "weft's kernel": lambda: weft.grouped_matmul(x, w, ends, engine="weft"),
+    }
+
+
 ROWS: dict[str, Callable[[], Contenders]] = {
     "fp8 1x128 x 128x128, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "1x128", "128x128"),
     "fp8 row x row, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "row", "row"),
@@ -65,6 +86,7 @@ ROWS: dict[str, Callable[[], Contenders]] = {
     "fp8 1x128 x 128x128, 16x2048x2048": lambda: quantised(16, 2048, 2048, "1x128", "128x128"),
     "fp32, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.float32),
     "bf16, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.bfloat16),
+    "bf16, 64 experts, 4096 tokens, 1024x512": lambda: experts(64, 4096, 1024, 512),
     "int8 row x row, 1024x1024x1024": lambda: integers(1024, 1024, 1024),
 }
 

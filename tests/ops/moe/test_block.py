@@ -37,8 +37,8 @@ def drawn(tokens: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
     router[:, 0] = 0.0
     router[2, 0] = router[-1, 0] = -1000.0
     up, down = (
-        torch.randn(experts, hidden, 2 * ffn) / hidden**0.5,
-        torch.randn(experts, ffn, hidden) / ffn**0.5,
+        torch.randn(experts, 2 * ffn, hidden) / hidden**0.5,
+        torch.randn(experts, hidden, ffn) / ffn**0.5,
     )
     inputs = [tensor.bfloat16() for tensor in (x, router, up, down)]
     return inputs, torch.randn(tokens, hidden).bfloat16()
@@ -55,8 +55,8 @@ def exact(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
     best = (x @ router.t()).topk(moe_block.TOP_K)
     weights = torch.zeros(len(x), len(router), dtype=x.dtype)
     weights = weights.scatter(1, best.indices, best.values.softmax(-1))
-    gate, value = torch.einsum("tk,ekn->ten", x, up).chunk(2, -1)
-    return torch.einsum("ten,enk,te->tk", torch.nn.functional.silu(gate) * value, down, weights)
+    gate, value = torch.einsum("tk,enk->ten", x, up).chunk(2, -1)
+    return torch.einsum("ten,ekn,te->tk", torch.nn.functional.silu(gate) * value, down, weights)
 
 
 @pytest.mark.parametrize("tokens", [1, 61, 96])

@@ -130,6 +130,65 @@ def test_products_compile(target: str, pair: str) -> None:
         assert not faults(pair, rows, target, binary), f"{rows} rows"
 
 
+# ---- groups -------------------------------------------------------------------------------------------------
+
+# A layer of experts: rows, experts, N and K; formats of rows, weights and gradients.
+GROUPS = (8192, 8, 2048, 1024)
+RECIPES = {
+    "bf16": (None, None, None),
+    "fp8-blocks": ("1x128", "128x128", "1x128"),
+    "mxfp8": ("mx", "mx", "mx"),
+}
+STEPS = ("forward", "few rows", "gated", "gathered", "gradient of rows", "gradient of weights")
+
+
+def group_variant(recipe: str, step: str, target: str) -> Variant:
+    """What a step of a layer launches on a target."""
+    rows, groups, n, k = GROUPS
+    few = step == "few rows"
+
+    def made(x: torch.Tensor, spec: str | None) -> torch.Tensor:
+        return x if spec is None else weft.quantize(x, spec, columnwise=True)
+
+    def plain(*shape: int) -> torch.Tensor:
+        return _empty(*shape, dtype=torch.bfloat16)
+
+    with recording(target):
+        x, w, dy = (
+            made(t, spec)
+            for t, spec in zip(
+                (plain(64 if few else rows, k), plain(groups, n, k), plain(rows, n)),
+                RECIPES[recipe],
+                strict=True,
+            )
+        )
+        ends = _empty(groups, dtype=torch.int32)
+        gather = weft.row_map(_empty(rows // 2, 2, dtype=torch.int32), groups, align=128)
+        tokens = made(plain(rows // 2, k), RECIPES[recipe][0])
+    main = _empty(groups, n, k, dtype=torch.float32)
+    with recording(target) as variants:
+        if step == "gradient of weights":
+            weft.grouped_wgrad(dy, x, ends, align=128, engine="weft", out=main, accumulate=True)
+        elif step == "gradient of rows":
+            weft.grouped_matmul(dy, w, ends, align=128, transpose=True, engine="weft")
+        elif step == "gathered":
+            weft.grouped_matmul(tokens, w, ends, align=128, gather=gather, engine="weft")
+        elif step == "gated":
+            weft.grouped_matmul(x, w, ends, align=128, glu="silu", quantize="1x128", engine="weft")
+        else:
+            weft.grouped_matmul(x, w, ends, align=1 if few else 128, engine="weft")
+    return variants[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_groups_compile(target: str, recipe: str) -> None:
+    jobs = [(group_variant(recipe, step, target), target) for step in STEPS]
+    for step, binary in zip(STEPS, compile_all(jobs, timeout=300), strict=True):
+        assert not faults(recipe, 0, target, binary), step
+
+
 def test_what_should_not_be_is_noticed() -> None:
     binary, _ = binaries_of("sm_90", "bf16")
     assert not faults("bf16", 4096, "sm_90", binary)
