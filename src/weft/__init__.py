@@ -8,6 +8,7 @@ import warnings
 if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
+from . import interop
 from .ops import (
     QKV,
     HeadNorm,
@@ -79,6 +80,7 @@ __all__ = [
     "grad_norm",
     "grouped_matmul",
     "grouped_wgrad",
+    "interop",
     "layer_norm",
     "layouts",
     "linear",
