@@ -136,7 +136,7 @@ def product_config(
         m, n, k, warps, stages = (64, 128, 128, 4, 1) if target.is_cpu else (16, 64, 128, 4, 3)
         if kind in ("fp32", "decoded", "half_blocks") and not target.is_cpu:
             k = 64
-            if grouped is not None and kind == "decoded":
+            if grouped is not None and kind == "decoded" and name != "sm_80":
                 n = 32  # what finds a tile's group takes registers too
         if invariant and not target.is_cpu:
             m = 64  # the same instruction for any number of rows
@@ -156,6 +156,8 @@ def product_config(
             m, n, warps = min(m, 64 if in_registers else 128), min(n, 128), 8
             if kind != "half" and name in ("sm_80", "sm_89"):
                 n = 64
+            if kind.endswith("_blocks") and name in ("sm_89", "gfx942"):
+                k = 64
     return ProductConfig(ProductTile(m, n, k), warps, stages)
 
 
