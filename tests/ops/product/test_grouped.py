@@ -255,6 +255,9 @@ def test_gathered_rows_are_permuted_rows(pair: str) -> None:
     gathered = weft.grouped_matmul(tokens, weights, gather=rows, **call)
     assert torch.equal(gathered, weft.grouped_matmul(weft.permute(tokens, rows), weights, **call))
     check(x=tokens, w=weights, gather=rows, **call)
+    # Where groups end with their pads, these are rows of no token.
+    padded = weft.grouped_matmul(tokens, weights, gather=rows, **call | {"ends": rows.offsets})
+    assert torch.equal(padded, gathered)
 
 
 def test_accumulate() -> None:
