@@ -12,18 +12,15 @@ A break wraps one of the functions that all products of a recipe go through.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.examples import example
 from weft.ops.product import linear as layer
 from weft.quant import Copy, Format
 from weft.quant.reference import dequantize_copy
@@ -34,17 +31,7 @@ STEPS = 30
 LOSS_BAND = 0.02
 
 
-def example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples/train_moe.py"
-    spec = importlib.util.spec_from_file_location("train_moe", path)
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_moe = example()
+train_moe = example("train_moe")
 
 
 def final_loss(recipe: str, steps: int = STEPS) -> float:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.examples import example
+
 ROOT = Path(__file__).parents[2]
 TINY = {"layers": 1, "hidden": 128, "heads": 2, "experts": 4, "width": 128, "sequence": 64, "sequences": 4}
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_moe", ROOT / "examples/train_moe.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_moe = example()
+train_moe = example("train_moe")
 
 
 def tiny(**changes: Any) -> Any:

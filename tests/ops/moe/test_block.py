@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 import triton_loom
 from torch import Tensor
 
+from tests.support.examples import example
+
 NAMES = ("y", "dx", "drouter", "dup", "ddown")
 
 
-def example() -> ModuleType:
-    path = Path(__file__).parents[3] / "examples/moe_block.py"
-    spec = importlib.util.spec_from_file_location("moe_block", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-moe_block = example()
+moe_block = example("moe_block")
 
 
 def drawn(tokens: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...quant import Copy, Format
 from ..common.activations import Act
@@ -50,6 +51,7 @@ class _KeepingFewBytes(torch.autograd.Function):
         return glu(z, act=act, probs=probs, ends=ends, align=align, quantize=spec, columnwise=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> Any:
         data, scale, probs, ends = ctx.saved_tensors
         z = dequantize_codes(Copy(data, scale), _KEPT, *ctx.z)

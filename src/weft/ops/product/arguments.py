@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..common.groups import Groups
 from ..common.results import Result, ResultOptions
 
 
@@ -75,3 +76,64 @@ class WgradArgs(NamedTuple):
 
 class ProductOutputs(NamedTuple):
     result: Result
+
+
+# ---- products with nothing but a bias or an addend ------------------------------------------------------
+
+
+def matmul_args(
+    a: Tensor,
+    b: Tensor,
+    result: ResultOptions,
+    *,
+    a_codes: OperandCodes = PLAIN,
+    b_codes: OperandCodes = PLAIN,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> MatmulArgs:
+    return MatmulArgs(
+        a, b, a_codes, b_codes, bias, residual, alpha=None, factor=1.0, activation=None, gated=False, precision=None,
+        batch_invariant=False, engine="auto", result=result,
+    )  # fmt: skip
+
+
+def grouped_args(
+    x: Tensor,
+    w: Tensor,
+    groups: Groups,
+    result: ResultOptions,
+    *,
+    x_codes: OperandCodes = PLAIN,
+    w_codes: OperandCodes = PLAIN,
+    bias: Tensor | None = None,
+) -> GroupedArgs:
+    assert groups.ends is not None
+    return GroupedArgs(
+        x, w, x_codes, w_codes, groups.ends, groups.align, slot_of_row=None, slots=1, bias=bias, activation=None,
+        gated=False, precision=None, engine="auto", result=result,
+    )  # fmt: skip
+
+
+def wgrad_args(
+    dy: Tensor,
+    x: Tensor,
+    groups: Groups,
+    result: ResultOptions,
+    *,
+    dy_codes: OperandCodes = PLAIN,
+    x_codes: OperandCodes = PLAIN,
+    addend: Tensor | None = None,
+) -> WgradArgs:
+    assert groups.ends is not None
+    return WgradArgs(
+        dy,
+        x,
+        dy_codes,
+        x_codes,
+        groups.ends,
+        groups.align,
+        addend=addend,
+        precision=None,
+        engine="auto",
+        result=result,
+    )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import stand_in
@@ -25,7 +26,7 @@ from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result
 from ..common.rows import compute_dtype
 from ..quantize import QuantizeArgs, quantize_op
-from .arguments import PLAIN, GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
+from .arguments import PLAIN, OperandCodes, grouped_args, matmul_args, wgrad_args
 from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, weight_codes
 from .matmul import codes_along_k, matmul_op
 from .recipes import Recipe
@@ -150,44 +151,21 @@ def rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpo
     codes, result = w.col if transpose else w.row, plain_result(s.dtype)
     if s.groups.ends is None:
         right = w.plain if transpose else w.plain.t()
-        return matmul_op(
-            MatmulArgs(
-                x.plain, right, x.row, codes, bias, None, None, 1.0, None, False, None, False, "auto", result
-            )
-        ).result.y
+        dense = matmul_args(x.plain, right, result, a_codes=x.row, b_codes=codes, bias=bias)
+        return matmul_op(dense).result.y
     right = w.plain.mT if transpose else w.plain
-    ends, align = s.groups.ends, s.groups.align
-    return grouped_matmul_op(
-        GroupedArgs(
-            x.plain, right, x.row, codes, ends, align, None, 1, bias, None, False, None, "auto", result
-        )
-    ).result.y
+    grouped = grouped_args(x.plain, right, s.groups, result, x_codes=x.row, w_codes=codes, bias=bias)
+    return grouped_matmul_op(grouped).result.y
 
 
 def outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor | None:
     """dy^T x, in the weight's dtype; or added to `main`, and then nothing."""
     result = plain_result(s.weight_dtype if main is None else main.dtype)
     if s.groups.ends is None:
-        args: Any = MatmulArgs(
-            dy.plain.t(),
-            x.plain,
-            dy.col,
-            x.col,
-            None,
-            main,
-            None,
-            1.0,
-            None,
-            False,
-            None,
-            False,
-            "auto",
-            result,
-        )
+        args: Any = matmul_args(dy.plain.t(), x.plain, result, a_codes=dy.col, b_codes=x.col, residual=main)
         op: Any = matmul_op
     else:
-        ends, align = s.groups.ends, s.groups.align
-        args = WgradArgs(dy.plain, x.plain, dy.col, x.col, ends, align, main, None, "auto", result)
+        args = wgrad_args(dy.plain, x.plain, s.groups, result, dy_codes=dy.col, x_codes=x.col, addend=main)
         op = grouped_wgrad_op
     if main is None:
         return op(args).result.y  # type: ignore[no-any-return]
@@ -216,7 +194,7 @@ class _Linear(torch.autograd.Function):
         y = rows_times(left, right, bias, s)
         ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.main = getattr(w, "main_grad", None) if needs_w and not torch.compiler.is_compiling() else None
+        ctx.main = _main_grad(w) if needs_w else None
         kept = [s.groups.ends]
         for operand, needed in ((left, needs_w), (right, needs_x)):
             codes = operand.col
@@ -228,6 +206,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         s: Settings = ctx.settings
@@ -245,6 +224,16 @@ class _Linear(torch.autograd.Function):
         dw = outer(grad, x, s, ctx.main) if needs_w else None
         dbias = _bias_gradient(dy, s, ctx.bias_dtype) if needs_bias else None
         return dx, dw, dbias, None, None, None
+
+
+def _main_grad(w: Tensor) -> Tensor | None:
+    """What the gradient of a weight is added to, if there is such a tensor."""
+    main = None if torch.compiler.is_compiling() else getattr(w, "main_grad", None)
+    if main is not None:
+        check_tensor("main_grad", main, FLOATS, w.device, tuple(w.shape))
+        if not main.is_contiguous():
+            raise ValueError(f"main_grad must be contiguous; its strides are {main.stride()}")
+    return main
 
 
 def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> Operand:
@@ -266,8 +255,7 @@ def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
     if s.groups.ends is None:
         return dy.sum(0, dtype=compute_dtype(dy)).to(dtype)
     ones = torch.ones(len(dy), 1, dtype=dy.dtype, device=dy.device)
-    ends, align = s.groups.ends, s.groups.align
-    args = WgradArgs(dy, ones, PLAIN, PLAIN, ends, align, None, None, "auto", plain_result(dtype))
+    args = wgrad_args(dy, ones, s.groups, plain_result(dtype))
     return grouped_wgrad_op(args).result.y.squeeze(-1)
 
 
