@@ -73,23 +73,24 @@ def test_a_binary_tells() -> None:
     assert len(binary.early_accesses) == WRONG
 
 
-LOOP = """
-module {
-  tt.func public @kernel(%a: !x, %b: !x, %count: i32, %wide: i1) {
+MMA = "ttng.tc_gen5_mma %a, %b, %sums, %wide, %wide, %own[%wide] {is_async} : !x, !x, !x, !x"
+LOOP = f"""
+module {{
+  tt.func public @kernel(%a: !x, %b: !x, %count: i32, %wide: i1) {{
     %zero = arith.constant 0 : i32
     %sums = ttng.tmem_alloc : () -> !x
     %barriers = ttg.local_alloc : () -> !x
     %first = ttg.memdesc_index %barriers[%zero] : !x -> !x
-    %last = scf.for %i = %zero to %count step %zero iter_args(%before = %first) -> (!x) : i32 {
+    %last = scf.for %i = %zero to %count step %zero iter_args(%before = %first) -> (!x) : i32 {{
       %own = ttg.memdesc_index %barriers[%i] : !x -> !x
-      ttng.tc_gen5_mma %a, %b, %sums, %wide, %wide, %own[%wide] {is_async} : !x, !x, !x, !x
+      {MMA}
       BODY
       scf.yield %own : !x
-    }
+    }}
     AFTER
     tt.return
-  }
-}
+  }}
+}}
 """
 READ = "%x = ttng.tmem_load %sums : !x -> !x"
 
@@ -102,6 +103,7 @@ PROGRAMS = {
     "no wait": ("", READ, 1),
     "waits at once": (f"{WAIT_OWN}\n{READ}", "", 0),
     "waits an iteration late": (f"{WAIT_BEFORE}\n{READ}", "", 1),
+    "waits for one of two": (f"{MMA.replace('own', 'first')}\n{WAIT_OWN}\n{READ}", "", 1),
     "waits for the last": (WAIT_BEFORE, f"{WAIT_LAST}\n{READ}", 0),
     "waits for all but the last": (WAIT_BEFORE, READ, 1),
     "waits if there was one": ("", f"scf.if %wide {{\n{WAIT_LAST}\n}}\n{READ}", 0),
