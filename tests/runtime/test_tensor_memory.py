@@ -134,18 +134,22 @@ def test_what_cannot_be_followed_is_reported(line: str) -> None:
     assert found.startswith("not checked")
 
 
-def chains() -> dict[Variant, str]:
-    """Calls that no workload makes, in which several dots of an iteration make one product: operands of which at least
-    one is fp32 are cut into parts."""
+def further() -> dict[Variant, str]:
+    """Calls that no workload makes: in which several dots of an iteration make one product, as operands of which one is
+    fp32 are cut into parts; and in which tiles of the gradient are skipped."""
     found: dict[Variant, str] = {}
     target = torch.empty(512, dtype=torch.int64, device="meta")
-    for of_hidden, of_weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+    for of_hidden, of_weight, options in (
+        (torch.bfloat16, torch.float32, {}),
+        (torch.float32, torch.float32, {}),
+        (torch.bfloat16, torch.bfloat16, {"skip_below": 1e-4}),
+    ):
         hidden = torch.empty(512, 4096, dtype=of_hidden, device="meta", requires_grad=True)
         weight = torch.empty(4096, 4096, dtype=of_weight, device="meta", requires_grad=True)
         with recording("sm_100") as variants:
-            weft.linear_logprobs(hidden, weight, target).sum().backward()
+            weft.linear_logprobs(hidden, weight, target, **options).sum().backward()
         for variant in variants:
-            found.setdefault(variant, f"linear_logprobs of {of_hidden} and {of_weight}")
+            found.setdefault(variant, f"linear_logprobs of {of_hidden} and {of_weight} with {options}")
     return found
 
 
@@ -155,7 +159,7 @@ def has_dot(variant: Variant) -> bool:
 
 def test_no_kernel_with_a_dot_reads_too_early() -> None:
     """In the TTGIR, which takes seconds for all of them. The nightly tests of binaries check every kernel."""
-    names = {**chains(), **collected(WORKLOADS, "sm_100")}
+    names = {**further(), **collected(WORKLOADS, "sm_100")}
     texts = {variant: ttgir_of(variant, "sm_100") for variant in names if has_dot(variant)}
     wrong = [
         f"{variant.kernel} of {names[variant]}: {access}"
