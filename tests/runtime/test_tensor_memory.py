@@ -12,7 +12,7 @@ import triton
 
 import weft
 from tests.runtime.test_compile import collected
-from weft.runtime import Binary, Variant, compile_all, recording
+from weft.runtime import Variant, recording
 from weft.runtime.offline import ttgir_of
 from weft.runtime.tensor_memory import early_accesses
 from weft.workloads import WORKLOADS
@@ -65,12 +65,6 @@ def test_two_accumulators_are_told_apart(num_stages: int) -> None:
     for wait in waits:
         text = text.replace(wait, "")
     assert len(early_accesses(text)) == 2
-
-
-def test_a_binary_tells() -> None:
-    (binary,) = compile_all([(two_products(2), "sm_100")])
-    assert isinstance(binary, Binary), binary
-    assert len(binary.early_accesses) == WRONG
 
 
 MMA = "ttng.tc_gen5_mma %a, %b, %sums, %wide, %wide, %own[%wide] {is_async} : !x, !x, !x, !x"
