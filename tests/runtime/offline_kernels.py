@@ -1,4 +1,4 @@
-"""Kernels for test_offline.py, in a module of their own because the child process has to import them."""
+"""Kernels for tests of compilation, in a module of their own because the child process has to import them."""
 
 from typing import NamedTuple
 
@@ -80,6 +80,26 @@ def matmul(a, b, c, BLOCK: tl.constexpr):
     rows = tl.arange(0, BLOCK)
     tile = rows[:, None] * BLOCK + rows[None, :]
     tl.store(c + tile, tl.dot(tl.load(a + tile), tl.load(b + tile)))
+
+
+@triton.jit
+def two_products(
+    a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, depth, TILE: tl.constexpr, DEPTH: tl.constexpr, APART: tl.constexpr
+):
+    """a @ b + c @ d, for which two dots of a loop add to one accumulator, or to one each."""
+    tile = tl.arange(0, TILE)
+    k = tl.arange(0, DEPTH)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    other = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, depth, DEPTH):
+        left = tile[:, None] * depth + start + k[None, :]
+        right = (start + k[:, None]) * TILE + tile[None, :]
+        total = tl.dot(tl.load(a_ptr + left), tl.load(b_ptr + right), total)
+        if APART:
+            other = tl.dot(tl.load(c_ptr + left), tl.load(d_ptr + right), other)
+        else:
+            total = tl.dot(tl.load(c_ptr + left), tl.load(d_ptr + right), total)
+    tl.store(out_ptr + tile[:, None] * TILE + tile[None, :], total + other if APART else total)
 
 
 @triton.jit

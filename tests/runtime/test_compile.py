@@ -1,12 +1,11 @@
 """Every kernel, as the workloads launch it, built for seven GPUs that are not here, and what the binaries hold.
 
-No spills, no float64, shared memory that the target has, and global accesses 128 bits wide wherever rows are
-multiples of 16 elements. Nothing runs; the same kernels' results are tested on the CPU.
+No spills, no float64, shared memory that the target has, sums of dots that are waited for, and global accesses 128 bits
+wide wherever rows are multiples of 16 elements. Nothing runs; the same kernels' results are tested on the CPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
 
 import weft
 from tests.catalogue.families import declared
 from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
-from weft.runtime.offline import build
+from weft.runtime.offline import ttgir_of
 from weft.workloads import WORKLOADS, Workload
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
@@ -115,6 +113,7 @@ def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
         found.append("float64 arithmetic")
     if binary.shared > capabilities.shared_bytes:
         found.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
+    found += [f"sums not waited for: {access}" for access in binary.early_accesses]
     if not wide or "ALIGN" not in dict(variant.constants):
         return found
     read, written = declared("MOVED").get(variant.kernel, (READ, WRITTEN))
@@ -267,9 +266,7 @@ def test_calls_that_no_workload_makes(target: str) -> None:
 
 def _layouts_of_sums(variant: Variant, target: str) -> list[str]:
     """How the numbers of each sum of floats lie in registers, which decides the order of adding."""
-    gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
-    fn = getattr(importlib.import_module(variant.module), variant.kernel).fn
-    text = build(fn, variant, gpu).asm["ttgir"]
+    text = ttgir_of(variant, target)
     names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     reductions = re.findall(r'"tt\.reduce"\([^)]*\).*?\n(.*?)\}\) : \(([^)]*)\)', text, re.DOTALL)
     return [
@@ -330,6 +327,7 @@ def test_what_should_not_be_is_noticed() -> None:
     fine = replace(thin, loads={128: 2}, stores={8: 2, 128: 2})
     assert not faults(good, fine)
     assert faults(good, replace(fine, uses_fp64=True)) == ["float64 arithmetic"]
+    assert len(faults(good, replace(fine, early_accesses=("ttng.tmem_load at a.py:1",)))) == 1
     assert len(faults(good, replace(fine, shared=2**30))) == 1
     assert len(faults(good, replace(fine, spill_bytes=8, stack=8))) == 1
     assert len(faults(good, replace(fine, loads={32: 8}))) == 1

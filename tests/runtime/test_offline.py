@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from weft.runtime import Launch, offline, recording
@@ -40,6 +41,10 @@ FP32 = variant("scale", "x:*fp32 y:*fp32 factor:fp32 BLOCK", 1024)
 FP64 = variant("scale", "x:*fp32 y:*fp32 factor:fp64 BLOCK", 1024)
 FP64_MOVED = variant("copy", "x:*fp64 y:*fp64 n:i32 BLOCK", 1024)
 MATMUL = variant("matmul", "a:*bf16 b:*bf16 c:*fp32 BLOCK", 64)
+POINTERS = "a_ptr:*bf16 b_ptr:*bf16 c_ptr:*bf16 d_ptr:*bf16 out_ptr:*fp32"
+TWO_PRODUCTS = replace(
+    variant("two_products", f"{POINTERS} depth:i32 TILE DEPTH APART", 128, 64, False), divisible=("depth",)
+)
 TILE = variant("tile_copy", "x:*bf16 y:*bf16 BLOCK", 64)
 # More values than the 128 registers that a thread has in a block of 512 threads (NVIDIA) or 1024 (AMD).
 SPILL_NVIDIA = variant("keep_all", "x:*fp32 y:*fp32 BLOCK", 512 * 256, warps=16)
@@ -49,6 +54,7 @@ JOBS = [
     *((COPY, target) for target in TARGETS),
     *((v, t) for v in (UNKNOWN_BOUND, UNALIGNED, FP64) for t in ("sm_90", "gfx942")),
     *((v, "sm_90") for v in (FP32, FP64_MOVED, MATMUL, TILE, SPILL_NVIDIA)),
+    *((v, "sm_100") for v in (MATMUL, TWO_PRODUCTS)),
     *((v, "gfx942") for v in (FP32, FP64_MOVED, WRAPPED, SMALL, MATMUL, SPILL_AMD)),
 ]
 
@@ -110,6 +116,12 @@ def test_opcodes(binaries: Binaries) -> None:
     assert binaries[MATMUL, "gfx942"].count("v_mfma") > 0
     assert binaries[COPY, "sm_90"].count("HGMMA") == 0
     assert binaries[COPY, "sm_90"].opcodes["LDG.E.128"] == 2
+
+
+def test_sums_that_are_not_waited_for(binaries: Binaries) -> None:
+    assert not binaries[MATMUL, "sm_100"].early_accesses
+    wrong = triton.__version__.startswith(("3.7.", "3.8."))
+    assert bool(binaries[TWO_PRODUCTS, "sm_100"].early_accesses) == wrong
 
 
 def test_tma_counts_as_128_bits(binaries: Binaries) -> None:

@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .tensor_memory import early_accesses
+
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 # Starting a child imports torch and Triton. This is no part of any compilation, so it has its own limit.
@@ -107,8 +109,9 @@ class Binary:
     global to shared memory count as loads and the reverse as stores; those of TMA move at least 16 bytes at a
     time and count as 128. Neither atomics nor scalar loads of AMD are counted.
 
-    `uses_fp64` is any float64 arithmetic or conversion. `opcodes` counts the mnemonics of the whole binary.
-    `seconds` is what compiling and reading took, next to nothing when the caches had both.
+    `uses_fp64` is any float64 arithmetic or conversion. `early_accesses` are those to sums in tensor memory that an MMA
+    may still be adding to, a mistake of some versions of Triton (`tensor_memory.py`). `opcodes` counts the mnemonics
+    of the whole binary. `seconds` is what compiling and reading took, next to nothing when the caches had both.
     """
 
     target: str
@@ -119,6 +122,7 @@ class Binary:
     loads: dict[int, int]
     stores: dict[int, int]
     uses_fp64: bool
+    early_accesses: tuple[str, ...]
     seconds: float
     opcodes: Counter[str] = field(repr=False)
 
@@ -318,6 +322,32 @@ def _serve(handle: int, timeout: float) -> None:
 def build(kernel: Any, variant: Variant, target: Any) -> Any:
     """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here."""
     import triton
+
+    return triton.compile(_source(kernel, variant, target), target=target, options=_options(variant))
+
+
+def ttgir_of(variant: Variant, target: str) -> str:
+    """The TTGIR of a variant for a target, compiled in this process: a fraction of the time that its binary takes."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    gpu = _gpu(target)
+    source = _source(_kernel(variant), variant, gpu)
+    backend = make_backend(gpu)
+    options = backend.parse_options(_options(variant))
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    implementation = backend.get_codegen_implementation(options)
+    module = source.make_ir(gpu, options, implementation, backend.get_module_map(), context)
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, {})
+    return str(module)
+
+
+def _source(kernel: Any, variant: Variant, target: Any) -> Any:
     from triton.compiler import ASTSource
 
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -330,24 +360,36 @@ def build(kernel: Any, variant: Variant, target: Any) -> Any:
             known.append(["tt.pointer_range", 32])
         if known:
             attributes[path] = known
-    source = ASTSource(
+    return ASTSource(
         fn=kernel, signature=dict(variant.signature), constexprs=variant.constants_by_path(), attrs=attributes
     )
-    return triton.compile(source, target=target, options=_options(variant))
 
 
 def _options(variant: Variant) -> dict[str, Any]:
     return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **dict(variant.options)}
 
 
-def _compile(variant: Variant, target: str) -> Binary:
+def _gpu(target: str) -> Any:
     from triton.backends.compiler import GPUTarget
+
+    return (
+        GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+    )
+
+
+def _kernel(variant: Variant) -> Any:
+    """The JITFunction of a variant."""
     from triton.runtime import JITFunction
 
-    begin = time.perf_counter()
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     while not isinstance(kernel, JITFunction):  # autotuners and heuristics wrap it
         kernel = kernel.fn
+    return kernel
+
+
+def _compile(variant: Variant, target: str) -> Binary:
+    begin = time.perf_counter()
+    kernel = _kernel(variant)
     names = [name for name, _ in variant.signature]
     if names != list(kernel.arg_names):
         raise ValueError(f"the signature names {names}, the kernel {list(kernel.arg_names)}")
@@ -357,10 +399,9 @@ def _compile(variant: Variant, target: str) -> Binary:
         raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
     if wrong := set(variant.divisible) - set(types):
         raise ValueError(f"the kernel has no integer parameters {sorted(wrong)} that could be divisible")
-    nvidia = target.startswith("sm_")
-    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+    gpu = _gpu(target)
     compiled = build(kernel, variant, gpu)
-    if nvidia:
+    if gpu.backend == "cuda":
         found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, _options(variant))
         fp64 = re.search(_PTX_FP64, compiled.asm["ptx"]) is not None
         classify = _classify_nvidia
@@ -382,6 +423,7 @@ def _compile(variant: Variant, target: str) -> Binary:
         loads=dict(loads),
         stores=dict(stores),
         uses_fp64=fp64,
+        early_accesses=tuple(early_accesses(compiled.asm["ttgir"])),
         seconds=time.perf_counter() - begin,
         opcodes=found.opcodes,
     )

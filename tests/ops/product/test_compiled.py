@@ -75,6 +75,7 @@ def faults(pair: str, rows: int, target: str, binary: Any) -> list[str]:
         found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
     if binary.shared > Capabilities.of(target).shared_bytes:
         found.append(f"{binary.shared} bytes of shared memory")
+    found += [f"sums not waited for: {access}" for access in binary.early_accesses]
     if rows > 64:
         unit = UNITS.get((target, pair))
         if unit is not None and not binary.count(unit):

@@ -351,7 +351,8 @@ def linear_dlogits_kernel(
             total = tl.load(total_ptr + row, mask=live, other=1.0)
             # The comparison is written so that a tile with a NaN is kept: NaN is not below the threshold.
             counts = live[:, None] & ((e < skip_below * total[:, None]) == 0)
-            keep = tl.max(tl.max((counts | (here & live[:, None])).to(tl.int32), axis=1), axis=0)
+            # Not by rows and then over them: Triton 3.7.1 fails on that for sm_100.
+            keep = tl.max((counts | (here & live[:, None])).to(tl.int32))
             tl.store(kept_ptr + tile * (block // VOCAB) + at // VOCAB, keep.to(tl.int8))
         out_off = tl.multiple_of(number.to(tl.int64) * ((block // VOCAB) * VOCAB), VOCAB)
         out = (at + tl.arange(0, VOCAB))[None, :]
