@@ -233,6 +233,7 @@ def test_compiled_and_checkpointed_are_eager(name: str) -> None:
         (lambda x, w: weft.linear(x, w, w[0]), "bias"),
         (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantise it so"),
         (lambda x, w: weft.linear(both(x, "mx"), w), "plain numbers"),
+        (lambda x, w: weft.linear(x.double(), w.double(), recipe="mxfp8"), "round bf16, fp16 and fp32"),
         (
             lambda x, w: weft.linear(weft.quantize(x, "1x128"), w.requires_grad_(), recipe="fp8_block"),
             "columnwise=True",
@@ -328,6 +329,14 @@ def test_experts_compiled() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for eager, other in zip(gradients(call, given, dy), gradients(compiled, given, dy), strict=True):
         assert torch.equal(eager, other)
+
+
+def test_experts_of_sequences() -> None:
+    x, router, up, down = moe_layer(torch.bfloat16)
+    batch = x.view(2, TOKENS // 2, K)
+    routing = weft.route(weft.router_linear(batch, router), 2)
+    y = weft.experts(batch, up, down, routing, recipe="fp8_block")
+    assert torch.equal(y.view(TOKENS, K), experts(x, router, up, down, recipe="fp8_block"))
 
 
 def test_experts_of_no_tokens() -> None:

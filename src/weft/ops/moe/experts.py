@@ -107,11 +107,12 @@ def experts(
         check_layer(x, weight, None, found, ())
     # No block of a copy that is quantised along rows may have rows of two experts.
     align = 128 if found.is_quantised else 16
-    rows = row_map(routing.indices, count, align=align)
+    indices = routing.indices.reshape(-1, routing.indices.shape[-1])
+    rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
     fused = found.x is not None and Format.of(found.x).block in _FUSED
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
-    probs = routing.weights.reshape(-1, rows.row_of_slot.shape[-1])
+    probs = routing.weights.reshape(indices.shape)
     spec = found.x if fused else None
     both = torch.is_grad_enabled()
     if spec is None:

@@ -329,6 +329,10 @@ def check_layer(
         raise ValueError(f"weight must be on {x.device} like x; it is on {weight.device}")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, shape)
+    if recipe.is_quantised and torch.float64 in (x.dtype, weight.dtype):
+        raise ValueError(
+            f"recipes round bf16, fp16 and fp32; got x in {x.dtype} and weight in {weight.dtype}: convert them"
+        )
     if isinstance(weight, QTensor) and weight.requires_grad:
         raise ValueError(
             "a quantised weight is frozen: train plain numbers, which the recipe quantises, or call "
