@@ -236,6 +236,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
     "dequantize": {"q": weft.quantize(X)},
     "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},
+    "linear": {"x": X, "weight": HEAD, "bias": torch.randn(100)},
+    "experts": {
+        "x": X, "up": torch.randn(4, 32, 64), "down": torch.randn(4, 64, 16), "routing": weft.route(X[:, :4], 2),
+    },
+    "grouped_matmul": {"x": X, "w": torch.randn(2, 10, 64), "ends": torch.tensor([3, 8]), "bias": torch.randn(2, 10)},
+    "grouped_wgrad": {"dy": X, "x": X, "ends": torch.tensor([3, 8])},
     "matmul": {
         "a": X, "b": HEAD.t(), "bias": torch.zeros(100), "residual": torch.zeros(8, 100), "out": torch.zeros(8, 100),
     },
