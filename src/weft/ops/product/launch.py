@@ -259,8 +259,9 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
     for i, (operand, layout) in enumerate(operands):
         if layout.along_k:
-            # Groups begin at multiples of `align` alone.
-            operands[i] = operand, layout._replace(align=math.gcd(layout.align, a.align))
+            # Groups begin at multiples of `align` alone. Whatever the number of rows, there are two kernels, not three.
+            align = math.gcd(layout.align, a.align)
+            operands[i] = operand, layout._replace(align=align if align == 16 else 1)
     addend = None if a.addend is None else a.addend.contiguous()
     finish = Finish(None, addend, None, 0, 0 if addend is None else k, 0 if addend is None else n * k, 1.0)
     slots = any(has_slots(codes, rows, groups) for codes in (a.dy_codes, a.x_codes))
