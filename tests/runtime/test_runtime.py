@@ -512,6 +512,7 @@ LAYERS = [
     "tiles",
     "quant",
     "ops",
+    "interop",
     "workloads",
     "nn",
     "distributed",
