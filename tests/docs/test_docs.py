@@ -538,6 +538,7 @@ print("proven")
 """
 
 
+@pytest.mark.slow
 def test_added_quantising_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
     assert run_text(QUANTISED, tmp_path, extended_forks).endswith("proven\n")
 

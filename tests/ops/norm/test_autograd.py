@@ -130,7 +130,7 @@ def test_compiled_is_eager(name: str) -> None:
     compare_compiled(name, backend="aot_eager", dynamic=True)
 
 
-@pytest.mark.parametrize("name", ["everything", "quantized_both"])
+@pytest.mark.parametrize("name", [pytest.param("everything", marks=pytest.mark.slow), "quantized_both"])
 def test_inductor_is_eager(name: str) -> None:
     compare_compiled(name)
 
