@@ -224,14 +224,17 @@ def multiply_by_torch(o: ProductOutputs, a: MatmulArgs) -> None:
 
 def multiply_groups_by_torch(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> None:
     """Fill the result by one of PyTorch's products for each group, on a CPU, where `ends` can be read at once."""
-    y = o.result.y
-    rows = len(_grouped_operands(a)[0])
-    y.zero_()
+    y, rows, written = o.result.y, len(_grouped_operands(a)[0]), 0
     for group, begin, end in group_spans(a.ends, rows, a.align):
         if isinstance(a, GroupedArgs):
+            y[written:begin] = 0  # pads of the group before
             torch.mm(a.x[begin:end], a.w[group].t(), out=y[begin:end])
+            written = end
         else:
+            y[written:group] = 0  # groups without rows
             torch.mm(a.dy[begin:end].t(), a.x[begin:end], out=y[group])
+            written = group + 1
+    y[written:] = 0
 
 
 def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
