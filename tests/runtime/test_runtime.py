@@ -975,6 +975,9 @@ def host_times() -> dict[str, float]:
         ("router_linear", "plain", 2.0),
         ("route", "plain", 2.0),
         ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
+        ("matmul", "plain", 4.5),
+        ("matmul of FP8", "plain", 6.0),  # two quantised tensors are taken apart
+        ("grouped_matmul", "plain", 5.0),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

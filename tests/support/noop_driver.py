@@ -72,6 +72,9 @@ def measure() -> dict[str, float]:
     vocabulary, labels = torch.randn(64, 4096, dtype=torch.bfloat16), torch.arange(8)
     scores = torch.randn(8, 64)
     slots = torch.arange(8)
+    tokens, ends = torch.randn(128, 4096, dtype=torch.bfloat16), torch.tensor([10, 128])
+    matrices = torch.randn(2, 64, 4096, dtype=torch.bfloat16)
+    codes, square = weft.quantize(tokens, "1x128"), weft.quantize(vocabulary, "128x128").T
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -122,6 +125,9 @@ def measure() -> dict[str, float]:
             "router_linear": lambda: weft.router_linear(x, vocabulary),
             "route": lambda: weft.route(scores, 8),
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
+            "matmul": lambda: weft.matmul(tokens, vocabulary.T, engine="weft"),
+            "matmul of FP8": lambda: weft.matmul(codes, square),
+            "grouped_matmul": lambda: weft.grouped_matmul(tokens, matrices, ends, engine="weft"),
         }
     )
 
