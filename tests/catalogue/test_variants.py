@@ -43,11 +43,11 @@ def test_variants_are_a_small_closed_set(op: str) -> None:
     """Whatever the sizes are, an op with one set of options compiles no more than it declares; and a new number of
     rows compiles nothing (bugs J2, J6)."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, 1 << 20, (1000,), generator=generator).tolist()
+    rows = torch.randint(1, 1 << 20, (200,), generator=generator).tolist()
     limit = weft.catalogue[op].variants
     for workload in {w.options: w for w in distinct(for_op(op))}.values():
         by_rows = set()
-        for count in rows[: 1000 if workload.options in ("plain", "1x128-both") else 50]:
+        for count in rows[: 200 if workload.options in ("plain", "1x128-both") else 40]:
             by_rows |= launched(lambda w=workload, count=count: w.make("meta", rows=count))
         kernels = {variant.kernel for variant in by_rows}
         assert len(by_rows) <= 2 * len(kernels), f"{workload}: {len(by_rows)} variants over numbers of rows"
