@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.catalogue.calls import near
 from tests.ops.product.truth import numbers, product
+from tests.support.examples import example
 from weft import QTensor, Recipe
 from weft.ops.product.recipes import RECIPES
 
 M, N, K = 72, 128, 256
+train_moe = example("train_moe")
 QUANTISED = [name for name, recipe in RECIPES.items() if recipe.is_quantised]
 
 
@@ -126,18 +128,11 @@ def test_seeds() -> None:
 
 
 def saved_bytes(function: Any) -> int:
-    """Bytes that autograd keeps of a call, each storage once."""
-    found: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+    """Bytes that autograd keeps of a call, besides parameters."""
+    with train_moe.count_saved() as sizes:
         kept = function()
     del kept
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def test_backward_keeps_codes() -> None:
@@ -149,6 +144,23 @@ def test_backward_keeps_codes() -> None:
     padded = -(-M // 16) * 16  # codes along rows begin at multiples of 16 bytes
     assert codes <= padded * K + N * K + scales
     assert plain >= 2 * (M * K + N * K)
+
+
+@pytest.mark.slow
+def test_experts_keep_few_bytes() -> None:
+    """Norm, router and experts of the layer in docs/training.md: at most 0.6 of what bf16 keeps."""
+    shapes = ((2048, 2048), (16, 2048), (16, 2 * 768, 2048), (16, 2048, 768))
+    draw = torch.Generator().manual_seed(2)
+    x, router, up, down = (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5 for shape in shapes)
+
+    def layer_of(recipe: str) -> Tensor:
+        rows, gain, *weights = leaves(x.bfloat16(), torch.ones(2048), router, up, down)
+        normed = weft.rms_norm(rows, gain)
+        routing = weft.route(weft.router_linear(normed, weights[0]), 8)
+        return weft.experts(normed, *map(nn.Parameter, weights[1:]), routing, recipe=recipe)
+
+    plain, codes = (saved_bytes(lambda r=recipe: layer_of(r)) for recipe in ("bf16", "fp8_block"))
+    assert codes <= 0.6 * plain, codes / plain
 
 
 def test_main_grad() -> None:

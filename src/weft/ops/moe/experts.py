@@ -21,12 +21,12 @@ from ...quant import Copy, Format
 from ..common.activations import Act
 from ..common.checks import check_input
 from ..common.groups import Groups
-from ..common.results import ResultOptions, plain_result
+from ..common.results import plain_result
 from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
 from ..glu.glu import glu, glu_backward_op
-from ..product.linear import apply_linear, check_layer
+from ..product.linear import apply_linear, check_layer, quantised_copies
 from ..product.recipes import Recipe
-from ..quantize import QuantizeArgs, dequantize_codes, quantize_op
+from ..quantize import dequantize_codes
 from .permute import permute, unpermute
 from .route import Routing
 from .row_map import row_map
@@ -42,8 +42,8 @@ class _KeepingFewBytes(torch.autograd.Function):
     def forward(
         ctx: Any, z: Tensor, probs: Tensor, ends: Tensor, align: int, act: Act, spec: str | None
     ) -> Tensor:
-        options = ResultOptions(z.dtype, _KEPT, True, False, None, False)
-        kept = quantize_op(QuantizeArgs(z, options, None)).result
+        kept, _ = quantised_copies(z, _KEPT, True, False)
+        assert kept is not None
         ctx.save_for_backward(kept.data, kept.scale, probs, ends)
         ctx.act, ctx.align, ctx.z = act, align, (z.shape[1], z.dtype)
         if spec is None:

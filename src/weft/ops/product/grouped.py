@@ -23,29 +23,35 @@ from ...quant.qtensor import register_codes
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, define_op
-from ..common.activations import Act, activation_reference
+from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
-from ..common.groups import group_spans
+from ..common.groups import Groups, group_spans
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..moe.row_map import RowMap
-from ..quantize import dequantize_codes
-from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs
+from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs, wgrad_args
 from .engines import Engine, check_grouped_engine
 from .launch import has_slots, launch_grouped, launch_wgrad
-from .matmul import Taken, check_activation, check_rotations, codes_along_k
+from .matmul import (
+    Taken,
+    check_activation,
+    check_rotations,
+    codes_along_k,
+    finish_reference,
+    plain_numbers,
+    reference_numbers,
+)
 from .operands import Form, Precision, check_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _weights(x: Tensor, codes: OperandCodes, group: int, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] of a group."""
-    if codes.data is None or codes.scale is None or codes.format is None:
-        return x[group].to(dtype)
-    copy = Copy(codes.data[group], codes.scale[group], codes.whole)
-    return dequantize_copy(copy, Format.of(codes.format).stored, (x.shape[1], x.shape[2]), dtype)
+def _of_group(codes: OperandCodes, group: int) -> OperandCodes:
+    """Those of the matrix of a group."""
+    if codes.data is None or codes.scale is None:
+        return codes
+    return codes._replace(data=codes.data[group], scale=codes.scale[group])
 
 
 def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
@@ -59,30 +65,16 @@ def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
 def grouped_reference(a: GroupedArgs) -> ProductOutputs:
     """The definition."""
     dtype = compute_dtype(a.x)
-    x = _gathered(_rows_of(a, dtype), a)
+    x = _gathered(reference_numbers(a.x, a.x_codes, dtype, False), a)
     y = x.new_zeros(len(x), a.w.shape[1] // (2 if a.gated else 1))
     for group, begin, end in group_spans(a.ends, len(x), a.align):
-        part = x[begin:end] @ _weights(a.w, a.w_codes, group, dtype).t()
-        if a.bias is not None:
-            part = part + a.bias[group].to(dtype)
-        up = None
-        if a.gated:
-            part, up = part.chunk(2, -1)
-        if a.activation is not None:
-            part, _ = activation_reference(part, a.activation)
-        y[begin:end] = part if up is None else part * up
+        weight = reference_numbers(a.w[group], _of_group(a.w_codes, group), dtype, False)
+        bias = None if a.bias is None else a.bias[group]
+        y[begin:end] = finish_reference(x[begin:end] @ weight.t(), bias, a.activation, a.gated)
     rounded = y if a.result.format is None else y.to(a.result.dtype)
     return ProductOutputs(
         result_reference(a.result, rounded, tuple(y.shape), a.x, input_dtype=a.result.dtype)
     )
-
-
-def _rows_of(a: GroupedArgs, dtype: torch.dtype) -> Tensor:
-    codes = a.x_codes
-    if codes.data is None or codes.scale is None or codes.format is None:
-        return a.x.to(dtype)
-    copy = Copy(codes.data, codes.scale, codes.whole)
-    return dequantize_copy(copy, Format.of(codes.format).stored, (a.x.shape[0], a.x.shape[1]), dtype)
 
 
 def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: int) -> Tensor:
@@ -140,23 +132,22 @@ def _gradients(b: Backward) -> Gradients:
             result=plain_result(kept.x.dtype),
         )  # fmt: skip
         found["x"] = _scattered(grouped_matmul_op(of_x).result.y, kept)
-    of_w = WgradArgs(
-        dz, dz, PLAIN, PLAIN, kept.ends, kept.align, None, plain.precision, kept.engine,
-        plain_result(kept.w.dtype),
-    )  # fmt: skip
+    groups = Groups(kept.ends, kept.align)
     if b.needs.w:
-        codes = kept.x_codes
-        values = kept.x.to(dz.dtype)
-        if codes.data is not None and codes.scale is not None and codes.format is not None:
-            copy = Copy(codes.data, codes.scale, codes.whole)
-            values = dequantize_codes(copy, codes.format, kept.x.shape[1], dz.dtype)
-        found["w"] = grouped_wgrad_op(of_w._replace(x=_gathered(values, kept))).result.y
+        values = _gathered(plain_numbers(kept.x, kept.x_codes, dz.dtype, False), kept)
+        of_w = wgrad_args(dz, values, groups, plain_result(kept.w.dtype))
+        of_w = of_w._replace(precision=plain.precision, engine=kept.engine)
+        found["w"] = grouped_wgrad_op(of_w).result.y
     if b.needs.bias and kept.bias is not None:
-        ones = torch.ones(len(dz), 1, dtype=dz.dtype, device=dz.device)
-        found["bias"] = grouped_wgrad_op(
-            of_w._replace(x=ones, result=plain_result(kept.bias.dtype))
-        ).result.y.squeeze(-1)
+        found["bias"] = sums_of_groups(dz, groups, kept.bias.dtype, plain.precision)
     return found
+
+
+def sums_of_groups(x: Tensor, groups: Groups, dtype: torch.dtype, precision: str | None = None) -> Tensor:
+    """The sums [groups, N] of the rows of each group of x [rows, N], in fp32 and rounded to dtype."""
+    ones = torch.ones(len(x), 1, dtype=x.dtype, device=x.device)
+    args = wgrad_args(x, ones, groups, plain_result(dtype))
+    return grouped_wgrad_op(args._replace(precision=precision)).result.y.squeeze(-1)
 
 
 def _of_gradients(precision: str | None) -> str | None:
@@ -166,14 +157,10 @@ def _of_gradients(precision: str | None) -> str | None:
 
 def _plain_weights(kept: GroupedArgs, dtype: torch.dtype) -> Tensor:
     """The matrices of all groups, [groups, N, K], in plain numbers."""
-    codes, (_, n, k) = kept.w_codes, kept.w.shape
-    if codes.data is None or codes.scale is None or codes.format is None:
+    if kept.w_codes.data is None:
         return kept.w.to(dtype)
-    parts = [
-        dequantize_codes(Copy(data, scale, codes.whole), codes.format, k, dtype)
-        for data, scale in zip(codes.data, codes.scale, strict=True)
-    ]
-    return torch.stack(parts) if parts else kept.w.new_zeros(0, n, k, dtype=dtype)
+    parts = [plain_numbers(w, _of_group(kept.w_codes, group), dtype, False) for group, w in enumerate(kept.w)]
+    return torch.stack(parts) if parts else kept.w.new_zeros(kept.w.shape, dtype=dtype)
 
 
 def _scattered(dx: Tensor, kept: GroupedArgs) -> Tensor:

@@ -23,12 +23,12 @@ from ...quant.straight import stand_in_for
 from ...runtime import is_distributed
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.groups import NO_GROUPS, Groups
-from ..common.results import ResultOptions, plain_result
+from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
 from ..quantize import QuantizeArgs, quantize_op
 from .arguments import PLAIN, OperandCodes, grouped_args, matmul_args, wgrad_args
-from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, weight_codes
-from .matmul import codes_along_k, matmul_op
+from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, sums_of_groups, weight_codes
+from .matmul import EITHER_COPY, codes_along_k, matmul_op
 from .recipes import Recipe
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -55,8 +55,9 @@ def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Oper
 def quantised_copies(
     x: Tensor, spec: str, rowwise: bool, columnwise: bool, seed: int | None = None
 ) -> tuple[Copy | None, Copy | None]:
-    if columnwise and Format.of(spec).block in ("tensor", "128x128"):
-        rowwise, columnwise = True, False  # one copy serves both ways
+    """The copies of x along its rows and along its columns, as far as they are needed."""
+    if columnwise and Format.of(spec).block in EITHER_COPY:
+        rowwise, columnwise = True, False
     options = ResultOptions(x.dtype, spec, rowwise, columnwise, None, False)
     made = quantize_op(QuantizeArgs(x, options, seed)).result
     return made.rowwise, made.columnwise
@@ -169,8 +170,7 @@ def outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor |
         op = grouped_wgrad_op
     if main is None:
         return op(args).result.y  # type: ignore[no-any-return]
-    empty = op.outputs.build(*[None] * len(op.outputs.names))
-    op.into(empty._replace(result=empty.result._replace(y=main)), args)
+    result_into(op, args, main)
     return None
 
 
@@ -202,7 +202,7 @@ class _Linear(torch.autograd.Function):
             kept += [plain, codes.data, codes.scale, codes.whole] if needed else [None] * 4
         ctx.save_for_backward(*kept)
         ctx.specs = left.col.format, right.col.format
-        ctx.is_plain = x.dtype, w.dtype
+        ctx.dtypes = x.dtype, w.dtype
         return y
 
     @staticmethod
@@ -213,7 +213,7 @@ class _Linear(torch.autograd.Function):
         ends, *saved = ctx.saved_tensors
         s = s._replace(groups=s.groups._replace(ends=ends))
         operands = []
-        for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.is_plain, ctx.specs, strict=True)):
+        for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.dtypes, ctx.specs, strict=True)):
             plain, data, scale, whole = saved[4 * i : 4 * i + 4]
             if plain is None:
                 plain = stand_in(dy, shape, dtype)
@@ -254,9 +254,7 @@ def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
     """The sum of dy over the rows, or over those of each group."""
     if s.groups.ends is None:
         return dy.sum(0, dtype=compute_dtype(dy)).to(dtype)
-    ones = torch.ones(len(dy), 1, dtype=dy.dtype, device=dy.device)
-    args = wgrad_args(dy, ones, s.groups, plain_result(dtype))
-    return grouped_wgrad_op(args).result.y.squeeze(-1)
+    return sums_of_groups(dy, s.groups, dtype)
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, groups: Groups) -> Tensor:
@@ -348,7 +346,7 @@ def check_layer(
                 f"{name} is quantised as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantise it "
                 "so, or dequantise it"
             )
-        if torch.compiler.is_compiling() or tensor.format.block in ("tensor", "128x128"):
+        if torch.compiler.is_compiling() or tensor.format.block in EITHER_COPY:
             continue
         for side, copy, needed in zip(
             ("row", "column"), (tensor.rowwise, tensor.columnwise), needs[name], strict=True

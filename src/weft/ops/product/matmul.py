@@ -52,7 +52,7 @@ from .operands import Form, Precision, check_pair
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
+def reference_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
     """What an operand stands for."""
     if codes.data is None or codes.scale is None or codes.format is None:
         return x.to(dtype)
@@ -63,23 +63,27 @@ def _numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> 
     return values.t() if of_b else values
 
 
+def finish_reference(z: Tensor, bias: Tensor | None, activation: str | None, gated: bool) -> Tensor:
+    """What a bias and an activation make of a product."""
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    up = None
+    if gated:
+        z, up = z.chunk(2, -1)
+    if activation is not None:
+        z, _ = activation_reference(z, activation)
+    return z if up is None else z * up
+
+
 def matmul_reference(a: MatmulArgs) -> ProductOutputs:
     """The definition."""
     dtype = compute_dtype(a.a)
-    y = _numbers(a.a, a.a_codes, dtype, False) @ _numbers(a.b, a.b_codes, dtype, True)
+    y = reference_numbers(a.a, a.a_codes, dtype, False) @ reference_numbers(a.b, a.b_codes, dtype, True)
     if a.factor != 1.0:
         y = y * a.factor
     if a.alpha is not None:
         y = y * a.alpha.to(dtype)
-    if a.bias is not None:
-        y = y + a.bias.to(dtype)
-    up = None
-    if a.gated:
-        y, up = y.chunk(2, -1)
-    if a.activation is not None:
-        y, _ = activation_reference(y, a.activation)
-    if up is not None:
-        y = y * up
+    y = finish_reference(y, a.bias, a.activation, a.gated)
     if a.residual is not None:
         y = y + a.residual.to(dtype)
     shape = tuple(y.shape)
@@ -117,10 +121,10 @@ def _gradients(b: Backward) -> Gradients:
         return matmul_op(of_products._replace(a=left, b=right, result=plain_result(dtype))).result.y
 
     if b.needs.a:
-        values = _plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
+        values = plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
         found["a"] = product(dz, values.transpose(-1, -2), kept.a.dtype)
     if b.needs.b:
-        values = _plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
+        values = plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
         found["b"] = product(values.transpose(-1, -2), dz, kept.b.dtype)
     if b.needs.bias and kept.bias is not None:
         dims = tuple(range(dz.dim() - 1))
@@ -130,7 +134,7 @@ def _gradients(b: Backward) -> Gradients:
     return found
 
 
-def _plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
+def plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
     """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
     if codes.data is None or codes.scale is None or codes.format is None:
         return x.to(dtype)
@@ -160,12 +164,17 @@ matmul_op = define_op(
 
 Taken = tuple[Tensor, Tensor, Tensor | None]
 
+EITHER_COPY = (
+    "tensor",
+    "128x128",
+)  # blocks whose two copies are transposes of each other: one serves both ways
+
 
 def codes_along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
     """The parts of the copy whose scales lie along K; or of the other one, transposed, if both have the same codes."""
     if copy is not None:
         return copy.data, copy.scale, copy.global_scale
-    if other is not None and block in ("tensor", "128x128"):
+    if other is not None and block in EITHER_COPY:
         return other.data.t(), other.scale.t(), None
     return None
 
