@@ -11,6 +11,7 @@ if "torch" not in sys.modules:
 from . import interop
 from .ops import (
     QKV,
+    Attention,
     HeadNorm,
     Heads,
     KVCache,
@@ -20,6 +21,7 @@ from .ops import (
     Shards,
     VocabShard,
     any_nonfinite,
+    attention,
     clip_grads_,
     count_zeros,
     cross_entropy,
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QKV",
+    "Attention",
     "Capabilities",
     "Format",
     "HeadNorm",
@@ -67,6 +70,7 @@ __all__ = [
     "Shards",
     "VocabShard",
     "any_nonfinite",
+    "attention",
     "backend",
     "catalogue",
     "clip_grads_",

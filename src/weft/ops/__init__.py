@@ -1,5 +1,6 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
+from .attention.attention import Attention, attention
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -32,6 +33,7 @@ from .quantize import dequantize, quantize
 __all__ = [
     "CONVENTIONS",
     "QKV",
+    "Attention",
     "Convention",
     "CrossEntropy",
     "HeadNorm",
@@ -45,6 +47,7 @@ __all__ = [
     "Shards",
     "VocabShard",
     "any_nonfinite",
+    "attention",
     "clip_grads_",
     "count_zeros",
     "cross_entropy",

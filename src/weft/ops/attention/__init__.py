@@ -1,0 +1,1 @@
+"""Attention: for training and prefill, over caches, and merging of parts."""

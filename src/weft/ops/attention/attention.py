@@ -1,0 +1,372 @@
+"""Attention: softmax of scores, times values, without a matrix of scores in memory.
+
+    s_ij = scale * (q_i . k_j)                               fp32 sums of exact products
+    s_ij = softcap * tanh(s_ij / softcap)                    where one is given, before the mask
+    s_ij = -inf                                              where query i does not see key j
+    lse_i = log(exp(sink) + sum_j exp(s_ij))                 the sink of a head counts here and has no value
+    p_ij = exp(s_ij - lse_i)                                 rounded to the dtype of v for the product, and not for lse
+    y_i = round(sum_j p_ij v_j)                              0 for a query that sees nothing, whose lse is -inf
+
+    delta_i = sum(dy_i * y_i) - dlse_i                       fp32, of the rounded y
+    ds_ij = p_ij * (dy_i . v_j - delta_i)                    with a softcap times its slope; rounded for the products
+    dq_i = round(scale * sum_j ds_ij k_j)      dk_j = round(scale * sum_i ds_ij q_i)      dv_j = round(sum_i p_ij dy_i)
+    dsink = -sum_i exp(sink - lse_i) * delta_i
+
+Sums over queries run over the heads that share a head of keys in one program, in order: the bits are the same in every
+run. Backward computes p again, once for the gradient of queries and once for those of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ...quant import Format
+from ...runtime import Backward, Gradients, define_op
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ..common.results import allocate_result, plain_result, result_options
+from ..common.rows import compute_dtype
+from ..heads.layout import LAYOUTS, Layout
+from .arguments import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    AttentionGradients,
+    AttentionNeeds,
+    AttentionOutputs,
+    Mask,
+    Packed,
+)
+from .configs import WIDEST
+from .launch import launch_attention, launch_attention_backward
+from .reference import attention_backward_reference, attention_reference, result_shape
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+def _allocate(a: AttentionArgs) -> AttentionOutputs:
+    result = allocate_result(a.result, a.query, result_shape(a))
+    if a.result.format is None and a.layout == "bhsd":
+        result = result._replace(y=result.y.transpose(1, 2))
+    batch, sequence, heads, _ = LAYOUTS[a.layout]
+    count = a.query.shape[heads]
+    lead = () if a.layout == "thd" else (a.query.shape[batch],)
+    shape = (*lead, count, a.query.shape[sequence])
+    dtype, device = compute_dtype(a.query), a.query.device
+    lse = torch.empty(shape, dtype=dtype, device=device)
+    largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
+    return AttentionOutputs(result, lse, largest)
+
+
+class _Kept(NamedTuple):
+    args: AttentionArgs
+    y: Tensor
+    lse: Tensor
+
+
+def _keep(a: AttentionArgs, o: AttentionOutputs) -> _Kept:
+    return _Kept(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
+
+
+def _gradients(b: Backward) -> Gradients:
+    kept: _Kept = b.kept
+    a = kept.args
+    y, dy, dlse = kept.y, b.grads.result.y, b.grads.lse
+    if dy is None:
+        dy = y.new_zeros(y.shape[-1]).expand(y.shape)
+    v_dim = a.value.shape[-1]
+    if y.dim() < a.query.dim():  # a quantised result has the heads of a token in one row
+        y, dy = (x.unflatten(-1, (-1, v_dim)) for x in (y, dy))
+    elif a.layout == "bhsd":
+        y, dy = y.transpose(1, 2), dy.transpose(1, 2)
+    needs = AttentionNeeds(b.needs.query, b.needs.key or b.needs.value, b.needs.sinks)
+    found = attention_backward_op(
+        AttentionBackwardArgs(
+            dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
+            needs,
+        )
+    )  # fmt: skip
+    return {
+        "query": found.query,
+        "key": found.key if b.needs.key else None,
+        "value": found.value if b.needs.value else None,
+        "sinks": found.sinks,
+    }
+
+
+def _allocate_backward(a: AttentionBackwardArgs) -> AttentionGradients:
+    def like(x: Tensor | None, needed: bool) -> Tensor | None:
+        return (
+            torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else None
+        )
+
+    needs = a.needs
+    return AttentionGradients(
+        like(a.query, needs.query),
+        like(a.key, needs.key),
+        like(a.value, needs.key),
+        like(a.sinks, needs.sinks),
+    )
+
+
+def _present_backward(a: AttentionBackwardArgs) -> Any:
+    return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
+
+
+attention_backward_op = define_op(
+    "attention_backward",
+    AttentionBackwardArgs,
+    AttentionGradients,
+    allocate=_allocate_backward,
+    launch=launch_attention_backward,
+    reference=attention_backward_reference,
+    present=_present_backward,
+    variants=20,
+)
+
+attention_op = define_op(
+    "attention",
+    AttentionArgs,
+    AttentionOutputs,
+    allocate=_allocate,
+    launch=launch_attention,
+    reference=attention_reference,
+    present=lambda a: AttentionOutputs(a.result.present(), True, a.return_max),  # type: ignore[arg-type]
+    keep=_keep,
+    backward=_gradients,
+    differentiable=("result_y", "lse"),
+    variants=20,
+)
+
+
+# ---- public function ------------------------------------------------------------------------------------
+
+Align = Literal["lower_right", "upper_left"]
+Window = tuple[int | None, int | None]
+
+
+class Attention(NamedTuple):
+    """A result of `attention` with what else was asked for."""
+
+    out: Tensor
+    lse: Tensor  # fp32 [batch, heads, queries], of packed sequences [heads, tokens]
+    max: Tensor | None  # fp32 [heads], or None
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    kv_lengths: Tensor | None = ...,
+    causal_align: Align | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
+    quantize: Format | str | None = ...,
+    columnwise: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    kv_lengths: Tensor | None = ...,
+    causal_align: Align | None = ...,
+    layout: Layout = ...,
+    return_lse: bool = ...,
+    return_max: bool = ...,
+    quantize: Format | str | None = ...,
+    columnwise: bool = ...,
+) -> Tensor | Attention: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    causal_align: Align | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    return_max: bool = False,
+    quantize: Format | str | None = None,
+    columnwise: bool = False,
+) -> Tensor | Attention:
+    """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
+
+    query: [batch, heads, queries, dim], as `F.scaled_dot_product_attention` takes it, or as `layout` says; key: [batch,
+    key heads, keys, dim]; value: [batch, key heads, keys, v_dim]; bf16, fp16 or fp32, any strides, dims up to 256. The
+    number of heads is a multiple of that of key heads: neighbouring heads share one.
+
+    - `is_causal`: a query sees the keys up to its own. `window=(left, right)`: it sees `left` keys before its own and
+      `right` after it, None for all; Hugging Face's `sliding_window=w` is `window=(w - 1, 0)`.
+    - `causal_align`, where there may be another number of keys than of queries, says which key is a query's own:
+      "lower_right": the last query's is the last key (FlashAttention, decoding); "upper_left": the first query's is the
+      first key (`F.scaled_dot_product_attention`).
+    - `scale`: dim ** -0.5 by default. `softcap`: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+    - `sinks` [heads]: a score without a value that every query of the head sees (gpt-oss).
+    - `cu_seqlens`, `cu_seqlens_k` [sequences + 1], int32 or int64 on the device: query [tokens, heads, dim] has
+      sequences one after another, which begin and end there, and so have key and value; without the second the same.
+      Sequences may be empty. Tokens after the last sequence get zeros.
+    - `kv_lengths` [batch]: how many of its keys each sequence uses.
+    - `layout`: bhsd, bshd, sbhd; packed sequences are thd.
+    - `return_lse`: also the logarithm of the sum of exponentials, fp32 [batch, heads, queries], packed [heads, tokens].
+      Gradients flow through it. `return_max`: also the largest score of each head, fp32 [heads]. With either the result
+      is an `Attention(out, lse, max)`.
+    - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
+      with the bytes of `quantize(attention(...))`.
+
+    Gradients flow to query, key, value and sinks. The memory of the result has the heads of a token side by side, also
+    for bhsd, of which `out.transpose(1, 2).flatten(2)` is a view.
+
+    >>> import torch, weft
+    >>> q, k = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 100, 64)
+    >>> weft.attention(q, k, k, is_causal=True).shape
+    torch.Size([2, 8, 100, 64])
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_input(name, x)
+        if x.dtype != query.dtype or x.device != query.device:
+            raise ValueError(
+                "query, key and value must have one dtype and one device; query is "
+                f"{query.dtype} on {query.device} and {name} {x.dtype} on {x.device}"
+            )
+    given, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
+    heads = _check_shapes(query, key, value, given)
+    same = key is query or _lengths_agree(query, key, given, packed)
+    mask = _mask(is_causal, window, causal_align, same)
+    if sinks is not None:
+        check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
+    factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
+    if not 0.0 < factor < float("inf"):
+        raise ValueError(f"scale must be above 0 and finite; got {factor}. Negate query for a negative one")
+    cap = 0.0 if softcap is None else real("softcap", softcap)
+    if softcap is not None and not 0.0 < cap < float("inf"):
+        raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
+    options = result_options(query, quantize, columnwise=columnwise)
+    if options.format is not None and _wants_gradients(query, key, value, sinks):
+        options = options._replace(return_plain=True)  # backward needs it
+    args = AttentionArgs(
+        query, key, value, sinks, packed, mask, factor, cap, given, bool(return_max), "auto", options
+    )
+    found = attention_op(args)
+    out = found.result.value(options)
+    return Attention(out, found.lse, found.max) if return_lse or return_max else out
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _sequences(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, q_starts: Tensor | None, k_starts: Tensor | None,
+    kv_lengths: Tensor | None,
+) -> tuple[str, Packed]:  # fmt: skip
+    """The layout, and where sequences begin and end, checked."""
+    device = query.device
+    if q_starts is None:
+        if k_starts is not None:
+            raise ValueError("cu_seqlens_k is for packed sequences, whose queries need cu_seqlens")
+        if layout not in LAYOUTS or layout == "thd":
+            hint = ": packed sequences (thd) need cu_seqlens" if layout == "thd" else ""
+            raise ValueError(f"layout must be bhsd, bshd or sbhd; got {layout!r}{hint}")
+        batch = query.shape[LAYOUTS[layout][0]] if query.dim() == 4 else 0
+        used = (batch,)
+    else:
+        layout = "thd"
+        check_tensor("cu_seqlens", q_starts, INTEGERS, device)
+        k_starts = q_starts if k_starts is None else k_starts
+        check_tensor("cu_seqlens_k", k_starts, (q_starts.dtype,), device)
+        least = 2 if len(query) else 1
+        if q_starts.dim() != 1 or len(q_starts) < least or k_starts.shape != q_starts.shape:
+            raise ValueError(
+                "cu_seqlens and cu_seqlens_k must have one shape [sequences + 1], and tokens belong to at least one "
+                f"sequence; got {tuple(q_starts.shape)} and {tuple(k_starts.shape)}"
+            )
+        used = (len(q_starts) - 1,)
+    if kv_lengths is not None:
+        check_tensor("kv_lengths", kv_lengths, INTEGERS, device, used)
+    return layout, Packed(q_starts, k_starts, kv_lengths)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> int:
+    """How many heads the query has."""
+    dims = 3 if layout == "thd" else 4
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == dims:
+        raise ValueError(f"query, key and value in {layout!r} have {dims} dimensions each; got {shapes}")
+    batch, _, at, _ = LAYOUTS[layout]
+    heads, key_heads = query.shape[at], key.shape[at]
+    if key.shape[:-1] != value.shape[:-1] or (dims == 4 and key.shape[batch] != query.shape[batch]):
+        raise ValueError(f"key and value must have as many tokens and heads, and query's batch; got {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have heads of one dim; got {shapes}")
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"the heads of query must be a multiple of those of key; got {heads} and {key_heads}"
+        )
+    for name, x in (("query", query), ("value", value)):
+        if not 1 <= x.shape[-1] <= WIDEST:
+            raise ValueError(f"heads of {name} must have 1 to {WIDEST} numbers; got {x.shape[-1]}")
+    return heads
+
+
+def _lengths_agree(query: Tensor, key: Tensor, layout: str, packed: Packed) -> bool:
+    """Whether each sequence is known to have as many keys as queries."""
+    if packed.kv_lengths is not None:
+        return False
+    if packed.q_starts is not None:
+        return packed.k_starts is packed.q_starts
+    sequence = LAYOUTS[layout][1]
+    return bool(query.shape[sequence] == key.shape[sequence])
+
+
+def _mask(is_causal: bool, window: Window | None, align: str | None, same: bool) -> Mask:
+    left, right = (None, None) if window is None else window
+    left, right = (
+        bound if bound is None else whole(f"{name} of window", bound, 0)
+        for name, bound in (("left", left), ("right", right))
+    )
+    if is_causal:
+        if right not in (None, 0):
+            raise ValueError(
+                f"is_causal=True lets a query see no later keys; window has {right} to the right"
+            )
+        right = 0
+    if align not in (None, "lower_right", "upper_left"):
+        raise ValueError(f"causal_align must be 'lower_right' or 'upper_left'; got {align!r}")
+    if align is None and not same and (left is not None or right is not None):
+        raise ValueError(
+            "a mask over another number of keys than of queries needs causal_align=: 'lower_right' (the last query's "
+            "own key is the last one, as in FlashAttention and in decoding) or 'upper_left' (the first query's is the "
+            "first, as in F.scaled_dot_product_attention)"
+        )
+    return Mask(left, right, align != "upper_left")

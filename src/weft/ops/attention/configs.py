@@ -1,0 +1,169 @@
+"""The tiles that attention is cut into: declared for each width of heads and each target, never tuned by a run.
+
+All were compiled; `docs/attention.md` has their registers. A tile has `m` queries and `n` keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ...runtime import Capabilities
+
+WIDEST = 256  # numbers of a head
+
+
+@dataclass(frozen=True)
+class Width:
+    """The numbers of a head, in one or two pieces that are powers of two; `second` is 0 if there is one."""
+
+    numbers: int
+    first: int
+    second: int
+
+    @staticmethod
+    @functools.cache
+    def of(numbers: int) -> Width:
+        """
+        >>> Width.of(128), Width.of(192), Width.of(72)  # doctest: +NORMALIZE_WHITESPACE
+        (Width(numbers=128, first=128, second=0), Width(numbers=192, first=128, second=64),
+         Width(numbers=72, first=64, second=16))
+        """
+        whole = max(16, 1 << (numbers - 1).bit_length())
+        if whole <= 16 or whole == numbers:
+            return Width(numbers, whole, 0)
+        rest = max(16, 1 << (numbers - whole // 2 - 1).bit_length())
+        return Width(numbers, whole // 2, rest) if rest < whole // 2 else Width(numbers, whole, 0)
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """What the code of a kernel is made for. It is a constant of the kernel."""
+
+    m: int
+    n: int
+    qk: Width
+    v: Width
+    banded: bool  # queries do not see all keys of their sequence
+    capped: bool
+    align: int  # widths and strides are multiples of it
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+# Kernel -> widest head that the tiles are for -> target -> (m, n, warps, stages).
+_TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
+    "forward": {
+        64: {
+            "sm_80": (128, 64, 8, 3),
+            "sm_90": (128, 128, 8, 2),
+            "sm_100": (128, 128, 8, 2),
+            "gfx942": (128, 64, 4, 1),
+            "gfx950": (128, 64, 4, 1),
+            "": (128, 64, 8, 2),
+        },
+        128: {
+            "sm_90": (128, 128, 8, 2),
+            "sm_100": (128, 128, 8, 2),
+            "gfx942": (128, 64, 8, 1),
+            "gfx950": (128, 64, 8, 1),
+            "": (128, 64, 8, 2),
+        },
+        192: {
+            "sm_90": (128, 64, 8, 2),
+            "sm_100": (128, 64, 8, 2),
+            "gfx942": (64, 32, 4, 1),
+            "gfx950": (64, 32, 4, 1),
+            "": (64, 32, 8, 2),
+        },
+        256: {
+            "sm_90": (128, 32, 8, 2),
+            "sm_100": (128, 32, 8, 2),
+            "gfx942": (64, 32, 4, 1),
+            "gfx950": (64, 32, 4, 1),
+            "": (64, 32, 8, 2),
+        },
+    },
+    "query": {
+        64: {
+            "sm_90": (128, 64, 8, 2),
+            "sm_100": (128, 64, 8, 2),
+            "sm_120": (64, 64, 8, 1),
+            "gfx942": (128, 32, 8, 1),
+            "gfx950": (128, 32, 8, 1),
+            "": (64, 64, 8, 2),
+        },
+        128: {
+            "sm_90": (128, 64, 8, 2),
+            "sm_100": (128, 64, 8, 2),
+            "gfx942": (128, 32, 8, 1),
+            "gfx950": (64, 64, 4, 1),
+            "": (64, 64, 8, 2),
+        },
+        192: {
+            "sm_90": (64, 32, 8, 1),
+            "sm_100": (64, 32, 8, 1),
+            "gfx942": (32, 32, 8, 1),
+            "gfx950": (32, 32, 8, 1),
+            "": (32, 64, 8, 1),
+        },
+        256: {
+            "gfx942": (64, 32, 4, 1),
+            "gfx950": (64, 32, 4, 1),
+            "": (64, 32, 8, 1),
+        },
+    },
+    "key": {
+        64: {
+            "sm_89": (64, 64, 4, 1),
+            "sm_90": (64, 64, 8, 2),
+            "sm_100": (64, 64, 8, 2),
+            "gfx942": (32, 64, 4, 1),
+            "gfx950": (32, 64, 4, 1),
+            "": (32, 64, 8, 2),
+        },
+        128: {
+            "sm_89": (64, 64, 8, 1),
+            "sm_120": (64, 64, 8, 1),
+            "gfx942": (32, 64, 4, 1),
+            "gfx950": (32, 64, 4, 1),
+            "": (64, 64, 8, 2),
+        },
+        192: {
+            "sm_90": (32, 64, 8, 1),
+            "sm_100": (32, 64, 8, 1),
+            "gfx942": (32, 32, 4, 1),
+            "gfx950": (32, 32, 4, 1),
+            "": (32, 32, 8, 1),
+        },
+        256: {
+            "sm_90": (32, 64, 8, 1),
+            "sm_100": (32, 64, 8, 1),
+            "gfx942": (16, 64, 4, 1),
+            "gfx950": (16, 64, 4, 1),
+            "": (32, 32, 8, 1),
+        },
+    },
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabilities) -> AttentionConfig:
+    """The tile of a kernel: "forward", or "delta", "query" and "key" for the gradients. `itemsize` is that of heads."""
+    if kernel == "delta":
+        return AttentionConfig(64, 64, 4, 1)
+    if target.is_cpu:
+        return AttentionConfig(64, 64, 4, 1)
+    widest = next(width for width in _TILES[kernel] if max(qk, v) <= width)
+    table = _TILES[kernel][widest]
+    m, n, warps, stages = table.get(target.target) or table[""]
+    if itemsize == 4:
+        # Multiply-adds of fp32 keep both operands in registers.
+        m, n, warps, stages = 32, 32, 8, 1
+    return AttentionConfig(m, n, warps, stages)

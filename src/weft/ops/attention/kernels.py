@@ -1,0 +1,588 @@
+"""The kernels of attention: forward, and the gradients of queries and of keys and values.
+
+Heads are [sequence, tokens, heads, numbers] anywhere in memory. A tile of numbers is one or two pieces, each a power of
+two: 192 are 128 + 64, and 80 are 64 + 16, so that no more is multiplied than need be. Scores are in base 2 inside:
+their factor is scale * log2(e).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles.softmax import tanh
+from ..common.copies import Codes, Encoding, Tile, store_rows
+from ..common.groups import GroupEnds, group_tile
+from ..heads.layout import Place
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
+
+# ---- structs --------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """How long sequences are. Packed ones follow each other: sequence s begins at token starts[s]."""
+
+    q_starts: Tensor | None  # [number + 1], or None: each sequence has q queries and k keys
+    k_starts: Tensor | None
+    kv_lengths: Tensor | None  # [number]: how many of its keys each sequence uses, or None: all of them
+    number: int  # of sequences
+    q: int  # queries of a sequence; of all of them if they are packed
+    k: int
+
+
+class Heads(NamedTuple):
+    """How many heads there are. `group` heads of queries share one of keys."""
+
+    q: int
+    group: int
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: from `left` before its own to `right` after it."""
+
+    left: int
+    right: int
+    lower: int  # 1: the last query's own key is the last one; 0: the first query's own key is the first one
+
+
+class Scores(NamedTuple):
+    """What becomes of q . k."""
+
+    scale: float
+    softcap: float
+
+
+class Sequence(NamedTuple):
+    """A sequence, where it lies, and a tile of its queries or keys."""
+
+    batch: Any  # int64, in tensors that are not packed; else 0
+    q_start: Any  # int64, of packed tensors
+    k_start: Any
+    q: Any  # how many queries there are, int32
+    k: Any
+    first: Any  # of the tile, counted in the sequence, int32
+    exist: Any  # rows of the tile that are in the tensor
+    offset: Any  # the own key of query i is i + offset
+
+
+# ---- where a tile lies ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sequence(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence of a tile, and the tile's first row in it. `rest` is the sequence's number if nothing is packed."""
+    starts = lengths.k_starts if OF_KEYS else lengths.q_starts
+    size = lengths.k if OF_KEYS else lengths.q
+    if starts is None:
+        batch = rest.to(tl.int64)
+        number = batch
+        q_start, k_start = batch * 0, batch * 0
+        q, k = lengths.q.to(tl.int32), lengths.k.to(tl.int32)
+        first = (tile * ROWS).to(tl.int32)
+        exist = tl.minimum(size.to(tl.int32) - first, ROWS)
+    else:
+        ends = GroupEnds(starts + 1, lengths.number, 1)
+        number, row, exist, _ = group_tile(tile.to(tl.int64), ends, size, ROWS)
+        # Past the last sequence there may be tokens that belong to none. They have no keys.
+        known = number < lengths.number
+        number = tl.minimum(number, lengths.number - 1)
+        batch = number * 0
+        q_start = tl.load(lengths.q_starts + number).to(tl.int64)
+        k_start = tl.load(lengths.k_starts + number).to(tl.int64)
+        q = (tl.load(lengths.q_starts + number + 1) - q_start).to(tl.int32)
+        k = (tl.load(lengths.k_starts + number + 1) - k_start).to(tl.int32)
+        q, k = tl.where(known, q, 0), tl.where(known, k, 0)
+        if OF_KEYS:
+            k_start = tl.where(known, k_start, row)
+            first = (row - k_start).to(tl.int32)
+        else:
+            q_start = tl.where(known, q_start, row)
+            first = (row - q_start).to(tl.int32)
+        exist = exist.to(tl.int32)
+    if lengths.kv_lengths is not None:
+        k = tl.maximum(tl.minimum(k, tl.load(lengths.kv_lengths + number).to(tl.int32)), 0)
+    return Sequence(batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower)
+
+
+@triton.jit
+def _base(place, batch, start, head, ALIGN: tl.constexpr):
+    """A pointer to the first token of a sequence in a head."""
+    at = place.at
+    off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
+    return place.ptr + tl.multiple_of(off, ALIGN)
+
+
+# ---- heads in two pieces --------------------------------------------------------------------------------
+
+
+class Pieces(NamedTuple):
+    """The two pieces of a tile of heads; the second is None where one holds all numbers."""
+
+    first: Any
+    second: Any
+
+
+@triton.jit
+def _addresses(
+    ptr,
+    stride,
+    start,
+    limit,
+    ROWS: tl.constexpr,
+    BEGIN: tl.constexpr,
+    PIECE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Pointers [ROWS, PIECE] to numbers from BEGIN on of rows from `start` on, and which of them exist."""
+    step = tl.multiple_of(stride.to(tl.int64), ALIGN)
+    inside = tl.arange(0, ROWS)
+    number = BEGIN + tl.arange(0, PIECE)
+    at = ptr + start.to(tl.int64) * step + (inside.to(tl.int64) * step)[:, None] + number[None, :]
+    mask = (start + inside < limit)[:, None]
+    if WIDTH.numbers < BEGIN + PIECE:
+        mask = mask & (number < WIDTH.numbers)[None, :]
+    return at, mask
+
+
+@triton.jit
+def _load(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows from `start` on of one head, zero from `limit` on."""
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    at, mask = _addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
+    first = tl.load(at, mask=mask, other=0.0)
+    if SECOND:
+        at, mask = _addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
+        return Pieces(first, tl.load(at, mask=mask, other=0.0))
+    else:
+        return Pieces(first, None)
+
+
+@triton.jit
+def _store(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Round rows and store them, up to `limit`."""
+    ROWS: tl.constexpr = value.first.shape[0]
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    at, mask = _addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
+    tl.store(at, _rounded(value.first, ptr), mask=mask)
+    if SECOND:
+        at, mask = _addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
+        tl.store(at, _rounded(value.second, ptr), mask=mask)
+
+
+@triton.jit
+def _rounded(value, ptr):
+    """Rounded to the dtype that a pointer points to."""
+    return value.to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    first = tl.zeros((ROWS, FIRST), tl.float32)
+    if SECOND:
+        return Pieces(first, tl.zeros((ROWS, SECOND), tl.float32))
+    else:
+        return Pieces(first, None)
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a @ b, or a @ b if total is None."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def _across(a, b):
+    """a @ b^T over all numbers of heads: [R, numbers] and [C, numbers] -> [R, C]."""
+    total = _dot(a.first, tl.trans(b.first), None)
+    if a.second is not None:
+        total = _dot(a.second, tl.trans(b.second), total)
+    return total
+
+
+@triton.jit
+def _add_product(total, weights, rows):
+    """total + weights @ rows: [R, C] and [C, numbers] -> [R, numbers]."""
+    first = _dot(weights, rows.first, total.first)
+    if total.second is not None:
+        return Pieces(first, _dot(weights, rows.second, total.second))
+    else:
+        return Pieces(first, None)
+
+
+@triton.jit
+def _times(value, factor):
+    """Each row times its factor, [R] or a number."""
+    if value.second is not None:
+        return Pieces(value.first * factor, value.second * factor)
+    else:
+        return Pieces(value.first * factor, None)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _capped(products, scores, CAPPED: tl.constexpr):
+    """(what is multiplied by `_factor` to give scores in base 2, the slope of the cap)."""
+    if CAPPED:
+        t = tanh(products * (scores.scale / scores.softcap))
+        return t, 1.0 - t * t
+    else:
+        return products, None
+
+
+@triton.jit
+def _factor(scores, CAPPED: tl.constexpr):
+    if CAPPED:
+        return scores.softcap * LOG2E
+    else:
+        return scores.scale * LOG2E
+
+
+@triton.jit
+def _sees(query, key, sequence, band, BANDED: tl.constexpr):
+    """Which queries see which keys; both are counted in their sequence, and broadcast against each other."""
+    seen = key < sequence.k
+    if BANDED:
+        own = query + sequence.offset
+        seen = seen & (key <= own + band.right) & (key >= own - band.left)
+    return seen
+
+
+@triton.jit
+def _keys_seen(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
+    """(first key that any query of a tile sees, the key after the last; first key from which on all queries see
+    keys, the key after the last that all of them see)."""
+    if BANDED:
+        first = sequence.first + sequence.offset  # the own key of the first query
+        last = tl.minimum(sequence.first + ROWS, sequence.q) - 1 + sequence.offset
+        begin = tl.maximum(first - band.left, 0)
+        end = tl.minimum(last + band.right + 1, sequence.k)
+        return begin, end, last - band.left, tl.minimum(first + band.right + 1, sequence.k)
+    else:
+        return sequence.first * 0, sequence.k, sequence.first * 0, sequence.k
+
+
+@triton.jit
+def _queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
+    """The same for the queries that see keys of a tile."""
+    if BANDED:
+        first = sequence.first - sequence.offset  # the query whose own key is the first of the tile
+        last = tl.minimum(sequence.first + ROWS, sequence.k) - 1 - sequence.offset
+        begin = tl.maximum(first - band.right, 0)
+        end = tl.minimum(last + band.left + 1, sequence.q)
+        return begin, end, last - band.right, first + band.left + 1
+    else:
+        return sequence.first * 0, sequence.q, sequence.first * 0, sequence.q
+
+
+# ---- forward --------------------------------------------------------------------------------------------
+
+
+@kernel
+def attention_kernel(
+    query: Place,
+    key: Place,
+    value: Place,
+    y: Place,  # its dtype alone is read if nothing but a copy is wanted
+    copy: Codes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
+    lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
+    max_ptr,  # fp32 [tiles, heads]: the largest score of each tile; or None
+    sinks_ptr,  # [heads], or None
+    lengths: Lengths,
+    heads: Heads,
+    band: Band,
+    scores: Scores,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the copy, or None
+    CAST: tl.constexpr,
+    INPUT_MAX: tl.constexpr,
+):
+    """A tile of queries of a head. Tiles at the end of sequences come first: under a causal mask they take longest."""
+    M: tl.constexpr = TILE.m
+    N: tl.constexpr = TILE.n
+    QK: tl.constexpr = TILE.qk
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    CAPPED: tl.constexpr = TILE.capped
+    BANDED: tl.constexpr = TILE.banded
+    tiles = tl.cdiv(lengths.q, M)
+    if lengths.q_starts is not None:
+        tiles += lengths.number
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads.q
+    sequence = _sequence(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
+    key_head = head // heads.group
+    row = sequence.first + tl.arange(0, M)  # [M]
+    limit = sequence.first + sequence.exist
+    factor = _factor(scores, CAPPED)
+
+    q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
+    k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
+    v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
+    q = _load(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    largest = tl.full((M,), MINUS_INFINITY, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        # An infinite sink takes everything; a finite one stands for it, of which a difference can be taken.
+        largest = tl.zeros_like(largest) + tl.minimum(sink * LOG2E, LARGEST)
+        total += tl.where(sink == MINUS_INFINITY, 0.0, 1.0)
+    top = tl.full((M,), MINUS_INFINITY, tl.float32)
+    sums = _zeros(M, V)
+    begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
+    for start in range(begin // N * N, end, N):
+        start = tl.multiple_of(start, N)
+        k = _load(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
+        s, _ = _capped(_across(q, k), scores, CAPPED)  # [M, N]
+        if (start < all_begin) | (start + N > all_end):
+            other = start + tl.arange(0, N)
+            s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+        highest = tl.max(s, axis=1) * factor
+        if max_ptr is not None:
+            top = tl.maximum(top, highest)
+        joined = tl.maximum(largest, highest)
+        # A row that has seen nothing yet is measured against 0: infinities must not be subtracted from each other.
+        reference = tl.where(joined == MINUS_INFINITY, 0.0, joined)
+        p = tl.exp2(s * factor - reference[:, None])
+        fade = tl.exp2(largest - reference)
+        total = total * fade + tl.sum(p, axis=1)
+        v = _load(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        sums = _add_product(_times(sums, fade[:, None]), p.to(v.first.dtype), v)
+        largest = joined
+
+    empty = total == 0.0
+    out = _times(sums, 1.0 / tl.where(empty, 1.0, total)[:, None])
+    lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
+    if sinks_ptr is not None:
+        # Tokens that belong to no sequence see nothing, not even the sink.
+        lse = tl.where(row < sequence.q, tl.where(sink == float("inf"), sink, lse), MINUS_INFINITY)
+    lse_row = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start
+    tl.store(lse_ptr + lse_row + row, lse, mask=row < limit)
+    if max_ptr is not None:
+        seen = tl.where(row < limit, top, MINUS_INFINITY)
+        number = sequence.batch * tiles + tile
+        tl.store(max_ptr + number * heads.q + head, tl.max(seen, axis=0) * LN2)
+    if FORMAT is None:
+        y_ptr = _base(y, sequence.batch, sequence.q_start, head, ALIGN)
+        _store(out, y_ptr, y.at.token, sequence.first, limit, V, ALIGN)
+    else:
+        # Rows of the copy are tokens in the order of y's memory.
+        cols = heads.q * V.numbers
+        first = (sequence.batch * y.at.batch + (sequence.q_start + sequence.first) * y.at.token) // cols
+        step = y.at.token // cols
+        rounded = _rounded(out.first, y.ptr).to(tl.float32)
+        store_rows(
+            tl.where((row < limit)[:, None], rounded, 0.0),
+            copy,
+            Tile(
+                first + tl.arange(0, M) * step,
+                head * V.numbers,
+                first + sequence.exist * step,
+                cols,
+                ALIGN,
+                True,
+                False,
+            ),
+            Encoding(0.0, INPUT_MAX, FORMAT, CAST, False),
+        )
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+@kernel
+def delta_kernel(
+    y: Place,
+    dy: Place,
+    lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
+    dlse_ptr,  # like lse, or None
+    delta_ptr,  # like lse
+    sinks_ptr,  # [heads], or None
+    sink_sums_ptr,  # fp32 [tiles, heads]: the gradients of the sinks, of each tile; or None
+    lengths: Lengths,  # as if nothing were packed
+    heads: Heads,
+    TILE: tl.constexpr,
+):
+    """delta = sum(dy * y) - dlse of a tile of queries: what dP is measured against in the gradient of the scores."""
+    M: tl.constexpr = TILE.m
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    tiles = tl.cdiv(lengths.q, M)
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads.q
+    batch = (tl.program_id(0) // tiles // heads.q).to(tl.int64)
+    first = tile * M
+    row = first + tl.arange(0, M)
+    exists = row < lengths.q
+    a = _load(_base(y, batch, 0, head, ALIGN), y.at.token, first, lengths.q, M, V, ALIGN)
+    b = _load(_base(dy, batch, 0, head, ALIGN), dy.at.token, first, lengths.q, M, V, ALIGN)
+    delta = tl.sum(a.first.to(tl.float32) * b.first.to(tl.float32), axis=1)
+    if a.second is not None:
+        delta += tl.sum(a.second.to(tl.float32) * b.second.to(tl.float32), axis=1)
+    at = (batch * heads.q + head) * lengths.q + row
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=exists, other=0.0)
+    tl.store(delta_ptr + at, delta, mask=exists)
+    if sink_sums_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
+        # Where the sink is all there is, its share is 1, also if both are infinite.
+        share = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+        lost = tl.where((lse > MINUS_INFINITY) & (sink > MINUS_INFINITY) & exists, share * delta, 0.0)
+        tl.store(sink_sums_ptr + (batch * tiles + tile) * heads.q + head, -tl.sum(lost, axis=0))
+
+
+@triton.jit
+def _base_two(lse):
+    """lse in base 2, to subtract from scores; where a row saw nothing, a number that makes no NaN."""
+    return tl.where(lse == MINUS_INFINITY, 0.0, lse * LOG2E)
+
+
+@kernel
+def query_gradient_kernel(
+    query: Place,
+    key: Place,
+    value: Place,
+    dy: Place,
+    dquery: Place,
+    lse_ptr,
+    delta_ptr,
+    lengths: Lengths,
+    heads: Heads,
+    band: Band,
+    scores: Scores,
+    TILE: tl.constexpr,
+):
+    """The gradient of a tile of queries of a head."""
+    M: tl.constexpr = TILE.m
+    N: tl.constexpr = TILE.n
+    QK: tl.constexpr = TILE.qk
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    CAPPED: tl.constexpr = TILE.capped
+    BANDED: tl.constexpr = TILE.banded
+    tiles = tl.cdiv(lengths.q, M)
+    if lengths.q_starts is not None:
+        tiles += lengths.number
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads.q
+    sequence = _sequence(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
+    key_head = head // heads.group
+    row = sequence.first + tl.arange(0, M)
+    limit = sequence.first + sequence.exist
+    factor = _factor(scores, CAPPED)
+
+    q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
+    k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
+    v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
+    dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
+    at = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row
+    q = _load(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    dout = _load(dy_ptr, dy.at.token, sequence.first, limit, M, V, ALIGN)
+    lse = _base_two(tl.load(lse_ptr + at, mask=row < limit, other=0.0))
+    delta = tl.load(delta_ptr + at, mask=row < limit, other=0.0)
+    sums = _zeros(M, QK)
+    begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
+    for start in range(begin // N * N, end, N):
+        start = tl.multiple_of(start, N)
+        k = _load(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
+        v = _load(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        s, slope = _capped(_across(q, k), scores, CAPPED)  # [M, N]
+        if (start < all_begin) | (start + N > all_end):
+            other = start + tl.arange(0, N)
+            s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+        p = tl.exp2(s * factor - lse[:, None])
+        ds = p * (_across(dout, v) - delta[:, None])
+        if CAPPED:
+            ds = ds * slope
+        sums = _add_product(sums, ds.to(k.first.dtype), k)
+    dq_ptr = _base(dquery, sequence.batch, sequence.q_start, head, ALIGN)
+    _store(_times(sums, scores.scale), dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
+
+
+@kernel
+def key_gradient_kernel(
+    query: Place,
+    key: Place,
+    value: Place,
+    dy: Place,
+    dkey: Place,
+    dvalue: Place,
+    lse_ptr,
+    delta_ptr,
+    lengths: Lengths,
+    heads: Heads,
+    band: Band,
+    scores: Scores,
+    TILE: tl.constexpr,
+):
+    """The gradients of a tile of keys and values: over the heads that share them, in order."""
+    M: tl.constexpr = TILE.m
+    N: tl.constexpr = TILE.n
+    QK: tl.constexpr = TILE.qk
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    CAPPED: tl.constexpr = TILE.capped
+    BANDED: tl.constexpr = TILE.banded
+    tiles = tl.cdiv(lengths.k, N)
+    if lengths.k_starts is not None:
+        tiles += lengths.number
+    key_heads = heads.q // heads.group
+    tile = tl.program_id(0) % tiles
+    key_head = tl.program_id(0) // tiles % key_heads
+    sequence = _sequence(tile, tl.program_id(0) // tiles // key_heads, lengths, band, True, N)
+    other = sequence.first + tl.arange(0, N)
+    limit = sequence.first + sequence.exist
+    factor = _factor(scores, CAPPED)
+
+    k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
+    v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
+    k = _load(k_ptr, key.at.token, sequence.first, sequence.k, N, QK, ALIGN)
+    v = _load(v_ptr, value.at.token, sequence.first, sequence.k, N, V, ALIGN)
+    dk, dv = _zeros(N, QK), _zeros(N, V)
+    begin, end, all_begin, all_end = _queries_seeing(sequence, band, N, BANDED)
+    # A tile whose last keys do not exist has to hide them from every query.
+    hidden = sequence.first + N > sequence.k
+    begin = begin // M * M
+    blocks = tl.maximum(tl.cdiv(end - begin, M), 0)
+    for step in range(blocks * heads.group):
+        head = key_head * heads.group + step // blocks
+        start = tl.multiple_of(begin + step % blocks * M, M)
+        q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
+        dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
+        q = _load(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
+        dout = _load(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN)
+        row = start + tl.arange(0, M)
+        at = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row
+        # Where there is no query, nothing has any weight.
+        lse = _base_two(tl.load(lse_ptr + at, mask=row < sequence.q, other=float("inf")))
+        delta = tl.load(delta_ptr + at, mask=row < sequence.q, other=0.0)
+        s, slope = _capped(_across(k, q), scores, CAPPED)  # [N, M]
+        if (start < all_begin) | (start + M > all_end) | hidden:
+            s = tl.where(_sees(row[None, :], other[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
+        p = tl.exp2(s * factor - lse[None, :])
+        dv = _add_product(dv, p.to(dout.first.dtype), dout)
+        ds = p * (_across(v, dout) - delta[None, :])
+        if CAPPED:
+            ds = ds * slope
+        dk = _add_product(dk, ds.to(q.first.dtype), q)
+    dk_ptr = _base(dkey, sequence.batch, sequence.k_start, key_head, ALIGN)
+    dv_ptr = _base(dvalue, sequence.batch, sequence.k_start, key_head, ALIGN)
+    _store(_times(dk, scores.scale), dk_ptr, dkey.at.token, sequence.first, limit, QK, ALIGN)
+    _store(dv, dv_ptr, dvalue.at.token, sequence.first, limit, V, ALIGN)

@@ -1,0 +1,308 @@
+"""How attention is launched: where heads lie, and how queries and keys are cut into tiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quant import Format
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
+from ..common.copies import Codes, cast_mode, copy_arguments
+from ..common.results import ResultOptions
+from ..common.rows import align_of, contiguous
+from ..common.sums import sum_partials
+from ..heads.layout import LAYOUTS, Place, Strides, with_neighbours
+from ..quantize import quantize_into
+from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
+from .configs import AttentionTile, Width, attention_config
+from .kernels import (
+    Band,
+    Heads,
+    Lengths,
+    attention_kernel,
+    delta_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from .reference import memory_layout
+
+Sizes = tuple[int, ...]
+
+
+class Forms(NamedTuple):
+    """What decides the integers of launches: how tensors lie. Strides are those of tensors in `layout`."""
+
+    layout: str
+    shape: Sizes  # of the query
+    key_shape: Sizes
+    v_dim: int
+    query: Sizes
+    key: Sizes
+    value: Sizes
+    sequences: int  # how many are packed; 0 if none
+    mask: Mask
+    capped: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
+        return Forms(
+            a.layout,
+            query.shape,
+            key.shape,
+            value.shape[-1],
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            0 if a.packed.q_starts is None else len(a.packed.q_starts) - 1,
+            a.mask,
+            a.softcap != 0,
+            query.dtype,
+        )
+
+    @property
+    def counts(self) -> Counts:
+        batch, sequence, heads, _ = LAYOUTS[self.layout]
+        return Counts(
+            1 if self.layout == "thd" else self.shape[batch],
+            self.shape[sequence],
+            self.key_shape[sequence],
+            self.shape[heads],
+            self.key_shape[heads],
+        )
+
+    def inputs(self) -> list[Strides]:
+        return [_at(strides, self.layout) for strides in (self.query, self.key, self.value)]
+
+
+class Counts(NamedTuple):
+    """The sizes of a call. Packed sequences are one batch."""
+
+    batch: int
+    q: int
+    k: int
+    heads: int
+    key_heads: int
+
+    def lengths(self, sequences: int) -> Lengths:
+        return Lengths(None, None, None, sequences or self.batch, self.q, self.k)
+
+    def grouped(self) -> Heads:
+        return Heads(self.heads, self.heads // self.key_heads)
+
+    def band(self, mask: Mask) -> Band:
+        """The mask as kernels take it. Without a bound, one is taken that no pair of tokens reaches."""
+        far = self.q + self.k
+        left, right = (far if bound is None else min(bound, far) for bound in mask[:2])
+        return Band(left, right, int(mask.lower_right))
+
+
+def _at(strides: Sizes, layout: str) -> Strides:
+    """Strides of heads, those of packed sequences without a batch."""
+    return Strides.of(strides, layout, 0)
+
+
+class Wanted(NamedTuple):
+    """What the kernel depends on of how a result is stored."""
+
+    dtype: torch.dtype
+    format: str | None
+    row_alone: bool  # nothing but the row-wise copy is wanted
+    y: Sizes | None  # strides of a plain result in the layout of the query
+
+
+class Bound(NamedTuple):
+    """A launch for all calls whose tensors lie alike."""
+
+    launch: BoundLaunch
+    tiles: int  # partial results that it leaves for each head
+    within: bool = False  # the kernel quantises its result itself
+
+
+def _tile(
+    kernel: str, forms: Forms, target: Capabilities, *places: Strides
+) -> tuple[AttentionTile, dict[str, Any]]:
+    """The tile of a kernel, and the options of its launch."""
+    dim, itemsize = forms.shape[-1], forms.dtype.itemsize
+    config = attention_config(kernel, dim, forms.v_dim, itemsize, target)
+    numbers = (number for at in places for number in at)
+    align = align_of(dim, forms.v_dim, *numbers, least=16 // itemsize)
+    widths = Width.of(dim), Width.of(forms.v_dim)
+    tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, align)
+    return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capabilities) -> Bound:
+    """`codes` are the strides of the row-wise copy."""
+    counts, inputs = forms.counts, forms.inputs()
+    width = counts.heads * forms.v_dim
+    if to.y is not None:
+        y = _at(to.y, forms.layout)
+    else:  # the heads of a token are one row of the quantised result
+        token = width * counts.batch if forms.layout == "sbhd" else width
+        y = Strides(0, width if forms.layout == "sbhd" else counts.q * width, token, forms.v_dim)
+    tile, options = _tile("forward", forms, target, *inputs, y)
+    f = None if to.format is None else Format.of(to.format)
+    within = (
+        f is not None
+        and to.row_alone
+        and f.block in ("1x128", "mx")
+        and tile.v.first == forms.v_dim
+        and forms.v_dim % f.group == 0
+    )
+    tiles = -(-counts.q // tile.m) + forms.sequences
+    launch = Launch.of(
+        attention_kernel,
+        TILE=tile,
+        FORMAT=f if within else None,
+        CAST=cast_mode(target),
+        INPUT_MAX=torch.finfo(to.dtype).max,
+        **options,
+    )
+    query, key, value = (Place(None, at) for at in inputs)
+    _, integers, _ = attention_kernel.arguments(
+        query=query,
+        key=key,
+        value=value,
+        y=Place(None, y),
+        copy=Codes(None, None, *(codes if within else (0, 0, 0))),
+        lse_ptr=None,
+        max_ptr=None,
+        sinks_ptr=None,
+        lengths=counts.lengths(forms.sequences),
+        heads=counts.grouped(),
+        band=counts.band(forms.mask),
+        scores=None,
+    )
+    grid = (tiles * counts.heads * counts.batch, 1, 1)
+    return Bound(launch.bind(grid, integers), tiles * counts.batch, within)
+
+
+def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
+    """Compute the outputs."""
+    query, key, value = map(with_neighbours, (a.query, a.key, a.value))
+    to, result = a.result, o.result
+    forms = Forms.of(a, query, key, value)
+    y: Tensor | None = result.y
+    copy = copy_arguments(result.rowwise)
+    strides = None if to.format is not None else result.y.stride()
+    wanted = Wanted(to.dtype, to.format, _row_alone(to), strides)
+    found = _forward(forms, wanted, copy[2:], capabilities_of(query.device))
+    if to.format is not None and not to.return_plain:
+        # Of a result whose codes the kernel makes itself, y's dtype alone is read.
+        y = torch.empty((1,) if found.within else result.y.shape, dtype=to.dtype, device=query.device)
+    tops = None
+    if o.max is not None:
+        tops = torch.empty((found.tiles, len(o.max)), dtype=torch.float32, device=query.device)
+    codes, scales = (copy.data, copy.scale) if found.within else (None, None)
+    starts, k_starts, used = map(contiguous, a.packed)
+    found.launch(
+        (query, key, value, y, codes, scales, o.lse, tops, contiguous(a.sinks), starts, k_starts, used),
+        (a.scale, a.softcap),
+    )
+    if tops is not None:
+        torch.amax(tops, 0, out=o.max)
+    if to.format is not None and not found.within:
+        assert y is not None
+        quantize_into(result, to, y.view(-1, y.shape[-1]))
+
+
+def _row_alone(to: ResultOptions) -> bool:
+    return not (to.columnwise or to.return_amax or to.return_plain)
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+class Upstream(NamedTuple):
+    """Strides of the result and its gradient, which lie as `memory_layout` says, and of the gradients to compute."""
+
+    y: Sizes
+    dy: Sizes
+    query: Sizes | None
+    key: Sizes | None
+    value: Sizes | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _delta(forms: Forms, up: Upstream, target: Capabilities) -> Bound:
+    counts, layout = forms.counts, memory_layout(forms.layout)
+    y, dy = _at(up.y, layout), _at(up.dy, layout)
+    tile, options = _tile("delta", forms, target, y, dy)
+    tiles = -(-counts.q // tile.m)
+    _, integers, _ = delta_kernel.arguments(
+        y=Place(None, y),
+        dy=Place(None, dy),
+        lse_ptr=None,
+        dlse_ptr=None,
+        delta_ptr=None,
+        sinks_ptr=None,
+        sink_sums_ptr=None,
+        lengths=counts.lengths(0),
+        heads=counts.grouped(),
+    )
+    grid = (tiles * counts.heads * counts.batch, 1, 1)
+    return Bound(Launch.of(delta_kernel, TILE=tile, **options).bind(grid, integers), tiles * counts.batch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> BoundLaunch:
+    """The launch of the kernel for the gradient of queries, or for those of keys and values."""
+    counts = forms.counts
+    dy = _at(up.dy, memory_layout(forms.layout))
+    made = (up.query,) if kernel == "query" else (up.key, up.value)
+    into = [_at(strides, forms.layout) for strides in made if strides is not None]
+    inputs = forms.inputs()
+    tile, options = _tile(kernel, forms, target, *inputs, dy, *into)
+    query, key, value = (Place(None, at) for at in inputs)
+    common: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "dy": Place(None, dy),
+        "lse_ptr": None,
+        "delta_ptr": None,
+        "lengths": counts.lengths(forms.sequences),
+        "heads": counts.grouped(),
+        "band": counts.band(forms.mask),
+        "scores": None,
+    }
+    if kernel == "query":
+        tiles = (-(-counts.q // tile.m) + forms.sequences) * counts.heads
+        _, integers, _ = query_gradient_kernel.arguments(**common, dquery=Place(None, into[0]))
+        launch = Launch.of(query_gradient_kernel, TILE=tile, **options)
+    else:
+        tiles = (-(-counts.k // tile.n) + forms.sequences) * counts.key_heads
+        _, integers, _ = key_gradient_kernel.arguments(
+            **common, dkey=Place(None, into[0]), dvalue=Place(None, into[1])
+        )
+        launch = Launch.of(key_gradient_kernel, TILE=tile, **options)
+    return launch.bind((tiles * counts.batch, 1, 1), integers)
+
+
+def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -> None:
+    """Compute the gradients that are wanted."""
+    query, key, value, y, dy = map(with_neighbours, (a.query, a.key, a.value, a.y, a.dy))
+    forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
+    up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))
+    lse, dlse, sinks = a.lse.contiguous(), contiguous(a.dlse), contiguous(a.sinks)
+    delta = torch.empty_like(lse)
+    found = _delta(forms, up, target)
+    sums = None
+    if o.sinks is not None:
+        sums = torch.empty((found.tiles, len(o.sinks)), dtype=torch.float32, device=lse.device)
+    found.launch((y, dy, lse, dlse, delta, sinks, sums, None, None, None))
+    if o.sinks is not None and sums is not None:
+        sum_partials(sums, o.sinks)
+    starts = tuple(map(contiguous, a.packed))
+    floats = (a.scale, a.softcap)
+    if o.query is not None:
+        launch = _gradient("query", forms, up, target)
+        launch((query, key, value, dy, o.query, lse, delta, *starts), floats)
+    if o.key is not None and o.key.numel():
+        launch = _gradient("key", forms, up, target)
+        launch((query, key, value, dy, o.key, o.value, lse, delta, *starts), floats)
