@@ -1,6 +1,7 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .attention.attention import Attention, attention
+from .attention.decode import attention_decode, mla_decode
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -48,6 +49,7 @@ __all__ = [
     "VocabShard",
     "any_nonfinite",
     "attention",
+    "attention_decode",
     "clip_grads_",
     "count_zeros",
     "cross_entropy",
@@ -64,6 +66,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "matmul",
+    "mla_decode",
     "permute",
     "qkv_prepare",
     "quantize",
