@@ -2,6 +2,7 @@
 
 from .attention.attention import Attention, attention
 from .attention.decode import attention_decode, mla_decode
+from .attention.merge import merge_attention
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -66,6 +67,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "matmul",
+    "merge_attention",
     "mla_decode",
     "permute",
     "qkv_prepare",

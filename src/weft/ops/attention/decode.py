@@ -172,8 +172,8 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
         m, n, warps, stages = max(16, min(_power(rows), 64)), 64, 4, 2
         if latent:
             m, n = 16, 32
-        elif coded and target.fp8_cast:
-            m, n = min(m, 16), 128
+        elif coded and target.fp8_cast and m == 16 and not by_token:
+            n = 128  # codes are half as many bytes: twice as many tokens keep as much memory busy
         if target.backend == "hip":
             stages = 1
     k_at = kept_strides(forms.k_strides, forms.k_scale)
