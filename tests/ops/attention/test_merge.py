@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.support.examples import run_example
+from tests.support.examples import run_ranks
 
 
 def halves(layout: str) -> tuple[list[Tensor], Tensor]:
@@ -62,5 +62,5 @@ def test_mistakes_are_named() -> None:
 
 def test_a_ring_of_ranks() -> None:
     """Four ranks compute what one does, gradients included."""
-    said = run_example("ring_attention.py", "--tokens", "256", ranks=4)
+    said = run_ranks("ring_attention", "--tokens", "256", ranks=4)
     assert said.count("largest difference") == 4

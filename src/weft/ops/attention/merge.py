@@ -27,8 +27,8 @@ def merge_attention(
     """Attention over all keys from attention over parts of them, each with its lse, in the order given.
 
     outs: results of `attention` in `layout`, packed ones [tokens, heads, dim]; lses: fp32 [batch, heads, queries],
-    packed [heads, tokens]. Gradients flow to both, as far as `attention` takes them. `out_dtype`: that of the first part by
-    default; a ring keeps fp32 until its last step.
+    packed [heads, tokens]. Gradients flow to both. `out_dtype`: that of the first part by default; a ring keeps fp32
+    until its last step.
 
     A part of which a query saw nothing has lse -inf and no weight. It is plain PyTorch, which `torch.compile` fuses.
 
