@@ -58,10 +58,17 @@ def judge(given: dict[str, Any], **options: Any) -> None:
 
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-CODED = [None, *((dtype, scaled) for dtype in (E4M3, INT8) for scaled in ("token", "head", "tensor"))]
+CODED: dict[str, Any] = {
+    "plain": None,
+    **{
+        f"{name}-{scaled}": (dtype, scaled)
+        for name, dtype in (("e4m3", E4M3), ("int8", INT8))
+        for scaled in ("token", "head", "tensor")
+    },
+}
 
 
-@pytest.mark.parametrize("coded", CODED, ids=str)
+@pytest.mark.parametrize("coded", CODED.values(), ids=CODED)
 def test_caches(coded: Any) -> None:
     """One part and several, sequences without tokens, and tokens past the length that are NaN: scales ride in the cache
     and are never taken for 1 (sglang #18882, #28144, vllm #42916)."""
@@ -108,8 +115,44 @@ def test_latents() -> None:
         judge(given | {"v": None}, scale=192**-0.5)
 
 
+def latent_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(FlashMLA's rows of latents [..., 576], what they stand for): written byte by byte."""
+    groups = x[..., :512].float().unflatten(-1, (4, 128))
+    scale = groups.abs().amax(-1) / 448
+    codes = (groups / scale[..., None]).to(torch.float8_e4m3fn)
+    turned = x[..., 512:].bfloat16()
+    rows = torch.cat(
+        [
+            codes.flatten(-2).view(torch.uint8),
+            scale.contiguous().view(torch.uint8),
+            turned.contiguous().view(torch.uint8),
+        ],
+        -1,
+    )
+    values = (codes.double() * scale.double()[..., None]).flatten(-2).bfloat16()
+    return rows, torch.cat([values, turned], -1)
+
+
+def test_rows_of_flashmla() -> None:
+    """They are the latents in bf16 that they stand for, bit for bit, on the tiles of a GPU as well."""
+    given = problem([600, 0, 70], heads=16, kv=1, dim=576, page=64, dtype=BF16)
+    rows, values = latent_rows(given["k"].nan_to_num(0.0))
+    assert rows.shape[-1] == 656
+    table = {"page_table": given["page_table"], "lengths": given["lengths"], "scale": 192**-0.5}
+    for target in ("cpu", "sm_90"):
+        with choosing_for(target):
+            found = weft.mla_decode(given["query"], weft.KVCache(rows), **table)
+            wanted = weft.mla_decode(given["query"], weft.KVCache(values), **table)
+        assert torch.equal(words(found), words(wanted)), target
+    with weft.backend("reference"):
+        exact = weft.mla_decode(given["query"], weft.KVCache(rows), **table)
+    torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match=r"query must be torch\.bfloat16"):
+        weft.mla_decode(given["query"].float(), weft.KVCache(rows), **table)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("coded", [None, (E4M3, "tensor"), (INT8, "token")], ids=str)
+@pytest.mark.parametrize("coded", [None, (E4M3, "tensor"), (INT8, "token")], ids=["plain", "e4m3", "int8"])
 def test_as_launched_on(target: str, coded: Any) -> None:
     with choosing_for(target):
         judge(problem([600, 30, 0], coded=coded, queries=2, dtype=BF16, page=64))
@@ -127,7 +170,7 @@ def test_queries_of_any_size(size: float) -> None:
 # ---- what must not change a bit -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coded", [None, (E4M3, "token")], ids=str)
+@pytest.mark.parametrize("coded", [None, (E4M3, "token")], ids=["plain", "e4m3"])
 def test_the_batch_and_the_pages_change_no_bit(coded: Any) -> None:
     """A sequence alone, with a wider table, and with its pages elsewhere (FlashMLA #212, flash-attention #1897)."""
     given = problem([600, 1100, 37], coded=coded, queries=2, dtype=BF16)
@@ -207,7 +250,7 @@ def test_what_qkv_prepare_wrote_is_read() -> None:
         ({"query": torch.randn(2, 4, 32)}, "does not fit"),
         ({"query": torch.randn(2, 3, 64)}, "does not fit"),
         ({"query": torch.randn(2, 64)}, r"query must be \[sequences"),
-        ({"query": torch.randn(2, 4, 64).half()}, "a cache without scales must be"),
+        ({"query": torch.randn(2, 4, 64).half()}, "query must be torch.float32"),
         ({"page_table": torch.zeros(2, 4)}, "page_table must be int32"),
         ({"page_table": torch.zeros(3, 4, dtype=torch.int32)}, r"page_table must be \[2, pages\]"),
         ({"lengths": torch.tensor([3, 4, 5])}, "lengths must have the shape"),

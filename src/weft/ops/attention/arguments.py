@@ -33,6 +33,8 @@ class AttentionArgs(NamedTuple):
     query: Tensor  # heads in `layout`
     key: Tensor
     value: Tensor
+    query_scale: Tensor | None  # fp32, if query and key are codes: their shapes without the last dimension
+    key_scale: Tensor | None
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask

@@ -18,17 +18,19 @@ run. Backward computes p again, once for the gradient of queries and once for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import Backward, Gradients, define_op
+from ...runtime import Backward, Gradients, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.results import allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
 from ..heads.layout import LAYOUTS, Layout
+from ..quantize import quantize as quantize_tensor
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
@@ -53,7 +55,7 @@ def _allocate(a: AttentionArgs) -> AttentionOutputs:
     count = a.query.shape[heads]
     lead = () if a.layout == "thd" else (a.query.shape[batch],)
     shape = (*lead, count, a.query.shape[sequence])
-    dtype, device = compute_dtype(a.query), a.query.device
+    dtype, device = compute_dtype(a.value), a.query.device
     lse = torch.empty(shape, dtype=dtype, device=device)
     largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
     return AttentionOutputs(result, lse, largest)
@@ -144,6 +146,7 @@ attention_op = define_op(
 
 Align = Literal["lower_right", "upper_left"]
 Window = tuple[int | None, int | None]
+EightBits = Literal["int8", "e4m3"]
 
 
 class Attention(NamedTuple):
@@ -174,6 +177,7 @@ def attention(
     return_max: Literal[False] = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    scores: EightBits | None = ...,
 ) -> Tensor: ...
 
 
@@ -197,6 +201,7 @@ def attention(
     return_max: bool = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    scores: EightBits | None = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -219,6 +224,7 @@ def attention(
     return_max: bool = False,
     quantize: Format | str | None = None,
     columnwise: bool = False,
+    scores: EightBits | None = None,
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
 
@@ -241,6 +247,9 @@ def attention(
     - `return_lse`: also the logarithm of the sum of exponentials, fp32 [batch, heads, queries], packed [heads, tokens].
       Gradients flow through it. `return_max`: also the largest score of each head, fp32 [heads]. With either the result
       is an `Attention(out, lse, max)`.
+    - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
+      bits, for inference. Keys are smoothed before: their mean over tokens is subtracted, which changes all scores of
+      a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
 
@@ -275,11 +284,76 @@ def attention(
     if options.format is not None and _wants_gradients(query, key, value, sinks):
         options = options._replace(return_plain=True)  # backward needs it
     args = AttentionArgs(
-        query, key, value, sinks, packed, mask, factor, cap, given, bool(return_max), "auto", options
+        query,
+        key,
+        value,
+        None,
+        None,
+        sinks,
+        packed,
+        mask,
+        factor,
+        cap,
+        given,
+        bool(return_max),
+        "auto",
+        options,
     )
+    shift = None
+    if scores is not None:
+        args, shift = in_eight_bits(args, scores)
     found = attention_op(args)
-    out = found.result.value(options)
-    return Attention(out, found.lse, found.max) if return_lse or return_max else out
+    out, lse = found.result.value(options), found.lse
+    if not (return_lse or return_max):
+        return out
+    return Attention(out, lse if shift is None or not return_lse else lse + shift(), found.max)
+
+
+def in_eight_bits(a: AttentionArgs, element: str) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
+    """(the arguments with codes in place of query and key, what the lse has lost by the smoothing of keys)."""
+    if element not in ("int8", "e4m3"):
+        raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
+    if _wants_gradients(a.query, a.key, a.value, a.sinks):
+        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
+    target = capabilities_of(a.query.device)
+    if element == "e4m3" and not target.fp8_dot:
+        raise ValueError(f"{target.target} multiplies no e4m3: take scores='int8'")
+    query, key, shift = a.query, a.key, None
+    if a.sinks is None and not a.softcap:
+        mean = _mean_key(a)  # broadcasts against key
+        key = key.float() - mean
+        group = query.shape[LAYOUTS[a.layout][2]] // key.shape[LAYOUTS[a.layout][2]]
+
+        def shift() -> Tensor:
+            own = mean.repeat_interleave(group, LAYOUTS[a.layout][2])
+            lost = (query.float() * own).sum(-1) * a.scale
+            order = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (1, 0)}[a.layout]
+            return lost.permute(order)
+
+    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+        copy = quantize_tensor(x, f"{element}:row:te").rowwise
+        assert copy is not None
+        return copy.data.view(x.shape), copy.scale.view(x.shape[:-1])
+
+    (q, q_scale), (k, k_scale) = coded(query), coded(key)
+    return a._replace(query=q, key=k, query_scale=q_scale, key_scale=k_scale), shift
+
+
+def _mean_key(a: AttentionArgs) -> Tensor:
+    """The mean key of each head over the tokens that are used, for each sample that is not packed, in fp32."""
+    _, sequence, _, _ = LAYOUTS[a.layout]
+    tokens = a.key.shape[sequence]
+    place = torch.arange(tokens, device=a.key.device)
+    if a.packed.k_starts is not None:
+        used = place < a.packed.k_starts[-1]
+    elif a.packed.kv_lengths is not None:
+        used = place < a.packed.kv_lengths[:, None]  # [batch, tokens]
+    else:
+        return a.key.mean(sequence, keepdim=True, dtype=torch.float32)
+    shape = {"bhsd": (-1, 1, tokens, 1), "bshd": (-1, tokens, 1, 1), "thd": (tokens, 1, 1)}.get(a.layout)
+    there = used.t()[..., None, None] if shape is None else used.view(shape)
+    total = torch.where(there, a.key.float(), 0.0).sum(sequence, keepdim=True)
+    return total / there.sum(sequence, keepdim=True).clamp(min=1)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:

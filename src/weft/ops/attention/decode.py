@@ -28,7 +28,7 @@ from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous
-from ..heads.cache import Kept, KVCache, format_of, kept_strides
+from ..heads.cache import E4M3, Kept, KVCache, format_of, kept_strides
 from ..heads.layout import Place, Strides, with_neighbours
 from .attention import Attention
 from .configs import WIDEST, Width
@@ -65,12 +65,24 @@ def _gathered(cache: Tensor, scale: Tensor | None, pages: Tensor, length: int, d
     size = cache.shape[1]
     token = torch.arange(length, device=cache.device)
     where = pages[token // size].long(), token % size
+    if scale is None and cache.dtype is torch.uint8:
+        return latent_rows_reference(cache[where]).to(dtype)
     if scale is None:
         return cache[where].to(dtype)
     codes = cache.view(torch.int8 if cache.dtype is torch.int8 else torch.float8_e4m3fn)
     found = codes.view(torch.uint8)[where].view(codes.dtype).to(dtype)
     own = scale[where] if scale.dim() == 3 else scale.expand(found.shape[1])
     return found * own.to(dtype)[..., None]
+
+
+def latent_rows_reference(rows: Tensor) -> Tensor:
+    """The 576 numbers of FlashMLA's rows of bytes [..., 656], in bf16: 512 codes e4m3 with a scale for each 128 of
+    them, then 64 numbers as they are."""
+    rows = rows.contiguous()
+    codes = rows[..., :512].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+    scales = rows[..., 512:528].contiguous().view(torch.float32)
+    turned = rows[..., 528:].contiguous().view(torch.bfloat16)
+    return torch.cat([(codes * scales[..., None]).flatten(-2).bfloat16(), turned], -1)
 
 
 def decode_attention_reference(a: DecodeArgs) -> DecodeOutputs:
@@ -126,6 +138,7 @@ class DecodeTile:
     latent: bool  # values are the first numbers of keys
     capped: bool
     whole_pages: bool  # pages have a multiple of n tokens
+    row_format: Format | None = None  # of the codes in FlashMLA's rows, if the cache has such
     direct: bool = False  # there is one part
 
 
@@ -146,6 +159,7 @@ class Forms(NamedTuple):
     left: int | None
     capped: bool
     v_dim: int
+    rows: bool  # the cache has FlashMLA's rows
 
 
 class _Plan(NamedTuple):
@@ -197,6 +211,7 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
         latent=latent,
         capped=forms.capped,
         whole_pages=page % n == 0,
+        row_format=E4M3 if forms.rows else None,
     )
     parts = max(1, -(-forms.table[1] * page // PART))
     tile = replace(tile, direct=parts == 1)
@@ -242,6 +257,7 @@ def _allocate(a: DecodeArgs) -> DecodeOutputs:
 
 def _launch(o: DecodeOutputs, a: DecodeArgs) -> None:
     query, k, v = with_neighbours(a.query), a.k, a.v
+    rows = k.dtype is torch.uint8 and a.k_scale is None
     forms = Forms(
         query.shape,
         query.stride(),
@@ -253,10 +269,11 @@ def _launch(o: DecodeOutputs, a: DecodeArgs) -> None:
         a.page_table.shape,
         a.page_table.stride(0),
         query.dtype,
-        format_of(k),
+        None if rows else format_of(k),
         a.left,
         a.softcap != 0,
         a.v_dim,
+        rows,
     )
     plan = _planned(forms, capabilities_of(query.device))
     y, lse = o.y, o.lse
@@ -373,8 +390,9 @@ def mla_decode(
     numbers, as value.
 
     query: [sequences, heads, dim] or [sequences, queries, heads, dim], the absorbed queries: q_nope W_uk (512 numbers)
-    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, dim]. `scale` has no default: it is that
-    of the heads before absorption, 192 ** -0.5 times YaRN's factor, not dim ** -0.5.
+    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, dim], or FlashMLA's rows of bytes in
+    uint8 [pages, page_size, 1, 656] (512 codes e4m3, four fp32 scales, 64 numbers in bf16), for queries in bf16.
+    `scale` has no default: it is that of the heads before absorption, 192 ** -0.5 times YaRN's factor, not dim ** -0.5.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))
@@ -386,9 +404,10 @@ def mla_decode(
         if cache.v is not None:
             raise ValueError("the cache has a v: attention_decode is for caches of keys and values")
         whole("v_dim", v_dim, 1)
-        if v_dim > cache.k.shape[-1] or _power(v_dim) != v_dim:
+        dim = 576 if cache.has_latent_rows else cache.k.shape[-1]
+        if v_dim > dim or _power(v_dim) != v_dim or (cache.has_latent_rows and v_dim != 512):
             raise ValueError(
-                f"v_dim must be a power of two and at most the {cache.k.shape[-1]} numbers of a row; got {v_dim}"
+                f"v_dim must be a power of two and at most the {dim} numbers of a row, 512 for FlashMLA's; got {v_dim}"
             )
     return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, v_dim)
 
@@ -407,16 +426,18 @@ def _decode(
         )
     q = query if query.dim() == 4 else query[:, None]
     sequences, _, heads, dim = q.shape
-    if k.device != query.device or k.shape[-1] != dim or heads % k.shape[2]:
+    numbers = 576 if cache.has_latent_rows else k.shape[-1]
+    if k.device != query.device or numbers != dim or heads % k.shape[2]:
         raise ValueError(
-            f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {k.shape[-1]} "
+            f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {numbers} "
             f"numbers on {k.device}: dims are equal, and heads a multiple"
         )
     widest = 576 if v is None else WIDEST
     if max(dim, v_dim) > widest:
         raise ValueError(f"heads must have at most {widest} numbers; got {max(dim, v_dim)}")
-    if cache.scaled == "none" and k.dtype != query.dtype:
-        raise ValueError(f"a cache without scales must be {query.dtype} as query is; it is {k.dtype}")
+    wanted = torch.bfloat16 if cache.has_latent_rows else k.dtype
+    if cache.scaled == "none" and wanted != query.dtype:
+        raise ValueError(f"query must be {wanted} for this cache, which has no scales; it is {query.dtype}")
     check_tensor("page_table", page_table, (torch.int32,), query.device)
     if page_table.dim() != 2 or len(page_table) != sequences or page_table.stride(1) != 1:
         raise ValueError(

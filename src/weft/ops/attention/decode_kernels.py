@@ -144,6 +144,24 @@ def _cached(
 
 
 @triton.jit
+def _latent_rows(cache, page, place, exists, TILE: tl.constexpr):
+    """Latents [N, 512] and what is rotated [N, 64] of rows of 656 bytes: 512 codes e4m3, four fp32 scales of 128 codes
+    each, and 64 numbers in bf16. The latents are rounded to bf16, as FlashMLA does."""
+    row = tl.multiple_of(page * cache.at.page + place * cache.at.place, 16)  # in bytes
+    ptr = cache.ptr + row
+    number = tl.arange(0, 512)
+    codes = tl.load(ptr[:, None] + number[None, :], mask=exists[:, None], other=0)
+    group = tl.arange(0, 4)
+    scales = (ptr + 512).to(tl.pointer_type(tl.float32), bitcast=True)
+    scale = tl.load(scales[:, None] + group[None, :], mask=exists[:, None], other=0.0)
+    values = tl.reshape(decode(codes, TILE.row_format), (codes.shape[0], 4, 128)) * scale[:, :, None]
+    number = tl.arange(0, 64)
+    turned = (ptr + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    second = tl.load(turned[:, None] + number[None, :], mask=exists[:, None], other=0.0)
+    return Pieces(tl.reshape(values, codes.shape).to(tl.bfloat16), second)
+
+
+@triton.jit
 def _scales(cache, key_head, page, place, exists):
     """The scales of a head of tokens [N]."""
     at = cache.at
@@ -241,7 +259,10 @@ def decode_kernel(
             token = start + tl.arange(0, N)
             exists = token < end
             page, place = _places(start, end, sequence, pages, N, TILE.whole_pages)
-            keys = _cached(k, key_head, page, place, exists, QK, TILE.keys, TILE)
+            if TILE.row_format is not None:
+                keys = _latent_rows(k, page, place, exists, TILE)
+            else:
+                keys = _cached(k, key_head, page, place, exists, QK, TILE.keys, TILE)
             s = across(q, keys)  # [M, N]
             if TILE.scaled_by_token:
                 s *= _scales(k, key_head, page, place, exists)[None, :]

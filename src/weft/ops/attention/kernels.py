@@ -119,7 +119,20 @@ def _base(place, batch, start, head, ALIGN: tl.constexpr):
     """A pointer to the first token of a sequence in a head."""
     at = place.at
     off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
-    return place.ptr + tl.multiple_of(off, ALIGN)
+    ptr = place.ptr + tl.multiple_of(off, ALIGN)
+    if place.ptr.dtype.element_ty == tl.uint8:
+        # The pointer is cast, not the values: a cast between a load and a dot would take the way through registers.
+        return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    else:
+        return ptr
+
+
+@triton.jit
+def _scales(place, batch, start, head, first, limit, ROWS: tl.constexpr):
+    """The scales of a head of tokens from `first` on, 0 from `limit` on."""
+    row = first + tl.arange(0, ROWS)
+    off = batch * place.at.batch + head.to(tl.int64) * place.at.head + (start + row) * place.at.token
+    return tl.load(place.ptr + off, mask=row < limit, other=0.0)
 
 
 # ---- who sees whom ---------------------------------------------------------------------------------------
@@ -170,6 +183,8 @@ def attention_kernel(
     query: Place,
     key: Place,
     value: Place,
+    query_scale: Place,  # fp32, a number for each query and head, if queries and keys are codes; else absent
+    key_scale: Place,
     y: Place,  # its dtype alone is read if nothing but a copy is wanted
     copy: Codes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
     lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
@@ -207,6 +222,8 @@ def attention_kernel(
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
     v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
     q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    if query_scale.ptr is not None:
+        row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
     largest = tl.full((M,), MINUS_INFINITY, tl.float32)
     total = tl.zeros((M,), tl.float32)
     if sinks_ptr is not None:
@@ -220,7 +237,11 @@ def attention_kernel(
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
-        s, _ = capped(across(q, k), scores, CAPPED)  # [M, N]
+        products = across(q, k)  # [M, N]
+        if query_scale.ptr is not None:
+            own = _scales(key_scale, sequence.batch, sequence.k_start, key_head, start, sequence.k, N)
+            products = products.to(tl.float32) * row_scale[:, None] * own[None, :]
+        s, _ = capped(products, scores, CAPPED)
         if (start < all_begin) | (start + N > all_end):
             other = start + tl.arange(0, N)
             s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)

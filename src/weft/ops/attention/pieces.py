@@ -101,6 +101,11 @@ def dot(a, b, total):
     """total + a @ b, or a @ b if total is None."""
     if a.dtype == tl.float32:
         return tl.dot(a, b, total, input_precision="ieee")
+    elif a.dtype == tl.int8:
+        return tl.dot(a, b, total, out_dtype=tl.int32)
+    elif a.dtype.is_fp8():
+        # sm_90 keeps 14 bits of the sums of 8-bit products, unless it adds them up elsewhere; a piece is one such sum.
+        return tl.dot(a, b, total, max_num_imprecise_acc=a.shape[1] if a.shape[1] < 128 else 128)
     else:
         return tl.dot(a, b, total)
 

@@ -91,6 +91,11 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
     q, k, v = (canonical(x, a.layout).to(dtype) for x in (a.query, a.key, a.value))
+    if a.query_scale is not None and a.key_scale is not None:
+        q, k = (
+            x * canonical(scale[..., None], a.layout).to(dtype)
+            for x, scale in ((q, a.query_scale), (k, a.key_scale))
+        )
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
     lse = q.new_full((batch, heads, tokens), -math.inf)

@@ -17,6 +17,7 @@ from .layout import Cut, sizes, stride_of
 # The formats of heads that are cached as codes with a scale for each, made of the fp32 numbers of the head.
 E4M3 = Format("row", "e4m3", "te")
 INT8 = Format("row", "int8", "te")
+LATENT_ROW = 656  # bytes of FlashMLA's row: 512 codes e4m3, four fp32 scales, 64 numbers in bf16
 _CODES = {torch.float8_e4m3fn: E4M3, torch.uint8: E4M3, torch.int8: INT8}
 
 
@@ -84,6 +85,8 @@ class KVCache:
                 )
             if cache.stride(-1) != 1 and cache.shape[-1] > 1:
                 raise ValueError(f"the last stride of {name} must be 1; its strides are {cache.stride()}")
+            if self.has_latent_rows and scale is None:
+                continue
             if (format_of(cache) is not None) != (scale is not None):
                 raise ValueError(
                     f"a cache in float8_e4m3fn (or uint8) or int8 goes with scales, and another without; {name} is "
@@ -103,6 +106,12 @@ class KVCache:
                     "k_scale and v_scale must both have one number, both one for each head, or both one for each token "
                     "and head"
                 )
+
+    @property
+    def has_latent_rows(self) -> bool:
+        """Whether it has FlashMLA's rows of bytes, which hold their scales themselves."""
+        rows = self.k.dtype is torch.uint8 and self.k.shape[-2:] == (1, LATENT_ROW)
+        return bool(rows and self.v is None and self.k_scale is None)
 
     def paged(self) -> tuple[Tensor, Tensor | None]:
         """(k, v) as [pages, page_size, heads, dim]; slots are pages of one token."""
