@@ -27,8 +27,15 @@ from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
 from ..quantize import QuantizeArgs, quantize_op
 from .arguments import PLAIN, OperandCodes, grouped_args, matmul_args, wgrad_args
-from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, sums_of_groups, weight_codes
-from .matmul import EITHER_COPY, codes_along_k, matmul_op
+from .grouped import (
+    check_weight_blocks,
+    grouped_matmul,
+    grouped_matmul_op,
+    grouped_wgrad_op,
+    sums_of_groups,
+    weight_codes,
+)
+from .matmul import EITHER_COPY, codes_along_k, matmul, matmul_op
 from .recipes import Recipe
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -257,12 +264,23 @@ def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
     return sums_of_groups(dy, s.groups, dtype)
 
 
+def _plain_times(
+    x: Tensor, weight: QTensor, bias: Tensor | None, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """y of plain rows and a frozen weight, whose codes are decoded on the way; dx is the product with its numbers."""
+    if groups.ends is None:
+        return matmul(x, weight.t(), bias=bias, out_dtype=dtype)
+    return grouped_matmul(x, weight, groups.ends, align=groups.align, bias=bias, out_dtype=dtype)
+
+
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, groups: Groups) -> Tensor:
     """y [rows, N] of x [rows, K] for arguments that were checked."""
     if is_distributed(x, weight):
         raise ValueError(
             "linear takes this rank's tensors: use x.to_local(), or FSDP, which hands whole weights to the layer"
         )
+    if isinstance(weight, QTensor) and not recipe.is_quantised:
+        return _plain_times(x.to(recipe.dtype or x.dtype), weight, bias, groups, x.dtype)
     given = None
     compiling = torch.compiler.is_compiling()
     if isinstance(x, QTensor) and not compiling:
@@ -292,7 +310,8 @@ def linear(
       make it; for the gradient of the weight it needs its column-wise copy.
     - `weight`: [N, K] in any float dtype; its gradient has that dtype, straight from fp32 sums. If it has an fp32
       attribute `main_grad`, the gradient is added to that instead, and `weight.grad` stays as it is. A `QTensor` is a
-      frozen weight: it has no gradient.
+      frozen weight, without a gradient: in the recipe's format; or, with a recipe of plain numbers, in any format that
+      `matmul` takes beside them, such as "int4:1x128".
     - `recipe`: "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row", or a `weft.Recipe`. None
       computes in x's dtype.
 
@@ -339,8 +358,8 @@ def check_layer(
     grads = torch.is_grad_enabled()
     needs = {"x": (True, grads and weight.requires_grad), "weight": (True, grads and x.requires_grad)}
     for name, tensor, spec in (("x", x, recipe.x), ("weight", weight, recipe.weight)):
-        if not isinstance(tensor, QTensor):
-            continue
+        if not isinstance(tensor, QTensor) or (name == "weight" and spec is None):
+            continue  # what a product lacks of a weight beside plain numbers, it says itself
         if tensor.spec != spec:
             raise ValueError(
                 f"{name} is quantised as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantise it "

@@ -55,7 +55,7 @@ class Recipe:
             spec = getattr(self, name)
             if spec is not None:
                 object.__setattr__(self, name, Format.of(spec).spec)
-        if self.stochastic and (self.grad is None or Format.of(self.grad).element == "int8"):
+        if self.stochastic and (self.grad is None or Format.of(self.grad).number.integer):
             raise ValueError("stochastic=True rounds dy to a float format")
 
     @staticmethod
