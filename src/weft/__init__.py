@@ -11,6 +11,7 @@ if "torch" not in sys.modules:
 from . import interop
 from .ops import (
     QKV,
+    DelayedScaling,
     HeadNorm,
     Heads,
     KVCache,
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "QKV",
     "Capabilities",
+    "DelayedScaling",
     "Format",
     "HeadNorm",
     "Heads",
