@@ -269,8 +269,9 @@ def matmul(
       multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
     - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
       computed in another order.
-    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch where `weft doctor` says so and the call has nothing
-      that PyTorch's product lacks; "weft" and "torch" insist. `weft.record_engines()` tells what ran.
+    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch or DeepGEMM where `weft doctor` says so and the call
+      has nothing that their products lack; "weft", "torch" and "deep_gemm" insist. `weft.record_engines()` tells what
+      ran.
 
     Gradients flow to a, b, bias and residual; through a quantised operand or result they pass straight. Backward of an
     activation computes its input again. The bits are the same in every run.
