@@ -304,6 +304,15 @@ def test_mistakes_are_refused_in_words(call: Any, said: str) -> None:
         call(x, w)
 
 
+def test_a_bias_beside_sizes_that_vary() -> None:
+    """A graph whose weights had other sizes before has symbols for them, beside which a bias is checked."""
+    compiled = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
+    for rows, n, k in ((24, 40, 64), (30, 48, 96)):
+        compiled(torch.randn(rows, k), torch.randn(n, k))
+    x, w, bias = torch.randn(36, 32), torch.randn(56, 32), torch.randn(56)
+    assert torch.equal(compiled(x, w, bias), weft.linear(x, w, bias))
+
+
 def test_seeds_do_not_compile() -> None:
     x, w, *_ = layer()
     function = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
