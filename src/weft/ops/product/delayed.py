@@ -60,7 +60,6 @@ class DelayedScaling(torch.nn.Module):
 
     amax: Tensor
     history: Tensor
-    limits: Tensor  # what each of the operands is scaled to
     x_scale: Tensor
     weight_scale: Tensor
     grad_scale: Tensor
@@ -90,14 +89,23 @@ class DelayedScaling(torch.nn.Module):
                 f"'fp8_tensor' has them; got {specs}"
             )
         self.margin, self.algorithm = whole("margin", margin), algorithm
-        limits = [f.number.max * 2.0**-margin for f in formats if f is not None]
+        # What each of the operands is scaled to.
+        self._limits = [f.number.max * 2.0**-margin for f in formats if f is not None]
         options: Any = {"dtype": torch.float32, "device": device}
-        self.register_buffer("amax", torch.zeros(3, **options))
-        self.register_buffer("history", torch.zeros(history, 3, **options))
-        self.register_buffer("limits", torch.tensor(limits, **options), persistent=False)
+        self.register_buffer("amax", torch.empty(3, **options))
+        self.register_buffer("history", torch.empty(history, 3, **options))
         # Each in memory of its own: kernels take pointers that are multiples of 16 bytes.
         for name in _OPERANDS:
-            self.register_buffer(f"{name}_scale", torch.ones((), **options))
+            self.register_buffer(f"{name}_scale", torch.empty((), **options))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As before the first step; for those who make a model on the device "meta" and give it memory later."""
+        self.amax.zero_()
+        self.history.zero_()
+        for name in _OPERANDS:
+            getattr(self, f"{name}_scale").fill_(1.0)
 
     def operand(self, name: str) -> Delayed:
         """That of x, weight or grad."""
@@ -109,8 +117,11 @@ class DelayedScaling(torch.nn.Module):
         """Make the scales of the next step of the largest numbers of this one and of those before."""
         self.history.copy_(torch.cat((self.amax[None], self.history[:-1])))
         largest = self.history.amax(0) if self.algorithm == "max" else self.amax
+        limits = torch.empty_like(largest)  # filled on the device: a copy from the host would wait for it
+        for place, limit in zip(limits, self._limits, strict=True):
+            place.fill_(limit)
         # A larger factor would be one whose reciprocal has lost digits.
-        made = 1.0 / (self.limits / largest).clamp(max=2.0**126)
+        made = 1.0 / (limits / largest).clamp(max=2.0**126)
         usual = (largest > 0) & largest.isfinite()
         for name, scale, known in zip(_OPERANDS, made, usual, strict=True):
             old = self.operand(name).scale
