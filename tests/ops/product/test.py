@@ -348,7 +348,9 @@ def test_twice_differentiable() -> None:
 # ---- PyTorch's own products ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pair", ["fp8-blocks", "int8-row", "mxfp8"])
+@pytest.mark.parametrize(
+    "pair", ["fp8-blocks", *(pytest.param(p, marks=pytest.mark.slow) for p in ("int8-row", "mxfp8"))]
+)
 def test_torch_multiplies_codes(pair: str) -> None:
     """`@` and `F.linear` of two quantised matrices are `matmul`, and their gradients are those of decoded numbers."""
     call = operands(pair, 6, 48, 256)

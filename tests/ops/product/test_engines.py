@@ -155,10 +155,12 @@ def test_scaled_products_of_torch(pair: str) -> None:
     assert [argument.name for argument in into] == [*(argument.name for argument in plain), "out"]
 
 
-@pytest.mark.parametrize("pair", ["int8-row", "int8-tensor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("pair", "dtype"),
+    [("int8-row", torch.bfloat16), ("int8-row", torch.float32), ("int8-tensor", torch.float32)],
+)
 def test_int8_of_torch_has_the_same_bits(pair: str, dtype: torch.dtype) -> None:
-    for shape in ((70, 48, 256), (5, 33, 100)):
+    for shape in ((70, 33, 100), (5, 33, 100)):
         call = operands(pair, *shape) | {"out_dtype": dtype}
         call["a"], call["b"] = (x.to(dtype) for x in (call["a"], call["b"]))
         with weft.record_engines() as used:
