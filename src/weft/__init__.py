@@ -12,6 +12,7 @@ from . import interop
 from .ops import (
     QKV,
     Attention,
+    DelayedScaling,
     HeadNorm,
     Heads,
     KVCache,
@@ -62,6 +63,7 @@ __all__ = [
     "QKV",
     "Attention",
     "Capabilities",
+    "DelayedScaling",
     "Format",
     "HeadNorm",
     "Heads",

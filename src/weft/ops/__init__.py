@@ -25,6 +25,7 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
+from .product.delayed import DelayedScaling
 from .product.engines import record_engines
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
@@ -38,6 +39,7 @@ __all__ = [
     "Attention",
     "Convention",
     "CrossEntropy",
+    "DelayedScaling",
     "HeadNorm",
     "Heads",
     "KVCache",
