@@ -272,7 +272,15 @@ def stages(rank: int, world: int) -> dict[str, Any]:
     # A group of the same ranks that was made anew is the same.
     anew = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))][stage]
     alike = weft.grad_norm(tensors[:1], groups=(anew,))
-    return {"norm": norm, "with the group of the mesh": again, "with others": kinds, "anew": alike}
+    everyone = distribute_tensor(torch.full((4,), 2.0), init_device_mesh("cpu", (world,)), [Shard(0)])
+    line = weft.grad_norm([everyone, torch.full((4,), 1.0)], groups=(dist.new_group(list(range(world))),))
+    return {
+        "norm": norm,
+        "with the group of the mesh": again,
+        "with others": kinds,
+        "anew": alike,
+        "anew, of all ranks": line,
+    }
 
 
 def kinds_of_tensors(rank: int, world: int) -> tuple[list[Tensor], list[weft.Shards]]:

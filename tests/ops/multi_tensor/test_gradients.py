@@ -454,6 +454,7 @@ def test_stages_with_meshes_of_their_own(world: int, ranks: Results) -> None:
         assert found["with the group of the mesh"] == torch.tensor(21.0 + 4.0 * (world // 2)).sqrt()
         assert found["with others"] == 13.0
         assert found["anew"] == (4.0 if rank >= world // 2 else torch.tensor(3.0).sqrt())
+        assert found["anew, of all ranks"] == torch.tensor(16.0 + 4.0 * world).sqrt()
 
 
 @pytest.mark.parametrize("world", of_worlds())
