@@ -31,7 +31,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays until the end: Python need not look through it for garbage again, which
+    """What has been imported and collected stays until the end. Python need not look through it for garbage, which
     compiling kernels would have it do thousands of times."""
     gc.freeze()
     gc.set_threshold(20_000)
