@@ -433,6 +433,7 @@ def test_compiled() -> None:
         ({"kv_lengths": torch.tensor([20, 20])}, "kv_lengths must have the shape"),
         ({"kv_lengths": torch.tensor([20.0])}, "kv_lengths must be int32 or int64"),
         ({"scale": -1.0}, "scale must be above 0"),
+        ({"window": 128}, r"window must be \(left, right\)"),
         ({"softcap": 0.0}, "softcap must be above 0"),
         ({"sinks": torch.randn(2)}, "sinks must have the shape"),
         ({"causal_align": "lower"}, "causal_align must be"),

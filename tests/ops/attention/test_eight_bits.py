@@ -53,7 +53,9 @@ def test_scores_are_those_of_the_codes(element: Any, target: str) -> None:
     torch.testing.assert_close(found.lse.double(), exact.lse + shift, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("element", "limits"), [("int8", (0.014, 0.014, 0.09)), ("e4m3", (0.05, 0.05, 0.09))])
+@pytest.mark.parametrize(
+    ("element", "limits"), [("int8", (0.014, 0.014, 0.09)), ("e4m3", (0.05, 0.05, 0.09))]
+)
 def test_errors_beside_plain_scores(element: Any, limits: tuple[float, ...]) -> None:
     """Normal numbers, keys with an offset, and a channel with outliers of keys: where a mean is all that is large,
     smoothing takes it away."""

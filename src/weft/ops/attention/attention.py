@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ...quant import Format
 from ...runtime import Backward, Gradients, capabilities_of, define_op
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
-from ..common.results import allocate_result, plain_result, result_options
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
+from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
 from ..heads.layout import LAYOUTS, Layout
 from ..quantize import quantize as quantize_tensor
@@ -48,9 +48,18 @@ from .reference import attention_backward_reference, attention_reference, result
 
 
 def _allocate(a: AttentionArgs) -> AttentionOutputs:
-    result = allocate_result(a.result, a.query, result_shape(a))
+    shape = result_shape(a)
     if a.result.format is None and a.layout == "bhsd":
-        result = result._replace(y=result.y.transpose(1, 2))
+        batches, tokens, count, dim = shape
+        y = torch.empty_strided(
+            (batches, count, tokens, dim),
+            (tokens * count * dim, dim, count * dim, 1),
+            dtype=a.result.dtype,
+            device=a.query.device,
+        )
+        result = Result(y)
+    else:
+        result = allocate_result(a.result, a.query, shape)
     batch, sequence, heads, _ = LAYOUTS[a.layout]
     count = a.query.shape[heads]
     lead = () if a.layout == "thd" else (a.query.shape[batch],)
@@ -271,7 +280,7 @@ def attention(
     given, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
     heads = _check_shapes(query, key, value, given)
     same = key is query or _lengths_agree(query, key, given, packed)
-    mask = _mask(is_causal, window, causal_align, same)
+    mask = _mask(bool(is_causal), _pair(window), causal_align, same)
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
@@ -423,8 +432,20 @@ def _lengths_agree(query: Tensor, key: Tensor, layout: str, packed: Packed) -> b
     return bool(query.shape[sequence] == key.shape[sequence])
 
 
+def _pair(window: Window | None) -> Window | None:
+    if window is None or type(window) is tuple:
+        return window
+    if isinstance(window, (list, torch.Size)) and len(window) == 2:
+        return window[0], window[1]
+    raise TypeError(
+        f"window must be (left, right): how many keys before and after its own a query sees; got {window!r}. A sliding "
+        "window of w keys that ends at the own one is (w - 1, 0)"
+    )
+
+
+@checked_once
 def _mask(is_causal: bool, window: Window | None, align: str | None, same: bool) -> Mask:
-    left, right = (None, None) if window is None else window
+    left, right = window or (None, None)
     left, right = (
         bound if bound is None else whole(f"{name} of window", bound, 0)
         for name, bound in (("left", left), ("right", right))

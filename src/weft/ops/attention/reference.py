@@ -127,8 +127,10 @@ def memory_layout(layout: str) -> str:
 
 def result_shape(a: AttentionArgs) -> tuple[int, ...]:
     """The shape in which a result lies in memory; of a quantised one, with the heads of a token in one row."""
-    query, v_dim = a.query, a.value.shape[-1]
-    *lead, heads, _ = query.transpose(1, 2).shape if a.layout == "bhsd" else query.shape
+    *lead, heads, _ = a.query.shape
+    if a.layout == "bhsd":
+        lead[1], heads = heads, lead[1]
+    v_dim = a.value.shape[-1]
     return (*lead, heads, v_dim) if a.result.format is None else (*lead, heads * v_dim)
 
 
