@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,12 +65,18 @@ def _heads(given: dict[str, Any], query: Tensor, key: Tensor) -> Iterator[Head]:
 
 
 def sees(queries: int, keys: int, given: dict[str, Any]) -> Tensor:
-    """bool [queries, keys], one query after another."""
+    """bool [queries, keys]."""
     left, right = given.get("window") or (None, None)
     right = 0 if given.get("is_causal") else right
+    return _sees(queries, keys, left, right, given.get("causal_align") == "upper_left")
+
+
+@cache
+def _sees(queries: int, keys: int, left: int | None, right: int | None, upper_left: bool) -> Tensor:
+    """One query after another."""
     seen = torch.zeros(queries, keys, dtype=torch.bool)
     for i in range(queries):
-        own = i if given.get("causal_align") == "upper_left" else i + keys - queries
+        own = i if upper_left else i + keys - queries
         first = 0 if left is None else max(own - left, 0)
         last = keys - 1 if right is None else min(own + right, keys - 1)
         seen[i, first : max(last + 1, first)] = True

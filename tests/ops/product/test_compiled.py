@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import weft
-from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from tests.support.binaries import flaws
+from weft.runtime import TARGETS, Binary, Variant, compile_all, recording
 from weft.workloads.matmul import PAIRS
 
 # DeepSeek-V3's projection of an expert, in a batch and for a few tokens.
@@ -68,15 +69,8 @@ def variant(pair: str, rows: int, target: str) -> Variant:
 
 
 def faults(pair: str, rows: int, target: str, binary: Any) -> list[str]:
-    if not isinstance(binary, Binary):
-        return [str(binary)]
-    found = []
-    if binary.stack and binary.spill_bytes:
-        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
-    if binary.shared > Capabilities.of(target).shared_bytes:
-        found.append(f"{binary.shared} bytes of shared memory")
-    found += [f"sums not waited for: {access}" for access in binary.early_accesses]
-    if rows > 64:
+    found = flaws(target, binary)
+    if rows > 64 and isinstance(binary, Binary):
         unit = UNITS.get((target, pair))
         if unit is not None and not binary.count(unit):
             found.append(f"no {unit} among {sorted(binary.opcodes)}")

@@ -58,7 +58,10 @@ class AttentionConfig:
 
 
 # Kernel -> widest head that the tiles are for -> target -> (m, n, warps, stages).
-_TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
+_Tiles = dict[str, dict[int, dict[str, tuple[int, int, int, int]]]]
+
+# On AMD a warp has 32 rows of a tile of scores: with more warps than there are such rows, scores are computed twice.
+_HALF: _Tiles = {
     "forward": {
         64: {
             "sm_80": (128, 64, 8, 3),
@@ -78,15 +81,15 @@ _TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
         192: {
             "sm_90": (128, 64, 8, 2),
             "sm_100": (128, 64, 8, 2),
-            "gfx942": (64, 32, 4, 1),
-            "gfx950": (64, 32, 4, 1),
-            "": (64, 32, 8, 2),
+            "gfx942": (128, 64, 8, 1),
+            "gfx950": (128, 64, 8, 1),
+            "": (128, 32, 8, 2),
         },
         256: {
             "sm_90": (128, 32, 8, 2),
             "sm_100": (128, 32, 8, 2),
-            "gfx942": (64, 32, 4, 1),
-            "gfx950": (64, 32, 4, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 64, 8, 1),
             "": (64, 32, 8, 2),
         },
     },
@@ -95,27 +98,27 @@ _TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
             "sm_90": (128, 64, 8, 2),
             "sm_100": (128, 64, 8, 2),
             "sm_120": (64, 64, 8, 1),
-            "gfx942": (128, 32, 8, 1),
-            "gfx950": (128, 32, 8, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
             "": (64, 64, 8, 2),
         },
         128: {
             "sm_90": (128, 64, 8, 2),
             "sm_100": (128, 64, 8, 2),
-            "gfx942": (128, 32, 8, 1),
-            "gfx950": (64, 64, 4, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
             "": (64, 64, 8, 2),
         },
         192: {
             "sm_90": (64, 32, 8, 1),
             "sm_100": (64, 32, 8, 1),
-            "gfx942": (32, 32, 8, 1),
-            "gfx950": (32, 32, 8, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
             "": (32, 64, 8, 1),
         },
         256: {
-            "gfx942": (64, 32, 4, 1),
-            "gfx950": (64, 32, 4, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
             "": (64, 32, 8, 1),
         },
     },
@@ -124,23 +127,23 @@ _TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
             "sm_89": (64, 64, 4, 1),
             "sm_90": (64, 64, 8, 2),
             "sm_100": (64, 64, 8, 2),
-            "gfx942": (32, 64, 4, 1),
-            "gfx950": (32, 64, 4, 1),
+            "gfx942": (32, 128, 4, 1),
+            "gfx950": (32, 128, 4, 1),
             "": (32, 64, 8, 2),
         },
         128: {
             "sm_89": (64, 64, 8, 1),
             "sm_120": (64, 64, 8, 1),
-            "gfx942": (32, 64, 4, 1),
-            "gfx950": (32, 64, 4, 1),
+            "gfx942": (32, 128, 4, 1),
+            "gfx950": (32, 128, 4, 1),
             "": (64, 64, 8, 2),
         },
         192: {
             "sm_90": (32, 64, 8, 1),
             "sm_100": (32, 64, 8, 1),
-            "gfx942": (32, 32, 4, 1),
-            "gfx950": (32, 32, 4, 1),
-            "": (32, 32, 8, 1),
+            "gfx942": (32, 128, 4, 1),
+            "gfx950": (32, 128, 4, 1),
+            "": (16, 32, 4, 1),
         },
         256: {
             "sm_90": (32, 64, 8, 1),
@@ -150,20 +153,65 @@ _TILES: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
             "": (32, 32, 8, 1),
         },
     },
-}  # fmt: skip
+    "delta": {256: {"": (32, 64, 4, 1)}},  # n is of no account
+}
+
+# Multiply-adds of fp32 keep both operands in registers; AMD has a matrix unit for them.
+_FP32: _Tiles = {
+    "forward": {
+        192: {"gfx942": (128, 32, 4, 1), "gfx950": (128, 32, 4, 1), "": (32, 32, 8, 1)},
+        256: {"gfx942": (64, 16, 4, 1), "gfx950": (64, 16, 4, 1), "": (32, 32, 8, 1)},
+    },
+    "query": {
+        64: {"gfx942": (128, 32, 4, 1), "gfx950": (128, 32, 4, 1), "": (32, 32, 8, 1)},
+        128: {
+            "sm_90": (32, 32, 4, 1),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
+            "": (32, 32, 8, 1),
+        },
+        192: {"gfx942": (128, 32, 4, 1), "gfx950": (128, 32, 4, 1), "": (32, 32, 8, 1)},
+        256: {
+            "sm_90": (32, 32, 8, 1),
+            "sm_100": (32, 32, 8, 1),
+            "gfx942": (64, 16, 4, 1),
+            "gfx950": (64, 16, 4, 1),
+            "": (32, 16, 8, 1),
+        },
+    },
+    "key": {
+        64: {"gfx942": (32, 128, 4, 1), "gfx950": (32, 128, 4, 1), "": (32, 32, 8, 1)},
+        128: {
+            "sm_100": (16, 32, 8, 1),
+            "gfx942": (16, 64, 4, 1),
+            "gfx950": (16, 64, 4, 1),
+            "": (32, 32, 8, 1),
+        },
+        192: {
+            "sm_80": (32, 32, 4, 1),
+            "sm_89": (32, 32, 8, 1),
+            "gfx942": (16, 64, 4, 1),
+            "gfx950": (16, 64, 4, 1),
+            "": (16, 32, 8, 1),
+        },
+        256: {
+            "sm_80": (32, 32, 8, 1),
+            "sm_90": (32, 32, 8, 1),
+            "sm_100": (32, 32, 8, 1),
+            "gfx942": (16, 64, 4, 1),
+            "gfx950": (16, 64, 4, 1),
+            "": (16, 32, 8, 1),
+        },
+    },
+    "delta": {64: {"": (32, 64, 8, 1)}, 256: {"": (32, 64, 4, 1)}},
+}
 
 
 @functools.lru_cache(maxsize=1024)
 def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabilities) -> AttentionConfig:
     """The tile of a kernel: "forward", or "delta", "query" and "key" for the gradients. `itemsize` is that of heads."""
-    if kernel == "delta":
-        return AttentionConfig(64, 64, 4, 1)
     if target.is_cpu:
         return AttentionConfig(64, 64, 4, 1)
-    widest = next(width for width in _TILES[kernel] if max(qk, v) <= width)
-    table = _TILES[kernel][widest]
-    m, n, warps, stages = table.get(target.target) or table[""]
-    if itemsize == 4:
-        # Multiply-adds of fp32 keep both operands in registers.
-        m, n, warps, stages = 32, 32, 8, 1
-    return AttentionConfig(m, n, warps, stages)
+    tiles = (_FP32 if itemsize == 4 else _HALF)[kernel]
+    table = next(tiles[width] for width in tiles if max(qk, v) <= width)
+    return AttentionConfig(*(table.get(target.target) or table[""]))

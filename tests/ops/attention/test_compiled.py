@@ -1,0 +1,136 @@
+"""Attention as compiled for GPUs: no spills, shared memory that the target has, its matrix instructions, and no more
+exponentials than scores."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import weft
+from tests.support.binaries import flaws
+from weft.runtime import TARGETS, Binary, Variant, compile_all, recording
+
+KERNELS = ("attention_kernel", "delta_kernel", "query_gradient_kernel", "key_gradient_kernel")
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    dim: int
+    v_dim: int
+    packed: bool = False
+
+
+CASES = {
+    "bf16-64": Case(torch.bfloat16, 64, 64),
+    "bf16-128": Case(torch.bfloat16, 128, 128),
+    "bf16-192": Case(torch.bfloat16, 192, 128),
+    "bf16-256": Case(torch.bfloat16, 256, 256),
+    "bf16-packed": Case(torch.bfloat16, 128, 128, packed=True),
+    "fp16-128": Case(torch.float16, 128, 128),
+    "fp32-64": Case(torch.float32, 64, 64),
+    "fp32-128": Case(torch.float32, 128, 128),
+    "fp32-192": Case(torch.float32, 192, 128),
+    "fp32-256": Case(torch.float32, 256, 256),
+}
+HEADS, KEY_HEADS, TOKENS = 32, 8, 4096
+FADES = 4  # exponentials of a step for the rows of a lane, which are rescaled
+
+# What multiplies numbers of 16 bits: an instruction of which a binary has at least one.
+UNITS = {
+    **dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA"),
+    "sm_90": "HGMMA",
+    "sm_100": "UTCHMMA",
+    **dict.fromkeys(("gfx942", "gfx950"), "v_mfma"),
+}
+
+
+@cache
+def variants(case: str, target: str) -> dict[str, Variant]:
+    """What a causal attention and its gradients launch on a target, by kernel."""
+    dtype, dim, v_dim, packed = CASES[case]
+    shapes = ((HEADS, dim), (KEY_HEADS, dim), (KEY_HEADS, v_dim))
+    leaves = [
+        torch.empty(
+            (TOKENS, heads, numbers) if packed else (1, heads, TOKENS, numbers), dtype=dtype, device="meta"
+        ).requires_grad_()
+        for heads, numbers in shapes
+    ]
+    starts = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
+    with recording(target) as found:
+        y = weft.attention(*leaves, is_causal=True, cu_seqlens=starts)
+        torch.autograd.grad(y, leaves, torch.empty_like(y))
+    assert [variant.kernel for variant in found] == list(KERNELS)
+    return dict(zip(KERNELS, found, strict=True))
+
+
+def faults(case: str, target: str, kernel: str, binary: Any) -> list[str]:
+    found = flaws(target, binary)
+    if not isinstance(binary, Binary) or kernel == "delta_kernel":
+        return found
+    amd, fp32 = target.startswith("gfx"), CASES[case].dtype == torch.float32
+    unit = "FFMA" if fp32 and not amd else UNITS[target]
+    if not binary.count(unit):
+        found.append(f"no {unit} among {sorted(binary.opcodes)}")
+    if fp32 and not amd and binary.count(UNITS[target]):
+        found.append("fp32 is rounded for a matrix unit")
+    variant = variants(case, target)[kernel]
+    tile = dict(variant.constants)["TILE"]
+    lanes = variant.num_warps * (64 if amd else 32)
+    allowed = tile.m * tile.n // lanes  # one for each score of a step
+    if kernel == "attention_kernel":
+        allowed += FADES
+    if (case, kernel) == ("bf16-192", "key_gradient_kernel") and unit == "HMMA":
+        allowed *= 2  # tiles without a second one spill
+    if target == "sm_100":
+        allowed *= 2  # where products run ahead, what follows the first one is there once more after the loop
+    exponentials = binary.count("MUFU.EX2") + binary.count("v_exp")
+    if exponentials > allowed:
+        found.append(f"{exponentials} exponentials where {allowed} are enough")
+    return found
+
+
+def compiled(jobs: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
+    """The binaries of (target, case, kernel), from one process."""
+    binaries = compile_all(
+        [(variants(case, target)[kernel], target) for target, case, kernel in jobs], timeout=300
+    )
+    return dict(zip(jobs, binaries, strict=True))
+
+
+# Those that are compiled with every change.
+CHANGED = [
+    ("sm_80", "bf16-128", "attention_kernel"),
+    ("sm_90", "bf16-128", "attention_kernel"),
+    ("sm_90", "bf16-64", "query_gradient_kernel"),
+    ("sm_100", "bf16-128", "key_gradient_kernel"),
+    ("gfx950", "bf16-packed", "key_gradient_kernel"),
+]
+
+
+@cache
+def _every_time() -> dict[tuple[str, str, str], Any]:
+    return compiled(CHANGED)
+
+
+@pytest.mark.parametrize(("target", "case", "kernel"), CHANGED)
+def test_some_kernels_compile(target: str, case: str, kernel: str) -> None:
+    assert not faults(case, target, kernel, _every_time()[target, case, kernel])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target: str, case: str) -> None:
+    for (_, _, kernel), binary in compiled([(target, case, kernel) for kernel in KERNELS]).items():
+        assert not faults(case, target, kernel, binary), kernel
+
+
+def test_what_should_not_be_is_noticed() -> None:
+    binary = _every_time()["sm_90", "bf16-128", "attention_kernel"]
+    assert not faults("bf16-128", "sm_90", "attention_kernel", binary)
+    assert faults("bf16-128", "sm_80", "attention_kernel", binary)  # no HMMA, and too much shared memory
+    assert faults("fp32-128", "sm_90", "attention_kernel", binary)
+    assert faults("bf16-256", "sm_90", "attention_kernel", binary)  # fewer scores in a tile
