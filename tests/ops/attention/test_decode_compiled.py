@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import weft
-from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from tests.support.binaries import flaws
+from weft.runtime import TARGETS, Variant, compile_all, recording
 
 KINDS = ("bf16", "e4m3:tensor", "e4m3:token", "int8:token", "latents", "rows of FlashMLA")
 QUERIES = (1, 8)
@@ -44,17 +45,6 @@ def variants(kind: str, queries: int, target: str) -> list[Variant]:
     return seen
 
 
-def faults(target: str, binary: Any) -> list[str]:
-    if not isinstance(binary, Binary):
-        return [str(binary)]
-    found = []
-    if binary.stack and binary.spill_bytes:
-        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
-    if binary.shared > Capabilities.of(target).shared_bytes:
-        found.append(f"{binary.shared} bytes of shared memory")
-    return found + [f"sums not waited for: {access}" for access in binary.early_accesses]
-
-
 @pytest.mark.parametrize(
     ("target", "kind"),
     [
@@ -66,4 +56,4 @@ def faults(target: str, binary: Any) -> list[str]:
 def test_decoding_compiles(target: str, kind: str) -> None:
     jobs = [(variant, target) for queries in QUERIES for variant in variants(kind, queries, target)]
     for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=300), strict=True):
-        assert not faults(target, binary), variant
+        assert not flaws(target, binary), variant

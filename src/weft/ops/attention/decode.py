@@ -185,7 +185,8 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     else:
         m, n, warps, stages = max(16, min(_power(rows), 64)), 64, 4, 2
         if latent:
-            m, n = 16, 32
+            # Rows of codes are decoded in registers, of which twice as many threads have enough.
+            m, n, warps = 16, 32, 8 if forms.rows and target.backend == "cuda" else 4
         elif coded and target.fp8_cast and m == 16 and not by_token:
             n = 128  # codes are half as many bytes: twice as many tokens keep as much memory busy
         if target.backend == "hip":
@@ -198,7 +199,7 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
         m=m,
         n=n,
         part=PART,
-        heads=4,
+        heads=4 if forms.v_dim <= WIDEST else 2,
         qk=Width.of(dim),
         v=Width.of(forms.v_dim),
         align=align_of(dim, *([] if latent else [forms.v_dim]), *at, *k_at[:3], *v_at[:3], least=4),
