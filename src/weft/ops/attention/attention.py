@@ -39,6 +39,7 @@ from .arguments import (
     Packed,
 )
 from .configs import WIDEST
+from .engines import Engine, check_engine
 from .launch import launch_attention, launch_attention_backward
 from .reference import attention_backward_reference, attention_reference, result_shape
 
@@ -84,7 +85,7 @@ def _gradients(b: Backward) -> Gradients:
     found = attention_backward_op(
         AttentionBackwardArgs(
             dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-            needs,
+            a.engine, needs,
         )
     )  # fmt: skip
     return {
@@ -174,6 +175,7 @@ def attention(
     return_max: Literal[False] = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    engine: Engine = ...,
 ) -> Tensor: ...
 
 
@@ -197,6 +199,7 @@ def attention(
     return_max: bool = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    engine: Engine = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -219,6 +222,7 @@ def attention(
     return_max: bool = False,
     quantize: Format | str | None = None,
     columnwise: bool = False,
+    engine: Engine = "auto",
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
 
@@ -243,6 +247,10 @@ def attention(
       is an `Attention(out, lse, max)`.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
+    - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
+      has all that the call asks for; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
+      "fa4" (FlashAttention) and "aiter" insist. Backward takes the same one if it has that call, too, else Weft's
+      kernels. `weft.record_engines()` tells what ran.
 
     Gradients flow to query, key, value and sinks. The memory of the result has the heads of a token side by side, also
     for bhsd, of which `out.transpose(1, 2).flatten(2)` is a view.
@@ -275,8 +283,9 @@ def attention(
     if options.format is not None and _wants_gradients(query, key, value, sinks):
         options = options._replace(return_plain=True)  # backward needs it
     args = AttentionArgs(
-        query, key, value, sinks, packed, mask, factor, cap, given, bool(return_max), "auto", options
+        query, key, value, sinks, packed, mask, factor, cap, given, bool(return_max), engine, options
     )
+    check_engine(args)
     found = attention_op(args)
     out = found.result.value(options)
     return Attention(out, found.lse, found.max) if return_lse or return_max else out

@@ -11,9 +11,8 @@ settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add par
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,12 +20,14 @@ from torch import Tensor
 from ...quant import Copy
 from ...quant.layouts import Buffers, to_layout
 from ...runtime import Capabilities
+from ..common.engines import insist, note_engine
 from ..common.groups import group_spans
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
 from .configs import FEW
 from .operands import Form
 
 Engine = Literal["auto", "weft", "torch"]
+ENGINES = get_args(Engine)
 
 
 class Rule(NamedTuple):
@@ -79,28 +80,6 @@ class Used(NamedTuple):
     k: int
 
 
-_recorded: list[list[Used]] = []
-
-
-@contextmanager
-def record_engines() -> Iterator[list[Used]]:
-    """Collect which engine computed each product inside the block, on any thread.
-
-    >>> import torch, weft
-    >>> x = weft.quantize(torch.randn(4, 256), "1x128")
-    >>> with weft.record_engines() as used:
-    ...     y = weft.matmul(x, weft.quantize(torch.randn(8, 256), "128x128").T)
-    >>> used
-    [Used(engine='weft', pair='fp8 1x128 x 128x128', m=4, n=8, k=256)]
-    """
-    used: list[Used] = []
-    _recorded.append(used)
-    try:
-        yield used
-    finally:
-        _recorded.remove(used)
-
-
 def _forms(a: MatmulArgs) -> tuple[Form, Form]:
     return Form.of(a.a.dtype, a.a_codes.format), Form.of(a.b.dtype, a.b_codes.format)
 
@@ -126,8 +105,7 @@ def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[], str
         engine = by_table(wanted.pair, wanted.m, target.target)
         if engine != "weft" and speaks_against() is not None:
             engine = "weft"
-    for used in _recorded:
-        used.append(wanted._replace(engine=engine))
+    note_engine(wanted._replace(engine=engine))
     return engine
 
 
@@ -204,13 +182,7 @@ def check_grouped_engine(a: GroupedArgs | WgradArgs) -> None:
 
 
 def _check(engine: str, speaks_against: Callable[[], str | None]) -> None:
-    if engine not in ("auto", "weft", "torch"):
-        raise ValueError(f"engine must be 'auto', 'weft' or 'torch'; got {engine!r}")
-    if engine == "torch":
-        # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
-        missing = speaks_against()
-        if missing is not None:
-            raise ValueError(f"engine='torch' lacks {missing}: leave out engine=, or take 'weft'")
+    insist(engine, ENGINES, speaks_against)
 
 
 def multiply_by_torch(o: ProductOutputs, a: MatmulArgs) -> None:
