@@ -134,7 +134,7 @@ def measure() -> dict[str, float]:
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
             "matmul": lambda: weft.matmul(tokens, vocabulary.T, engine="weft"),
             "matmul of FP8": lambda: weft.matmul(codes, square),
-            "attention": lambda: weft.attention(queries, keys, keys, is_causal=True),
+            "attention": lambda: weft.attention(queries, keys, keys, is_causal=True, engine="weft"),
             "attention_decode": lambda: weft.attention_decode(newest, paged, **pages),
             "grouped_matmul": lambda: weft.grouped_matmul(tokens, matrices, ends, engine="weft"),
         }

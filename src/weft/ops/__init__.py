@@ -3,6 +3,7 @@
 from .attention.attention import Attention, attention
 from .attention.decode import attention_decode, mla_decode
 from .attention.merge import merge_attention
+from .common.engines import record_engines
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -26,7 +27,6 @@ from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, 
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .product.delayed import DelayedScaling
-from .product.engines import record_engines
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
 from .product.matmul import matmul

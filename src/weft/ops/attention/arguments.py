@@ -74,6 +74,7 @@ class AttentionBackwardArgs(NamedTuple):
     scale: float
     softcap: float
     layout: str  # of query, key and value, and of their gradients
+    engine: str
     needs: AttentionNeeds
 
 

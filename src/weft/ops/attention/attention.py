@@ -41,6 +41,7 @@ from .arguments import (
     Packed,
 )
 from .configs import WIDEST
+from .engines import Engine, check_engine
 from .launch import launch_attention, launch_attention_backward
 from .reference import attention_backward_reference, attention_reference, result_shape
 
@@ -95,7 +96,7 @@ def _gradients(b: Backward) -> Gradients:
     found = attention_backward_op(
         AttentionBackwardArgs(
             dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-            needs,
+            a.engine, needs,
         )
     )  # fmt: skip
     return {
@@ -187,6 +188,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    engine: Engine = ...,
 ) -> Tensor: ...
 
 
@@ -211,6 +213,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    engine: Engine = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -234,6 +237,7 @@ def attention(
     quantize: Format | str | None = None,
     columnwise: bool = False,
     scores: EightBits | None = None,
+    engine: Engine = "auto",
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
 
@@ -261,6 +265,10 @@ def attention(
       a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
+    - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
+      has all that the call asks for; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
+      "fa4" (FlashAttention) and "aiter" insist. Backward takes the same one if it has that call, too, else Weft's
+      kernels. `weft.record_engines()` tells what ran.
 
     Gradients flow to query, key, value and sinks. The memory of the result has the heads of a token side by side, also
     for bhsd, of which `out.transpose(1, 2).flatten(2)` is a view.
@@ -305,12 +313,13 @@ def attention(
         cap,
         given,
         bool(return_max),
-        "auto",
+        engine,
         options,
     )
     shift = None
     if scores is not None:
         args, shift = in_eight_bits(args, scores)
+    check_engine(args)
     found = attention_op(args)
     out, lse = found.result.value(options), found.lse
     if not (return_lse or return_max):

@@ -18,6 +18,7 @@ from ..heads.layout import LAYOUTS, Place, Strides, with_neighbours
 from ..quantize import quantize_into
 from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
 from .configs import AttentionTile, Width, attention_config
+from .engines import choose_library
 from .kernels import (
     Band,
     Heads,
@@ -27,6 +28,7 @@ from .kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from .libraries import attend, attend_backward
 from .reference import memory_layout
 
 Sizes = tuple[int, ...]
@@ -187,7 +189,11 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
 
 
 def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
-    """Compute the outputs."""
+    """Compute the outputs, by the engine that is chosen for the call."""
+    library = choose_library(a, capabilities_of(a.query.device))
+    if library is not None:
+        attend(library, o, a)
+        return
     query, key, value = map(with_neighbours, (a.query, a.key, a.value))
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
@@ -294,7 +300,11 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
 
 
 def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -> None:
-    """Compute the gradients that are wanted."""
+    """Compute the gradients that are wanted, by the engine that is chosen for them."""
+    library = choose_library(a, capabilities_of(a.query.device))
+    if library is not None:
+        attend_backward(library, o, a)
+        return
     query, key, value, y, dy = map(with_neighbours, (a.query, a.key, a.value, a.y, a.dy))
     forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
     up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))

@@ -13,8 +13,7 @@ of 16. Its settings hold for its products: `torch.backends.cuda.matmul` lets cuB
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -22,12 +21,14 @@ from torch import Tensor
 
 from ...quant import Format
 from ...runtime import Capabilities
+from ..common.engines import insist, note_engine
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
 from .configs import FEW
 from .libraries import INSTALLED
 from .operands import Form
 
 Engine = Literal["auto", "weft", "torch", "deep_gemm"]
+ENGINES = get_args(Engine)
 
 
 class Rule(NamedTuple):
@@ -90,28 +91,6 @@ class Used(NamedTuple):
     k: int
 
 
-_recorded: list[list[Used]] = []
-
-
-@contextmanager
-def record_engines() -> Iterator[list[Used]]:
-    """Collect which engine computed each product inside the block, on any thread.
-
-    >>> import torch, weft
-    >>> x = weft.quantize(torch.randn(4, 256), "1x128")
-    >>> with weft.record_engines() as used:
-    ...     y = weft.matmul(x, weft.quantize(torch.randn(8, 256), "128x128").T)
-    >>> used
-    [Used(engine='weft', pair='fp8 1x128 x 128x128', m=4, n=8, k=256)]
-    """
-    used: list[Used] = []
-    _recorded.append(used)
-    try:
-        yield used
-    finally:
-        _recorded.remove(used)
-
-
 def _forms(a: MatmulArgs) -> tuple[Form, Form]:
     return Form.of(a.a.dtype, a.a_codes.format), Form.of(a.b.dtype, a.b_codes.format)
 
@@ -136,8 +115,7 @@ def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[str], 
     if engine == "auto":
         able = (one for one in by_table(wanted.pair, wanted.m, target.target) if speaks_against(one) is None)
         engine = next(able, "weft")
-    for used in _recorded:
-        used.append(wanted._replace(engine=engine))
+    note_engine(wanted._replace(engine=engine))
     return engine
 
 
@@ -279,13 +257,7 @@ def check_grouped_engine(a: GroupedArgs | WgradArgs) -> None:
 
 
 def _check(engine: str, speaks_against: Callable[[], str | None]) -> None:
-    if engine not in get_args(Engine):
-        raise ValueError(f"engine must be 'auto', 'weft', 'torch' or 'deep_gemm'; got {engine!r}")
-    if engine in ("torch", "deep_gemm"):
-        # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
-        missing = speaks_against()
-        if missing is not None:
-            raise ValueError(f"engine={engine!r} lacks {missing}: leave out engine=, or take 'weft'")
+    insist(engine, ENGINES, speaks_against)
 
 
 def products_on(target: str) -> str:
