@@ -301,20 +301,20 @@ def attention(
     if options.format is not None and _wants_gradients(query, key, value, sinks):
         options = options._replace(return_plain=True)  # backward needs it
     args = AttentionArgs(
-        query,
-        key,
-        value,
-        None,
-        None,
-        sinks,
-        packed,
-        mask,
-        factor,
-        cap,
-        given,
-        bool(return_max),
-        engine,
-        options,
+        query=query,
+        key=key,
+        value=value,
+        query_scale=None,
+        key_scale=None,
+        sinks=sinks,
+        packed=packed,
+        mask=mask,
+        scale=factor,
+        softcap=cap,
+        layout=given,
+        return_max=bool(return_max),
+        engine=engine,
+        result=options,
     )
     shift = None
     if scores is not None:
