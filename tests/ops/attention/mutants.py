@@ -171,7 +171,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("heads of keys one after another", f"{DECODE}:_rows", "key_head * counts.group + row % counts.group", "key_head + row % counts.group * (counts.heads // counts.group)", (PLAIN_CACHE,)),
         ("the cap left out", f"{DECODE}:decode_kernel", "s, _ = capped(s * scale[:, None], Scores(1.0, scores.softcap), True)", "s = s * scale[:, None] / scores.softcap", (DECODE_CAP,)),
         ("keys for latent values", f"{DECODE}:decode_kernel", "values = Pieces(keys.first, None)", "values = Pieces(keys.first * 2.0, None)", (LATENT,)),
-        ("second piece of keys left out", f"{DECODE}:_cached", "number = FIRST + tl.arange(0, SECOND)", "number = tl.arange(0, SECOND)", (TWO_PIECES,)),
+        ("second piece of keys left out", f"{TILES}:load_at", "number = FIRST + tl.arange(0, SECOND)", "number = tl.arange(0, SECOND)", (TWO_PIECES,)),
         ("large queries in fp16 as they are", f"{DECODE}:_brought_near_one", "(size > 1e-30) & (size < 1e30)", "(size > 1e30)", (FAR_QUERIES,)),
     ],
     "join_kernel": [

@@ -25,6 +25,9 @@ from .pieces import (
     add_product,
     capped,
     factor_of,
+    load_at,
+    plus,
+    store_at,
     times,
     zeros,
 )
@@ -72,17 +75,6 @@ def _rows(number, sequence, key_head, counts, M: tl.constexpr):
 
 
 @triton.jit
-def _queries(place, rows, BEGIN: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr):
-    """A piece [M, numbers] of the queries."""
-    ALIGN: tl.constexpr = TILE.align
-    at = place.at
-    row = rows.sequence * at.batch + rows.query.to(tl.int64) * at.token + rows.head.to(tl.int64) * at.head
-    number = BEGIN + tl.arange(0, PIECE)
-    mask = rows.exists[:, None] & (number < TILE.qk.numbers)[None, :]
-    return tl.load(place.ptr + tl.multiple_of(row, ALIGN)[:, None] + number[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _places(start, end, sequence, pages, N: tl.constexpr, WHOLE: tl.constexpr):
     """(page, place in it) of tokens from `start` on, int64 [N] each. WHOLE: all of them are in one page."""
     row = pages.table + sequence * pages.stride
@@ -127,20 +119,12 @@ def _cached(
     TILE: tl.constexpr,
 ):
     """Heads of tokens [N] in the dtype that they are multiplied in, zero where there is none."""
-    ALIGN: tl.constexpr = TILE.align
-    FIRST: tl.constexpr = WIDTH.first
-    SECOND: tl.constexpr = WIDTH.second
     row = page * cache.at.page + place * cache.at.place + key_head.to(tl.int64) * cache.at.head
-    ptr = cache.ptr + tl.multiple_of(row, ALIGN)[:, None]
-    number = tl.arange(0, FIRST)
-    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
-    first = _numbers(tl.load(ptr + number[None, :], mask=mask, other=0), DTYPE, TILE)
-    if SECOND:
-        number = FIRST + tl.arange(0, SECOND)
-        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
-        return Pieces(first, _numbers(tl.load(ptr + number[None, :], mask=mask, other=0), DTYPE, TILE))
+    stored = load_at(cache.ptr, row, exists, WIDTH, TILE.align)
+    if stored.second is not None:
+        return Pieces(_numbers(stored.first, DTYPE, TILE), _numbers(stored.second, DTYPE, TILE))
     else:
-        return Pieces(first, None)
+        return Pieces(_numbers(stored.first, DTYPE, TILE), None)
 
 
 @triton.jit
@@ -178,21 +162,6 @@ def _with_sink(out, lse, sink):
     total = own + others
     share = tl.where(total == 0.0, 0.0, own / tl.where(total == 0.0, 1.0, total))
     return times(out, share[:, None]), joined + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
-
-
-@triton.jit
-def _store(value, ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Round heads [M] and store them at `row`, int64 [M]."""
-    FIRST: tl.constexpr = WIDTH.first
-    SECOND: tl.constexpr = WIDTH.second
-    at = ptr + tl.multiple_of(row, ALIGN)[:, None]
-    number = tl.arange(0, FIRST)
-    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
-    tl.store(at + number[None, :], value.first.to(ptr.dtype.element_ty), mask=mask)
-    if SECOND:
-        number = FIRST + tl.arange(0, SECOND)
-        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
-        tl.store(at + number[None, :], value.second.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -241,9 +210,9 @@ def decode_kernel(
     end = tl.minimum(part * PART + PART, length)
     if TILE.direct or begin < end:
         own_key = own + rows.query  # [M]
-        q = Pieces(_queries(query, rows, 0, QK.first, TILE), None)
-        if QK.second:
-            q = Pieces(q.first, _queries(query, rows, QK.first, QK.second, TILE))
+        at = query.at
+        row = sequence * at.batch + rows.query.to(tl.int64) * at.token + rows.head.to(tl.int64) * at.head
+        q = load_at(query.ptr, row, rows.exists, QK, TILE.align)
         factor = factor_of(scores, TILE.capped) + tl.zeros((M,), tl.float32)
         scale = scores.scale + tl.zeros((M,), tl.float32)
         if TILE.format is not None:
@@ -300,7 +269,7 @@ def decode_kernel(
         else:
             row += part * _plane(counts)
         tl.store(lse_ptr + row, lse, mask=rows.exists)
-        _store(out, y_ptr, row * V.numbers, rows.exists, V, TILE.out_align)
+        store_at(out, y_ptr, row * V.numbers, rows.exists, V, TILE.out_align)
 
 
 @triton.jit
@@ -362,27 +331,11 @@ def join_kernel(
         lse = tl.load(part_lse_ptr + at, mask=exists, other=MINUS_INFINITY)
         weight = tl.exp2((lse - least) * LOG2E)
         total += weight
-        first_piece = _part(part_ptr, at, exists, weight, 0, V.first, TILE)
-        if V.second:
-            second = _part(part_ptr, at, exists, weight, V.first, V.second, TILE)
-            sums = Pieces(sums.first + first_piece, sums.second + second)
-        else:
-            sums = Pieces(sums.first + first_piece, None)
+        sums = plus(sums, times(load_at(part_ptr, at * V.numbers, exists, V, ALIGN), weight[:, None]))
     empty = total == 0.0
     out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
     lse = tl.where(empty, MINUS_INFINITY, largest + tl.log2(tl.where(empty, 1.0, total)) * LN2)
     if sinks_ptr is not None:
         out, lse = _with_sink(out, lse, tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32))
     tl.store(lse_ptr + row, lse, mask=exists)
-    _store(out, y_ptr, row * V.numbers, exists, V, ALIGN)
-
-
-@triton.jit
-def _part(ptr, row, exists, weight, BEGIN: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr):
-    """A piece of a part [M, numbers], times its weight."""
-    ALIGN: tl.constexpr = TILE.out_align
-    NUMBERS: tl.constexpr = TILE.v.numbers
-    number = BEGIN + tl.arange(0, PIECE)
-    mask = exists[:, None] & (number < NUMBERS)[None, :]
-    at = ptr + tl.multiple_of(row * NUMBERS, ALIGN)[:, None] + number[None, :]
-    return tl.load(at, mask=mask, other=0.0) * weight[:, None]
+    store_at(out, y_ptr, row * V.numbers, exists, V, ALIGN)

@@ -80,6 +80,38 @@ def store_heads(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl
 
 
 @triton.jit
+def load_at(ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Heads that begin at `row`, int64 [R], zero where they do not exist."""
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    at = ptr + tl.multiple_of(row, ALIGN)[:, None]
+    number = tl.arange(0, FIRST)
+    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+    first = tl.load(at + number[None, :], mask=mask, other=0)
+    if SECOND:
+        number = FIRST + tl.arange(0, SECOND)
+        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+        return Pieces(first, tl.load(at + number[None, :], mask=mask, other=0))
+    else:
+        return Pieces(first, None)
+
+
+@triton.jit
+def store_at(value, ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Round heads and store them, each from its `row` on, int64 [R]."""
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    at = ptr + tl.multiple_of(row, ALIGN)[:, None]
+    number = tl.arange(0, FIRST)
+    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+    tl.store(at + number[None, :], rounded(value.first, ptr), mask=mask)
+    if SECOND:
+        number = FIRST + tl.arange(0, SECOND)
+        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+        tl.store(at + number[None, :], rounded(value.second, ptr), mask=mask)
+
+
+@triton.jit
 def rounded(value, ptr):
     """Rounded to the dtype that a pointer points to."""
     return value.to(ptr.dtype.element_ty)
@@ -127,6 +159,15 @@ def add_product(total, weights, rows):
         return Pieces(first, dot(weights, rows.second, total.second))
     else:
         return Pieces(first, None)
+
+
+@triton.jit
+def plus(one, other):
+    """The sum of two tiles of heads."""
+    if one.second is not None:
+        return Pieces(one.first + other.first, one.second + other.second)
+    else:
+        return Pieces(one.first + other.first, None)
 
 
 @triton.jit
