@@ -227,6 +227,7 @@ def test_mistake(mistake: str) -> None:
 # ---- what is no tensor, in every place of one --------------------------------------------------------------
 
 Y = weft.permute(X, ROWS)
+HEADS, PAGES = torch.randn(1, 2, 8, 64), torch.randn(3, 4, 1, 64)  # of attention
 CALLS: dict[str, dict[str, Any]] = {
     "rms_norm": {"x": X, "weight": W, "bias": W, "residual": X, "pre_bias": W, "residual_gate": W},
     "layer_norm": {"x": X, "weight": W, "bias": W, "modulation": torch.randn(8, 128)},
@@ -241,6 +242,17 @@ CALLS: dict[str, dict[str, Any]] = {
         "x": X, "up": torch.randn(4, 32, 64), "down": torch.randn(4, 64, 16), "routing": weft.route(X[:, :4], 2),
     },
     "grouped_matmul": {"x": X, "w": torch.randn(2, 10, 64), "ends": torch.tensor([3, 8]), "bias": torch.randn(2, 10)},
+    "attention": {
+        "query": HEADS, "key": HEADS, "value": HEADS, "sinks": torch.randn(2), "kv_lengths": torch.tensor([5]),
+    },
+    "attention_decode": {
+        "query": HEADS[0].transpose(0, 1)[:1], "cache": weft.KVCache(PAGES, PAGES),
+        "page_table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([5]), "sinks": torch.randn(2),
+    },
+    "mla_decode": {
+        "query": torch.randn(1, 2, 576), "cache": weft.KVCache(torch.randn(3, 4, 1, 576)), "scale": 1.0,
+        "page_table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([5]),
+    },
     "grouped_wgrad": {"dy": X, "x": X, "ends": torch.tensor([3, 8])},
     "matmul": {
         "a": X, "b": HEAD.t(), "bias": torch.zeros(100), "residual": torch.zeros(8, 100), "out": torch.zeros(8, 100),
@@ -261,7 +273,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
     "scale_from_amax": {"amax": torch.tensor(3.0), "format": "tensor"},
 }  # fmt: skip
-OF_LISTS = ("any_nonfinite", "clip_grads_", "count_zeros", "grad_norm")  # which take tensors in lists
+OF_LISTS = (
+    "any_nonfinite",
+    "clip_grads_",
+    "count_zeros",
+    "grad_norm",
+    "merge_attention",
+)  # which take tensors in lists
 NO_TENSORS: dict[str, Any] = {
     "nothing": None, "a number": 1.0, "a list": [1, 2], "a tuple": (64,), "a string": "x", "a module": nn.Linear(4, 4),
     "an array": torch.ones(3).numpy(), "a row map": ROWS, "a dictionary": {},

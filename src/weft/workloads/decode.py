@@ -59,6 +59,8 @@ def coded_heads(x: Tensor, dtype: torch.dtype, scaled: str) -> tuple[Tensor, Ten
     dims = {"token": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[scaled]
     largest = 127.0 if dtype is torch.int8 else 448.0
     x = x.float()
+    if not x.numel():
+        return x.to(dtype), x.new_ones({"token": x.shape[:3], "head": x.shape[2:3], "tensor": ()}[scaled])
     scale = (x.abs().amax(dims, keepdim=True) / largest).clamp(min=1e-12)
     codes = (x / scale).clamp(-largest, largest)
     codes = codes.round() if dtype is torch.int8 else codes

@@ -274,7 +274,7 @@ def test_the_right_function_for_the_cache() -> None:
         weft.attention_decode(given["query"], latent, **options)
     with pytest.raises(ValueError, match="attention_decode"):
         weft.mla_decode(given["query"], both, scale=1.0, **options)
+    with pytest.raises(ValueError, match="a cache of latents is"):
+        weft.mla_decode(given["query"], latent, scale=1.0, **options)
     with pytest.raises(TypeError, match=r"weft\.KVCache"):
         weft.attention_decode(given["query"], given["k"], **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="power of two"):
-        weft.mla_decode(given["query"], latent, scale=1.0, v_dim=48, **options)

@@ -28,13 +28,14 @@ from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous
-from ..heads.cache import E4M3, Kept, KVCache, format_of, kept_strides
+from ..heads.cache import E4M3, LATENT_ROW, Kept, KVCache, format_of, kept_strides
 from ..heads.layout import Place, Strides, with_neighbours
 from .attention import Attention
 from .configs import WIDEST, Width
 from .decode_kernels import Counts, Pages, decode_kernel, join_kernel
 
 PART = 512  # tokens
+_LATENT = 576  # numbers of a row of latents in DeepSeek's models
 
 
 class DecodeArgs(NamedTuple):
@@ -384,16 +385,15 @@ def mla_decode(
     page_table: Tensor,
     lengths: Tensor,
     scale: float,
-    v_dim: int = 512,
     return_lse: bool = False,
 ) -> Tensor | Attention:
-    """`attention_decode` over latents (DeepSeek): one row of the cache serves all heads, as key and, its first `v_dim`
-    numbers, as value.
+    """`attention_decode` over latents (DeepSeek): one row of 576 numbers serves all heads, as key, and its first 512 as
+    value.
 
-    query: [sequences, heads, dim] or [sequences, queries, heads, dim], the absorbed queries: q_nope W_uk (512 numbers)
-    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, dim], or FlashMLA's rows of bytes in
+    query: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512 numbers)
+    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in
     uint8 [pages, page_size, 1, 656] (512 codes e4m3, four fp32 scales, 64 numbers in bf16), for queries in bf16.
-    `scale` has no default: it is that of the heads before absorption, 192 ** -0.5 times YaRN's factor, not dim ** -0.5.
+    `scale` has no default: it is that of the heads before absorption, 192 ** -0.5 times YaRN's factor, not 576 ** -0.5.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))
@@ -404,13 +404,12 @@ def mla_decode(
     if isinstance(cache, KVCache):
         if cache.v is not None:
             raise ValueError("the cache has a v: attention_decode is for caches of keys and values")
-        whole("v_dim", v_dim, 1)
-        dim = 576 if cache.has_latent_rows else cache.k.shape[-1]
-        if v_dim > dim or _power(v_dim) != v_dim or (cache.has_latent_rows and v_dim != 512):
+        if cache.k.shape[-2:] != (1, _LATENT) and not cache.has_latent_rows:
             raise ValueError(
-                f"v_dim must be a power of two and at most the {dim} numbers of a row, 512 for FlashMLA's; got {v_dim}"
+                f"a cache of latents is [pages, page_size, 1, {_LATENT}], or FlashMLA's rows in uint8 "
+                f"[pages, page_size, 1, {LATENT_ROW}]; got {cache.k.dtype} {tuple(cache.k.shape)}"
             )
-    return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, v_dim)
+    return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, 512)
 
 
 def _decode(
@@ -427,13 +426,13 @@ def _decode(
         )
     q = query if query.dim() == 4 else query[:, None]
     sequences, _, heads, dim = q.shape
-    numbers = 576 if cache.has_latent_rows else k.shape[-1]
+    numbers = _LATENT if cache.has_latent_rows else k.shape[-1]
     if k.device != query.device or numbers != dim or heads % k.shape[2]:
         raise ValueError(
             f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {numbers} "
             f"numbers on {k.device}: dims are equal, and heads a multiple"
         )
-    widest = 576 if v is None else WIDEST
+    widest = _LATENT if v is None else WIDEST
     if max(dim, v_dim) > widest:
         raise ValueError(f"heads must have at most {widest} numbers; got {max(dim, v_dim)}")
     wanted = torch.bfloat16 if cache.has_latent_rows else k.dtype
