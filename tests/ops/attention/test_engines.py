@@ -759,7 +759,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": heads(70, 90, batch=2, dtype=BF16) | LOWER,
     "square": heads(70, dtype=BF16) | {"is_causal": True, "causal_align": "upper_left", "scale": 0.3},
     "no neighbours": {name: x.mT.contiguous().mT for name, x in heads(70, dtype=BF16).items()} | LOWER,
-    "odd places": {name: F.pad(x, (1, 2))[..., 1:-2] for name, x in heads(70, dtype=BF16).items()},
+    "odd place": {name: F.pad(x, (1, 7))[..., 1:-7] for name, x in heads(70, dtype=BF16).items()},
+    "odd strides": {name: F.pad(x, (0, 3))[..., :-3] for name, x in heads(70, dtype=BF16).items()},
     "every second": {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in heads(70, dtype=BF16).items()},
     "expanded": heads(70, batch=3, dtype=BF16)
     | {name: x.expand(3, -1, -1, -1) for name, x in heads(70, dtype=BF16).items() if name != "query"},
