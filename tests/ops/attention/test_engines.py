@@ -288,6 +288,14 @@ def test_an_engine_that_cannot_be_is_refused() -> None:
             weft.attention(**call, engine=engine)
 
 
+def test_a_call_is_refused_before_anything_runs() -> None:
+    """Also one that no kernel would serve."""
+    with weft.backend("reference"), pytest.raises(ValueError, match="engine='torch' lacks softcap"):
+        weft.attention(**heads(20, dtype=BF16), softcap=3.0, engine="torch")
+    with pytest.raises(ValueError, match="engine='fa2' lacks kernels for cpu"):
+        weft.attention(**heads(0, dtype=BF16), engine="fa2")
+
+
 def test_recording_meets_no_library() -> None:
     """Whoever bundles kernels wants Weft's own, which serve where a library is missing."""
     call = {name: torch.empty(x.shape, dtype=BF16, device="meta") for name, x in heads(128, dim=128).items()}
@@ -456,10 +464,13 @@ def test_a_gradient_of_lse_goes_to_weft(gpu: Callable[..., AttentionArgs]) -> No
     assert chosen(backward_of(call, call.query, lse, lse), "sm_90") == "Weft"
 
 
+@pytest.mark.usefixtures("everything")
 def test_tensors_on_a_cpu_do_not_go_to_a_gpu() -> None:
     """`choosing_for` runs what a GPU would launch."""
     call = arguments(*heads(20, dtype=BF16).values())
     assert chosen(call, "sm_90") == "Weft"
+    with pytest.raises(ValueError, match="engine='fa3' lacks kernels for tensors on cpu"):
+        chosen(call._replace(engine="fa3"), "sm_90")
 
 
 # ---- PyTorch's kernels for GPUs -------------------------------------------------------------------------------
