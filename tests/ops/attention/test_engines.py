@@ -125,8 +125,8 @@ def error(found: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_torch_is_as_accurate(dtype: torch.dtype, sizes: dict[str, Any], mask: dict[str, Any]) -> None:
-    """At most 1.1 times the error of Weft's own kernels. lse is made of an exponential with 2e-5 of error in PyTorch's
-    kernel, as measured; three of them are allowed. The gradients are by Weft's own kernels after PyTorch's forward."""
+    """At most 1.1 times the error of Weft's own kernels. The lse of PyTorch's kernel was measured to be
+    off by up to 7e-5; 1e-4 is allowed. The gradients are by Weft's own kernels after PyTorch's forward."""
     call = heads(**sizes, dtype=dtype) | mask
     exact = run(**call | {name: call[name].double() for name in ("query", "key", "value")})
     own, auto = run(**call, engine="weft"), run(**call)

@@ -1,8 +1,9 @@
 """Kernels of other libraries that attend: what they have, and how they are called.
 
-Argument lists and limits were read in the sources of PyTorch 2.13.0, flash-attn 2.8.4, FlashAttention-3 and -4 (the
-latter 4.0.0 beta 27) at commit 0251105 of Dao-AILab/flash-attention, and AITER at commit e404860 of ROCm/aiter. What
-runs on a CPU is tested; what runs on a GPU was never run by this project.
+Argument lists are those of PyTorch 2.13.0, of flash-attn 2.8.4, FlashAttention-3 and -4 (the latter 4.0.0 beta 27) at
+commit 0251105 of Dao-AILab/flash-attention, and of AITER at commit e404860 of ROCm/aiter. So are the limits, but for
+PyTorch's on GPUs, which were read in other versions of its sources. What runs on a CPU is tested; what runs on a GPU
+was never run by this project.
 
 - A forward gives the result and lse; a backward takes what Weft's own takes, dlse apart. So a call may go forward with
   one and backward with another: y, lse and the inputs are all that either needs.
@@ -368,7 +369,7 @@ def _equal(dim: int, v_dim: int) -> bool:
 
 
 def _fa2_widths(dim: int, v_dim: int) -> bool:
-    # Its backward fails on GeForce for those in between.
+    # PyTorch refuses to train with up to 224 on GeForce; those in between are rare.
     return _equal(dim, v_dim) and (dim <= 192 or dim == 256)
 
 
