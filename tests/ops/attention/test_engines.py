@@ -125,8 +125,8 @@ def error(found: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_torch_is_as_accurate(dtype: torch.dtype, sizes: dict[str, Any], mask: dict[str, Any]) -> None:
-    """At most 1.1 times the error of Weft's own kernels. lse is made of an exponential with 2e-5 of error in PyTorch's
-    kernel, as measured; three of them are allowed. The gradients are by Weft's own kernels after PyTorch's forward."""
+    """At most 1.1 times the error of Weft's own kernels. The lse of PyTorch's kernel was measured to be
+    off by up to 7e-5; 1e-4 is allowed. The gradients are by Weft's own kernels after PyTorch's forward."""
     call = heads(**sizes, dtype=dtype) | mask
     exact = run(**call | {name: call[name].double() for name in ("query", "key", "value")})
     own, auto = run(**call, engine="weft"), run(**call)
@@ -286,6 +286,14 @@ def test_an_engine_that_cannot_be_is_refused() -> None:
     for engine in ("fa2", "fa3", "fa4", "aiter"):
         with pytest.raises(ValueError, match=f"engine='{engine}' lacks kernels for cpu"):
             weft.attention(**call, engine=engine)
+
+
+def test_a_call_is_refused_before_anything_runs() -> None:
+    """Also one that no kernel would serve."""
+    with weft.backend("reference"), pytest.raises(ValueError, match="engine='torch' lacks softcap"):
+        weft.attention(**heads(20, dtype=BF16), softcap=3.0, engine="torch")
+    with pytest.raises(ValueError, match="engine='fa2' lacks kernels for cpu"):
+        weft.attention(**heads(0, dtype=BF16), engine="fa2")
 
 
 def test_recording_meets_no_library() -> None:
@@ -456,10 +464,13 @@ def test_a_gradient_of_lse_goes_to_weft(gpu: Callable[..., AttentionArgs]) -> No
     assert chosen(backward_of(call, call.query, lse, lse), "sm_90") == "Weft"
 
 
+@pytest.mark.usefixtures("everything")
 def test_tensors_on_a_cpu_do_not_go_to_a_gpu() -> None:
     """`choosing_for` runs what a GPU would launch."""
     call = arguments(*heads(20, dtype=BF16).values())
     assert chosen(call, "sm_90") == "Weft"
+    with pytest.raises(ValueError, match="engine='fa3' lacks kernels for tensors on cpu"):
+        chosen(call._replace(engine="fa3"), "sm_90")
 
 
 # ---- PyTorch's kernels for GPUs -------------------------------------------------------------------------------
@@ -759,7 +770,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": heads(70, 90, batch=2, dtype=BF16) | LOWER,
     "square": heads(70, dtype=BF16) | {"is_causal": True, "causal_align": "upper_left", "scale": 0.3},
     "no neighbours": {name: x.mT.contiguous().mT for name, x in heads(70, dtype=BF16).items()} | LOWER,
-    "odd places": {name: F.pad(x, (1, 2))[..., 1:-2] for name, x in heads(70, dtype=BF16).items()},
+    "odd place": {name: F.pad(x, (1, 7))[..., 1:-7] for name, x in heads(70, dtype=BF16).items()},
+    "odd strides": {name: F.pad(x, (0, 3))[..., :-3] for name, x in heads(70, dtype=BF16).items()},
     "every second": {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in heads(70, dtype=BF16).items()},
     "expanded": heads(70, batch=3, dtype=BF16)
     | {name: x.expand(3, -1, -1, -1) for name, x in heads(70, dtype=BF16).items() if name != "query"},

@@ -41,8 +41,8 @@ class Rule(NamedTuple):
 TABLE: tuple[Rule, ...] = (
     Rule(
         ("cpu",), "PyTorch on CPUs", False,
-        "measured: Weft's own has 0.33 to 0.43 of its speed, backward 0.63; but its backward adds up the gradients of "
-        "keys and values in bf16, with 1.6 to 4 times the error, more for more queries to a key",
+        "measured: Weft's own has 0.33 to 0.43 of its speed, backward 0.63; but its backward adds blocks of queries to "
+        "gradients of keys and values in their dtype: 1.6 to 4.3 times the error, more for more queries to a key",
     ),
     Rule(("sm_90",), "FlashAttention-3", True, "648 TFLOPS on an H100, a Triton kernel 465 to 487 (its paper)"),
     Rule(("sm_100", "sm_103"), "FlashAttention-4", True, "2.1 to 2.7 times a Triton kernel (arXiv 2603.05451)"),

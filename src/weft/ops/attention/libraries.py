@@ -1,8 +1,9 @@
 """Kernels of other libraries that attend: what they have, and how they are called.
 
-Argument lists and limits were read in the sources of PyTorch 2.13.0, flash-attn 2.8.4, FlashAttention-3 and -4 (the
-latter 4.0.0 beta 27) at commit 0251105 of Dao-AILab/flash-attention, and AITER at commit e404860 of ROCm/aiter. What
-runs on a CPU is tested; what runs on a GPU was never run by this project.
+Argument lists are those of PyTorch 2.13.0, of flash-attn 2.8.4, FlashAttention-3 and -4 (the latter 4.0.0 beta 27) at
+commit 0251105 of Dao-AILab/flash-attention, and of AITER at commit e404860 of ROCm/aiter. So are the limits, but for
+PyTorch's on GPUs, which were read in other versions of its sources. What runs on a CPU is tested; what runs on a GPU
+was never run by this project.
 
 - A forward gives the result and lse; a backward takes what Weft's own takes, dlse apart. So a call may go forward with
   one and backward with another: y, lse and the inputs are all that either needs.
@@ -66,16 +67,15 @@ class Problem(NamedTuple):
             "window_size_right": unbounded if right is None else right,
         }
 
-    def packed(self) -> dict[str, Any]:
-        """Arguments for packed sequences. The longest is not known here, and no longer than all together."""
-        if self.starts is None:
-            return {}
-        return {
-            "cu_seqlens_q": self.starts,
-            "cu_seqlens_k": self.starts,
-            "max_seqlen_q": len(self.q),
-            "max_seqlen_k": len(self.k),
-        }
+    def options(self, unbounded: int | None, causal: str = "causal") -> dict[str, Any]:
+        """What FlashAttention takes besides tensors of heads, where `causal` is the name of that argument. Of packed
+        sequences the longest is not known here; it is no longer than all together."""
+        found: dict[str, Any] = {"softmax_scale": self.scale, causal: self.causal, "softcap": self.softcap}
+        found |= self.window(unbounded)
+        if self.starts is not None:
+            found |= {"cu_seqlens_q": self.starts, "cu_seqlens_k": self.starts}
+            found |= {"max_seqlen_q": len(self.q), "max_seqlen_k": len(self.k)}
+        return found
 
     def by_heads(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as PyTorch takes them, [batch, heads, tokens, numbers]."""
@@ -303,117 +303,41 @@ _AITER = _Module(
 
 def _fa2_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     forward = _FA2.get("_flash_attn_forward" if p.starts is None else "_flash_attn_varlen_forward")
-    out, found, *_ = forward(
-        q=p.q,
-        k=p.k,
-        v=p.v,
-        dropout_p=0.0,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        softcap=p.softcap,
-        alibi_slopes=None,
-        return_softmax=False,
-        **p.window(-1),
-        **p.packed(),
-    )
+    more = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
+    out, found, *_ = forward(p.q, p.k, p.v, **more, **p.options(-1))
     return out, found
 
 
 def _fa2_backward(p: Problem, u: Upstream) -> None:
     backward = _FA2.get("_flash_attn_backward" if p.starts is None else "_flash_attn_varlen_backward")
-    backward(
-        dout=u.dout,
-        q=p.q,
-        k=p.k,
-        v=p.v,
-        out=u.out,
-        softmax_lse=u.lse,
-        dq=u.dq,
-        dk=u.dk,
-        dv=u.dv,
-        dropout_p=0.0,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        softcap=p.softcap,
-        alibi_slopes=None,
-        deterministic=True,
-        **p.window(-1),
-        **p.packed(),
-    )
+    more = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": True}
+    backward(u.dout, p.q, p.k, p.v, u.out, u.lse, u.dq, u.dk, u.dv, **more, **p.options(-1))
 
 
 def _fa3_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     # Its out_= is not for us: PyTorch refuses a custom op whose result is one of its arguments.
-    out, found, *_ = _FA3.get("_flash_attn_forward")(
-        p.q,
-        p.k,
-        p.v,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        softcap=p.softcap,
-        num_splits=1,
-        **p.window(-1),
-        **p.packed(),
-    )
+    out, found, *_ = _FA3.get("_flash_attn_forward")(p.q, p.k, p.v, num_splits=1, **p.options(-1))
     return out, found
 
 
 def _fa3_backward(p: Problem, u: Upstream) -> None:
-    _FA3.get("_flash_attn_backward")(
-        u.dout,
-        p.q,
-        p.k,
-        p.v,
-        u.out,
-        u.lse,
-        dq=u.dq,
-        dk=u.dk,
-        dv=u.dv,
-        softmax_scale=p.scale,
-        is_causal=p.causal,
-        softcap=p.softcap,
-        deterministic=True,
-        **p.window(-1),
-        **p.packed(),
-    )
+    into = {"dq": u.dq, "dk": u.dk, "dv": u.dv}
+    options = p.options(-1, causal="is_causal")
+    backward = _FA3.get("_flash_attn_backward")
+    backward(u.dout, p.q, p.k, p.v, u.out, u.lse, **into, deterministic=True, **options)
 
 
 def _fa4_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     into = {"out": y, "lse": lse} if p.starts is None else {}
-    out, found, *_ = _FA4.get("_flash_attn_fwd")(
-        p.q,
-        p.k,
-        p.v,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        softcap=p.softcap,
-        num_splits=1,
-        return_lse=True,
-        **p.window(None),
-        **p.packed(),
-        **into,
-    )
+    forward = _FA4.get("_flash_attn_fwd")
+    out, found, *_ = forward(p.q, p.k, p.v, num_splits=1, return_lse=True, **into, **p.options(None))
     return out, found
 
 
 def _fa4_backward(p: Problem, u: Upstream) -> None:
-    _FA4.get("_flash_attn_bwd")(
-        p.q,
-        p.k,
-        p.v,
-        u.out,
-        u.dout,
-        u.lse,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        softcap=p.softcap,
-        deterministic=True,
-        dq=u.dq,
-        dk=u.dk,
-        dv=u.dv,
-        **p.window(None),
-        **p.packed(),
-    )
+    into = {"dq": u.dq, "dk": u.dk, "dv": u.dv}
+    backward = _FA4.get("_flash_attn_bwd")
+    backward(p.q, p.k, p.v, u.out, u.dout, u.lse, **into, deterministic=True, **p.options(None))
 
 
 _TO_NEAREST = 0  # how AITER's assembly rounds to bf16: to nearest even
@@ -421,48 +345,19 @@ _TO_NEAREST = 0  # how AITER's assembly rounds to bf16: to nearest even
 
 def _aiter_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     out, found, *_ = _AITER.get("_flash_attn_forward")(
-        p.q,
-        p.k,
-        p.v,
-        dropout_p=0.0,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        sink_size=0,
-        bias=None,
-        alibi_slopes=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        return_lse=True,
-        return_softmax=False,
-        how_v3_bf16_cvt=_TO_NEAREST,
-        num_splits=1,
-        **p.window(-1),
-    )
+        p.q, p.k, p.v, dropout_p=0.0, softmax_scale=p.scale, causal=p.causal, **p.window(-1), sink_size=0, bias=None,
+        alibi_slopes=None, q_descale=None, k_descale=None, v_descale=None, return_lse=True, return_softmax=False,
+        how_v3_bf16_cvt=_TO_NEAREST, num_splits=1,
+    )  # fmt: skip
     return out, found
 
 
 def _aiter_backward(p: Problem, u: Upstream) -> None:
     _AITER.get("_flash_attn_backward")(
-        u.dout,
-        p.q,
-        p.k,
-        p.v,
-        u.out,
-        u.lse,
-        u.dq,
-        u.dk,
-        u.dv,
-        dbias=None,
-        dropout_p=0.0,
-        softmax_scale=p.scale,
-        causal=p.causal,
-        bias=None,
-        alibi_slopes=None,
-        deterministic=True,
+        u.dout, p.q, p.k, p.v, u.out, u.lse, u.dq, u.dk, u.dv, dbias=None, dropout_p=0.0, softmax_scale=p.scale,
+        causal=p.causal, **p.window(-1), bias=None, alibi_slopes=None, deterministic=True,
         how_v3_bf16_cvt=_TO_NEAREST,
-        **p.window(-1),
-    )
+    )  # fmt: skip
 
 
 # ---- what each has ----------------------------------------------------------------------------------------
@@ -474,7 +369,7 @@ def _equal(dim: int, v_dim: int) -> bool:
 
 
 def _fa2_widths(dim: int, v_dim: int) -> bool:
-    # Its backward fails on GeForce for those in between.
+    # PyTorch refuses to train with up to 224 on GeForce; those in between are rare.
     return _equal(dim, v_dim) and (dim <= 192 or dim == 256)
 
 
