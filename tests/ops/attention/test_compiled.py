@@ -25,6 +25,7 @@ class Case(NamedTuple):
 
 CASES = {
     "bf16-64": Case(torch.bfloat16, 64, 64),
+    "bf16-96": Case(torch.bfloat16, 96, 96),
     "bf16-128": Case(torch.bfloat16, 128, 128),
     "bf16-192": Case(torch.bfloat16, 192, 128),
     "bf16-256": Case(torch.bfloat16, 256, 256),

@@ -60,7 +60,8 @@ class AttentionConfig:
 # Kernel -> widest head that the tiles are for -> target -> (m, n, warps, stages).
 _Tiles = dict[str, dict[int, dict[str, tuple[int, int, int, int]]]]
 
-# On AMD a warp has 32 rows of a tile of scores: with more warps than there are such rows, scores are computed twice.
+# A warp has 32 rows of a tile of scores on AMD, and 16 on sm_80, sm_89 and sm_120 if heads are in two pieces: where
+# there are more warps than that, scores are computed more than once.
 _HALF: _Tiles = {
     "forward": {
         64: {
@@ -70,6 +71,13 @@ _HALF: _Tiles = {
             "gfx942": (128, 64, 4, 1),
             "gfx950": (128, 64, 4, 1),
             "": (128, 64, 8, 2),
+        },
+        96: {
+            "sm_90": (128, 128, 8, 2),
+            "sm_100": (128, 128, 8, 2),
+            "gfx942": (128, 64, 8, 1),
+            "gfx950": (128, 64, 8, 1),
+            "": (128, 64, 8, 1),
         },
         128: {
             "sm_90": (128, 128, 8, 2),
@@ -102,6 +110,13 @@ _HALF: _Tiles = {
             "gfx950": (128, 32, 4, 1),
             "": (64, 64, 8, 2),
         },
+        96: {
+            "sm_90": (128, 64, 8, 2),
+            "sm_100": (128, 64, 8, 2),
+            "gfx942": (128, 32, 4, 1),
+            "gfx950": (128, 32, 4, 1),
+            "": (64, 32, 4, 1),
+        },
         128: {
             "sm_90": (128, 64, 8, 2),
             "sm_100": (128, 64, 8, 2),
@@ -130,6 +145,13 @@ _HALF: _Tiles = {
             "gfx942": (32, 128, 4, 1),
             "gfx950": (32, 128, 4, 1),
             "": (32, 64, 8, 2),
+        },
+        96: {
+            "sm_90": (64, 64, 8, 2),
+            "sm_100": (64, 64, 8, 2),
+            "gfx942": (32, 128, 4, 1),
+            "gfx950": (32, 128, 4, 1),
+            "": (16, 64, 4, 1),
         },
         128: {
             "sm_89": (64, 64, 8, 1),
