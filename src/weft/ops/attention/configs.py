@@ -60,8 +60,8 @@ class AttentionConfig:
 # Kernel -> widest head that the tiles are for -> target -> (m, n, warps, stages).
 _Tiles = dict[str, dict[int, dict[str, tuple[int, int, int, int]]]]
 
-# A warp has 32 rows of a tile of scores on AMD, and 16 on sm_80, sm_89 and sm_120 if heads are in two pieces: where
-# there are more warps than that, scores are computed more than once.
+# A warp has 32 rows of a tile of scores or sums on AMD, and most often 16 on sm_80, sm_89 and sm_120. Where there are
+# more warps than that, products are computed more than once.
 _HALF: _Tiles = {
     "forward": {
         64: {
@@ -105,10 +105,9 @@ _HALF: _Tiles = {
         64: {
             "sm_90": (128, 64, 8, 2),
             "sm_100": (128, 64, 8, 2),
-            "sm_120": (64, 64, 8, 1),
             "gfx942": (128, 32, 4, 1),
             "gfx950": (128, 32, 4, 1),
-            "": (64, 64, 8, 2),
+            "": (128, 32, 8, 2),
         },
         96: {
             "sm_90": (128, 64, 8, 2),
@@ -132,19 +131,20 @@ _HALF: _Tiles = {
             "": (32, 64, 8, 1),
         },
         256: {
+            "sm_90": (64, 32, 8, 1),
+            "sm_100": (64, 32, 8, 1),
             "gfx942": (128, 32, 4, 1),
             "gfx950": (128, 32, 4, 1),
-            "": (64, 32, 8, 1),
+            "": (32, 64, 8, 1),
         },
     },
     "key": {
         64: {
-            "sm_89": (64, 64, 4, 1),
             "sm_90": (64, 64, 8, 2),
             "sm_100": (64, 64, 8, 2),
             "gfx942": (32, 128, 4, 1),
             "gfx950": (32, 128, 4, 1),
-            "": (32, 64, 8, 2),
+            "": (32, 128, 8, 2),
         },
         96: {
             "sm_90": (64, 64, 8, 2),
@@ -168,7 +168,7 @@ _HALF: _Tiles = {
             "": (16, 32, 4, 1),
         },
         256: {
-            "sm_90": (32, 64, 8, 1),
+            "sm_90": (32, 64, 8, 2),
             "sm_100": (32, 64, 8, 1),
             "gfx942": (16, 64, 4, 1),
             "gfx950": (16, 64, 4, 1),
