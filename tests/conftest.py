@@ -4,6 +4,7 @@ from triton_loom.testing.fixtures import (
     fixed_seeds,
     poisoned_allocations,
     poisoned_scratch,
+    pytest_collection_finish,
     pytest_report_header,
     restored_threads,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "fixed_seeds",
     "poisoned_allocations",
     "poisoned_scratch",
+    "pytest_collection_finish",
     "pytest_report_header",
     "restored_threads",
 ]

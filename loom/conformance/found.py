@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .projects import PROJECTS
+from .projects import PROJECTS, Project
 from .run import LOOM
 from .sources import bring
 
@@ -27,24 +28,36 @@ def snippets() -> list[tuple[str, str]]:
     return [(name.group(1), block) for name, block in named if name]
 
 
-def check(ci: bool) -> list[str]:
-    """The reproductions that do not show what they say; with `ci`, of projects that are run there."""
+def check(ci: bool, jobs: int = 2) -> list[str]:
+    """The reproductions that do not show what they say, of which `jobs` run at a time; with `ci`, of projects that are
+    run there."""
+    chosen = [
+        (project, program)
+        for name, program in snippets()
+        for project in PROJECTS
+        if project.name == name and (not ci or any(suite.ci for suite in project.suites))
+    ]
+    for project, _ in chosen:
+        bring(project)
     failed = []
-    for name, program in snippets():
-        project = next(project for project in PROJECTS if project.name == name)
-        if ci and not any(suite.ci for suite in project.suites):
-            continue
-        path = [LOOM, LOOM / "src", *bring(project)]
-        environment = {
-            **os.environ,
-            **project.environment,
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "TRITON_DEFAULT_BACKEND": "cpu",
-        }
-        with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / "found.py"  # Triton reads the kernels in it
-            file.write_text(program)
-            ended = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
-        print(f"found.md, {name}: {'as written' if ended.returncode == 0 else ended.stderr}", flush=True)
-        failed += [f"found.md, {name}"] if ended.returncode else []
+    with ThreadPoolExecutor(jobs) as pool:
+        for (project, _), said in zip(chosen, pool.map(lambda piece: said_by(*piece), chosen), strict=True):
+            print(f"found.md, {project.name}: {said or 'as written'}", flush=True)
+            failed += [f"found.md, {project.name}"] if said else []
     return failed
+
+
+def said_by(project: Project, program: str) -> str:
+    """Nothing, or what a reproduction that failed said."""
+    path = [LOOM, LOOM / "src", *bring(project)]
+    environment = {
+        **os.environ,
+        **project.environment,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "TRITON_DEFAULT_BACKEND": "cpu",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "found.py"  # Triton reads the kernels in it
+        file.write_text(program)
+        ended = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
+    return ended.stderr or f"ended with {ended.returncode}" if ended.returncode else ""

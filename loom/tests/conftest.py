@@ -6,6 +6,7 @@ from triton_loom.testing.fixtures import (
     fixed_seeds,
     poisoned_allocations,
     poisoned_scratch,
+    pytest_collection_finish,
     pytest_report_header,
     restored_threads,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "fixed_seeds",
     "poisoned_allocations",
     "poisoned_scratch",
+    "pytest_collection_finish",
     "pytest_report_header",
     "quick_builds",
     "restored_threads",

@@ -241,6 +241,7 @@ def attempt(what: Callable[..., Any], *args: Any) -> str:
 # ---- functions, as they are called ---------------------------------------------------------------------
 
 BATCH, TOKENS, WIDTH, EXPERTS = 4, 8, 64, 8
+ALWAYS, BY_NIGHT = "always", "by night"
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     cuts: tuple[str | None, ...] = ("b", "s", None)
     exact: bool = True  # no result depends on what ranks add up
-    compiled: bool = False  # as well: one call of each function
+    compiled: str = ""  # as well: ALWAYS, one call of each op and one that quantises, or BY_NIGHT
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(7)
@@ -317,16 +318,16 @@ HEADS = {
     "k_weight": ("d", (16,)),
 }
 CALLS = {
-    "rms_norm": Call(weft.rms_norm, {"x": X, "weight": WEIGHT, "residual": X}, compiled=True),
-    "modulated samples": Call(adaln, {"x": X, "modulation": ("b k", (BATCH, 3 * WIDTH))}, compiled=True),
+    "rms_norm": Call(weft.rms_norm, {"x": X, "weight": WEIGHT, "residual": X}, compiled=ALWAYS),
+    "modulated samples": Call(adaln, {"x": X, "modulation": ("b k", (BATCH, 3 * WIDTH))}, compiled=BY_NIGHT),
     "gated samples": Call(
         weft.layer_norm,
         {"x": X, "residual": X, "pre_bias": WEIGHT, "residual_gate": ("b k", (BATCH, WIDTH))},
-        compiled=True,
+        compiled=BY_NIGHT,
     ),
     "gated rows": Call(weft.rms_norm, {"x": X, "residual": X, "residual_gate": X}),
     "modulated rows": Call(adaln_of_rows, {"x": X, "scale": X, "shift": X}),
-    "quantised rows": Call(quantized, {"x": X, "weight": WEIGHT}, {"quantize": "1x128"}, compiled=True),
+    "quantised rows": Call(quantized, {"x": X, "weight": WEIGHT}, {"quantize": "1x128"}, compiled=ALWAYS),
     "quantised, scaled": Call(
         quantized,
         {"x": X, "weight": WEIGHT},
@@ -338,14 +339,14 @@ CALLS = {
         {"x": X, "up": X, "probs": ("b s _", (BATCH, TOKENS, 1))},
         cuts=("k", "b"),
         exact=False,
-        compiled=True,
+        compiled=ALWAYS,
     ),
     "glu with a bias": Call(
         weft.glu,
         {"x": X, "bias": WEIGHT},
         {"layout": "none"},
         cuts=("k", "b"),
-        compiled=True,
+        compiled=BY_NIGHT,
     ),
     "glu, its gradient quantised": Call(
         weft.glu, {"x": X}, {"quantize_grad": "1x128", "grad_columnwise": False}, ("s",)
@@ -358,14 +359,14 @@ CALLS = {
             "weight": WEIGHT,
         },
         {"groups": 2, "transpose": True},
-        compiled=True,
+        compiled=ALWAYS,
     ),
     "rope": Call(
         weft.rope,
         {"x": ("b s h d", (BATCH, TOKENS, 4, 16))},
         {"rotation": weft.Rotation(1e4)},
         ("s", "h", "b"),
-        compiled=True,
+        compiled=ALWAYS,
     ),
     "rope of tables": Call(
         weft.rope,
@@ -386,23 +387,23 @@ CALLS = {
         biased_heads,
         {"qkv": ("b s h", (BATCH, TOKENS, 16 * 16)), "bias": ("h", (16 * 16,))},
         cuts=("h", "b"),
-        compiled=True,
+        compiled=BY_NIGHT,
     ),
-    "qkv_prepare of heads": Call(prepared, HEADS, {}, ("h", "s"), compiled=True),
+    "qkv_prepare of heads": Call(prepared, HEADS, {}, ("h", "s"), compiled=ALWAYS),
     "router_linear": Call(
         weft.router_linear,
         {"x": X, "weight": ("e k", (EXPERTS, WIDTH)), "bias": ("e", (EXPERTS,))},
         {},
         ("e", "b"),
-        compiled=True,
+        compiled=ALWAYS,
     ),
-    "route": Call(losses, {"logits": ("b s e", (BATCH, TOKENS, EXPERTS))}, exact=False, compiled=True),
+    "route": Call(losses, {"logits": ("b s e", (BATCH, TOKENS, EXPERTS))}, exact=False, compiled=ALWAYS),
     "permute": Call(
         routed,
         {"x": ("b k", (BATCH * TOKENS, WIDTH)), "logits": ("b e", (BATCH * TOKENS, EXPERTS))},
         {},
         ("b", None),
-        compiled=True,
+        compiled=ALWAYS,
     ),
 }
 
@@ -457,17 +458,22 @@ def compare_call(call: Call, cut: str | None, mesh: DeviceMesh, function: Callab
 
 
 def compare_calls(mesh: DeviceMesh) -> dict[str, str]:
-    """In a group of two, eager and compiled; in a larger one the first cut, eager."""
+    """Eager: in a group of two every cut, in a larger one the first."""
+    return {
+        f"{name}, {cut}": attempt(compare_call, call, cut, mesh, call.function)
+        for name, call in CALLS.items()
+        for cut in (call.cuts if mesh.size() == 2 else call.cuts[:1])
+    }
+
+
+def compare_compiled(mesh: DeviceMesh, when: str) -> dict[str, str]:
+    """In one graph, with the first cut."""
     found = {}
     for name, call in CALLS.items():
-        for cut in call.cuts if mesh.size() == 2 else call.cuts[:1]:
-            found[f"{name}, {cut}"] = attempt(compare_call, call, cut, mesh, call.function)
-        if mesh.size() == 2 and call.compiled:
+        if call.compiled == when:
             torch._dynamo.reset()
             compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-            found[f"{name}, {call.cuts[0]}, compiled"] = attempt(
-                compare_call, call, call.cuts[0], mesh, compiled
-            )
+            found[name] = attempt(compare_call, call, call.cuts[0], mesh, compiled)
     return found
 
 
@@ -523,6 +529,8 @@ def main(rank: int, world: int, directory: Path, every: bool = False) -> None:
     found: dict[str, dict[str, str]] = {"ops": compare_ops(mesh, square, every)}
     if not every:
         found |= {"calls": compare_calls(mesh), "refusals": refusals(mesh)}
+    if world == 2:
+        found["compiled"] = compare_compiled(mesh, BY_NIGHT if every else ALWAYS)
     torch.save(found, directory / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -78,11 +78,27 @@ def test_shards_by_every_kernel(op: str, ranks_with_every_kernel: Results) -> No
     compare_shards(op, ranks_with_every_kernel(2))
 
 
+def assert_right(found: dict[str, str]) -> None:
+    wrong = {name: said for name, said in found.items() if said}
+    assert found
+    assert not wrong, "\n".join([*wrong, *wrong.values()])
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_functions_take_distributed_tensors_eager_and_compiled(world: int, ranks: Results) -> None:
+def test_functions_take_distributed_tensors(world: int, ranks: Results) -> None:
     for rank in ranks(world):
-        wrong = {name: wrong for name, wrong in rank["calls"].items() if wrong}
-        assert not wrong, "\n".join([*wrong, *wrong.values()])
+        assert_right(rank["calls"])
+
+
+def test_compiled_functions_take_distributed_tensors(ranks: Results) -> None:
+    for rank in ranks(2):
+        assert_right(rank["compiled"])
+
+
+@pytest.mark.slow
+def test_further_compiled_functions_take_distributed_tensors(ranks_with_every_kernel: Results) -> None:
+    for rank in ranks_with_every_kernel(2):
+        assert_right(rank["compiled"])
 
 
 @pytest.mark.parametrize("world", WORLDS)

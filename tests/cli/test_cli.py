@@ -328,6 +328,9 @@ def test_gpus_are_shown_with_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -
     text = shown(report, 100)
     assert "NVIDIA H100 80GB HBM3" in text
     assert "multiprocessors" in text
+    assert "attention by" in text
+    assert "flash_attn_interface" in h100.attention
+    assert (l4.attention, t4.attention) == ("weft", "reference")
 
 
 @pytest.mark.parametrize("width", [80, 120])

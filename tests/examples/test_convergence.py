@@ -122,13 +122,13 @@ def stale_scale(patch: pytest.MonkeyPatch) -> None:
     make = layer.quantised_copies
     kept: dict[Any, Tensor] = {}
 
-    def broken(x: Tensor, spec: str, *options: Any) -> Any:
+    def broken(x: Tensor, spec: str, *options: Any, **more: Any) -> Any:
         def stale(copy: Copy | None, side: int) -> Copy | None:
             if copy is None:
                 return None
             return copy._replace(scale=kept.setdefault((x.shape, spec, side), copy.scale))
 
-        row, col = make(x, spec, *options)
+        row, col = make(x, spec, *options, **more)
         return stale(row, 0), stale(col, 1)
 
     patch.setattr(layer, "quantised_copies", broken)

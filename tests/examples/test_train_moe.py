@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.examples import example
+from tests.support.examples import example, run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = {"layers": 1, "hidden": 128, "heads": 2, "experts": 4, "width": 128, "sequence": 64, "sequences": 4}
@@ -107,16 +105,8 @@ def test_two_ranks_train_the_same_model(tmp_path: Path) -> None:
         for name, value in {**TINY, "recipe": "fp32", "steps": 6, "validate-every": 2}.items()
         for word in (f"--{name}", str(value))
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     outputs = ["--json", str(tmp_path / "two.json"), "--checkpoint", str(tmp_path / "two")]
-    done = subprocess.run(
-        [*launch, str(ROOT / "examples/train_moe.py"), *flags, *outputs],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("train_moe", *flags, *outputs, ranks=2)
     two = json.loads((tmp_path / "two.json").read_text())
     # The balance loss is that of each rank's tokens, which changes the curve a little from the second step on.
     assert two["train"][0] == pytest.approx(alone["train"][0], rel=1e-5)

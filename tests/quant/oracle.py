@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Quantized:
-    data: torch.Tensor  # uint8: [M, K], or [M, ceil(K / 2)] with the even column in the low nibble (e2m1)
+    data: torch.Tensor  # uint8: [M, K], or [M, ceil(K / 2)] with the even column in the low nibble (PACKED)
     scale: torch.Tensor  # one per block: fp32, or the uint8 codes of e8m0 (mx) and e4m3 (nvfp4)
     global_scale: torch.Tensor | None = None  # 0-d fp32, nvfp4 only
 
@@ -51,15 +51,19 @@ def _float_values(exponent_bits: int, mantissa_bits: int, bias: int, largest: fl
     return np.array([v for v in values if v <= largest], dtype=np.float64)
 
 
-MAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "e2m1": 6.0}
+MAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "e2m1": 6.0, "int4": 7.0}
 VALUES: dict[str, Array] = {
     "e4m3": _float_values(4, 3, 7, MAX["e4m3"]),
     "e5m2": _float_values(5, 2, 15, MAX["e5m2"]),
     "e2m1": _float_values(2, 1, 1, MAX["e2m1"]),
     "int8": np.arange(128, dtype=np.float64),
+    "int4": np.arange(8, dtype=np.float64),
 }
-# The code of NaN. e2m1 and int8 have none: conversion gives +6 and 0.
-NAN_CODE: dict[str, int] = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07, "int8": 0x00}
+# The numbers of codes of integer types, which are two's complements.
+INTEGERS: dict[str, int] = {"int8": 256, "int4": 16}
+PACKED = ("e2m1", "int4")  # two codes in a byte
+# The code of NaN. e2m1 and the integers have none: conversion gives +6 and 0.
+NAN_CODE: dict[str, int] = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07, "int8": 0x00, "int4": 0x00}
 SIGN_BIT: dict[str, int] = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x08}
 
 
@@ -75,8 +79,8 @@ def encode(x: Array, element: str) -> Array:
     tie = magnitude == np.append(midpoints, np.nan)[code]
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     negative = np.signbit(x)
-    if element == "int8":
-        code = np.where(negative, (256 - code) % 256, code)  # two's complement
+    if element in INTEGERS:
+        code = np.where(negative, -code % INTEGERS[element], code)
     else:
         code = np.where(negative, code + SIGN_BIT[element], code)
     return np.where(nan, NAN_CODE[element], code).astype(np.uint8)
@@ -85,8 +89,9 @@ def encode(x: Array, element: str) -> Array:
 def decode(code: Array, element: str) -> Array:
     """The float64 value of uint8 codes, one code per entry."""
     code = np.asarray(code).astype(np.int64)
-    if element == "int8":
-        return np.where(code < 128, code, code - 256).astype(np.float64)
+    if element in INTEGERS:
+        count = INTEGERS[element]
+        return np.where(code < count // 2, code, code - count).astype(np.float64)
     sign_bit, values = SIGN_BIT[element], VALUES[element]
     table = np.full(sign_bit, np.nan)
     table[: len(values)] = values
@@ -355,7 +360,7 @@ def quantize(
 
     assert stored.dtype == (np.uint8 if block in ("mx", *NVFP4) else F32)
     return Quantized(
-        torch.from_numpy(pack(code) if element == "e2m1" else code),
+        torch.from_numpy(pack(code) if element in PACKED else code),
         torch.from_numpy(np.ascontiguousarray(stored)),
         None if global_scale is None else torch.tensor(float(global_scale), dtype=torch.float32),
     )
@@ -364,7 +369,7 @@ def quantize(
 def dequantize(q: Quantized, *, block: str, element: str, shape: tuple[int, int]) -> torch.Tensor:
     """q * d (* g) in float64; `shape` is [rows, columns] of this copy: [K, M] for a column-wise one."""
     data, stored = q.data.view(torch.uint8).numpy(), q.scale
-    code = unpack(data, shape[1]) if element == "e2m1" else data
+    code = unpack(data, shape[1]) if element in PACKED else data
     if block == "mx":
         scale = e8m0_value(stored.view(torch.uint8).numpy()).astype(np.float64)
     elif block in NVFP4:

@@ -100,7 +100,7 @@ def test_what_always_runs_covers_each_choice() -> None:
     for block in ("tensor", "row", "1x128", "128x128"):
         for columnwise in (False, True):
             here = [f for f, c in chosen if f.block == block and c == columnwise]
-            assert {f.element for f in here} == {"e4m3", "e5m2", "int8"}
+            assert {f.element for f in here} == {f.element for f in FORMATS if f.block == block}
             assert {f.power_of_two for f in here} == {False, True}
         assert {f.convention for f, _ in chosen if f.block == block} == set(oracle.FLOOR)
     whole = ("1x128", "mx", *oracle.NVFP4)
@@ -110,7 +110,7 @@ def test_what_always_runs_covers_each_choice() -> None:
 BF16 = [
     "e4m3:1x128:te:pow2", "e5m2:1x128:te", "int8:1x128:vllm", "e4m3:1x128:sglang_col_major", "e4m3:row:deepep:pow2",
     "int8:row:torchao", "e4m3:tensor:deepgemm", "e5m2:tensor:te", "e4m3:128x128:sglang", "e2m1:mx:torchao",
-    "e2m1:nvfp4:te", "e2m1:nvfp4_16x16:te",
+    "e2m1:nvfp4:te", "e2m1:nvfp4_16x16:te", "int4:1x128:te",
 ]  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def test_encoders_differ_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 3
 
 
-def test_int8_and_e2m1_encoders() -> None:
+def test_integer_and_e2m1_encoders() -> None:
     samples = encoder_samples()
     f = Format.of("int8:tensor:te")
     x = in_rows(samples, 1000)
@@ -394,6 +394,13 @@ def test_int8_and_e2m1_encoders() -> None:
     want = expected(x, f)
     assert (want.scale == 127).all()
     assert len(want.data.unique()) > 100
+    check(x, f, columnwise=False)
+    f = Format.of("int4:1x128:te")  # a 7 in every group does
+    x = in_rows(samples[samples.abs() <= 7], 310)
+    x[:, ::128] = 7
+    want = expected(x, f)
+    assert (want.scale == 1).all()
+    assert len(np.unique(oracle.unpack(want.data.numpy(), 310))) == 15
     check(x, f, columnwise=False)
 
 
@@ -517,14 +524,14 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
             return math.copysign(2688.0, special), 0.0, 1.0
         return NAN, NAN, NAN
     if te and f.block != "mx":
-        return (largest if math.isinf(special) else 0.0 if f.element == "int8" else NAN), 1.0, 1.0
+        return (largest if math.isinf(special) else 0.0 if f.number.integer else NAN), 1.0, 1.0
     if torchao or not f.power_of_two:
         return NAN, NAN, 1.0
     if math.isinf(special):
         return special, 0.0, 1.0
     if f.block == "mx":
         return (NAN, NAN, 1.0) if te else (INF if f.element == "e2m1" else NAN, 0.0, 1.0)
-    return (0.0 if f.element == "int8" else NAN), 0.0, 1.0
+    return (0.0 if f.number.integer else NAN), 0.0, 1.0
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

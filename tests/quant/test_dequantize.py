@@ -13,7 +13,7 @@ from weft import Format
 DECODED = [
     "e4m3:tensor:te", "int8:tensor:te", "e5m2:row:te", "int8:row:deepgemm", "e4m3:1x128:te:pow2", "e5m2:1x128:vllm",
     "int8:1x128:te", "e4m3:128x128:te", "e4m3:mx:te", "e5m2:mx:te", "e2m1:mx:te", "e2m1:nvfp4:te", "e2m1:nvfp4:torchao",
-    "e2m1:nvfp4_16x16:te",
+    "e2m1:nvfp4_16x16:te", "int4:1x128:te",
 ]  # fmt: skip
 
 
@@ -83,8 +83,22 @@ def test_every_code_decodes() -> None:
                 assert_same(weft.dequantize(q), want, f"{element} {backend}")
 
 
+def test_every_byte_of_int4_decodes() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(2, 128)
+    copy = weft.quantize(torch.ones(2, 256), "int4:1x128").rowwise
+    copy.data.copy_(codes)
+    copy.scale.fill_(1.0)
+    q = weft.QTensor((2, 256), torch.float32, "int4:1x128:te", copy)
+    want = torch.from_numpy(oracle.decode(oracle.unpack(codes.numpy(), 256), "int4")).float()
+    assert len(want.unique()) == 16
+    for backend in BACKENDS:
+        with weft.backend(backend):
+            assert_same(weft.dequantize(q), want, backend)
+
+
 @pytest.mark.parametrize(
-    "spec", ["e4m3:1x128:te:pow2", "e5m2:1x128:vllm", "int8:1x128:te", "e2m1:mx:te", "e4m3:row:te"]
+    "spec",
+    ["e4m3:1x128:te:pow2", "e5m2:1x128:vllm", "int8:1x128:te", "int4:1x128:te", "e2m1:mx:te", "e4m3:row:te"],
 )
 def test_decode_error_is_half_a_step(spec: str) -> None:
     f = Format.of(spec)

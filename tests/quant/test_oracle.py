@@ -24,6 +24,7 @@ FORMATS = [
     {"block": block, "element": element, "convention": convention, "power_of_two": pow2}
     for block, element, convention, pow2 in (
         *itertools.product(FP32_SCALE_BLOCKS, ("e4m3", "e5m2", "int8"), CONVENTIONS, (False, True)),
+        *itertools.product(("1x128",), ("int4",), ("te",), (False, True)),
         *itertools.product(("mx",), ("e4m3", "e5m2", "e2m1"), ("te", "torchao", "deepgemm"), (True,)),
         *itertools.product(oracle.NVFP4, ("e2m1",), ("te", "torchao"), (False,)),
     )
@@ -174,6 +175,13 @@ def test_e4m3_values(value: float, expected: float) -> None:
         ("int8", -2.5, 256 - 2),
         ("int8", 126.5, 126),
         ("int8", -0.0, 0),
+        ("int4", NAN, 0),
+        ("int4", INF, 7),
+        ("int4", -INF, 9),
+        ("int4", -7.9, 9),
+        ("int4", 1.5, 2),
+        ("int4", -2.5, 14),
+        ("int4", -0.5, 0),
         ("e2m1", NAN, 7),
         ("e2m1", -NAN, 7),
         ("e2m1", INF, 7),
@@ -204,6 +212,7 @@ def test_decode_agrees_with_torch_and_the_table() -> None:
     np.testing.assert_array_equal(oracle.e8m0_value(codes.numpy()), expected)
     positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     np.testing.assert_array_equal(oracle.decode(np.arange(16), "e2m1"), positive + [-v for v in positive])
+    np.testing.assert_array_equal(oracle.decode(np.arange(16), "int4"), [*range(8), *range(-8, 0)])
 
 
 def test_packing() -> None:
@@ -689,7 +698,7 @@ def check_format(how: dict[str, Any]) -> None:
     q = run(x, **how)
     height, width = oracle.BLOCKS[how["block"]]
     height = 1 if how["block"] == "nvfp4_16x16" else height  # which repeats the scale of a square
-    assert q.data.shape == (37, 83 if how["element"] == "e2m1" else 165)
+    assert q.data.shape == (37, 83 if how["element"] in oracle.PACKED else 165)
     assert q.data.dtype == torch.uint8
     assert q.scale.shape == (math.ceil(37 / (height or 37)), math.ceil(165 / (width or 165)))
     assert q.scale.dtype == (torch.uint8 if how["block"] in ("mx", *oracle.NVFP4) else torch.float32)
@@ -697,7 +706,7 @@ def check_format(how: dict[str, Any]) -> None:
 
     y = oracle.dequantize(q, block=how["block"], element=how["element"], shape=(37, 165))
     error = float((y - x.double()).norm() / x.double().norm())
-    assert error < {"e4m3": 0.03, "e5m2": 0.06, "int8": 0.03, "e2m1": 0.13}[how["element"]]
+    assert error < {"e4m3": 0.03, "e5m2": 0.06, "int8": 0.03, "e2m1": 0.13, "int4": 0.16}[how["element"]]
 
     column = run(x, transpose=True, **how)
     again = run(x.t().contiguous(), **how)
@@ -839,13 +848,14 @@ def test_boundaries_lie_on_both_sides(block: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_are_ties(dtype: torch.dtype) -> None:
     inputs = oracle.adversarial(9, 512, dtype, seed=0)
-    for element in ("e4m3", "e5m2", "int8", "e2m1"):
+    for element in ("e4m3", "e5m2", "int8", "int4", "e2m1"):
         x = inputs[f"ties_{element}"]
         block = "mx" if element == "e2m1" else "1x128"
         q = run(x, block=block, element=element, convention="te", power_of_two=True)
         assert (q.scale == (127 if block == "mx" else 1.0)).all()
-        code = oracle.unpack(q.data.numpy(), 512) if element == "e2m1" else q.data.numpy()
-        code = np.where((x < 0).numpy(), -code.astype(np.int64), code) % 256 if element == "int8" else code
+        code = oracle.unpack(q.data.numpy(), 512) if element in oracle.PACKED else q.data.numpy()
+        if element in oracle.INTEGERS:
+            code = np.where((x < 0).numpy(), -code.astype(np.int64), code) % oracle.INTEGERS[element]
         tie = np.arange(512) % 16 != 0
         assert (code[:, tie] % 2 == 0).all()
 

@@ -978,6 +978,8 @@ def host_times() -> dict[str, float]:
         ("matmul", "plain", 4.5),
         ("matmul of FP8", "plain", 6.0),  # two quantised tensors are taken apart
         ("grouped_matmul", "plain", 5.0),
+        ("attention", "plain with residual", 3.0),
+        ("attention_decode", "plain with residual", 2.5),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:

@@ -1,8 +1,9 @@
-"""The examples as modules, for tests of their functions."""
+"""The examples: as modules, for tests of their functions, and run over several ranks."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,3 +17,12 @@ def example(name: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_ranks(name: str, *arguments: str, ranks: int) -> str:
+    """What `examples/NAME.py` prints when it runs on that many ranks of this machine."""
+    path = Path(__file__).parents[2] / f"examples/{name}.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*launch, str(path), *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

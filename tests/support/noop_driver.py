@@ -75,6 +75,13 @@ def measure() -> dict[str, float]:
     tokens, ends = torch.randn(128, 4096, dtype=torch.bfloat16), torch.tensor([10, 128])
     matrices = torch.randn(2, 64, 4096, dtype=torch.bfloat16)
     codes, square = weft.quantize(tokens, "1x128"), weft.quantize(vocabulary, "128x128").T
+    queries, keys = (torch.randn(1, n, 64, 128, dtype=torch.bfloat16) for n in (8, 2))
+    paged = weft.KVCache(*torch.zeros(2, 16, 16, 2, 128, dtype=torch.bfloat16))
+    pages = {
+        "page_table": torch.zeros(4, 20, dtype=torch.int32),
+        "lengths": torch.zeros(4, dtype=torch.int32),
+    }
+    newest = torch.randn(4, 8, 128, dtype=torch.bfloat16)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
     def plain() -> Any:
@@ -127,6 +134,8 @@ def measure() -> dict[str, float]:
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
             "matmul": lambda: weft.matmul(tokens, vocabulary.T, engine="weft"),
             "matmul of FP8": lambda: weft.matmul(codes, square),
+            "attention": lambda: weft.attention(queries, keys, keys, is_causal=True, engine="weft"),
+            "attention_decode": lambda: weft.attention_decode(newest, paged, **pages),
             "grouped_matmul": lambda: weft.grouped_matmul(tokens, matrices, ends, engine="weft"),
         }
     )

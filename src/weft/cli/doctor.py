@@ -30,6 +30,7 @@ from rich.text import Text
 
 from .. import __version__, backend, quantize, rms_norm
 from ..language import INTERPRETED, TRITON
+from ..ops.attention.engines import attention_on
 from ..ops.product.engines import products_on
 from ..runtime import capabilities_of, launch_device, loom
 
@@ -67,6 +68,7 @@ class Device:
     runs: str
     fp8: str
     products: str = "reference"  # who multiplies what
+    attention: str = "reference"  # who attends
     capabilities: dict[str, Any] | None = None
 
 
@@ -338,6 +340,7 @@ def _describe(device: Device, runs: str) -> None:
     device.runs = runs if device.name == "cpu" else f"{runs} ({can.target})"
     device.fp8 = "conversion" if can.fp8_cast else "integer"
     device.products = products_on(can.target)
+    device.attention = attention_on(can.target)
     device.capabilities = asdict(can)
 
 
@@ -490,10 +493,11 @@ def render(report: Report) -> Group:
     for name, value in report.environment.items():
         facts.add_row(name, Text(value))
 
-    devices = _table("device", "hardware", "runs", "FP8 encode", "products by")
+    devices = _table("device", "hardware", "runs", "FP8 encode")
+    engines = _table("device", "products by", "attention by")
     for device in report.devices:
-        values = (device.name, device.hardware, device.runs, device.fp8, device.products)
-        devices.add_row(*map(Text, values))
+        devices.add_row(*map(Text, (device.name, device.hardware, device.runs, device.fp8)))
+        engines.add_row(*map(Text, (device.name, device.products, device.attention)))
     can = [device for device in report.devices if device.capabilities and device.name != "cpu"]
 
     checks = _table("device", "op", "result", "first call", "second call")
@@ -506,6 +510,7 @@ def render(report: Report) -> Group:
         column.justify = "right"
 
     parts: list[Any] = [_title("This machine"), _inset(facts), _title("What runs where"), _inset(devices)]
+    parts.append(_inset(engines))
     if can:
         parts.append(_inset(_capabilities(can)))
     parts += [_title("Self-test"), _inset(checks)]

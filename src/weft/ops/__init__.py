@@ -1,6 +1,9 @@
 """The ops, one file a family. Importing this package fills the catalogue."""
 
 from .attention.attention import Attention, attention
+from .attention.decode import attention_decode, mla_decode
+from .attention.merge import merge_attention
+from .common.engines import record_engines
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -23,7 +26,7 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
-from .product.engines import record_engines
+from .product.delayed import DelayedScaling
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
 from .product.matmul import matmul
@@ -36,6 +39,7 @@ __all__ = [
     "Attention",
     "Convention",
     "CrossEntropy",
+    "DelayedScaling",
     "HeadNorm",
     "Heads",
     "KVCache",
@@ -48,6 +52,7 @@ __all__ = [
     "VocabShard",
     "any_nonfinite",
     "attention",
+    "attention_decode",
     "clip_grads_",
     "count_zeros",
     "cross_entropy",
@@ -64,6 +69,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "matmul",
+    "merge_attention",
+    "mla_decode",
     "permute",
     "qkv_prepare",
     "quantize",

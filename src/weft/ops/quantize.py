@@ -727,13 +727,13 @@ def quantize(
       copy. Otherwise scales are made from x.
     - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps, and
       `weft.scale_from_amax` turns into the next `scale`. It is that of x itself also if a copy is rotated.
-    - `seed`: round stochastically, the same bytes for the same seed. Not for int8.
+    - `seed`: round stochastically, the same bytes for the same seed. Not for integers.
 
     By the default convention (`te`) a block with an Inf gets the scale 1 and the Inf becomes the largest code, ±448 in
     e4m3: the result is finite, but the block's other numbers are rounded with a scale that does not suit them. A NaN
-    stays NaN, except in int8, where it becomes 0. Other conventions make the whole block NaN, or zeros beside the Inf:
-    the table in `weft.quant.formats` has them all. `weft.any_nonfinite(x)` finds such numbers, and so does the amax of
-    `return_amax`.
+    stays NaN, except in int8 and int4, where it becomes 0. Other conventions make the whole block NaN, or zeros beside
+    the Inf: the table in `weft.quant.formats` has them all. `weft.any_nonfinite(x)` finds such numbers, and so does the
+    amax of `return_amax`.
 
     >>> import torch, weft
     >>> x = torch.randn(64, 512, dtype=torch.bfloat16)
@@ -759,7 +759,7 @@ def quantize(
                 f"copy; got {tuple(scale.shape)} for block {f.block!r}"
             )
         scale = scale.float()
-    if seed is not None and (f.element == "int8" or not 0 <= whole("seed", seed) < 2**62):
+    if seed is not None and (f.number.integer or not 0 <= whole("seed", seed) < 2**62):
         raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result

@@ -36,8 +36,9 @@ about tensor, row, 1x128 and 128x128:
 | nvfp4 of `te`              | ±2688: d is 448     | NaN                          | 0; NaN all over the tensor        |
 | nvfp4 of `torchao`         | NaN                 | NaN                          | NaN all over the tensor           |
 
-With a given scale an Inf becomes ±MAX * d, and NaN is NaN (0 in int8). So by the usual convention, `te`, an Inf leaves
-no trace in codes and scales: call `weft.any_nonfinite` before, or ask for the amax, which is then infinite or NaN.
+int4 is like int8, with MAX = 7. With a given scale an Inf becomes ±MAX * d, and NaN is NaN (0 in int8). So by the usual
+convention, `te`, an Inf leaves no trace in codes and scales: call `weft.any_nonfinite` before, or ask for the amax,
+which is then infinite or NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from typing import Literal, get_args
 import torch
 
 Block = Literal["tensor", "row", "1x128", "128x128", "mx", "nvfp4", "nvfp4_16x16"]
-Element = Literal["e4m3", "e5m2", "int8", "e2m1"]
+Element = Literal["e4m3", "e5m2", "int8", "e2m1", "int4"]
 Side = Literal["rowwise", "columnwise"]
 ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_major", "deepep", "vllm"]
 
@@ -74,6 +75,7 @@ class ElementType:
     magic_bits: int = 0
     max_code: int = 0
     nan: int = 0
+    integer: bool = False  # two's complement, from -max to max
 
     @property
     def rebias(self) -> int:
@@ -140,7 +142,17 @@ ELEMENTS: dict[str, ElementType] = {
             max_code=0x7,
             nan=0x7,
         ),
-        ElementType("int8", torch.int8, max=127.0, bits=8, reciprocal=float.fromhex("0x1.020408p-7")),
+        ElementType(
+            "int8",
+            torch.int8,
+            max=127.0,
+            bits=8,
+            reciprocal=float.fromhex("0x1.020408p-7"),
+            integer=True,
+        ),
+        ElementType(
+            "int4", torch.uint8, max=7.0, bits=4, reciprocal=float.fromhex("0x1.24924ap-3"), integer=True
+        ),
     )
 }
 
@@ -184,17 +196,23 @@ _NVFP4 = ("nvfp4", "nvfp4_16x16")
 _ELEMENTS: dict[str, tuple[str, ...]] = {
     "tensor": ("e4m3", "e5m2", "int8"),
     "row": ("e4m3", "e5m2", "int8"),
-    "1x128": ("e4m3", "e5m2", "int8"),
+    "1x128": ("e4m3", "e5m2", "int8", "int4"),
     "128x128": ("e4m3", "e5m2", "int8"),
     "mx": ("e4m3", "e5m2", "e2m1"),
     "nvfp4": ("e2m1",),
     "nvfp4_16x16": ("e2m1",),
 }
+# Block -> conventions, where it has not all of them.
 _CONVENTIONS: dict[str, tuple[str, ...]] = {
     "mx": ("te", "torchao", "deepgemm"),
     "nvfp4": ("te", "torchao"),
     "nvfp4_16x16": ("te", "torchao"),
 }
+
+
+def _conventions(block: str, element: str) -> tuple[str, ...]:
+    """Those that a block of this element has. No other project has an int4 of which the bytes could be matched."""
+    return ("te",) if element == "int4" else _CONVENTIONS.get(block, tuple(CONVENTIONS))
 
 
 @dataclass(frozen=True)
@@ -204,9 +222,10 @@ class Format:
     - `block`: which elements share a scale. `mx` is 1x32 with e8m0 scales, `nvfp4` 1x16 with e4m3 scales and one
       fp32 scale for the tensor. `nvfp4_16x16` is for weights: its row-wise and its column-wise copy stand for the same
       numbers. It stores the scale of a square in each of its rows, so that whatever reads `nvfp4` reads it too.
-    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`.
+    - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`. `int4` for `1x128`: weights
+      beside plain numbers, from -7 to 7, two to a byte, the even one in the low half.
     - `convention`: whose arithmetic; see the table of this module.
-    - `power_of_two`: None takes the block's usual choice (yes for 1x128, 128x128 and mx, no for the others).
+    - `power_of_two`: None takes the usual choice (yes for 1x128 but with int4, 128x128 and mx, no for the others).
     - `hadamard`: the copy of an `nvfp4` tensor that is rotated before it is quantised. With "columnwise", every 16
       neighbours of a column are multiplied by diag(signs) H / 4 in fp32, H the Hadamard matrix of 16 and the signs
       TransformerEngine's, and rounded to the tensor's dtype; after the last row come zeros up to a multiple of 16. This
@@ -231,10 +250,11 @@ class Format:
         if self.element is None:
             object.__setattr__(self, "element", _ELEMENTS[self.block][0])
         if self.power_of_two is None:
-            object.__setattr__(self, "power_of_two", self.block in ("1x128", "128x128", "mx"))
+            usual = self.block in ("1x128", "128x128", "mx") and self.element != "int4"
+            object.__setattr__(self, "power_of_two", usual)
         _choose(f"element of block {self.block!r}", self.element, _ELEMENTS[self.block])
-        known = _CONVENTIONS.get(self.block, tuple(CONVENTIONS))
-        _choose(f"convention of block {self.block!r}", self.convention, known)
+        known = _conventions(self.block, self.number.name)
+        _choose(f"convention of {self.element} in block {self.block!r}", self.convention, known)
         if self.block == "mx" and not self.power_of_two:
             raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
         if self.block in _NVFP4 and self.power_of_two:
@@ -371,7 +391,7 @@ def _all() -> tuple[Format, ...]:
         Format(block, element, convention, power_of_two)  # type: ignore[arg-type]
         for block in _SHAPES
         for element in _ELEMENTS[block]
-        for convention in _CONVENTIONS.get(block, tuple(CONVENTIONS))
+        for convention in _conventions(block, element)
         for power_of_two in ((True,) if block == "mx" else (False,) if block in _NVFP4 else (False, True))
     )
 

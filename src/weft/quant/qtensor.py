@@ -40,8 +40,9 @@ class QTensor(Tensor):
     - `columnwise`: the copy quantised along M, stored transposed: codes [K, M]. It is what a weight gradient
       reads.
 
-    An operation that does not know a QTensor gets it dequantised. `weft.layouts` hands its bytes to other
-    libraries.
+    An operation that does not know a QTensor gets it dequantised. `a @ b` and `torch.nn.functional.linear(x, w)` of two
+    matrices whose formats multiply each other are those of `weft.matmul`, without decoded copies. `weft.layouts` hands
+    its bytes to other libraries.
 
     As a parameter or a buffer it goes where the module goes:
 
@@ -263,6 +264,10 @@ class QTensor(Tensor):
             result = known(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func in _PRODUCTS and not kwargs:
+            product = _PRODUCTS[func](*args)
+            if product is not None:
+                return product
         if func in _taking_codes:
             apart = _with_codes(func, args)
             if apart is not None:
@@ -282,6 +287,17 @@ _decoder: Decoder
 def register_decoder(decode: Decoder) -> None:
     global _decoder
     _decoder = decode
+
+
+# The product of quantised matrices: (a [M, K], b [K, N], bias [N]) -> a @ b + bias, or None if their formats do not
+# multiply each other.
+Multiplier = Callable[["QTensor", "QTensor", Tensor | None], Tensor | None]
+_multiplier: Multiplier
+
+
+def register_multiplier(multiply: Multiplier) -> None:
+    global _multiplier
+    _multiplier = multiply
 
 
 class Codes(NamedTuple):
@@ -482,6 +498,20 @@ def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
 
     return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
 
+
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    quantised = isinstance(a, QTensor) and isinstance(b, QTensor)
+    return _multiplier(a, b, bias) if quantised and a.dtype == b.dtype else None  # type: ignore[arg-type]
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+    """As `torch.nn.functional.linear` calls it."""
+    plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
+    return _mm(a, b, bias) if plain else None
+
+
+# The operations that are products of two matrices; what they give is None where the matrices are to be dequantised.
+_PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {aten.mm.default: _mm, aten.addmm.default: _addmm}
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,

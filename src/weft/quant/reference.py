@@ -110,7 +110,7 @@ def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: t
     codes = copy.data.view(torch.uint8)
     if format.packed == 2:
         codes = torch.stack((codes & 0xF, codes >> 4), -1).flatten(1)[:, :cols]
-        values = _E2M1.to(codes.device)[codes.long()]
+        values = (_INT4 if format.number.integer else _E2M1).to(codes.device)[codes.long()]
     else:
         values = copy.data.float()
     scale = copy.scale.float()
@@ -244,14 +244,16 @@ _E2M1 = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
+_INT4 = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32, device="cpu")
 
 
 def encode_reference(x: Tensor, number: ElementType, random: Tensor | None = None) -> Tensor:
     """fp32 -> codes in uint8: nearest even, or stochastic with 32 random bits each; saturating."""
-    if number.name == "int8":
+    if number.integer:
         if random is not None:
-            raise ValueError("stochastic rounding is for float elements; int8 has none")
-        return x.nan_to_num(nan=0.0).clamp(-127, 127).round().to(torch.int8).view(torch.uint8)
+            raise ValueError(f"stochastic rounding is for float elements; {number.name} has none")
+        codes = x.nan_to_num(nan=0.0).clamp(-number.max, number.max).round().to(torch.int8)
+        return codes.view(torch.uint8).bitwise_and(2**number.bits - 1)
     bits = _bits(x).long()
     size = bits & 0x7FFFFFFF
     clamped = size.clamp(max=number.max_bits)

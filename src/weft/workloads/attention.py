@@ -115,7 +115,7 @@ def _tensors(
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     made, options = _tensors(workload, inputs, shape)
-    return Call(attention, made | options)
+    return Call(attention, made | options | {"engine": "weft"})
 
 
 def attention_backward(
@@ -129,7 +129,8 @@ def attention_backward(
     scale = query.shape[-1] ** -0.5
     return catalogue["attention_backward"](
         AttentionBackwardArgs(
-            dy, dlse, y, lse, query, key, value, sinks, packed, mask, scale, softcap, layout, needs
+            dy, dlse, y, lse, query, key, value, sinks, packed, mask, scale, softcap, layout, "weft",
+            needs,
         )
     )  # fmt: skip
 
@@ -140,7 +141,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     layout = "thd" if "cu_seqlens" in made else options.get("layout", "bhsd")
     on_meta = inputs.device.type == "meta"
     with torch.no_grad(), recording("sm_90") if on_meta else nullcontext():
-        forward = attention(**made, **options | {"return_lse": True})
+        forward = attention(**made, **options | {"return_lse": True, "engine": "weft"})
     y, lse = forward.out, forward.lse
     y = y.transpose(1, 2) if layout == "bhsd" else y
     left, right = options.get("window", (None, None))

@@ -33,6 +33,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "nvfp4": {"a": "nvfp4", "b": "nvfp4_16x16"},
     "weight-fp8": {"b": "128x128"},
     "weight-int8": {"b": "int8:row:te"},
+    "weight-int4": {"b": "int4:1x128:te"},
     "weight-mxfp4": {"b": "e2m1:mx:te"},
 }
 
@@ -51,6 +52,7 @@ _MANY: dict[str, tuple[str, ...]] = {
     "bf16": ("qwen3-30b-a3b/gate_up", "odd/33"),
     "fp8-blocks": ("qwen3-30b-a3b/gate_up", "gpt-oss-20b/key", "odd/33"),
     "mxfp4": ("gpt-oss-20b/key", "odd/33"),
+    "weight-int4": ("qwen3-30b-a3b/key", "odd/33"),
     "bias-gelu": ("qwen3-30b-a3b/key", "odd/33"),
 }
 _SHARED = "tiles of rows share b, and tiles of columns a; partial sums of few rows are written and read back"

@@ -8,6 +8,7 @@ from typing import Any
 
 FILE = "ops/attention/kernels.py"
 LAUNCH = "ops/attention/launch.py"
+TILES = "ops/attention/pieces.py"
 R = "ops/attention/test.py::"
 
 CAUSAL, LOWER, UPPER, FEWER_KEYS = (
@@ -32,9 +33,27 @@ AT = "(sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row"
 MASKED = "if (start < all_begin) | (start + N > all_end):"
 KEYS = "for start in range(begin // N * N, end, N):"
 
+DECODE = "ops/attention/decode_kernels.py"
+PLANS = "ops/attention/decode.py"
+D = "ops/attention/test_decode.py::"
+PLAIN_CACHE, TOKEN, PER_HEAD, PER_TENSOR, INT8 = (
+    f"{D}test_caches[{coded}]" for coded in ("plain", "e4m3-token", "e4m3-head", "e4m3-tensor", "int8-token")
+)
+DECODE_WINDOW, DECODE_WINDOW_1 = f"{D}test_windows[70]", f"{D}test_windows[1]"
+SMALL_PAGES, LARGE_PAGES = f"{D}test_pages_of_any_size[24]", f"{D}test_pages_of_any_size[256]"
+SEVERAL, LATENT, TWO_PIECES = (
+    f"{D}test_groups_of_heads[8-1-7]",
+    f"{D}test_latents",
+    f"{D}test_widths_of_heads[192-128]",
+)
+
+DECODE_CAP = f"{D}test_softcap_and_scale"
+FAR_QUERIES = f"{D}test_queries_of_any_size[1000000.0]"
+SHORT = f"{D}test_more_queries_than_tokens"
+
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "attention_kernel": [
-        ("sums not rescaled", "attention_kernel", "_times(sums, fade[:, None])", "_times(sums, 1.0 + 0.0 * fade[:, None])", (CAUSAL,)),
+        ("sums not rescaled", "attention_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (CAUSAL,)),
         ("total not rescaled", "attention_kernel", "total = total * fade + tl.sum(p, axis=1)", "total = total + tl.sum(p, axis=1)", (CAUSAL,)),
         ("rounded weights summed", "attention_kernel", "tl.sum(p, axis=1)", "tl.sum(p.to(value.ptr.dtype.element_ty).to(tl.float32), axis=1)", (GROUPS,)),
         ("largest of the last block alone", "attention_kernel", "joined = tl.maximum(largest, highest)", "joined = tl.maximum(highest, highest)", (LOWER,)),
@@ -62,15 +81,15 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("sink in base 2", "attention_kernel", "tl.minimum(sink * LOG2E, LARGEST)", "tl.minimum(sink, LARGEST)", (SINKS,)),
         ("infinite sink subtracted from itself", "attention_kernel", "tl.minimum(sink * LOG2E, LARGEST)", "sink * LOG2E", (SINKS,)),
         ("sink of the first head", "attention_kernel", "sinks_ptr + head", "sinks_ptr + head * 0", (SINKS,)),
-        ("softcap of what is not scaled", "_capped", "scores.scale / scores.softcap", "1.0 / scores.softcap", (SOFTCAP,)),
-        ("tanh times the scale", "_factor", "return scores.softcap * LOG2E", "return scores.scale * LOG2E", (SOFTCAP,)),
+        ("softcap of what is not scaled", f"{TILES}:capped", "scores.scale / scores.softcap", "1.0 / scores.softcap", (SOFTCAP,)),
+        ("tanh times the scale", f"{TILES}:factor_of", "return scores.softcap * LOG2E", "return scores.scale * LOG2E", (SOFTCAP,)),
         ("largest score of the last block alone", "attention_kernel", "top = tl.maximum(top, highest)", "top = tl.maximum(highest, highest)", (LARGEST,)),
         ("largest score of rows that do not exist", "attention_kernel", "tl.where(row < limit, top, MINUS_INFINITY)", "top", (LARGEST,)),
         ("heads of keys one after another", "attention_kernel", "key_head = head // heads.group", "key_head = head % (heads.q // heads.group)", (GROUPS,)),
-        ("first piece of scores left out", "_across", "total = _dot(a.second, tl.trans(b.second), total)", "total = _dot(a.second, tl.trans(b.second), None)", (PART, f"{R}test_widths_of_heads[192-128]")),
-        ("a number past the width", "_addresses", "(number < WIDTH.numbers)", "(number <= WIDTH.numbers)", (PART,)),
+        ("first piece of scores left out", f"{TILES}:across", "total = dot(a.second, tl.trans(b.second), total)", "total = dot(a.second, tl.trans(b.second), None)", (PART, f"{R}test_widths_of_heads[192-128]")),
+        ("a number past the width", f"{TILES}:addresses", "(number < WIDTH.numbers)", "(number <= WIDTH.numbers)", (PART,)),
         ("all heads in the first one's columns", "attention_kernel", "head * V.numbers,", "head * 0,", (CODES,)),
-        ("codes of what is not rounded", "attention_kernel", "_rounded(out.first, y.ptr).to(tl.float32)", "out.first", (CODES,)),
+        ("codes of what is not rounded", "attention_kernel", "rounded(out.first, y.ptr).to(tl.float32)", "out.first", (CODES,)),
     ],
     "delta_kernel": [
         ("delta from the gradient alone", "delta_kernel", "a.first.to(tl.float32) * b.first.to(tl.float32)", "b.first.to(tl.float32) * b.first.to(tl.float32)", (CAUSAL,)),
@@ -89,28 +108,28 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gradient of sinks of the last tile alone", f"{LAUNCH}:launch_attention_backward", "sum_partials(sums, o.sinks)", "sum_partials(sums[-1:].contiguous(), o.sinks)", (SINKS,)),
     ],
     "query_gradient_kernel": [
-        ("not scaled", "query_gradient_kernel", "_times(sums, scores.scale)", "_times(sums, 1.0)", (CAUSAL,)),
+        ("not scaled", "query_gradient_kernel", "times(sums, scores.scale)", "times(sums, 1.0)", (CAUSAL,)),
         ("slope of the cap left out", "query_gradient_kernel", "ds = ds * slope", "ds = ds + 0.0 * slope", (SOFTCAP,)),
-        ("slope of the cap is tanh", "_capped", "return t, 1.0 - t * t", "return t, 1.0 - t", (SOFTCAP,)),
-        ("delta left out", "query_gradient_kernel", "_across(dout, v) - delta[:, None]", "_across(dout, v) - 0.0 * delta[:, None]", (CAUSAL,)),
+        ("slope of the cap is tanh", f"{TILES}:capped", "return t, 1.0 - t * t", "return t, 1.0 - t", (SOFTCAP,)),
+        ("delta left out", "query_gradient_kernel", "across(dout, v) - delta[:, None]", "across(dout, v) - 0.0 * delta[:, None]", (CAUSAL,)),
         ("lse in base e", "query_gradient_kernel", "_base_two(tl.load(lse_ptr + at, mask=row < limit, other=0.0))", "tl.load(lse_ptr + at, mask=row < limit, other=0.0)", (CAUSAL,)),
         ("-inf subtracted from -inf", "_base_two", "tl.where(lse == MINUS_INFINITY, 0.0, lse * LOG2E)", "lse * LOG2E", (NOTHING,)),
         ("masked at both ends or not at all", "query_gradient_kernel", MASKED, MASKED.replace("|", "&"), (CAUSAL,)),
         ("first block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("N * N", "N * N + N"), (CAUSAL,)),
         ("last block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("end", "end - N"), (CAUSAL,)),
         ("blocks before the window", "query_gradient_kernel", KEYS, KEYS.replace("begin // N * N", "0"), (VAIN_WINDOW,)),
-        ("the last block alone", "query_gradient_kernel", "_add_product(sums, ds", "_add_product(_times(sums, 0.0), ds", (CAUSAL,)),
+        ("the last block alone", "query_gradient_kernel", "add_product(sums, ds", "add_product(times(sums, 0.0), ds", (CAUSAL,)),
         ("keys of the first head", "query_gradient_kernel", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head * 0, ALIGN)", (CAUSAL,)),
         ("heads of keys one after another", "query_gradient_kernel", "key_head = head // heads.group", "key_head = head % (heads.q // heads.group)", (GROUPS,)),
         ("values for keys", "query_gradient_kernel", "ds.to(k.first.dtype), k)", "ds.to(k.first.dtype), v)", (CAUSAL,)),
         ("lse and delta of the first sequence", "query_gradient_kernel", AT, AT.replace("sequence.q_start", "sequence.q_start * 0"), (PACKED,)),
-        ("keys past kv_lengths are loaded", "query_gradient_kernel", "v = _load(v_ptr, value.at.token, start, sequence.k, N", "v = _load(v_ptr, value.at.token, start, start + N, N", (HIDDEN,)),
+        ("keys past kv_lengths are loaded", "query_gradient_kernel", "v = load_heads(v_ptr, value.at.token, start, sequence.k, N", "v = load_heads(v_ptr, value.at.token, start, start + N, N", (HIDDEN,)),
     ],
     "key_gradient_kernel": [
-        ("dK not scaled", "key_gradient_kernel", "_times(dk, scores.scale)", "_times(dk, 1.0)", (CAUSAL,)),
-        ("dV scaled", "key_gradient_kernel", "_store(dv, dv_ptr", "_store(_times(dv, scores.scale), dv_ptr", (CAUSAL,)),
+        ("dK not scaled", "key_gradient_kernel", "times(dk, scores.scale)", "times(dk, 1.0)", (CAUSAL,)),
+        ("dV scaled", "key_gradient_kernel", "store_heads(dv, dv_ptr", "store_heads(times(dv, scores.scale), dv_ptr", (CAUSAL,)),
         ("slope of the cap left out", "key_gradient_kernel", "ds = ds * slope", "ds = ds + 0.0 * slope", (SOFTCAP,)),
-        ("delta left out", "key_gradient_kernel", "_across(v, dout) - delta[None, :]", "_across(v, dout) - 0.0 * delta[None, :]", (CAUSAL,)),
+        ("delta left out", "key_gradient_kernel", "across(v, dout) - delta[None, :]", "across(v, dout) - 0.0 * delta[None, :]", (CAUSAL,)),
         ("first head of a group alone", "key_gradient_kernel", "range(blocks * heads.group)", "range(blocks)", (GROUPS,)),
         ("last head of a group left out", "key_gradient_kernel", "range(blocks * heads.group)", "range(blocks * (heads.group - 1))", (GROUPS,)),
         ("heads of another group", "key_gradient_kernel", "key_head * heads.group + step // blocks", "key_head + step // blocks * (heads.q // heads.group)", (GROUPS,)),
@@ -118,8 +137,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("every block the first", "key_gradient_kernel", "begin + step % blocks * M", "begin + step % blocks * 0", (CAUSAL,)),
         ("keys past kv_lengths are not hidden", "key_gradient_kernel", "hidden = sequence.first + N > sequence.k", "hidden = sequence.first > sequence.k + N", (HIDDEN,)),
         ("values past kv_lengths are loaded", "key_gradient_kernel", "value.at.token, sequence.first, sequence.k,", "value.at.token, sequence.first, limit,", (HIDDEN,)),
-        ("dK of the last block alone", "key_gradient_kernel", "dk = _add_product(dk,", "dk = _add_product(_times(dk, 0.0),", (CAUSAL,)),
-        ("dV of scores without a mask", "key_gradient_kernel", "dv = _add_product(dv, p.to", "dv = _add_product(dv, tl.exp2(_across(k, q) * factor - lse[None, :]).to", (CAUSAL,)),
+        ("dK of the last block alone", "key_gradient_kernel", "dk = add_product(dk,", "dk = add_product(times(dk, 0.0),", (CAUSAL,)),
+        ("dV of scores without a mask", "key_gradient_kernel", "dv = add_product(dv, p.to", "dv = add_product(dv, tl.exp2(across(k, q) * factor - lse[None, :]).to", (CAUSAL,)),
         ("block at the own keys not masked", "_queries_seeing", "last - band.right,", "first - band.right,", (CAUSAL,)),
         ("block at the window's begin not masked", "_queries_seeing", "first + band.left + 1", "last + band.left + 1", (LEFT,)),
         ("queries before the own ones", "_queries_seeing", "tl.maximum(first - band.right, 0)", "tl.maximum(first - band.right, 0) * 0", (VAIN,)),
@@ -127,5 +146,47 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the own query on the other side", "_queries_seeing", "first = sequence.first - sequence.offset", "first = sequence.first + sequence.offset", (LOWER, FEWER_KEYS)),
         ("lse and delta of the first sequence", "key_gradient_kernel", AT, AT.replace("sequence.q_start", "sequence.q_start * 0"), (PACKED,)),
         ("last tiles of packed keys left out", f"{LAUNCH}:_gradient", "(-(-counts.k // tile.n) + forms.sequences)", "-(-counts.k // tile.n)", (PACKED,)),
+    ],
+    "decode_kernel": [
+        ("queries see keys after their own", f"{DECODE}:decode_kernel", "token[None, :] <= own_key[:, None]", "token[None, :] <= own_key[:, None] + 1", (PLAIN_CACHE,)),
+        ("own key left out", f"{DECODE}:decode_kernel", "token[None, :] <= own_key[:, None]", "token[None, :] < own_key[:, None]", (PLAIN_CACHE,)),
+        ("one key before the window", f"{DECODE}:decode_kernel", "own_key[:, None] - counts.left", "own_key[:, None] - counts.left - 1", (DECODE_WINDOW,)),
+        ("blocks at the window's begin not masked", f"{DECODE}:decode_kernel", "| (start < own + counts.queries - 1 - counts.left)", "| (start < 0)", (DECODE_WINDOW,)),
+        ("blocks at the own keys not masked", f"{DECODE}:decode_kernel", "(start + N > own + 1) |", "(start < 0) |", (PLAIN_CACHE,)),
+        ("keys before the window's block", f"{DECODE}:_bounds", "tl.maximum(own - counts.left.to(tl.int32), 0)", "tl.maximum(own - counts.left.to(tl.int32) + 64, 0)", (DECODE_WINDOW_1,)),
+        ("own key of the first query for all", f"{DECODE}:decode_kernel", "own_key = own + rows.query", "own_key = own + rows.query * 0", (SEVERAL,)),
+        ("pages in their order in memory", f"{DECODE}:_places", "tl.load(row + token // pages.size, mask=token < end, other=0).to(tl.int64)", "(token // pages.size).to(tl.int64)", (PLAIN_CACHE,)),
+        ("pages of the first sequence", f"{DECODE}:_places", "pages.table + sequence * pages.stride", "pages.table + sequence * 0", (PLAIN_CACHE,)),
+        ("places in pages that go on", f"{DECODE}:_places", "(token % pages.size).to(tl.int64)", "token.to(tl.int64)", (PLAIN_CACHE,)),
+        ("one page for a block of whole pages", f"{DECODE}:_places", "row + start // pages.size", "row + start // (pages.size * 2)", (LARGE_PAGES,)),
+        ("small pages taken for whole ones", f"{PLANS}:_planned", "whole_pages=page % n == 0", "whole_pages=page >= 0", (SMALL_PAGES,)),
+        ("scales of keys left out", f"{DECODE}:decode_kernel", "s *= _scales(k, key_head, page, place, exists)[None, :]", "s *= 1.0", (TOKEN,)),
+        ("scales of values left out", f"{DECODE}:decode_kernel", "p *= _scales(v, key_head, page, place, exists)[None, :]", "p *= 1.0", (INT8,)),
+        ("scales of values from those of keys", f"{DECODE}:decode_kernel", "_scales(v, key_head", "_scales(k, key_head", (TOKEN,)),
+        ("one scale of values left out", f"{DECODE}:decode_kernel", "out = times(out, tl.load(v.scale + key_head * v.at.scale_head))", "out = times(out, 1.0)", (PER_TENSOR,)),
+        ("the first head's scale for all", f"{DECODE}:decode_kernel", "tl.load(k.scale + key_head * k.at.scale_head)", "tl.load(k.scale)", (PER_HEAD,)),
+        ("sums not rescaled", f"{DECODE}:decode_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (PLAIN_CACHE,)),
+        ("total not rescaled", f"{DECODE}:decode_kernel", "total * fade + tl.sum", "total + tl.sum", (PLAIN_CACHE,)),
+        ("sink counted in every part", f"{DECODE}:decode_kernel", "if TILE.direct:\n            if sinks_ptr", "if TILE.part:\n            if sinks_ptr", (PLAIN_CACHE,)),
+        ("heads of keys one after another", f"{DECODE}:_rows", "key_head * counts.group + row % counts.group", "key_head + row % counts.group * (counts.heads // counts.group)", (PLAIN_CACHE,)),
+        ("the cap left out", f"{DECODE}:decode_kernel", "s, _ = capped(s * scale[:, None], Scores(1.0, scores.softcap), True)", "s = s * scale[:, None] / scores.softcap", (DECODE_CAP,)),
+        ("keys for latent values", f"{DECODE}:decode_kernel", "values = Pieces(keys.first, None)", "values = Pieces(keys.first * 2.0, None)", (LATENT,)),
+        ("second piece of keys left out", f"{DECODE}:_cached", "number = FIRST + tl.arange(0, SECOND)", "number = tl.arange(0, SECOND)", (TWO_PIECES,)),
+        ("large queries in fp16 as they are", f"{DECODE}:_brought_near_one", "(size > 1e-30) & (size < 1e30)", "(size > 1e30)", (FAR_QUERIES,)),
+    ],
+    "join_kernel": [
+        ("parts weighed alike", f"{DECODE}:join_kernel", "weight = tl.exp2((lse - least) * LOG2E)", "weight = tl.exp2((lse - lse) * LOG2E)", (PLAIN_CACHE,)),
+        ("weights in base 2", f"{DECODE}:join_kernel", "tl.exp2((lse - least) * LOG2E)", "tl.exp2(lse - least)", (PLAIN_CACHE,)),
+        ("last part left out", f"{DECODE}:join_kernel", "tl.cdiv(length, PART)", "(length // PART)", (PLAIN_CACHE,)),
+        ("parts that nobody wrote", f"{DECODE}:join_kernel", "begin // N * N // PART, tl.cdiv(length, PART)", "begin * 0, tl.cdiv(length, PART)", (DECODE_WINDOW_1,)),
+        ("not divided by the total", f"{DECODE}:join_kernel", "(1.0 / tl.where(empty, 1.0, total))[:, None]", "(1.0 + 0.0 * total)[:, None]", (PLAIN_CACHE,)),
+        ("0 / 0 where nothing is seen", f"{DECODE}:join_kernel", "1.0 / tl.where(empty, 1.0, total)", "1.0 / total", (PLAIN_CACHE,)),
+        ("-inf subtracted from -inf", f"{DECODE}:join_kernel", "least = tl.where(largest == MINUS_INFINITY, 0.0, largest)", "least = largest", (f"{D}test_windows[0]", SHORT, PLAIN_CACHE)),
+        ("lse of the largest part", f"{DECODE}:join_kernel", "largest + tl.log2(tl.where(empty, 1.0, total)) * LN2", "largest", (PLAIN_CACHE,)),
+        ("sink of the first head", f"{DECODE}:join_kernel", "tl.load(sinks_ptr + head, mask", "tl.load(sinks_ptr + head * 0, mask", (PLAIN_CACHE,)),
+        ("sink without a share", f"{DECODE}:_with_sink", "total = own + others", "total = own + others * 0.0", (PLAIN_CACHE,)),
+        ("the first part for all", f"{DECODE}:join_kernel", "at = part * plane + row", "at = first * plane + row", (PLAIN_CACHE,)),
+        ("lengths of the first sequence", f"{DECODE}:join_kernel", "sequence = query // counts.queries", "sequence = query * 0", (PLAIN_CACHE,)),
+        ("parts of one sequence", f"{DECODE}:_plane", "counts.sequences.to(tl.int64) * counts.queries * counts.heads", "counts.sequences.to(tl.int64) * 0 + counts.queries * counts.heads", (PLAIN_CACHE,)),
     ],
 }  # fmt: skip

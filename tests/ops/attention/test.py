@@ -15,6 +15,7 @@ from triton_loom.testing import words
 import weft
 from tests.catalogue.calls import assert_same, run
 from tests.catalogue.checks import assert_accurate
+from tests.ops.attention.own import attend
 from tests.ops.attention.truth import sees
 from weft.runtime import choosing_for
 from weft.workloads import Call
@@ -45,7 +46,7 @@ def packed(q: list[int], k: list[int] | None = None, pads: int = 0, **options: A
 
 
 def judge(**kwargs: Any) -> None:
-    assert_accurate("attention", Call(weft.attention, kwargs))
+    assert_accurate("attention", Call(attend, kwargs))
 
 
 CAUSAL = {"is_causal": True, "return_lse": True}
@@ -68,12 +69,12 @@ def test_lengths_and_alignments(queries: int, keys: int, align: Any) -> None:
 
 def test_an_alignment_that_matters_has_to_be_said() -> None:
     with pytest.raises(ValueError, match="causal_align"):
-        weft.attention(**heads(5, 7), is_causal=True)
+        attend(**heads(5, 7), is_causal=True)
     with pytest.raises(ValueError, match="causal_align"):
-        weft.attention(**heads(5), is_causal=True, kv_lengths=torch.tensor([3]))
-    lower, upper = (weft.attention(**heads(5, 7), **mask).out for mask in (LOWER, UPPER))
+        attend(**heads(5), is_causal=True, kv_lengths=torch.tensor([3]))
+    lower, upper = (attend(**heads(5, 7), **mask).out for mask in (LOWER, UPPER))
     assert not torch.equal(lower, upper)
-    assert weft.attention(**heads(5, 7)).shape == (1, 4, 5, 64)
+    assert attend(**heads(5, 7)).shape == (1, 4, 5, 64)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,12 @@ def test_windows(window: Any) -> None:
 
 
 def test_a_window_with_a_causal_mask_ends_at_the_own_key() -> None:
-    both = weft.attention(**heads(90), window=(16, None), is_causal=True)
-    assert torch.equal(both, weft.attention(**heads(90), window=(16, 0)))
+    both = attend(**heads(90), window=(16, None), is_causal=True)
+    assert torch.equal(both, attend(**heads(90), window=(16, 0)))
     with pytest.raises(ValueError, match="no later keys"):
-        weft.attention(**heads(90), window=(16, 3), is_causal=True)
+        attend(**heads(90), window=(16, 3), is_causal=True)
     with pytest.raises(ValueError, match="at least 0"):  # FlashAttention's -1, which others read as "nothing"
-        weft.attention(**heads(90), window=(-1, 0))
+        attend(**heads(90), window=(-1, 0))
 
 
 def test_sequences_without_queries_or_keys() -> None:
@@ -108,7 +109,7 @@ def test_packed_sequences_are_sequences(dtype: torch.dtype) -> None:
         "out": torch.randn(sum(lengths) + 3, 4, 64).to(dtype),
         "lse": torch.randn(4, sum(lengths) + 3),
     }
-    found = run(Call(weft.attention, given | CAUSAL), upstream)
+    found = run(Call(attend, given | CAUSAL), upstream)
     begin = 0
     for length in lengths:
         own = slice(begin, begin + length)
@@ -120,9 +121,7 @@ def test_packed_sequences_are_sequences(dtype: torch.dtype) -> None:
             return x[:, own][None] if name == "lse" else x[own].transpose(0, 1)[None]
 
         alone = {name: of_one(name, given[name]) for name in ("query", "key", "value")}
-        one = run(
-            Call(weft.attention, alone | CAUSAL), {name: of_one(name, x) for name, x in upstream.items()}
-        )
+        one = run(Call(attend, alone | CAUSAL), {name: of_one(name, x) for name, x in upstream.items()})
         assert_same(one, {name: of_one(name, x) for name, x in found.items()}, f"tokens from {own.start} on")
     for name in ("out", "dquery", "dkey", "dvalue"):
         assert not found[name][begin:].count_nonzero(), name
@@ -132,14 +131,14 @@ def test_packed_sequences_are_sequences(dtype: torch.dtype) -> None:
 def test_tokens_of_no_sequence_have_no_say() -> None:
     """NaN in pads of queries, their gradients and keys reaches nobody (tilelang #2461)."""
     given = packed([40, 90], pads=7)
-    clean = run(Call(weft.attention, given | CAUSAL))
+    clean = run(Call(attend, given | CAUSAL))
     for name in ("query", "key", "value"):
         given[name][130:] = math.nan
     upstream = {"out": clean["out"].new_ones(137, 4, 64), "lse": clean["lse"].new_ones(4, 137)}
-    wanted = run(Call(weft.attention, given | CAUSAL), upstream)
+    wanted = run(Call(attend, given | CAUSAL), upstream)
     upstream["out"][130:] = math.nan
     upstream["lse"][:, 130:] = math.nan
-    found = run(Call(weft.attention, given | CAUSAL), upstream)
+    found = run(Call(attend, given | CAUSAL), upstream)
     assert_same(found, wanted, "NaN in pads")
     assert torch.equal(found["out"], clean["out"])
     assert all(value.isfinite().all() for name, value in found.items() if name != "lse")
@@ -150,16 +149,16 @@ def test_kv_lengths_hide_keys(options: dict[str, Any]) -> None:
     """NaN in keys and values past the length of a sequence reaches nobody, and their gradients are 0."""
     given, lengths = heads(100, 140, batch=3), torch.tensor([0, 77, 140])
     judge(**given, kv_lengths=lengths, **options)
-    wanted = run(Call(weft.attention, given | options | {"kv_lengths": lengths}))
+    wanted = run(Call(attend, given | options | {"kv_lengths": lengths}))
     for i, length in enumerate(lengths.tolist()):
         for name in ("key", "value"):
             given[name][i, :, length:] = math.nan
-    found = run(Call(weft.attention, given | options | {"kv_lengths": lengths}))
+    found = run(Call(attend, given | options | {"kv_lengths": lengths}))
     assert_same(found, wanted, "NaN in keys that are not used")
 
 
 def test_no_keys() -> None:
-    found = run(Call(weft.attention, heads(20, 0) | LOWER | {"return_max": True}))
+    found = run(Call(attend, heads(20, 0) | LOWER | {"return_max": True}))
     assert not found["out"].count_nonzero()
     assert not found["dquery"].count_nonzero()
     assert (found["lse"] == -math.inf).all()
@@ -170,7 +169,7 @@ def test_no_keys() -> None:
 def test_rows_that_see_nothing() -> None:
     """Their lse is minus infinity, not a number near -50000 (flashinfer #4452), and no gradient is NaN
     (flash-attention #443)."""
-    found = run(Call(weft.attention, heads(100, 30) | LOWER))
+    found = run(Call(attend, heads(100, 30) | LOWER))
     assert (found["lse"][:, :, :70] == -math.inf).all()
     assert not found["out"][:, :, :70].count_nonzero()
     assert not found["dquery"][:, :, :70].count_nonzero()
@@ -183,8 +182,8 @@ def test_rows_that_see_nothing() -> None:
 def test_sinks_that_are_infinite() -> None:
     sinks = torch.tensor([math.inf, -math.inf, 0.5, 1e4])
     given = heads(70) | {"return_lse": True, "is_causal": True}
-    found = run(Call(weft.attention, given | {"sinks": sinks}))
-    without = run(Call(weft.attention, given))
+    found = run(Call(attend, given | {"sinks": sinks}))
+    without = run(Call(attend, given))
     assert torch.equal(found["out"][:, 1], without["out"][:, 1])
     assert not found["out"][:, 0].count_nonzero()
     assert (found["lse"][:, 0] == math.inf).all()
@@ -205,7 +204,7 @@ def test_softcap() -> None:
 def test_a_nan_reaches_those_who_see_it() -> None:
     given = heads(100)
     given["key"][0, 0, 37] = math.nan
-    out = weft.attention(**given, window=(20, 0))
+    out = attend(**given, window=(20, 0))
     bad = out.isnan().all(-1)[0]  # [heads, queries]
     assert bad[:2, 37:58].all()
     assert bad.sum() == 2 * 21
@@ -214,7 +213,7 @@ def test_a_nan_reaches_those_who_see_it() -> None:
 def test_the_largest_score() -> None:
     given = heads(90, 70, batch=2)
     given["query"], given["key"] = given["query"].abs(), -given["key"].abs()  # 0 is larger than all scores
-    found = weft.attention(**given, **LOWER, return_max=True)
+    found = attend(**given, **LOWER, return_max=True)
     repeated = given["key"].repeat_interleave(2, 1)
     scores = (given["query"] @ repeated.mT) / 8
     scores = scores.masked_fill(~sees(90, 70, LOWER), -math.inf)
@@ -256,7 +255,7 @@ def test_error_is_that_of_torch(dtype: torch.dtype) -> None:
         )
         return [(a.double() - b).square().mean().sqrt().item() for a, b in pairs]
 
-    ours = errors(lambda q, k, v: weft.attention(q, k, v, is_causal=True))
+    ours = errors(lambda q, k, v: attend(q, k, v, is_causal=True))
     theirs = errors(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
     for own, other in zip(ours, theirs, strict=True):
         assert own <= 1.25 * other
@@ -267,13 +266,13 @@ def test_error_is_that_of_torch(dtype: torch.dtype) -> None:
 
 def test_any_strides() -> None:
     given = heads(70)
-    wanted = run(Call(weft.attention, given | {"is_causal": True}))
+    wanted = run(Call(attend, given | {"is_causal": True}))
     qkv = torch.cat([x[0].transpose(0, 1).flatten(1) for x in given.values()], 1)  # a packed projection
     cut = [part.unflatten(1, (-1, 64)).transpose(0, 1)[None] for part in qkv.split((256, 128, 128), 1)]
     strided = dict(zip(given, cut, strict=True))
-    assert_same(run(Call(weft.attention, strided | {"is_causal": True})), wanted, "slices")
+    assert_same(run(Call(attend, strided | {"is_causal": True})), wanted, "slices")
     turned = {name: x.mT.contiguous().mT for name, x in given.items()}  # numbers of a head are not neighbours
-    assert_same(run(Call(weft.attention, turned | {"is_causal": True})), wanted, "transposed")
+    assert_same(run(Call(attend, turned | {"is_causal": True})), wanted, "transposed")
 
 
 def test_expanded_keys_and_gradients() -> None:
@@ -282,25 +281,25 @@ def test_expanded_keys_and_gradients() -> None:
         given[name] = given[name][:1].expand(3, -1, -1, -1)
     dense = {name: x.contiguous() for name, x in given.items()}
     upstream = {"y": torch.randn(64).expand(3, 4, 40, 64)}
-    found, wanted = (run(Call(weft.attention, each), upstream) for each in (given, dense))
+    found, wanted = (run(Call(attend, each), upstream) for each in (given, dense))
     assert_same(found, wanted, "expanded")
     ones = {"y": torch.ones(()).expand(3, 4, 40, 64)}
     assert_same(
-        run(Call(weft.attention, dense), ones),
-        run(Call(weft.attention, dense), {"y": ones["y"].clone()}),
+        run(Call(attend, dense), ones),
+        run(Call(attend, dense), {"y": ones["y"].clone()}),
         "one",
     )
 
 
 def test_the_result_has_the_heads_of_a_token_side_by_side() -> None:
-    out = weft.attention(**heads(10))
+    out = attend(**heads(10))
     assert out.shape == (1, 4, 10, 64)
     assert out.transpose(1, 2).is_contiguous()
 
 
 def test_layouts_are_views_of_each_other() -> None:
     given = heads(45, batch=2)
-    wanted = run(Call(weft.attention, given | CAUSAL))
+    wanted = run(Call(attend, given | CAUSAL))
     for layout, order in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
         turned = {name: x.permute(order) for name, x in given.items()}
         upstream = {
@@ -310,10 +309,10 @@ def test_layouts_are_views_of_each_other() -> None:
             "lse": torch.randn(wanted["lse"].shape, generator=torch.Generator().manual_seed(1)),
         }
         first = run(
-            Call(weft.attention, given | CAUSAL),
+            Call(attend, given | CAUSAL),
             {"out": upstream["out"].permute([order.index(i) for i in range(4)]), "lse": upstream["lse"]},
         )
-        found = run(Call(weft.attention, turned | CAUSAL | {"layout": layout}), upstream)
+        found = run(Call(attend, turned | CAUSAL | {"layout": layout}), upstream)
         for name, value in first.items():
             other = value if name == "lse" else value.permute(order)
             assert torch.equal(words(found[name]), words(other)), (layout, name)
@@ -323,8 +322,8 @@ def test_layouts_are_views_of_each_other() -> None:
 @pytest.mark.parametrize("dim", [128, 64])
 def test_quantised_results_are_those_of_quantize(spec: str, dim: int) -> None:
     given = heads(40, dim=dim, batch=2, dtype=BF16)
-    plain = weft.attention(**given, is_causal=True).transpose(1, 2).flatten(2)
-    found = weft.attention(**given, is_causal=True, quantize=spec)
+    plain = attend(**given, is_causal=True).transpose(1, 2).flatten(2)
+    found = attend(**given, is_causal=True, quantize=spec)
     wanted = weft.quantize(plain, spec)
     assert found.shape == (2, 40, 4 * dim)
     for one, other in zip(found.rowwise, wanted.rowwise, strict=True):  # type: ignore[attr-defined]
@@ -337,9 +336,9 @@ def test_gradients_pass_a_quantised_result() -> None:
     given = heads(40, dtype=BF16, batch=2)
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
     upstream = torch.randn(2, 40, 256).to(BF16)
-    out = weft.attention(**leaves, is_causal=True, quantize="1x128", columnwise=True)
+    out = attend(**leaves, is_causal=True, quantize="1x128", columnwise=True)
     found = torch.autograd.grad(out.dequantize(), list(leaves.values()), upstream)  # type: ignore[operator]
-    plain = weft.attention(**leaves, is_causal=True).transpose(1, 2).flatten(2)
+    plain = attend(**leaves, is_causal=True).transpose(1, 2).flatten(2)
     for one, other in zip(found, torch.autograd.grad(plain, list(leaves.values()), upstream), strict=True):
         assert torch.equal(words(one), words(other))
 
@@ -349,19 +348,19 @@ def test_gradients_pass_a_quantised_result() -> None:
 
 def test_batch_heads_and_masked_keys_change_no_bit() -> None:
     given = heads(100, batch=3, dtype=BF16)
-    found = run(Call(weft.attention, given | CAUSAL), upstream := _upstream(given))
+    found = run(Call(attend, given | CAUSAL), upstream := _upstream(given))
     alone = {name: x[1:2] for name, x in given.items()}
-    one = run(Call(weft.attention, alone | CAUSAL), {name: x[1:2] for name, x in upstream.items()})
+    one = run(Call(attend, alone | CAUSAL), {name: x[1:2] for name, x in upstream.items()})
     assert_same(one, {name: x[1:2] for name, x in found.items()}, "a sequence alone")
 
     def swapped(tensors: dict[str, Any]) -> dict[str, Any]:
         """The two groups of heads in the other order."""
         return {name: x.roll(x.shape[1] // 2, 1) for name, x in tensors.items()}
 
-    other = run(Call(weft.attention, swapped(given) | CAUSAL), swapped(upstream))
+    other = run(Call(attend, swapped(given) | CAUSAL), swapped(upstream))
     assert_same(swapped(other), found, "groups of heads in another order")
     more = {name: torch.cat([x, x[:, :, :77]], 2) if name != "query" else x for name, x in given.items()}
-    longer = weft.attention(**more, **UPPER)
+    longer = attend(**more, **UPPER)
     assert torch.equal(words(longer.out), words(found["out"]))
     assert torch.equal(words(longer.lse), words(found["lse"]))
 
@@ -385,7 +384,7 @@ def test_no_work_is_done_twice_or_in_vain(mask: dict[str, Any]) -> None:
     seen = F.pad(sees(300, 300, mask), (0, 20, 0, 20)).view(5, 64, 5, 64)
     pairs = int(seen.any(3).any(1).sum()) * 64 * 64 * 2
     with triton_loom.count() as forward:
-        out = weft.attention(**leaves, **mask)
+        out = attend(**leaves, **mask)
     with triton_loom.count() as backward:
         out.sum().backward()
     assert sum(launch.dot_flops for launch in forward.launches) == 4 * pairs * dim
@@ -406,7 +405,7 @@ def test_compiled() -> None:
     """torch.compile sees one graph, with the bits of the op."""
 
     def loss(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        out, lse, _ = weft.attention(query, key, value, sinks=sinks, **CAUSAL)
+        out, lse, _ = attend(query, key, value, sinks=sinks, **CAUSAL)
         return out.float().square().sum() + lse.sum()
 
     given = [*heads(60, dtype=BF16).values(), torch.randn(4)]
@@ -435,6 +434,7 @@ def test_compiled() -> None:
         ({"kv_lengths": torch.tensor([20, 20])}, "kv_lengths must have the shape"),
         ({"kv_lengths": torch.tensor([20.0])}, "kv_lengths must be int32 or int64"),
         ({"scale": -1.0}, "scale must be above 0"),
+        ({"window": 128}, r"window must be \(left, right\)"),
         ({"softcap": 0.0}, "softcap must be above 0"),
         ({"sinks": torch.randn(2)}, "sinks must have the shape"),
         ({"causal_align": "lower"}, "causal_align must be"),
@@ -443,9 +443,9 @@ def test_compiled() -> None:
 )  # fmt: skip
 def test_mistakes_are_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        weft.attention(**heads(20) | changed)
+        attend(**heads(20) | changed)
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:
     with pytest.raises(ValueError, match="1 to 256"):
-        weft.attention(**heads(20, dim=257))
+        attend(**heads(20, dim=257))

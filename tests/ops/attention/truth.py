@@ -251,6 +251,59 @@ def attention_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Ne
     return {name: value for name, value in found.items() if name.startswith("d")}
 
 
+def attention_decode(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Attention of each sequence with the keys and values that its pages hold."""
+    given = arguments(call) | call.kwargs
+    query = given["query"]
+    four = query if query.dim() == 4 else query[:, None]
+    v_dim = 512 if given["v"] is None else given["v"].shape[-1]
+    out, lse = Made.like(*four.shape[:3], v_dim), Made.like(four.shape[0], four.shape[2], four.shape[1])
+    coded = given["k_scale"] is not None
+    for s in range(len(four)):
+        length = max(int(given["lengths"][s]), 0)
+        k = _from_pages(given["k"], given["k_scale"], given["page_table"][s], length)
+        v = k[..., :v_dim] if given["v"] is None else None
+        if v is None:
+            v = _from_pages(given["v"], given["v_scale"], given["page_table"][s], length)
+        own = four[s].double()
+        for h in range(four.shape[2]):
+            head = h // (four.shape[2] // k.shape[1])
+            options = {"scale": given.get("scale"), "softcap": given.get("softcap")}
+            window = given.get("window")
+            seen = sees(
+                len(own), length, {"window": None if window is None else (window, 0), "is_causal": True}
+            )
+            sink = -math.inf if given.get("sinks") is None else float(given["sinks"][h])
+            w = _weights(own[:, h], k[:, head], sink, seen, options)
+            # Codes are multiplied in bf16 at the least exact; plain numbers in their own dtype; parts are joined.
+            rounding = half_step(torch.bfloat16) if coded else half_step(query.dtype)
+            out.truth[s, :, h] = w.p @ v[:, head]
+            out.noise[s, :, h] = (w.error + rounding + _sum_error(length)) * (w.p @ v[:, head].abs())
+            lse.truth[s, h] = w.lse
+            lse.noise[s, h] = w.error[:, 0] + 4 * EPS32 * torch.where(w.lse.isfinite(), w.lse.abs(), 0.0)
+    if query.dim() == 3:
+        return {
+            "out": Near(out.truth[:, 0], out.noise[:, 0]),
+            "lse": Near(lse.truth[..., 0], lse.noise[..., 0]),
+        }
+    return {"out": out.near(), "lse": lse.near()}
+
+
+def _from_pages(cache: Tensor, scale: Tensor | None, pages: Tensor, length: int) -> Tensor:
+    """Heads [tokens, heads, numbers] of a sequence, in float64, one token after another."""
+    paged = cache if cache.dim() == 4 else cache[:, None]
+    found = torch.zeros(length, *paged.shape[2:], dtype=torch.float64)
+    for token in range(length):
+        page, place = int(pages[token // paged.shape[1]]), token % paged.shape[1]
+        found[token] = paged[page, place].double()
+        if scale is not None:
+            own = scale
+            if scale.dim() > 1:
+                own = (scale if cache.dim() == 4 else scale[:, None])[page, place]
+            found[token] *= own.double()[..., None] if own.dim() else own.double()
+    return found
+
+
 def encoded(call: Call) -> dict[str, Tensor]:
     """What a quantised result is made of: the plain one, with the heads of a token side by side."""
     plain = {name: value for name, value in call.kwargs.items() if name not in ("quantize", "columnwise")}
@@ -258,4 +311,8 @@ def encoded(call: Call) -> dict[str, Tensor]:
 
 
 ENCODED = {"attention": encoded}
-TRUTHS = {"attention": attention, "attention_backward": attention_backward}
+TRUTHS = {
+    "attention": attention,
+    "attention_backward": attention_backward,
+    "attention_decode": attention_decode,
+}

@@ -251,11 +251,12 @@ def models_of(world: int) -> dict[str, Callable[[], nn.Module]]:
 # ---- meshes and groups ---------------------------------------------------------------------------------
 
 
-def stages(rank: int) -> dict[str, Any]:
-    """Two pipeline stages of two ranks each, whose parameters are sharded differently. The norm over all stages needs
-    their group, and takes as many numbers from a stage with one kind of placement as from one with three."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage, dp, pp = rank // 2, mesh["dp"], mesh.get_group("pp")
+def stages(rank: int, world: int) -> dict[str, Any]:
+    """Two pipeline stages of half the ranks each, whose parameters are sharded differently. The norm over all stages
+    needs their group, and takes as many numbers from a stage with one kind of placement as from one with three."""
+    half = world // 2
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("pp", "dp"))
+    stage, dp, pp = rank // half, mesh["dp"], mesh.get_group("pp")
     if stage:
         tensors = [distribute_tensor(torch.full((4,), 2.0), dp, [Shard(0)])]
     else:
@@ -265,13 +266,21 @@ def stages(rank: int) -> dict[str, Any]:
             torch.full((4,), 1.0),
         ]
     norm = weft.grad_norm(tensors, groups=(pp,))  # 16 + 3 + 2 + 4 = 25
-    # The group of their own mesh changes nothing for DTensors; of others it says that they are sharded: 29.
+    # The group of their own mesh changes nothing for DTensors; of others it says that they are sharded: 4 on each rank.
     again = weft.grad_norm(tensors, groups=(dp.get_group(), pp))
     kinds = weft.grad_norm([weft.Shards(tensors, (pp,)), weft.Shards([torch.tensor([12.0])])])
     # A group of the same ranks that was made anew is the same.
-    anew = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    anew = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))][stage]
     alike = weft.grad_norm(tensors[:1], groups=(anew,))
-    return {"norm": norm, "with the group of the mesh": again, "with others": kinds, "anew": alike}
+    everyone = distribute_tensor(torch.full((4,), 2.0), init_device_mesh("cpu", (world,)), [Shard(0)])
+    line = weft.grad_norm([everyone, torch.full((4,), 1.0)], groups=(dist.new_group(list(range(world))),))
+    return {
+        "norm": norm,
+        "with the group of the mesh": again,
+        "with others": kinds,
+        "anew": alike,
+        "anew, of all ranks": line,
+    }
 
 
 def kinds_of_tensors(rank: int, world: int) -> tuple[list[Tensor], list[weft.Shards]]:
@@ -381,8 +390,7 @@ def main(rank: int, world: int, directory: Path) -> None:
     found["groups"] = over_groups(rank, world)
     found["refused"] = refused(world)
     found["quantised"] = quantised(rank, world)
-    if world == 4:
-        found["stages"] = stages(rank)
+    found["stages"] = stages(rank, world)
     torch.save(found, directory / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -446,13 +446,15 @@ def test_training_over_ranks(world: int, name: str, ranks: Results) -> None:
         assert "_StridedShard" in results[0][name]["placements"]["up.weight"]
 
 
-def test_stages_with_meshes_of_their_own(ranks: Results) -> None:
-    for rank, results in enumerate(ranks(4)):
+@pytest.mark.parametrize("world", of_worlds())
+def test_stages_with_meshes_of_their_own(world: int, ranks: Results) -> None:
+    for rank, results in enumerate(ranks(world)):
         found = results["stages"]
         assert found["norm"] == 5.0
-        assert found["with the group of the mesh"] == torch.tensor(29.0).sqrt()
+        assert found["with the group of the mesh"] == torch.tensor(21.0 + 4.0 * (world // 2)).sqrt()
         assert found["with others"] == 13.0
-        assert found["anew"] == (4.0 if rank >= 2 else torch.tensor(3.0).sqrt())
+        assert found["anew"] == (4.0 if rank >= world // 2 else torch.tensor(3.0).sqrt())
+        assert found["anew, of all ranks"] == torch.tensor(16.0 + 4.0 * world).sqrt()
 
 
 @pytest.mark.parametrize("world", of_worlds())

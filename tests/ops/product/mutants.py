@@ -60,6 +60,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gate for up", "_sums", "ups = Rows(place.col + n, place.first_col + n", "ups = Rows(place.col, place.first_col", (WHOLE,)),
         ("scales of groups by one", "_group_scales", "step.scale_start // GROUP + tl.arange(0, GROUPS)", "step.scale_start // GROUP + tl.arange(0, GROUPS) * 0", (MX, DECODED)),
         ("e8m0 off by one", "tiles/numbers.py:decode_e8m0", "bits << 23", "(bits + 1) << 23", (DECODED,)),
+        ("int4 without signs", "tiles/numbers.py:decode", "(codes.to(tl.int32) ^ 8)", "(codes.to(tl.int32) + 8)", (f"{R}test_a_shape[weight-int4]",)),
+        ("one half of a byte for both", "tiles/numbers.py:unpack_pairs", "packed >> 4", "packed & 0xF", (f"{R}test_a_shape[weight-int4]",)),
         ("-0 is NaN", "_fnuz", "== 0x7F, 0x80, tl.where(codes == 0x80, 0, codes))", "== 0x7F, 0x80, tl.where(codes == 0x81, 0, codes))", (FNUZ,)),
         ("NaN is 240", "_fnuz", "tl.where((codes & 0x7F) == 0x7F, 0x80,", "tl.where((codes & 0x7F) == 0x80, 0x80,", (FNUZ,)),
         ("half as large", "_scaled", "value = value * 4.0", "value = value * 2.0", (FNUZ,)),

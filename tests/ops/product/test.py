@@ -345,6 +345,53 @@ def test_twice_differentiable() -> None:
     assert torch.autograd.gradgradcheck(lambda a, b: weft.matmul(a, b), (a, b))
 
 
+# ---- PyTorch's own products ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pair", ["fp8-blocks", *(pytest.param(p, marks=pytest.mark.slow) for p in ("int8-row", "mxfp8"))]
+)
+def test_torch_multiplies_codes(pair: str) -> None:
+    """`@` and `F.linear` of two quantised matrices are `matmul`, and their gradients are those of decoded numbers."""
+    call = operands(pair, 6, 48, 256)
+    a, w, bias = call["a"], call["b"].T, torch.randn(48).bfloat16()
+    wanted = weft.matmul(a, w.T, engine="weft")
+    with_bias = weft.matmul(a, w.T, bias=bias, engine="weft")
+    linear = torch.nn.functional.linear
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    with weft.record_engines() as used:
+        assert torch.equal(a @ w.T, wanted)
+        assert torch.equal(linear(a.view(2, 3, 256), w).view(6, 48), wanted)
+        assert torch.equal(linear(a, w, bias), with_bias)
+        assert torch.equal(compiled(a, w, bias), with_bias)
+    assert len(used) == 4
+    leaves = [x.dequantize().requires_grad_() for x in (a, w)]
+    quantised = [weft.quantize(x, q.spec) for x, q in zip(leaves, (a, w), strict=True)]
+    dy = torch.randn(6, 48).bfloat16()
+    linear(*quantised).backward(dy)
+    for leaf, right in zip(leaves, (dy @ w.dequantize(), dy.T @ a.dequantize()), strict=True):
+        assert torch.equal(leaf.grad, right)
+
+
+def test_torch_dequantises_what_does_not_multiply() -> None:
+    """Formats that are no pair, a copy that is missing, other dtypes, and a matrix beside a plain one."""
+    a, w = _plain(6, 64), _plain(16, 64)
+    blocks, mx = weft.quantize(a, "1x128"), weft.quantize(w, "mx")
+    columns = weft.quantize(w, "mx", rowwise=False, columnwise=True)
+    row = weft.quantize(w, "row")
+    with weft.record_engines() as used:
+        for left, right in ((blocks, mx), (weft.quantize(a, "mx"), columns), (a, row), (blocks, w)):
+            numbers = [x.dequantize() if isinstance(x, QTensor) else x for x in (left, right)]
+            assert torch.equal(left @ right.T, numbers[0] @ numbers[1].T)
+        scaled = torch.addmm(torch.ones(16).bfloat16(), blocks, row.T, alpha=2)
+        assert torch.equal(
+            scaled, torch.addmm(torch.ones(16).bfloat16(), blocks.dequantize(), row.dequantize().T, alpha=2)
+        )
+        with pytest.raises(RuntimeError, match="dtype"):
+            blocks.float() @ row.T
+    assert not used
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------
 
 

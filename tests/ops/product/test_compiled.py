@@ -133,6 +133,7 @@ RECIPES = {
     "bf16": (None, None, None),
     "fp8-blocks": ("1x128", "128x128", "1x128"),
     "mxfp8": ("mx", "mx", "mx"),
+    "weight-int4": (None, "int4:1x128:te", None),
 }
 STEPS = ("forward", "few rows", "gated", "gathered", "gradient of rows", "gradient of weights")
 

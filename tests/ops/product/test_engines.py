@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from tests.catalogue.calls import near
 from tests.ops.product.test import EVERY, check, operands
-from weft.ops.common.results import plain_result
-from weft.ops.product.arguments import MatmulArgs, OperandCodes
-from weft.ops.product.engines import TABLE, by_table, pair_of, scaled_operands
+from tests.ops.product.test_grouped import problem
+from tests.ops.product.truth import grouped_matmul as grouped_truth
+from tests.ops.product.truth import matmul as truth
+from weft.ops.common.groups import Groups
+from weft.ops.common.results import Result, plain_result
+from weft.ops.product.arguments import (
+    GroupedArgs,
+    MatmulArgs,
+    OperandCodes,
+    ProductOutputs,
+    grouped_args,
+    matmul_args,
+)
+from weft.ops.product.engines import (
+    TABLE,
+    by_table,
+    choose_engine,
+    choose_grouped_engine,
+    pair_of,
+    products_on,
+)
+from weft.ops.product.libraries import (
+    INSTALLED,
+    groups_by_torch,
+    multiply,
+    multiply_groups,
+    nvfp4_operands,
+    scaled_operands,
+)
 from weft.ops.product.operands import Form
 from weft.quant.copies import allocate_copies
 from weft.runtime import Capabilities, recording
+from weft.workloads import Call
 
 
 def forms(pair: str) -> tuple[Form, Form]:
@@ -27,17 +56,19 @@ def forms(pair: str) -> tuple[Form, Form]:
 
 def test_the_table_names_what_there_is() -> None:
     pairs = {pair_of(*forms(pair)) for pair in EVERY}
-    assert len({(target, pair) for rule in TABLE for target in rule.targets for pair in rule.pairs}) == sum(
-        len(rule.targets) * len(rule.pairs) for rule in TABLE
-    ), "two entries for one product"
+    entries = [
+        (target, pair, rule.engine) for rule in TABLE for target in rule.targets for pair in rule.pairs
+    ]
+    assert len(set(entries)) == len(entries), "two entries for one product"
     for rule in TABLE:
         assert {pair.removeprefix("grouped ") for pair in rule.pairs} <= pairs
         assert rule.why
         for target in rule.targets:
             assert Capabilities.of(target)
-    assert by_table("bf16", 65, "sm_90") == "torch"
-    assert by_table("bf16", 64, "sm_90") == "weft"
-    assert by_table("fp8 1x128 x 128x128", 4096, "sm_100") == "weft"
+    assert by_table("bf16", 65, "sm_90") == ("torch",)
+    assert by_table("bf16", 64, "sm_90") == ()
+    assert by_table("fp8 1x128 x 128x128", 4096, "sm_90") == ("deep_gemm", "torch")
+    assert by_table("fp8 1x128 x 128x128", 4096, "sm_120") == ()
 
 
 def test_what_ran_is_recorded() -> None:
@@ -86,28 +117,246 @@ def test_what_torch_lacks_is_refused_in_words(more: dict[str, Any], words: str) 
         weft.matmul(**operands("fp8-row", 5, 48, 128) | {"engine": "torch"})
 
 
-@pytest.mark.parametrize("pair", ["fp8-row", "fp8-tensor", "fp8-blocks", "mxfp8"])
-def test_scaled_products_of_torch(pair: str) -> None:
-    """PyTorch multiplies these on a GPU, but its meta functions check shapes, dtypes and most strides."""
-    m, n, k = 256, 384, 512
-    specs = [weft.Format.of(EVERY[pair][name]).spec for name in ("a", "b")]
+def on_meta(pair: str, m: int = 256, n: int = 384, k: int = 512) -> MatmulArgs:
+    """The arguments of a product, without memory."""
     device = torch.device("meta")
     codes = []
-    for spec, rows in zip(specs, (m, n), strict=True):
-        copy, _ = allocate_copies(weft.Format.of(spec), rows, k, device, rowwise=True, columnwise=False)
+    for name, rows in (("a", m), ("b", n)):
+        spec = EVERY[pair].get(name)
+        if spec is None:
+            codes.append(OperandCodes())
+            continue
+        f = weft.Format.of(spec)
+        copy, _ = allocate_copies(f, rows, k, device, rowwise=True, columnwise=False)
         assert copy is not None
-        codes.append(OperandCodes(copy.data, copy.scale, copy.global_scale, spec))
-    a, b, y = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n), (m, n)))
-    result = plain_result(torch.bfloat16)
-    args = MatmulArgs(a, b, *codes, None, None, None, 1.0, None, False, None, False, "torch", result)
-    out = torch._scaled_mm(*scaled_operands(args), out_dtype=torch.bfloat16)
-    assert (out.shape, out.dtype) == (y.shape, y.dtype)
-    short = codes[1]._replace(data=torch.empty(n - 8, k, device=device, dtype=torch.float8_e4m3fn))
+        codes.append(OperandCodes(*copy, f.spec))
+    a, b = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n)))
+    return matmul_args(a, b, plain_result(torch.bfloat16), a_codes=codes[0], b_codes=codes[1])
+
+
+@pytest.mark.parametrize("pair", ["fp8-row", "fp8-tensor", "fp8-blocks", "mxfp8", "nvfp4"])
+def test_scaled_products_of_torch(pair: str) -> None:
+    """PyTorch multiplies these on a GPU, but its meta functions check shapes, dtypes and most strides."""
+    args = on_meta(pair)
+
+    def product(a: MatmulArgs) -> torch.Tensor:
+        if pair == "nvfp4":
+            return torch.nn.functional.scaled_mm(**nvfp4_operands(a), output_dtype=torch.bfloat16)
+        return torch._scaled_mm(*scaled_operands(a), out_dtype=torch.bfloat16)
+
+    out = product(args)
+    assert (out.shape, out.dtype) == ((256, 384), torch.bfloat16)
+    assert args.b_codes.data is not None
+    short = args.b_codes._replace(data=args.b_codes.data[:-8])
     with pytest.raises((RuntimeError, ValueError)):
-        torch._scaled_mm(*scaled_operands(args._replace(b_codes=short)), out_dtype=torch.bfloat16)
+        product(args._replace(b_codes=short))
     # The overload that writes to a tensor has no meta function; it takes the same arguments.
     plain, into = (getattr(torch.ops.aten._scaled_mm, name)._schema.arguments for name in ("default", "out"))
     assert [argument.name for argument in into] == [*(argument.name for argument in plain), "out"]
+
+
+@pytest.mark.parametrize(
+    ("pair", "dtype"),
+    [("int8-row", torch.bfloat16), ("int8-row", torch.float32), ("int8-tensor", torch.float32)],
+)
+def test_int8_of_torch_has_the_same_bits(pair: str, dtype: torch.dtype) -> None:
+    for shape in ((70, 33, 100), (5, 33, 100)):
+        call = operands(pair, *shape) | {"out_dtype": dtype}
+        call["a"], call["b"] = (x.to(dtype) for x in (call["a"], call["b"]))
+        with weft.record_engines() as used:
+            assert torch.equal(weft.matmul(**call | {"engine": "torch"}), weft.matmul(**call))
+        assert [one.engine for one in used] == ["torch", "weft"]
+
+
+def groups_of(p: dict[str, Any]) -> GroupedArgs:
+    """The product of a problem of groups."""
+    codes = {}
+    for name in ("x", "w"):
+        x = p[name]
+        if isinstance(x, weft.QTensor):
+            assert x.rowwise is not None
+            data, scale, whole = x.rowwise
+            if name == "w":
+                data, scale = (t.unflatten(0, (len(x), -1)) for t in (data, scale))
+            codes[f"{name}_codes"] = OperandCodes(data, scale, whole, x.spec)
+    return grouped_args(p["x"], p["w"], Groups(p["ends"], p["align"]), plain_result(torch.bfloat16), **codes)
+
+
+def filled(rows: int, n: int) -> torch.Tensor:
+    return torch.full((rows, n), torch.nan, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_groups_of_torch(align: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product for all groups, in memory full of NaN: pads, of which x has NaN, become zeros."""
+    functional = torch.nn.functional
+    product = functional.grouped_mm
+
+    def checked(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        assert offs.dtype is torch.int32  # what a GPU demands, or reads past the end without
+        assert offs.max() <= len(x)
+        return product(x, w, offs=offs)
+
+    monkeypatch.setattr(functional, "grouped_mm", checked)
+    for seed, rest in (("a", 0), ("b", 0), ("b", 20)):  # the last with groups that end after the last row
+        p = problem("bf16", 5, align, seed)
+        p["x"] = p["x"][: len(p["x"]) - rest]
+        args = groups_of(p)
+        y = filled(len(p["x"]), 256)
+        groups_by_torch(y, args)
+        call = {name: p[name] for name in ("x", "w", "ends", "align")}
+        near(y, grouped_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
+
+
+class DeepGemm:
+    """DeepGEMM's functions with their argument lists, what they demand on sm_90 and sm_100, and their results."""
+
+    scales = torch.float32  # on sm_90; on sm_100 they are int32
+
+    def _numbers(self, operand: tuple[torch.Tensor, torch.Tensor], height: int) -> torch.Tensor:
+        """Of codes [.., rows, K] with a scale for each [height, 128]."""
+        data, scale = operand
+        assert scale.dtype is self.scales
+        assert data.dtype is torch.float8_e4m3fn
+        assert data.stride(-1) == 1
+        rows, k = data.shape[-2:]
+        if scale.dtype is torch.int32:  # four exponents each, a scale for every row
+            assert scale.stride() == (1, -(-rows // 4) * 4)
+            bytes_ = scale.contiguous().view(torch.uint8).reshape(rows, -1)[:, : k // 128]
+            scale, height = torch.exp2(bytes_.float() - 127), 1
+        assert scale.shape[-2:] == (-(-rows // height), k // 128)
+        spread = scale.repeat_interleave(height, -2)[..., :rows, :].repeat_interleave(128, -1)
+        return data.double() * spread.double()
+
+    def fp8_gemm_nt(
+        self, a: Any, b: Any, d: torch.Tensor, c: Any = None, recipe: Any = None, recipe_a: Any = None,
+        recipe_b: Any = None, compiled_dims: str = "nk", disable_ue8m0_cast: bool = False, alpha: Any = None,
+    ) -> None:  # fmt: skip
+        assert a[1].stride(0) == 1
+        assert d.dtype is torch.bfloat16
+        d.copy_(self._numbers(a, 1) @ self._numbers(b, 128).T)
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, a: Any, b: Any, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, recipe_a: Any = None,
+        recipe_b: Any = None, compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
+        use_psum_layout: bool = False, ensure_zero_padding: bool = True, expected_m_for_psum_layout: Any = None,
+    ) -> None:  # fmt: skip
+        assert grouped_layout.dtype is torch.int32
+        assert grouped_layout.is_contiguous()
+        assert grouped_layout.shape == a[0].shape[:1]
+        assert b[1].is_contiguous()
+        x, w = self._numbers(a, 1), self._numbers(b, 128)
+        for first in range(
+            0, len(x), 128
+        ):  # a tile has the group of its first row; those of pads are not written
+            group = int(grouped_layout[first])
+            assert set(grouped_layout[first : first + 128].tolist()) <= {group, -1}
+            if group >= 0:
+                d[first : first + 128] = (x[first : first + 128] @ w[group].T).bfloat16()
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, "deep_gemm", True)
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm())  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("deep_gemm")
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_deep_gemm(target: str) -> None:
+    call = operands("fp8-blocks", 130, 192, 640)
+    a, w = call["a"], call["b"].T
+    codes = [OperandCodes(*q.rowwise, q.spec) for q in (a, w)]
+    args = matmul_args(a, call["b"], plain_result(torch.bfloat16), a_codes=codes[0], b_codes=codes[1])
+    y = filled(130, 192)
+    sys.modules["deep_gemm"].scales = torch.int32 if target == "sm_100" else torch.float32  # type: ignore[attr-defined]
+    multiply("deep_gemm", ProductOutputs(Result(y)), args, target)
+    near(y, truth(Call(weft.matmul, call), {})["y"])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_deep_gemm_of_groups() -> None:
+    """Pads, and groups without rows, become zeros."""
+    for seed in ("a", "b"):
+        p = problem("fp8-blocks", 5, 128, seed)
+        y = filled(len(p["x"]), 256)
+        multiply_groups("deep_gemm", ProductOutputs(Result(y)), groups_of(p))
+        call = {name: p[name] for name in ("x", "w", "ends", "align")}
+        near(y, grouped_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
+
+
+def chosen(args: MatmulArgs | GroupedArgs, target: str) -> str:
+    with weft.record_engines() as used:
+        choose = choose_engine if isinstance(args, MatmulArgs) else choose_grouped_engine
+        engine = choose(args, Capabilities.of(target))  # type: ignore[operator]
+    assert [one.engine for one in used] == [engine]
+    return engine  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_who_is_chosen() -> None:
+    """The first of the table that can compute the call."""
+    blocks = on_meta("fp8-blocks")
+    assert chosen(blocks, "sm_90") == chosen(blocks, "sm_100") == "deep_gemm"
+    assert chosen(blocks, "sm_120") == "weft"
+    assert chosen(on_meta("fp8-blocks", k=528), "sm_90") == "torch"
+    assert chosen(on_meta("fp8-blocks", m=254, k=528), "sm_90") == "weft"  # cuBLASLt wants a multiple of 4
+    assert chosen(blocks._replace(factor=2.0), "sm_90") == "weft"
+    loose = [codes._replace(format="e4m3:1x128:te") for codes in (blocks.a_codes, blocks.b_codes)]
+    loose[1] = loose[1]._replace(format="e4m3:128x128:te")
+    args = blocks._replace(a_codes=loose[0], b_codes=loose[1])  # scales that are no powers of two
+    assert (chosen(args, "sm_90"), chosen(args, "sm_100")) == ("deep_gemm", "weft")
+    for pair in ("int8-row", "int8-tensor", "nvfp4", "mxfp8"):
+        assert chosen(on_meta(pair), "sm_100") == "torch", pair
+        assert chosen(on_meta(pair), "sm_120") == "weft", pair
+        assert chosen(on_meta(pair, n=388 if pair[:4] != "int8" else 387), "sm_100") == "weft", pair
+    assert chosen(on_meta("nvfp4", k=528), "sm_100") == "weft"  # whose rows have 264 bytes
+    assert chosen(on_meta("int8-row", m=65), "sm_90") == "weft"
+    e5m2 = on_meta("fp8-tensor")
+    assert chosen(e5m2, "sm_90") == "torch"
+    both = e5m2.b_codes._replace(format="e5m2:tensor:te")
+    assert chosen(e5m2._replace(b_codes=both), "sm_90") == "weft"
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_who_is_chosen_for_groups() -> None:
+    def plain(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    x, w, ends = plain(512, 256), plain(4, 384, 256), torch.empty(4, dtype=torch.int32, device="meta")
+    args = grouped_args(x, w, Groups(ends, 16), plain_result(torch.bfloat16))
+    assert chosen(args, "sm_100") == "torch"
+    assert chosen(args._replace(w=plain(4, 256, 384).mT), "sm_100") == "torch"
+    assert chosen(args, "sm_90") == "weft"  # where public figures are against it
+    for other in (
+        {"x": plain(512, 257)[:, :256]},
+        {"x": plain(512, 264)[:, 4:260]},
+        {"w": plain(4, 388, 256)[:, :380]},
+        {"w": plain(4, 384, 260)[..., :256]},
+        {"w": plain(4 * 384 * 260).as_strided((4, 384, 256), (384 * 256 + 4, 256, 1))},
+        {"activation": "silu"},
+        {"result": plain_result(torch.float32)},
+    ):
+        assert chosen(args._replace(**other), "sm_100") == "weft", other
+    with recording("sm_90"):
+        xq, wq = weft.quantize(x, "1x128"), weft.quantize(w, "128x128")
+    blocks = groups_of({"x": xq, "w": wq, "ends": ends, "align": 128})
+    assert chosen(blocks, "sm_90") == "deep_gemm"
+    assert chosen(blocks._replace(align=64), "sm_90") == "weft"
+    assert chosen(blocks._replace(x=plain(500, 256)), "sm_90") == "weft"
+
+
+def test_what_is_not_installed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, "deep_gemm", False)
+    assert chosen(on_meta("fp8-blocks"), "sm_90") == "torch"
+    assert chosen(on_meta("fp8-blocks"), "sm_100") == "weft"
+    assert "deep_gemm if it were installed: fp8 1x128 x 128x128" in products_on("sm_90")
+    with pytest.raises(ValueError, match="lacks an installation"):
+        weft.matmul(**operands("fp8-blocks", 5, 64, 128) | {"engine": "deep_gemm"})
+    monkeypatch.setitem(INSTALLED, "deep_gemm", True)
+    assert "deep_gemm: fp8 1x128 x 128x128" in products_on("sm_90")
+    with pytest.raises(ValueError, match="lacks a CPU"):
+        weft.matmul(**operands("fp8-blocks", 5, 64, 128) | {"engine": "deep_gemm"})
 
 
 def test_a_graph_keeps_its_engine() -> None:

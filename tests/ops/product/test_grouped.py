@@ -30,6 +30,7 @@ PAIRS: dict[str, tuple[str | None, str | None, str | None]] = {
     "fp8-tensor": ("tensor", "tensor", "e5m2:tensor:te"),
     "int8-row": ("int8:row:te", "int8:row:te", "int8:row:te"),
     "weight-fp8": (None, "128x128", None),
+    "weight-int4": (None, "int4:1x128:te", None),
     "weight-mxfp4": (None, "e2m1:mx:te", None),
 }
 N, K = 256, 128  # multiples of 128, as weights in blocks want them

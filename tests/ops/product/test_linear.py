@@ -197,6 +197,41 @@ def test_reused_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_frozen_weight_beside_plain_rows(recipe: str | None) -> None:
+    """Weight-only: the product with the numbers of the codes, and so is the gradient of x."""
+    x, w, bias, dy = layer(torch.bfloat16 if recipe is None else torch.float32)
+    frozen = weft.quantize(w, "int4:1x128")
+    (mine,) = leaves(x)
+    y = weft.linear(mine.view(2, M // 2, K), frozen, bias, recipe=recipe)
+    assert y.shape == (2, M // 2, N)
+    assert y.dtype == x.dtype
+    rounded = x.bfloat16().double()
+    wanted = product(rounded, numbers(frozen.T, of_b=True))
+    near(y.view(M, N), type(wanted)(wanted.truth + bias.double(), wanted.noise + 2.0**-23 * bias.abs()))
+    y.view(M, N).backward(dy)  # type: ignore[no-untyped-call]
+    # The numbers of the codes are rounded to dy's dtype, the gradient to x's.
+    error = mine.grad.double() - dy.double() @ frozen.dequantize().double()  # type: ignore[union-attr]
+    assert float(error.norm() / mine.grad.double().norm()) < 2.0**-8  # type: ignore[union-attr]
+    compiled = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, frozen, bias, recipe=recipe), weft.linear(x, frozen, bias, recipe=recipe))
+
+
+def test_frozen_experts_beside_plain_rows() -> None:
+    x, router, up, down = moe_layer(torch.float32)
+    frozen = [weft.quantize(w, "int4:1x128") for w in (up, down)]
+    (mine,) = leaves(x)
+    (its,) = leaves(x)
+    y = experts(mine, router, *frozen)
+    wanted = naive(its, router, *(w.dequantize() for w in frozen))
+    dy = torch.randn(TOKENS, K)
+    for got, right in (
+        (y, wanted),
+        (torch.autograd.grad(y, mine, dy)[0], torch.autograd.grad(wanted, its, dy.double())[0]),
+    ):
+        assert float((got - right).detach().norm() / right.detach().norm()) < 2e-6  # as of plain weights
+
+
 def test_frozen_weight_with_an_adapter() -> None:
     """A quantised base that stays, and a low-rank update that learns."""
     x, w, _, dy = layer()
@@ -267,6 +302,15 @@ def test_mistakes_are_refused_in_words(call: Any, said: str) -> None:
     x, w, *_ = layer()
     with pytest.raises((ValueError, TypeError), match=said):
         call(x, w)
+
+
+def test_a_bias_beside_sizes_that_vary() -> None:
+    """A graph whose weights had other sizes before has symbols for them, beside which a bias is checked."""
+    compiled = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
+    for rows, n, k in ((24, 40, 64), (30, 48, 96)):
+        compiled(torch.randn(rows, k), torch.randn(n, k))
+    x, w, bias = torch.randn(36, 32), torch.randn(56, 32), torch.randn(56)
+    assert torch.equal(compiled(x, w, bias), weft.linear(x, w, bias))
 
 
 def test_seeds_do_not_compile() -> None:

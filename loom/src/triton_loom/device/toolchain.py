@@ -32,6 +32,12 @@ LIBRARIES = "-lm -lc -lgcc"
 
 # Registers are given out for the whole function at once: in less time, and to no slower code.
 ONE_REGION = "-fira-region=one"
+# What -Og does that takes a sixth of its time and has little to do: a kernel's text is made of single operations
+# already, with few branches.
+LITTLE_TO_DO = """
+    -fno-tree-forwprop -fno-forward-propagate -fno-tree-ccp -fno-tree-copy-prop -fno-thread-jumps
+    -fno-guess-branch-probability
+"""
 
 NO_COMPILER = """\
 Loom turns Triton kernels into C++ and found no compiler for it. Install one:
@@ -126,7 +132,9 @@ def optimisation(source: str, quick: bool) -> str:
     inner loop is worthless unless its tile stays in registers: they are optimised as far as that takes.
     """
     level = "-O2" if not quick else "-O1" if '#include "dot.h"' in source else "-Og"
-    return f"{level} {ONE_REGION}" if is_gcc() else level
+    if not is_gcc():
+        return level
+    return f"{level} {ONE_REGION} {LITTLE_TO_DO if level == '-Og' else ''}"
 
 
 @functools.lru_cache(maxsize=128)  # for caches that cannot be written

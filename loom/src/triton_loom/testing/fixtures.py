@@ -1,11 +1,12 @@
 """What every test of both packages runs under: poisoned allocations and scratch memory, fixed seeds, a known number of
 threads.
 
-A `conftest.py` imports the fixtures that it wants; all of them are used without being asked for.
+A `conftest.py` imports the fixtures and hooks that it wants; all of them are used without being asked for.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -27,6 +28,13 @@ def pytest_report_header() -> str:
         f"triton {triton.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"LOOM_TEST_SEED={SEED}, TRITON_CACHE_DIR={os.environ.get('TRITON_CACHE_DIR', '(default)')}"
     )
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays until the end. Python need not look through it for garbage, which
+    compiling kernels would have it do thousands of times."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,8 @@ class AttentionArgs(NamedTuple):
     query: Tensor  # heads in `layout`
     key: Tensor
     value: Tensor
+    query_scale: Tensor | None  # fp32, if query and key are codes: their shapes without the last dimension
+    key_scale: Tensor | None
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask
@@ -72,6 +74,7 @@ class AttentionBackwardArgs(NamedTuple):
     scale: float
     softcap: float
     layout: str  # of query, key and value, and of their gradients
+    engine: str
     needs: AttentionNeeds
 
 

@@ -18,17 +18,19 @@ run. Backward computes p again, once for the gradient of queries and once for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import Backward, Gradients, define_op
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
-from ..common.results import allocate_result, plain_result, result_options
+from ...runtime import Backward, Gradients, capabilities_of, define_op
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
+from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
 from ..heads.layout import LAYOUTS, Layout
+from ..quantize import quantize as quantize_tensor
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
@@ -39,6 +41,7 @@ from .arguments import (
     Packed,
 )
 from .configs import WIDEST
+from .engines import Engine, check_engine
 from .launch import launch_attention, launch_attention_backward
 from .reference import attention_backward_reference, attention_reference, result_shape
 
@@ -46,14 +49,23 @@ from .reference import attention_backward_reference, attention_reference, result
 
 
 def _allocate(a: AttentionArgs) -> AttentionOutputs:
-    result = allocate_result(a.result, a.query, result_shape(a))
+    shape = result_shape(a)
     if a.result.format is None and a.layout == "bhsd":
-        result = result._replace(y=result.y.transpose(1, 2))
+        batches, tokens, count, dim = shape
+        y = torch.empty_strided(
+            (batches, count, tokens, dim),
+            (tokens * count * dim, dim, count * dim, 1),
+            dtype=a.result.dtype,
+            device=a.query.device,
+        )
+        result = Result(y)
+    else:
+        result = allocate_result(a.result, a.query, shape)
     batch, sequence, heads, _ = LAYOUTS[a.layout]
     count = a.query.shape[heads]
     lead = () if a.layout == "thd" else (a.query.shape[batch],)
     shape = (*lead, count, a.query.shape[sequence])
-    dtype, device = compute_dtype(a.query), a.query.device
+    dtype, device = compute_dtype(a.value), a.query.device
     lse = torch.empty(shape, dtype=dtype, device=device)
     largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
     return AttentionOutputs(result, lse, largest)
@@ -84,7 +96,7 @@ def _gradients(b: Backward) -> Gradients:
     found = attention_backward_op(
         AttentionBackwardArgs(
             dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-            needs,
+            a.engine, needs,
         )
     )  # fmt: skip
     return {
@@ -144,6 +156,7 @@ attention_op = define_op(
 
 Align = Literal["lower_right", "upper_left"]
 Window = tuple[int | None, int | None]
+EightBits = Literal["int8", "e4m3"]
 
 
 class Attention(NamedTuple):
@@ -174,6 +187,8 @@ def attention(
     return_max: Literal[False] = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    scores: EightBits | None = ...,
+    engine: Engine = ...,
 ) -> Tensor: ...
 
 
@@ -197,6 +212,8 @@ def attention(
     return_max: bool = ...,
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
+    scores: EightBits | None = ...,
+    engine: Engine = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -219,6 +236,8 @@ def attention(
     return_max: bool = False,
     quantize: Format | str | None = None,
     columnwise: bool = False,
+    scores: EightBits | None = None,
+    engine: Engine = "auto",
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
 
@@ -241,8 +260,15 @@ def attention(
     - `return_lse`: also the logarithm of the sum of exponentials, fp32 [batch, heads, queries], packed [heads, tokens].
       Gradients flow through it. `return_max`: also the largest score of each head, fp32 [heads]. With either the result
       is an `Attention(out, lse, max)`.
+    - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
+      bits, for inference. Keys are smoothed before: their mean over tokens is subtracted, which changes all scores of
+      a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
+    - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
+      has all that the call asks for; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
+      "fa4" (FlashAttention) and "aiter" insist. Backward takes the same one if it has that call, too, else Weft's
+      kernels. `weft.record_engines()` tells what ran.
 
     Gradients flow to query, key, value and sinks. The memory of the result has the heads of a token side by side, also
     for bhsd, of which `out.transpose(1, 2).flatten(2)` is a view.
@@ -262,7 +288,7 @@ def attention(
     given, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
     heads = _check_shapes(query, key, value, given)
     same = key is query or _lengths_agree(query, key, given, packed)
-    mask = _mask(is_causal, window, causal_align, same)
+    mask = _mask(bool(is_causal), _pair(window), causal_align, same)
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
@@ -275,11 +301,77 @@ def attention(
     if options.format is not None and _wants_gradients(query, key, value, sinks):
         options = options._replace(return_plain=True)  # backward needs it
     args = AttentionArgs(
-        query, key, value, sinks, packed, mask, factor, cap, given, bool(return_max), "auto", options
+        query=query,
+        key=key,
+        value=value,
+        query_scale=None,
+        key_scale=None,
+        sinks=sinks,
+        packed=packed,
+        mask=mask,
+        scale=factor,
+        softcap=cap,
+        layout=given,
+        return_max=bool(return_max),
+        engine=engine,
+        result=options,
     )
+    shift = None
+    if scores is not None:
+        args, shift = in_eight_bits(args, scores)
+    check_engine(args)
     found = attention_op(args)
-    out = found.result.value(options)
-    return Attention(out, found.lse, found.max) if return_lse or return_max else out
+    out, lse = found.result.value(options), found.lse
+    if not (return_lse or return_max):
+        return out
+    return Attention(out, lse if shift is None or not return_lse else lse + shift(), found.max)
+
+
+def in_eight_bits(a: AttentionArgs, element: str) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
+    """(the arguments with codes in place of query and key, what the lse has lost by the smoothing of keys)."""
+    if element not in ("int8", "e4m3"):
+        raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
+    if _wants_gradients(a.query, a.key, a.value, a.sinks):
+        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
+    target = capabilities_of(a.query.device)
+    if element == "e4m3" and not target.fp8_dot:
+        raise ValueError(f"{target.target} multiplies no e4m3: take scores='int8'")
+    query, key, shift = a.query, a.key, None
+    if a.sinks is None and not a.softcap:
+        mean = _mean_key(a)  # broadcasts against key
+        key = key.float() - mean
+        group = query.shape[LAYOUTS[a.layout][2]] // key.shape[LAYOUTS[a.layout][2]]
+
+        def shift() -> Tensor:
+            own = mean.repeat_interleave(group, LAYOUTS[a.layout][2])
+            lost = (query.float() * own).sum(-1) * a.scale
+            order = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (1, 0)}[a.layout]
+            return lost.permute(order)
+
+    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+        copy = quantize_tensor(x, f"{element}:row:te").rowwise
+        assert copy is not None
+        return copy.data.view(x.shape), copy.scale.view(x.shape[:-1])
+
+    (q, q_scale), (k, k_scale) = coded(query), coded(key)
+    return a._replace(query=q, key=k, query_scale=q_scale, key_scale=k_scale), shift
+
+
+def _mean_key(a: AttentionArgs) -> Tensor:
+    """The mean key of each head over the tokens that are used, for each sample that is not packed, in fp32."""
+    _, sequence, _, _ = LAYOUTS[a.layout]
+    tokens = a.key.shape[sequence]
+    place = torch.arange(tokens, device=a.key.device)
+    if a.packed.k_starts is not None:
+        used = place < a.packed.k_starts[-1]
+    elif a.packed.kv_lengths is not None:
+        used = place < a.packed.kv_lengths[:, None]  # [batch, tokens]
+    else:
+        return a.key.mean(sequence, keepdim=True, dtype=torch.float32)
+    shape = {"bhsd": (-1, 1, tokens, 1), "bshd": (-1, tokens, 1, 1), "thd": (tokens, 1, 1)}.get(a.layout)
+    there = used.t()[..., None, None] if shape is None else used.view(shape)
+    total = torch.where(there, a.key.float(), 0.0).sum(sequence, keepdim=True)
+    return total / there.sum(sequence, keepdim=True).clamp(min=1)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -349,8 +441,20 @@ def _lengths_agree(query: Tensor, key: Tensor, layout: str, packed: Packed) -> b
     return bool(query.shape[sequence] == key.shape[sequence])
 
 
+def _pair(window: Window | None) -> Window | None:
+    if window is None or type(window) is tuple:
+        return window
+    if isinstance(window, (list, torch.Size)) and len(window) == 2:
+        return window[0], window[1]
+    raise TypeError(
+        f"window must be (left, right): how many keys before and after its own a query sees; got {window!r}. A sliding "
+        "window of w keys that ends at the own one is (w - 1, 0)"
+    )
+
+
+@checked_once
 def _mask(is_causal: bool, window: Window | None, align: str | None, same: bool) -> Mask:
-    left, right = (None, None) if window is None else window
+    left, right = window or (None, None)
     left, right = (
         bound if bound is None else whole(f"{name} of window", bound, 0)
         for name, bound in (("left", left), ("right", right))

@@ -1,8 +1,7 @@
 """The kernels of attention: forward, and the gradients of queries and of keys and values.
 
-Heads are [sequence, tokens, heads, numbers] anywhere in memory. A tile of numbers is one or two pieces, each a power of
-two: 192 are 128 + 64, and 80 are 64 + 16, so that no more is multiplied than need be. Scores are in base 2 inside:
-their factor is scale * log2(e).
+Heads are [sequence, tokens, heads, numbers] anywhere in memory. Scores are in base 2 inside: their factor is
+scale * log2(e).
 """
 
 from __future__ import annotations
@@ -13,14 +12,25 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles.softmax import tanh
 from ..common.copies import Codes, Encoding, Tile, store_rows
 from ..common.groups import GroupEnds, group_tile
 from ..heads.layout import Place
+from .pieces import (
+    LN2,
+    LOG2E,
+    MINUS_INFINITY,
+    Scores,
+    across,
+    add_product,
+    capped,
+    factor_of,
+    load_heads,
+    rounded,
+    store_heads,
+    times,
+    zeros,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-MINUS_INFINITY = tl.constexpr(float("-inf"))
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 # ---- structs --------------------------------------------------------------------------------------------
@@ -50,13 +60,6 @@ class Band(NamedTuple):
     left: int
     right: int
     lower: int  # 1: the last query's own key is the last one; 0: the first query's own key is the first one
-
-
-class Scores(NamedTuple):
-    """What becomes of q . k."""
-
-    scale: float
-    softcap: float
 
 
 class Sequence(NamedTuple):
@@ -116,142 +119,23 @@ def _base(place, batch, start, head, ALIGN: tl.constexpr):
     """A pointer to the first token of a sequence in a head."""
     at = place.at
     off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
-    return place.ptr + tl.multiple_of(off, ALIGN)
-
-
-# ---- heads in two pieces --------------------------------------------------------------------------------
-
-
-class Pieces(NamedTuple):
-    """The two pieces of a tile of heads; the second is None where one holds all numbers."""
-
-    first: Any
-    second: Any
-
-
-@triton.jit
-def _addresses(
-    ptr,
-    stride,
-    start,
-    limit,
-    ROWS: tl.constexpr,
-    BEGIN: tl.constexpr,
-    PIECE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Pointers [ROWS, PIECE] to numbers from BEGIN on of rows from `start` on, and which of them exist."""
-    step = tl.multiple_of(stride.to(tl.int64), ALIGN)
-    inside = tl.arange(0, ROWS)
-    number = BEGIN + tl.arange(0, PIECE)
-    at = ptr + start.to(tl.int64) * step + (inside.to(tl.int64) * step)[:, None] + number[None, :]
-    mask = (start + inside < limit)[:, None]
-    if WIDTH.numbers < BEGIN + PIECE:
-        mask = mask & (number < WIDTH.numbers)[None, :]
-    return at, mask
-
-
-@triton.jit
-def _load(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows from `start` on of one head, zero from `limit` on."""
-    FIRST: tl.constexpr = WIDTH.first
-    SECOND: tl.constexpr = WIDTH.second
-    at, mask = _addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
-    first = tl.load(at, mask=mask, other=0.0)
-    if SECOND:
-        at, mask = _addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
-        return Pieces(first, tl.load(at, mask=mask, other=0.0))
+    ptr = place.ptr + tl.multiple_of(off, ALIGN)
+    if place.ptr.dtype.element_ty == tl.uint8:
+        # The pointer is cast, not the values: a cast between a load and a dot would take the way through registers.
+        return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     else:
-        return Pieces(first, None)
+        return ptr
 
 
 @triton.jit
-def _store(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Round rows and store them, up to `limit`."""
-    ROWS: tl.constexpr = value.first.shape[0]
-    FIRST: tl.constexpr = WIDTH.first
-    SECOND: tl.constexpr = WIDTH.second
-    at, mask = _addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
-    tl.store(at, _rounded(value.first, ptr), mask=mask)
-    if SECOND:
-        at, mask = _addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
-        tl.store(at, _rounded(value.second, ptr), mask=mask)
+def _scales(place, batch, start, head, first, limit, ROWS: tl.constexpr):
+    """The scales of a head of tokens from `first` on, 0 from `limit` on."""
+    row = first + tl.arange(0, ROWS)
+    off = batch * place.at.batch + head.to(tl.int64) * place.at.head + (start + row) * place.at.token
+    return tl.load(place.ptr + off, mask=row < limit, other=0.0)
 
 
-@triton.jit
-def _rounded(value, ptr):
-    """Rounded to the dtype that a pointer points to."""
-    return value.to(ptr.dtype.element_ty)
-
-
-@triton.jit
-def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    FIRST: tl.constexpr = WIDTH.first
-    SECOND: tl.constexpr = WIDTH.second
-    first = tl.zeros((ROWS, FIRST), tl.float32)
-    if SECOND:
-        return Pieces(first, tl.zeros((ROWS, SECOND), tl.float32))
-    else:
-        return Pieces(first, None)
-
-
-@triton.jit
-def _dot(a, b, total):
-    """total + a @ b, or a @ b if total is None."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total)
-
-
-@triton.jit
-def _across(a, b):
-    """a @ b^T over all numbers of heads: [R, numbers] and [C, numbers] -> [R, C]."""
-    total = _dot(a.first, tl.trans(b.first), None)
-    if a.second is not None:
-        total = _dot(a.second, tl.trans(b.second), total)
-    return total
-
-
-@triton.jit
-def _add_product(total, weights, rows):
-    """total + weights @ rows: [R, C] and [C, numbers] -> [R, numbers]."""
-    first = _dot(weights, rows.first, total.first)
-    if total.second is not None:
-        return Pieces(first, _dot(weights, rows.second, total.second))
-    else:
-        return Pieces(first, None)
-
-
-@triton.jit
-def _times(value, factor):
-    """Each row times its factor, [R] or a number."""
-    if value.second is not None:
-        return Pieces(value.first * factor, value.second * factor)
-    else:
-        return Pieces(value.first * factor, None)
-
-
-# ---- scores ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _capped(products, scores, CAPPED: tl.constexpr):
-    """(what is multiplied by `_factor` to give scores in base 2, the slope of the cap)."""
-    if CAPPED:
-        t = tanh(products * (scores.scale / scores.softcap))
-        return t, 1.0 - t * t
-    else:
-        return products, None
-
-
-@triton.jit
-def _factor(scores, CAPPED: tl.constexpr):
-    if CAPPED:
-        return scores.softcap * LOG2E
-    else:
-        return scores.scale * LOG2E
+# ---- who sees whom ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -299,6 +183,8 @@ def attention_kernel(
     query: Place,
     key: Place,
     value: Place,
+    query_scale: Place,  # fp32, a number for each query and head, if queries and keys are codes; else absent
+    key_scale: Place,
     y: Place,  # its dtype alone is read if nothing but a copy is wanted
     copy: Codes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
     lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
@@ -330,12 +216,14 @@ def attention_kernel(
     key_head = head // heads.group
     row = sequence.first + tl.arange(0, M)  # [M]
     limit = sequence.first + sequence.exist
-    factor = _factor(scores, CAPPED)
+    factor = factor_of(scores, CAPPED)
 
     q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
     v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
-    q = _load(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    if query_scale.ptr is not None:
+        row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
     largest = tl.full((M,), MINUS_INFINITY, tl.float32)
     total = tl.zeros((M,), tl.float32)
     if sinks_ptr is not None:
@@ -344,12 +232,16 @@ def attention_kernel(
         largest = tl.zeros_like(largest) + tl.minimum(sink * LOG2E, LARGEST)
         total += tl.where(sink == MINUS_INFINITY, 0.0, 1.0)
     top = tl.full((M,), MINUS_INFINITY, tl.float32)
-    sums = _zeros(M, V)
+    sums = zeros(M, V)
     begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
-        k = _load(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
-        s, _ = _capped(_across(q, k), scores, CAPPED)  # [M, N]
+        k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
+        products = across(q, k)  # [M, N]
+        if query_scale.ptr is not None:
+            own = _scales(key_scale, sequence.batch, sequence.k_start, key_head, start, sequence.k, N)
+            products = products.to(tl.float32) * row_scale[:, None] * own[None, :]
+        s, _ = capped(products, scores, CAPPED)
         if (start < all_begin) | (start + N > all_end):
             other = start + tl.arange(0, N)
             s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
@@ -362,12 +254,12 @@ def attention_kernel(
         p = tl.exp2(s * factor - reference[:, None])
         fade = tl.exp2(largest - reference)
         total = total * fade + tl.sum(p, axis=1)
-        v = _load(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
-        sums = _add_product(_times(sums, fade[:, None]), p.to(v.first.dtype), v)
+        v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        sums = add_product(times(sums, fade[:, None]), p.to(v.first.dtype), v)
         largest = joined
 
     empty = total == 0.0
-    out = _times(sums, 1.0 / tl.where(empty, 1.0, total)[:, None])
+    out = times(sums, 1.0 / tl.where(empty, 1.0, total)[:, None])
     lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
     if sinks_ptr is not None:
         # Tokens that belong to no sequence see nothing, not even the sink.
@@ -380,15 +272,15 @@ def attention_kernel(
         tl.store(max_ptr + number * heads.q + head, tl.max(seen, axis=0) * LN2)
     if FORMAT is None:
         y_ptr = _base(y, sequence.batch, sequence.q_start, head, ALIGN)
-        _store(out, y_ptr, y.at.token, sequence.first, limit, V, ALIGN)
+        store_heads(out, y_ptr, y.at.token, sequence.first, limit, V, ALIGN)
     else:
         # Rows of the copy are tokens in the order of y's memory.
         cols = heads.q * V.numbers
         first = (sequence.batch * y.at.batch + (sequence.q_start + sequence.first) * y.at.token) // cols
         step = y.at.token // cols
-        rounded = _rounded(out.first, y.ptr).to(tl.float32)
+        value = rounded(out.first, y.ptr).to(tl.float32)
         store_rows(
-            tl.where((row < limit)[:, None], rounded, 0.0),
+            tl.where((row < limit)[:, None], value, 0.0),
             copy,
             Tile(
                 first + tl.arange(0, M) * step,
@@ -430,8 +322,8 @@ def delta_kernel(
     first = tile * M
     row = first + tl.arange(0, M)
     exists = row < lengths.q
-    a = _load(_base(y, batch, 0, head, ALIGN), y.at.token, first, lengths.q, M, V, ALIGN)
-    b = _load(_base(dy, batch, 0, head, ALIGN), dy.at.token, first, lengths.q, M, V, ALIGN)
+    a = load_heads(_base(y, batch, 0, head, ALIGN), y.at.token, first, lengths.q, M, V, ALIGN)
+    b = load_heads(_base(dy, batch, 0, head, ALIGN), dy.at.token, first, lengths.q, M, V, ALIGN)
     delta = tl.sum(a.first.to(tl.float32) * b.first.to(tl.float32), axis=1)
     if a.second is not None:
         delta += tl.sum(a.second.to(tl.float32) * b.second.to(tl.float32), axis=1)
@@ -486,34 +378,34 @@ def query_gradient_kernel(
     key_head = head // heads.group
     row = sequence.first + tl.arange(0, M)
     limit = sequence.first + sequence.exist
-    factor = _factor(scores, CAPPED)
+    factor = factor_of(scores, CAPPED)
 
     q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
     v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
     dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
     at = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row
-    q = _load(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
-    dout = _load(dy_ptr, dy.at.token, sequence.first, limit, M, V, ALIGN)
+    q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
+    dout = load_heads(dy_ptr, dy.at.token, sequence.first, limit, M, V, ALIGN)
     lse = _base_two(tl.load(lse_ptr + at, mask=row < limit, other=0.0))
     delta = tl.load(delta_ptr + at, mask=row < limit, other=0.0)
-    sums = _zeros(M, QK)
+    sums = zeros(M, QK)
     begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
-        k = _load(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
-        v = _load(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
-        s, slope = _capped(_across(q, k), scores, CAPPED)  # [M, N]
+        k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
+        v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        s, slope = capped(across(q, k), scores, CAPPED)  # [M, N]
         if (start < all_begin) | (start + N > all_end):
             other = start + tl.arange(0, N)
             s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[:, None])
-        ds = p * (_across(dout, v) - delta[:, None])
+        ds = p * (across(dout, v) - delta[:, None])
         if CAPPED:
             ds = ds * slope
-        sums = _add_product(sums, ds.to(k.first.dtype), k)
+        sums = add_product(sums, ds.to(k.first.dtype), k)
     dq_ptr = _base(dquery, sequence.batch, sequence.q_start, head, ALIGN)
-    _store(_times(sums, scores.scale), dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
+    store_heads(times(sums, scores.scale), dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
 
 
 @kernel
@@ -549,13 +441,13 @@ def key_gradient_kernel(
     sequence = _sequence(tile, tl.program_id(0) // tiles // key_heads, lengths, band, True, N)
     other = sequence.first + tl.arange(0, N)
     limit = sequence.first + sequence.exist
-    factor = _factor(scores, CAPPED)
+    factor = factor_of(scores, CAPPED)
 
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
     v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
-    k = _load(k_ptr, key.at.token, sequence.first, sequence.k, N, QK, ALIGN)
-    v = _load(v_ptr, value.at.token, sequence.first, sequence.k, N, V, ALIGN)
-    dk, dv = _zeros(N, QK), _zeros(N, V)
+    k = load_heads(k_ptr, key.at.token, sequence.first, sequence.k, N, QK, ALIGN)
+    v = load_heads(v_ptr, value.at.token, sequence.first, sequence.k, N, V, ALIGN)
+    dk, dv = zeros(N, QK), zeros(N, V)
     begin, end, all_begin, all_end = _queries_seeing(sequence, band, N, BANDED)
     # A tile whose last keys do not exist has to hide them from every query.
     hidden = sequence.first + N > sequence.k
@@ -566,23 +458,23 @@ def key_gradient_kernel(
         start = tl.multiple_of(begin + step % blocks * M, M)
         q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
         dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
-        q = _load(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
-        dout = _load(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN)
+        q = load_heads(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
+        dout = load_heads(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN)
         row = start + tl.arange(0, M)
         at = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row
         # Where there is no query, nothing has any weight.
         lse = _base_two(tl.load(lse_ptr + at, mask=row < sequence.q, other=float("inf")))
         delta = tl.load(delta_ptr + at, mask=row < sequence.q, other=0.0)
-        s, slope = _capped(_across(k, q), scores, CAPPED)  # [N, M]
+        s, slope = capped(across(k, q), scores, CAPPED)  # [N, M]
         if (start < all_begin) | (start + M > all_end) | hidden:
             s = tl.where(_sees(row[None, :], other[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[None, :])
-        dv = _add_product(dv, p.to(dout.first.dtype), dout)
-        ds = p * (_across(v, dout) - delta[None, :])
+        dv = add_product(dv, p.to(dout.first.dtype), dout)
+        ds = p * (across(v, dout) - delta[None, :])
         if CAPPED:
             ds = ds * slope
-        dk = _add_product(dk, ds.to(q.first.dtype), q)
+        dk = add_product(dk, ds.to(q.first.dtype), q)
     dk_ptr = _base(dkey, sequence.batch, sequence.k_start, key_head, ALIGN)
     dv_ptr = _base(dvalue, sequence.batch, sequence.k_start, key_head, ALIGN)
-    _store(_times(dk, scores.scale), dk_ptr, dkey.at.token, sequence.first, limit, QK, ALIGN)
-    _store(dv, dv_ptr, dvalue.at.token, sequence.first, limit, V, ALIGN)
+    store_heads(times(dk, scores.scale), dk_ptr, dkey.at.token, sequence.first, limit, QK, ALIGN)
+    store_heads(dv, dv_ptr, dvalue.at.token, sequence.first, limit, V, ALIGN)

@@ -18,6 +18,7 @@ from ..heads.layout import LAYOUTS, Place, Strides, with_neighbours
 from ..quantize import quantize_into
 from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
 from .configs import AttentionTile, Width, attention_config
+from .engines import choose_library
 from .kernels import (
     Band,
     Heads,
@@ -27,6 +28,7 @@ from .kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from .libraries import attend, attend_backward
 from .reference import memory_layout
 
 Sizes = tuple[int, ...]
@@ -46,6 +48,8 @@ class Forms(NamedTuple):
     mask: Mask
     capped: bool
     dtype: torch.dtype
+    query_scale: Sizes | None = None  # strides
+    key_scale: Sizes | None = None
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
@@ -100,7 +104,7 @@ class Counts(NamedTuple):
         return Band(left, right, int(mask.lower_right))
 
 
-def _at(strides: Sizes, layout: str) -> Strides:
+def _at(strides: Sizes | None, layout: str) -> Strides:
     """Strides of heads, those of packed sequences without a batch."""
     return Strides.of(strides, layout, 0)
 
@@ -129,7 +133,7 @@ def _tile(
     dim, itemsize = forms.shape[-1], forms.dtype.itemsize
     config = attention_config(kernel, dim, forms.v_dim, itemsize, target)
     numbers = (number for at in places for number in at)
-    align = align_of(dim, forms.v_dim, *numbers, least=16 // itemsize)
+    align = align_of(dim, forms.v_dim, *numbers, least=8 if itemsize == 1 else 16 // itemsize)
     widths = Width.of(dim), Width.of(forms.v_dim)
     tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, align)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -168,6 +172,8 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         query=query,
         key=key,
         value=value,
+        query_scale=Place(None, _at(forms.query_scale and (*forms.query_scale, 1), forms.layout)),
+        key_scale=Place(None, _at(forms.key_scale and (*forms.key_scale, 1), forms.layout)),
         y=Place(None, y),
         copy=Codes(None, None, *(codes if within else (0, 0, 0))),
         lse_ptr=None,
@@ -183,10 +189,16 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
 
 
 def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
-    """Compute the outputs."""
+    """Compute the outputs, by the engine that is chosen for the call."""
+    library = choose_library(a, capabilities_of(a.query.device))
+    if library is not None:
+        attend(library, o, a)
+        return
     query, key, value = map(with_neighbours, (a.query, a.key, a.value))
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
+    if a.query_scale is not None and a.key_scale is not None:
+        forms = forms._replace(query_scale=a.query_scale.stride(), key_scale=a.key_scale.stride())
     y: Tensor | None = result.y
     copy = copy_arguments(result.rowwise)
     strides = None if to.format is not None else result.y.stride()
@@ -201,9 +213,12 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     codes, scales = (copy.data, copy.scale) if found.within else (None, None)
     starts, k_starts, used = map(contiguous, a.packed)
     found.launch(
-        (query, key, value, y, codes, scales, o.lse, tops, contiguous(a.sinks), starts, k_starts, used),
+        (
+            query, key, value, a.query_scale, a.key_scale, y, codes, scales, o.lse, tops, contiguous(a.sinks), starts,
+            k_starts, used,
+        ),
         (a.scale, a.softcap),
-    )
+    )  # fmt: skip
     if tops is not None:
         torch.amax(tops, 0, out=o.max)
     if to.format is not None and not found.within:
@@ -285,7 +300,11 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
 
 
 def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -> None:
-    """Compute the gradients that are wanted."""
+    """Compute the gradients that are wanted, by the engine that is chosen for them."""
+    library = choose_library(a, capabilities_of(a.query.device))
+    if library is not None:
+        attend_backward(library, o, a)
+        return
     query, key, value, y, dy = map(with_neighbours, (a.query, a.key, a.value, a.y, a.dy))
     forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
     up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))

@@ -91,6 +91,11 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
     q, k, v = (canonical(x, a.layout).to(dtype) for x in (a.query, a.key, a.value))
+    if a.query_scale is not None and a.key_scale is not None:
+        q, k = (
+            x * canonical(scale[..., None], a.layout).to(dtype)
+            for x, scale in ((q, a.query_scale), (k, a.key_scale))
+        )
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
     lse = q.new_full((batch, heads, tokens), -math.inf)
@@ -122,8 +127,10 @@ def memory_layout(layout: str) -> str:
 
 def result_shape(a: AttentionArgs) -> tuple[int, ...]:
     """The shape in which a result lies in memory; of a quantised one, with the heads of a token in one row."""
-    query, v_dim = a.query, a.value.shape[-1]
-    *lead, heads, _ = query.transpose(1, 2).shape if a.layout == "bhsd" else query.shape
+    *lead, heads, _ = a.query.shape
+    if a.layout == "bhsd":
+        lead[1], heads = heads, lead[1]
+    v_dim = a.value.shape[-1]
     return (*lead, heads, v_dim) if a.result.format is None else (*lead, heads * v_dim)
 
 

@@ -74,9 +74,18 @@ def check_tensor(
         raise ValueError(f"{name} must be {wanted}; got {value.dtype}")
     if value.device != device:
         raise ValueError(f"{name} must be on {device} like the other tensors; it is on {value.device}")
-    if shapes and value.shape not in shapes:
+    if shapes and value.shape not in shapes and not _has_one_of(value, shapes):
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"{name} must have the shape {wanted}; got {tuple(value.shape)}")
+
+
+def _has_one_of(x: Tensor, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether x has one of these shapes, compared size by size: traced by torch.compile, `in` finds no size that may
+    vary equal to a number."""
+    return any(
+        x.dim() == len(shape) and all(mine == its for mine, its in zip(x.shape, shape, strict=True))
+        for shape in shapes
+    )
 
 
 def no_tensor(name: str, value: Any, note: str = "") -> TypeError:

@@ -45,13 +45,11 @@ class PrepareCached(NamedTuple):
     turning: Turning
     cut: Cut
     slots: Tensor
-    k_scale: Tensor | None  # one number for all of k, and one for all of v
+    k_scale: Tensor | None  # given ones: one number for all of k, or one for each head
     v_scale: Tensor | None
-    scaled: (
-        str  # "none"; "head": the caches hold a scale for each head; "tensor": k_scale and v_scale are given
-    )
+    scaled: str  # "none"; "token": the caches hold a scale for each token and head; "head" and "tensor": given ones
     outputs: Written  # the members of QKV that are not None
-    caches: Written  # k, then v if it is cached, then the scales of heads in the same order
+    caches: Written  # k, then v if it is cached, then the scales of tokens in the same order
 
     @property
     def prepare(self) -> Prepare:

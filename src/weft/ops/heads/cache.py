@@ -1,4 +1,4 @@
-"""Caches of k and v: tensors with a slot for each token, in the dtype of the input or in FP8."""
+"""Caches of k and v: tensors with a slot for each token, in the dtype of the input, in FP8 or in int8."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from ..common.checks import INTEGERS, check_tensor, check_tensors
 from .arguments import PrepareCached
 from .layout import Cut, sizes, stride_of
 
-# The format of heads that are cached in FP8 with a scale for each, made of the fp32 numbers of the head.
+# The formats of heads that are cached as codes with a scale for each, made of the fp32 numbers of the head.
 E4M3 = Format("row", "e4m3", "te")
+INT8 = Format("row", "int8", "te")
+LATENT_ROW = 656  # bytes of FlashMLA's row: 512 codes e4m3, four fp32 scales, 64 numbers in bf16
+_CODES = {torch.float8_e4m3fn: E4M3, torch.uint8: E4M3, torch.int8: INT8}
+
+
+def format_of(cache: Tensor) -> Format | None:
+    """The format of a cache's codes; None if it has none."""
+    return _CODES.get(cache.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +32,18 @@ class KVCache:
 
     - `k`, `v`: [slots, heads, dim], or paged [pages, page_size, heads, dim]; the last stride must be 1. v may be None:
       then k alone is kept (the latent of MLA). Caches in the dtype of the input get the same bits as the results.
-      Caches in float8_e4m3fn, or in uint8 for the same bytes, need scales.
+      Caches in float8_e4m3fn, in uint8 for the same bytes, or in int8 need scales.
     - `k_scale`, `v_scale`: fp32. In the shape of the caches without the last dimension, they are written: each token
-      and head gets the scale and the codes of `weft.quantize(head, "e4m3:row:te")`, made of the fp32 numbers before
-      they are rounded to the dtype of the input. With a single number each, they are read (vLLM's form): the codes are
-      `e4m3(x / scale)`, saturated.
+      and head gets the scale and the codes of `weft.quantize(head, "e4m3:row:te")` (or int8), made of the fp32 numbers
+      before they are rounded to the dtype of the input. With one number for each head, or a single number (vLLM's
+      form), they are read: the codes are `e4m3(x / scale)`, saturated.
     """
 
     k: Tensor
     v: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    scaled: str = field(init=False, repr=False)  # "none", "head" or "tensor": how many scales there are
+    scaled: str = field(init=False, repr=False)  # "none", "token", "head" or "tensor": what has a scale
     written: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,10 +56,14 @@ class KVCache:
             raise ValueError(
                 "the caches of k and v have a scale each, or neither: give both k_scale and v_scale"
             )
+        for name in ("k_scale", "v_scale"):  # a single number has no dimension
+            scale = getattr(self, name)
+            if scale is not None and scale.numel() == 1 and scale.dim() == 1:
+                object.__setattr__(self, name, scale.reshape(()))
         scaled = "none"
         if self.k_scale is not None:
-            scaled = "head" if self.k_scale.dim() > 1 else "tensor"
-        scales = (self.k_scale, self.v_scale) if scaled == "head" else ()
+            scaled = ("tensor", "head", "token", "token")[min(self.k_scale.dim(), 3)]
+        scales = (self.k_scale, self.v_scale) if scaled == "token" else ()
         object.__setattr__(self, "scaled", scaled)
         object.__setattr__(self, "written", tuple(t for t in (self.k, self.v, *scales) if t is not None))
         lead = self.k.shape[:-2]
@@ -73,23 +85,39 @@ class KVCache:
                 )
             if cache.stride(-1) != 1 and cache.shape[-1] > 1:
                 raise ValueError(f"the last stride of {name} must be 1; its strides are {cache.stride()}")
-            if (cache.dtype in (torch.float8_e4m3fn, torch.uint8)) != (scale is not None):
+            if self.has_latent_rows and scale is None:
+                continue
+            if (format_of(cache) is not None) != (scale is not None):
                 raise ValueError(
-                    f"a cache in float8_e4m3fn (or uint8) goes with scales, and another without; {name} is "
+                    f"a cache in float8_e4m3fn (or uint8) or int8 goes with scales, and another without; {name} is "
                     f"{cache.dtype} with{'out' if scale is None else ''} one"
                 )
             if scale is None:
                 continue
-            shapes = (cache.shape[:-1], (), (1,))
+            shapes = (cache.shape[:-1], cache.shape[-2:-1], ())
             if scale.shape not in shapes or scale.dtype != torch.float32 or scale.device != cache.device:
                 raise ValueError(
-                    f"{name}_scale must be float32 {tuple(cache.shape[:-1])}, or one number, on {cache.device}; got "
-                    f"{scale.dtype} {tuple(scale.shape)} on {scale.device}"
+                    f"{name}_scale must be float32 {tuple(cache.shape[:-1])}, one number for each of {cache.shape[-2]} "
+                    f"heads, or a single one, on {cache.device}; got {scale.dtype} {tuple(scale.shape)} on "
+                    f"{scale.device}"
                 )
-            if (scale.dim() > 1) != (self.scaled == "head"):
+            if scale.dim() != self.k_scale.dim():  # type: ignore[union-attr]
                 raise ValueError(
-                    "k_scale and v_scale must both have one number, or both one for each token and head"
+                    "k_scale and v_scale must both have one number, both one for each head, or both one for each token "
+                    "and head"
                 )
+
+    @property
+    def has_latent_rows(self) -> bool:
+        """Whether it has FlashMLA's rows of bytes, which hold their scales themselves."""
+        rows = self.k.dtype is torch.uint8 and self.k.shape[-2:] == (1, LATENT_ROW)
+        return bool(rows and self.v is None and self.k_scale is None)
+
+    def paged(self) -> tuple[Tensor, Tensor | None]:
+        """(k, v) as [pages, page_size, heads, dim]; slots are pages of one token."""
+        if self.k.dim() == 4:
+            return self.k, self.v
+        return self.k[:, None], None if self.v is None else self.v[:, None]
 
 
 def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
@@ -107,7 +135,7 @@ def check_cache(cache: KVCache, x: Tensor, cut: Cut, has_v: bool) -> None:
             )
     if cache.k_scale is None and cache.k.dtype != x.dtype:
         raise ValueError(
-            f"a cache must be {x.dtype} as the input is, or float8_e4m3fn with scales; it is {cache.k.dtype}"
+            f"a cache must be {x.dtype} as the input is, or float8_e4m3fn or int8 with scales; it is {cache.k.dtype}"
         )
 
 
@@ -151,10 +179,10 @@ class KeptStrides(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The cache of k, or that of v: [pages, page_size, heads, numbers] anywhere, in the dtype of k or bytes of e4m3."""
+    """The cache of k, or that of v: [pages, page_size, heads, numbers] anywhere, in the dtype of k or codes."""
 
     ptr: Tensor | None
-    scale: Tensor | None  # fp32 [pages, page_size, heads] anywhere, or one number
+    scale: Tensor | None  # fp32 [pages, page_size, heads] anywhere, [heads], or one number
     at: KeptStrides
 
 
@@ -189,16 +217,19 @@ class CacheStrides(NamedTuple):
         outer, inner = (*steps, forms.slots[-1])[:2]
         by_token = (inner, outer) if layout == "sbhd" else (outer, inner)
         slots = SlotStrides(forms.shape[0] * size, max(size, 1), *by_token)
-        return CacheStrides(slots, _kept(forms.k, forms.k_scale), _kept(forms.v, forms.v_scale))
+        return CacheStrides(slots, kept_strides(forms.k, forms.k_scale), kept_strides(forms.v, forms.v_scale))
 
 
 _NO_STRIDES = KeptStrides(0, 0, 0, 0, 0, 0)
 
 
-def _kept(cache: tuple[int, ...] | None, scale: tuple[int, ...] | None) -> KeptStrides:
+def kept_strides(cache: tuple[int, ...] | None, scale: tuple[int, ...] | None) -> KeptStrides:
+    """From the strides of a cache and of its scales: those of tokens, those of heads, or a single one."""
     if cache is None:
         return _NO_STRIDES
-    own = _page_strides(scale) if scale is not None and len(scale) > 1 else (0, 0, 0)
+    own: tuple[int, ...] = (0, 0, 0)
+    if scale is not None and len(scale) > 0:
+        own = (0, 0, scale[0]) if len(scale) == 1 else _page_strides(scale)
     return KeptStrides(*_page_strides(cache[:-1]), *own)
 
 
@@ -219,12 +250,17 @@ class Cache(NamedTuple):
     @staticmethod
     def of(a: PrepareCached) -> Cache:
         k, *rest = a.caches
-        if a.scaled != "head":
+        if a.scaled != "token":
             return Cache(a.slots, k, rest[0] if rest else None, a.k_scale, a.v_scale)
         if len(rest) == 1:
             return Cache(a.slots, k, None, rest[0], None)
         v, k_scale, v_scale = rest
         return Cache(a.slots, k, v, k_scale, v_scale)
+
+    @property
+    def element(self) -> str:
+        """Of the codes that it has."""
+        return "int8" if self.k is not None and self.k.dtype is torch.int8 else "e4m3"
 
     def forms(self) -> CacheForms | None:
         slots, k, v, k_scale, v_scale = self
@@ -259,9 +295,12 @@ def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
         if scale is None:
             into[where] = kept.to(into.dtype)
             continue
-        if a.scaled == "head":
-            codes, made, _ = quantize_copy(kept.float().flatten(0, 1), E4M3)
+        f = format_of(into)
+        assert f is not None
+        if a.scaled == "token":
+            codes, made, _ = quantize_copy(kept.float().flatten(0, 1), f)
             scale[where] = made.view(kept.shape[:2])
         else:
-            codes = encode_reference(kept.float() / scale, E4M3.number)
+            own = scale if scale.dim() == 0 else scale[:, None]
+            codes = encode_reference(kept.float() / own, f.number)
         into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)

@@ -19,10 +19,11 @@ from ...tiles.rotate import cos_sin, rotate
 from ...tiles.scales import fp32_scale, scaled
 from ..common.results import FP32_MAX
 from .angles import Angles
-from .cache import E4M3, Kept, Slots
+from .cache import E4M3, INT8, Kept, Slots
 from .layout import Place, Strides
 
-CACHE_FORMAT = tl.constexpr(E4M3)
+E4M3_CACHE = tl.constexpr(E4M3)
+INT8_CACHE = tl.constexpr(INT8)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Plan:
     interleaved: bool  # pairs are neighbours
     first: bool  # the rotated part comes first
     sections: bool
-    scaled: str  # how caches are scaled: "none", "head" or "tensor"
+    scaled: str  # how caches are scaled: "none", "token", "head" or "tensor"
+    element: str  # of their codes
     cast: int  # how codes are made
 
 
@@ -326,11 +328,14 @@ def _find_slots(slots, batch, token, tokens):
 @triton.jit
 def _cache_factor(cache, largest, at, head, kept, PLAN: tl.constexpr):
     """What heads [T, H] are scaled by to be codes, [T, H, 1]: by a scale of each, made of its largest number and
-    stored, or by the one that is given for all."""
-    if PLAN.scaled == "tensor":
-        return (tl.load(cache.scale) + tl.zeros_like(largest))[:, :, None]
+    stored, or by one that is given for a head of all tokens."""
+    FORMAT: tl.constexpr = INT8_CACHE if PLAN.element == "int8" else E4M3_CACHE
+    if PLAN.scaled != "token":
+        there = tl.max(kept.to(tl.int32), axis=0) > 0  # [H]
+        given = tl.load(cache.scale + head.to(tl.int64) * cache.at.scale_head, mask=there, other=1.0)
+        return (given[None, :] + tl.zeros_like(largest))[:, :, None]
     else:
-        scale, factor = fp32_scale(largest, FP32_MAX, CACHE_FORMAT)
+        scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
         off = at.page * cache.at.scale_page + at.place * cache.at.scale_place
         off = off[:, None] + (head.to(tl.int64) * cache.at.scale_head)[None, :]
         tl.store(cache.scale + off, scale, mask=kept)
@@ -340,11 +345,12 @@ def _cache_factor(cache, largest, at, head, kept, PLAN: tl.constexpr):
 @triton.jit
 def _cache_codes(x, factor, PLAN: tl.constexpr):
     """The codes of heads [T, H, ...]: a scale made here is a factor, and one that is given divides."""
-    if PLAN.scaled == "tensor":
+    FORMAT: tl.constexpr = INT8_CACHE if PLAN.element == "int8" else E4M3_CACHE
+    if PLAN.scaled != "token":
         x, factor = tl.broadcast(x, factor)
-        return encode(tl.div_rn(x, factor), CACHE_FORMAT, PLAN.cast)
+        return encode(tl.div_rn(x, factor), FORMAT, PLAN.cast)
     else:
-        return encode(scaled(x, factor, CACHE_FORMAT), CACHE_FORMAT, PLAN.cast)
+        return encode(scaled(x, factor, FORMAT), FORMAT, PLAN.cast)
 
 
 @triton.jit

@@ -32,7 +32,8 @@ class Choice(NamedTuple):
     first: bool
     sections: str
     inverse: bool
-    scaled: str
+    scaled: str  # how caches are, and of what their codes are
+    element: str
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -49,10 +50,17 @@ class Choice(NamedTuple):
 
 
 def _choice(
-    cut: Cut, v_dim: int, norm: Norm, turning: Turning, inverse: bool = False, scaled: str = "none"
+    cut: Cut,
+    v_dim: int,
+    norm: Norm,
+    turning: Turning,
+    inverse: bool = False,
+    scaled: str = "none",
+    element: str = "e4m3",
 ) -> Choice:
     return Choice(
-        cut, v_dim, norm.kind, norm.after, turning.dim, turning.style, turning.first, turning.sections, inverse, scaled
+        cut, v_dim, norm.kind, norm.after, turning.dim, turning.style, turning.first, turning.sections, inverse, scaled,
+        element,
     )  # fmt: skip
 
 
@@ -89,6 +97,7 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
         first=choice.first,
         sections=choice.sections != "",
         scaled=choice.scaled,
+        element=choice.element,
         cast=0 if choice.scaled == "none" else cast_mode(target),
     )
     return Launch(kernel, num_warps=num_warps, PLAN=plan, ALIGN=align)
@@ -202,7 +211,7 @@ def launch_forward(
     batch, tokens = sizes(x, cut.layout)
     target = capabilities_of(device)
     forms = Forms(
-        _choice(cut, 0 if to_v is None else cut.v_dim, a.norm, turning, inverse, scaled),
+        _choice(cut, 0 if to_v is None else cut.v_dim, a.norm, turning, inverse, scaled, cache.element),
         batch,
         tokens,
         inputs,

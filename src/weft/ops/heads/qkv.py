@@ -20,7 +20,8 @@ a fixed order, which is what the projection itself would make of it. That takes 
 the kernel would save it, but a program has a few tokens and all columns at a time: no registers hold their sums.
 
 For decoding, k and v are also written to a cache in the same pass, each token to its slot: as they are returned, or as
-e4m3 codes made of the fp32 numbers before their rounding, with one scale for each token and head or with a given one:
+e4m3 or int8 codes made of the fp32 numbers before their rounding, with one scale for each token and head or with given
+ones (127 in place of 448 for int8):
 
     scale = 1 / (448 / amax)      code = e4m3(x * (448 / amax))         `weft.quantize(x, "e4m3:row:te")` of fp32 heads
     scale given                   code = e4m3(x / scale)
@@ -323,7 +324,7 @@ def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
                     "under torch.no_grad(), or without the cache"
                 )
     outputs = _allocate(a)
-    scales = (cache.k_scale, cache.v_scale) if cache.scaled == "tensor" else (None, None)
+    scales = (None, None) if cache.scaled == "token" else (cache.k_scale, cache.v_scale)
     qkv_prepare_cached_op(
         PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], list(written))
     )

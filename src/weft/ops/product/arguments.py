@@ -36,7 +36,7 @@ class MatmulArgs(NamedTuple):
     gated: bool
     precision: str | None
     batch_invariant: bool
-    engine: str  # auto, weft or torch
+    engine: str  # auto, weft, torch or deep_gemm
     result: ResultOptions
 
 

@@ -47,6 +47,7 @@ class ProductConfig:
     num_stages: int
 
 
+_DECODED = {"cpu": (128, 128, 128, 4, 1), "sm_80": (64, 64, 64, 8, 2), "": (64, 128, 64, 8, 2)}
 # Kind of product -> target -> (m, n, k, warps, stages) for many rows.
 _MANY: dict[str, dict[str, tuple[int, int, int, int, int]]] = {
     "half": {
@@ -119,7 +120,8 @@ _MANY: dict[str, dict[str, tuple[int, int, int, int, int]]] = {
     },
     "int8_outer": {"cpu": (128, 128, 128, 4, 1), "": (64, 128, 128, 8, 2)},
     "half_blocks": {"cpu": (128, 128, 128, 4, 1), "": (128, 128, 64, 8, 2)},
-    "decoded": {"cpu": (128, 128, 128, 4, 1), "sm_80": (64, 64, 64, 8, 2), "": (64, 128, 64, 8, 2)},
+    "decoded": _DECODED,
+    "decoded_1x128": _DECODED,
     "fp32": {"cpu": (128, 128, 128, 4, 1), "": (64, 64, 32, 8, 2)},
 }
 
@@ -132,11 +134,12 @@ def product_config(
     of rows, `few` is about the rows of a group."""
     table = _MANY[kind]
     name = target.target
+    decoded = kind.startswith("decoded")
     if few or invariant:
         m, n, k, warps, stages = (64, 128, 128, 4, 1) if target.is_cpu else (16, 64, 128, 4, 3)
-        if kind in ("fp32", "decoded", "half_blocks") and not target.is_cpu:
+        if (decoded or kind in ("fp32", "half_blocks")) and not target.is_cpu:
             k = 64
-            if grouped is not None and kind == "decoded" and name != "sm_80":
+            if grouped is not None and decoded and name != "sm_80":
                 n = 32  # what finds a tile's group takes registers too
         if invariant and not target.is_cpu:
             m = 64  # the same instruction for any number of rows
@@ -145,7 +148,7 @@ def product_config(
         if grouped is not None and kind == "half" and not target.is_cpu:
             # Groups have few tiles: smaller ones waste less of the last, and two programs share a multiprocessor.
             m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
-        if grouped is not None and kind == "decoded" and name in ("sm_80", "sm_89"):
+        if grouped is not None and decoded and name in ("sm_80", "sm_89"):
             n, warps = 64, 4
         if grouped == "depth" and kind == "mx8" and name == "sm_100":
             warps = 8  # the gradients so far are read into registers beside the sums
@@ -158,6 +161,11 @@ def product_config(
                 n = 64
             if kind.endswith("_blocks") and name in ("sm_89", "gfx942"):
                 k = 64
+            if kind == "decoded_1x128":
+                # The scales of gate and up, and where they lie, take as many registers as the sums.
+                n = 64
+                if name in ("sm_80", "sm_89", "sm_120"):
+                    m, warps = 32, 4
     return ProductConfig(ProductTile(m, n, k), warps, stages)
 
 

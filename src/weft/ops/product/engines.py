@@ -1,36 +1,39 @@
-"""Who multiplies: Weft's own kernel, or PyTorch's libraries (cuBLASLt, hipBLASLt, oneDNN) where they are as good.
+"""Who multiplies: Weft's own kernel, or other libraries where they are as good: those of PyTorch (cuBLASLt, hipBLASLt,
+CUTLASS, oneDNN), and DeepGEMM where it is installed.
 
 One table decides. `weft doctor` prints it for the devices of a machine, `engine=` overrides it for a call, and
 `record_engines()` tells what ran. Its reasons for GPUs are public figures; none was measured by this project.
+`libraries` calls the others.
 
-PyTorch takes a call that is a product and nothing else: no bias, activation, residual or alpha, a plain result of a's
-dtype, and no `batch_invariant`. On GPUs it also takes scaled operands, whose sizes then have to be multiples of 16. Its
-settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add parts of a bf16 sum in bf16.
+They take a call that is a product and nothing else: no bias, activation, residual or alpha, a plain result of a's
+dtype, and no `batch_invariant`. On GPUs PyTorch also takes quantised operands, whose sizes then have to be multiples
+of 16. Its settings hold for its products: `torch.backends.cuda.matmul` lets cuBLAS add parts of a bf16 sum in bf16.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ...quant import Copy
-from ...quant.layouts import Buffers, to_layout
+from ...quant import Format
 from ...runtime import Capabilities
-from ..common.groups import group_spans
-from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
+from ..common.engines import insist, note_engine
+from .arguments import GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
 from .configs import FEW
+from .libraries import INSTALLED
 from .operands import Form
 
-Engine = Literal["auto", "weft", "torch"]
+Engine = Literal["auto", "weft", "torch", "deep_gemm"]
+ENGINES = get_args(Engine)
 
 
 class Rule(NamedTuple):
-    """An entry of the table: products of these pairs on these targets, of more than 64 rows unless `few`."""
+    """An entry of the table: products of these pairs on these targets, of more than 64 rows unless `few`. Of several
+    for a product, the first holds whose engine is installed and can compute it."""
 
     targets: tuple[str, ...]
     pairs: tuple[str, ...]  # as `pair_of` names them
@@ -50,8 +53,17 @@ TABLE: tuple[Rule, ...] = (
         ("sm_89", "sm_90", *_BLACKWELL, "sm_120"), ("fp8 tensor", "fp8 row"), False, "torch",
         "cuBLASLt, 1009 TFLOPS on an H100 where a Triton kernel has 399 (pytorch/ao#2784)",
     ),
+    Rule(
+        ("sm_90",), ("fp8 1x128 x 128x128", "grouped fp8 1x128 x 128x128"), False, "deep_gemm",
+        "1550 TFLOPS on an H800 by its README; 715 beside 292 of a Triton kernel on an H200 (sgl-project/sglang#3893)",
+    ),
     Rule(("sm_90",), ("fp8 1x128 x 128x128",), False, "torch", "cuBLASLt 12.9 has these scales on sm_90 alone"),
-    Rule(_BLACKWELL, ("mxfp8",), False, "torch", "cuBLASLt uses two multiprocessors for a tile, which Triton cannot"),
+    Rule(_BLACKWELL, ("fp8 1x128 x 128x128",), False, "deep_gemm", "cuBLASLt has not these scales there"),
+    Rule(
+        _BLACKWELL, ("mxfp8", "nvfp4", "grouped bf16"), False, "torch",
+        "cuBLASLt and CUTLASS use two multiprocessors for a tile, which Triton cannot",
+    ),
+    Rule(_BLACKWELL, ("int8 row", "int8 tensor"), False, "torch", "Triton has no int8 on the unit that has it there"),
 )  # fmt: skip
 
 
@@ -79,28 +91,6 @@ class Used(NamedTuple):
     k: int
 
 
-_recorded: list[list[Used]] = []
-
-
-@contextmanager
-def record_engines() -> Iterator[list[Used]]:
-    """Collect which engine computed each product inside the block, on any thread.
-
-    >>> import torch, weft
-    >>> x = weft.quantize(torch.randn(4, 256), "1x128")
-    >>> with weft.record_engines() as used:
-    ...     y = weft.matmul(x, weft.quantize(torch.randn(8, 256), "128x128").T)
-    >>> used
-    [Used(engine='weft', pair='fp8 1x128 x 128x128', m=4, n=8, k=256)]
-    """
-    used: list[Used] = []
-    _recorded.append(used)
-    try:
-        yield used
-    finally:
-        _recorded.remove(used)
-
-
 def _forms(a: MatmulArgs) -> tuple[Form, Form]:
     return Form.of(a.a.dtype, a.a_codes.format), Form.of(a.b.dtype, a.b_codes.format)
 
@@ -109,7 +99,7 @@ def choose_engine(a: MatmulArgs, target: Capabilities) -> str:
     """The engine of a call on a target, and a note of it for those who record."""
     pair = pair_of(*_forms(a))
     used = Used(a.engine, pair, a.a.shape[-2], a.b.shape[-1], a.a.shape[-1])
-    return _chosen(used, target, lambda: obstacle(a, pair))
+    return _chosen(used, target, lambda engine: obstacle(a, pair, engine, target.target))
 
 
 def choose_grouped_engine(a: GroupedArgs | WgradArgs, target: Capabilities) -> str:
@@ -117,31 +107,31 @@ def choose_grouped_engine(a: GroupedArgs | WgradArgs, target: Capabilities) -> s
     left, right = _grouped_operands(a)
     pair = f"grouped {pair_of(*_grouped_forms(a))}"
     used = Used(a.engine, pair, left.shape[0], right.shape[-2], right.shape[-1])
-    return _chosen(used, target, lambda: grouped_obstacle(a))
+    return _chosen(used, target, lambda engine: grouped_obstacle(a, engine))
 
 
-def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[], str | None]) -> str:
+def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[str], str | None]) -> str:
     engine = wanted.engine
     if engine == "auto":
-        engine = by_table(wanted.pair, wanted.m, target.target)
-        if engine != "weft" and speaks_against() is not None:
-            engine = "weft"
-    for used in _recorded:
-        used.append(wanted._replace(engine=engine))
+        able = (one for one in by_table(wanted.pair, wanted.m, target.target) if speaks_against(one) is None)
+        engine = next(able, "weft")
+    note_engine(wanted._replace(engine=engine))
     return engine
 
 
 @functools.lru_cache(maxsize=1024)
-def by_table(pair: str, m: int, target: str) -> str:
-    """Who multiplies m rows of this pair on a target, if nothing speaks against it."""
-    for rule in TABLE:
-        if target in rule.targets and pair in rule.pairs and (rule.few or m > FEW):
-            return rule.engine
-    return "weft"
+def by_table(pair: str, m: int, target: str) -> tuple[str, ...]:
+    """Who multiplies m rows of this pair on a target, if nothing speaks against it; the best first, and none but Weft
+    where the table has no entry."""
+    return tuple(
+        rule.engine
+        for rule in TABLE
+        if target in rule.targets and pair in rule.pairs and (rule.few or m > FEW)
+    )
 
 
-def obstacle(a: MatmulArgs, pair: str) -> str | None:
-    """Why PyTorch cannot compute a call, or None."""
+def obstacle(a: MatmulArgs, pair: str, engine: str, target: str | None = None) -> str | None:
+    """Why an engine cannot compute a call (on a target, if it is known), or None."""
     if a.bias is not None or a.residual is not None or a.alpha is not None or a.factor != 1.0:
         return "bias, residual and alpha"
     if a.activation is not None:
@@ -150,19 +140,58 @@ def obstacle(a: MatmulArgs, pair: str) -> str | None:
         return "a result that is quantised or has another dtype than a"
     if a.batch_invariant or a.precision is not None:
         return "batch_invariant and precision"
+    if engine == "deep_gemm":
+        return _obstacle_of_deep_gemm(a.a_codes, a.b_codes, pair, a.result.dtype, target)
     if pair in ("bf16", "fp16", "fp32"):
         # PyTorch's products of fp32 depend on its own settings, and their bits on the number of threads.
         return "products of fp32" if pair == "fp32" else None
-    if a.a.device.type == "cpu":
-        return "quantised operands on a CPU"
-    if pair not in ("fp8 tensor", "fp8 row", "fp8 1x128 x 128x128", "mxfp8"):
+    on_cpu, (m, k), n = a.a.device.type == "cpu", a.a.shape[-2:], a.b.shape[-1]
+    if pair in ("int8 tensor", "int8 row"):
+        if not k or (not on_cpu and (m <= 16 or k % 8 or n % 8)):
+            return "products of int8 with 16 rows or fewer, or with a K or N that is no multiple of 8"
+        return None if _along_k(a.a_codes, a.b_codes) else "codes that are not contiguous along K"
+    if on_cpu:
+        return "quantised operands on a CPU, but for int8"
+    if pair not in ("fp8 tensor", "fp8 row", "fp8 1x128 x 128x128", "mxfp8", "nvfp4"):
         return f"operands {pair}"
-    if a.a.shape[-1] % 16 or a.b.shape[-1] % 16 or a.result.dtype is not torch.bfloat16:
-        return "quantised operands whose K or N is no multiple of 16, or another result than bf16"
-    codes = (a.a_codes.data, a.b_codes.data)
-    if any(data is None or data.stride(1) != 1 for data in codes):
-        return "codes that are not contiguous along K"
-    return None
+    if all(form.element == "e5m2" for form in _forms(a)):
+        return "products of e5m2 with e5m2"
+    if pair == "fp8 1x128 x 128x128" and m % 4:
+        return "scales of 1x128 for a number of rows that is no multiple of 4"
+    multiple = 32 if pair == "nvfp4" else 16
+    if not k or k % multiple or n % 16 or a.result.dtype is not torch.bfloat16:
+        return (
+            f"quantised operands whose K is no multiple of {multiple} or N of 16, or another result than bf16"
+        )
+    return None if _along_k(a.a_codes, a.b_codes) else "codes that are not contiguous along K"
+
+
+def _along_k(*codes: OperandCodes) -> bool:
+    """Whether codes are contiguous along K. Those of a QTensor in a graph are not known, and may be."""
+    return all(one.data is None or one.data.stride(-1) == 1 for one in codes)
+
+
+def _obstacle_of_deep_gemm(
+    left: OperandCodes, right: OperandCodes, pair: str, dtype: torch.dtype, target: str | None
+) -> str | None:
+    """Why DeepGEMM cannot multiply these rows and weights, or None."""
+    if not INSTALLED["deep_gemm"]:
+        return "an installation (pip finds it as deep_gemm)"
+    formats = [Format.of(one.format) for one in (left, right) if one.format is not None]
+    if pair.removeprefix("grouped ") != "fp8 1x128 x 128x128" or any(f.element != "e4m3" for f in formats):
+        return f"operands {pair} but e4m3 1x128 x 128x128"
+    if target in _BLACKWELL and not all(f.power_of_two for f in formats):
+        return "scales that are no powers of two"
+    if left.data is not None and left.data.device.type == "cpu":
+        return "a CPU"
+    for one, multiple in ((left, 1), (right, 64)):
+        if one.data is not None and (
+            one.data.shape[-1] % 128 or not one.data.numel() or one.data.shape[-2] % multiple
+        ):
+            return "a K that is no multiple of 128, or an N that is none of 64"
+    if dtype is not torch.bfloat16:
+        return "another result than bf16"
+    return None if _along_k(left, right) else "codes that are not contiguous along K"
 
 
 def _grouped_operands(a: GroupedArgs | WgradArgs) -> tuple[Tensor, Tensor]:
@@ -175,84 +204,69 @@ def _grouped_forms(a: GroupedArgs | WgradArgs) -> tuple[Form, Form]:
     return Form.of(left.dtype, codes[0].format), Form.of(right.dtype, codes[1].format)
 
 
-def grouped_obstacle(a: GroupedArgs | WgradArgs) -> str | None:
-    """Why PyTorch cannot compute a product of groups, or None. Its own product of groups for GPUs leaves pads as they
-    are, and takes bf16 alone."""
+def grouped_obstacle(a: GroupedArgs | WgradArgs, engine: str) -> str | None:
+    """Why an engine cannot compute a product of groups, or None."""
     left, right = _grouped_operands(a)
-    if left.device.type != "cpu":
-        return "products of groups with zeros in pads on a GPU"
     if isinstance(a, GroupedArgs):
         if a.bias is not None or a.activation is not None or a.slot_of_row is not None:
             return "bias, activation and gather"
     elif a.addend is not None:
         return "accumulate"
+    if a.precision is not None:
+        return "precision"
+    if engine == "deep_gemm":
+        if isinstance(a, WgradArgs):
+            return "gradients of weights"
+        if a.align % 128 or len(a.x) % 128:
+            return "groups and rows that are no multiples of 128"
+        pair, result = pair_of(*_grouped_forms(a)), a.result.dtype if a.result.format is None else torch.uint8
+        return _obstacle_of_deep_gemm(a.x_codes, a.w_codes, pair, result, None)
     if any(form.block is not None for form in _grouped_forms(a)):
-        return "quantised operands on a CPU"
+        return "quantised operands in groups"
     if a.result.format is not None or not left.dtype == right.dtype == a.result.dtype:
         return "a result that is quantised or has another dtype than the operands"
-    return "precision" if a.precision is not None else None
+    if left.device.type == "cpu":
+        return None
+    if isinstance(a, WgradArgs) or left.dtype is not torch.bfloat16:
+        return "gradients of weights in groups, and other dtypes than bf16, on a GPU"
+    return None if _lie_well(left, right) else "rows that do not begin at multiples of 16 bytes, on a GPU"
+
+
+def _lie_well(x: Tensor, w: Tensor) -> bool:
+    """Whether PyTorch's product of groups can copy tiles of x [rows, K] and w [groups, N, K] in bulk."""
+    along = -1 if w.stride(-1) == 1 else -2
+    steps = (
+        x.stride(0),
+        w.stride(0),
+        w.stride(-3 - along),
+        x.storage_offset(),
+        w.storage_offset(),
+        *w.shape[1:],
+    )
+    return x.numel() > 0 and x.stride(1) == 1 and w.stride(along) == 1 and not any(n % 8 for n in steps)
 
 
 def check_engine(a: MatmulArgs) -> None:
     """Raise an error unless the engine that a call insists on can compute it."""
-    _check(a.engine, lambda: obstacle(a, pair_of(*_forms(a))))
+    _check(a.engine, lambda: obstacle(a, pair_of(*_forms(a)), a.engine))
 
 
 def check_grouped_engine(a: GroupedArgs | WgradArgs) -> None:
     """The same for products of groups."""
-    _check(a.engine, lambda: grouped_obstacle(a))
+    _check(a.engine, lambda: grouped_obstacle(a, a.engine))
 
 
 def _check(engine: str, speaks_against: Callable[[], str | None]) -> None:
-    if engine not in ("auto", "weft", "torch"):
-        raise ValueError(f"engine must be 'auto', 'weft' or 'torch'; got {engine!r}")
-    if engine == "torch":
-        # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
-        missing = speaks_against()
-        if missing is not None:
-            raise ValueError(f"engine='torch' lacks {missing}: leave out engine=, or take 'weft'")
-
-
-def multiply_by_torch(o: ProductOutputs, a: MatmulArgs) -> None:
-    """Fill the result by PyTorch's product."""
-    y = o.result.y
-    if a.a_codes.data is None and a.b_codes.data is None:
-        (torch.mm if a.a.dim() == 2 else torch.bmm)(a.a, a.b, out=y)
-        return
-    torch._scaled_mm(*scaled_operands(a), out_dtype=y.dtype, out=y)
-
-
-def multiply_groups_by_torch(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> None:
-    """Fill the result by one of PyTorch's products for each group, on a CPU, where `ends` can be read at once."""
-    y, rows, written = o.result.y, len(_grouped_operands(a)[0]), 0
-    for group, begin, end in group_spans(a.ends, rows, a.align):
-        if isinstance(a, GroupedArgs):
-            y[written:begin] = 0  # pads of the group before
-            torch.mm(a.x[begin:end], a.w[group].t(), out=y[begin:end])
-            written = end
-        else:
-            y[written:group] = 0  # groups without rows
-            torch.mm(a.dy[begin:end].t(), a.x[begin:end], out=y[group])
-            written = group + 1
-    y[written:] = 0
-
-
-def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The codes of a and b, and their scales, as `torch._scaled_mm` takes them."""
-    left, right = _buffers(a.a_codes, "a"), _buffers(a.b_codes, "b")
-    return left.data, right.data, left.scale, right.scale
-
-
-def _buffers(codes: OperandCodes, operand: Literal["a", "b"]) -> Buffers:
-    assert codes.data is not None
-    assert codes.scale is not None
-    assert codes.format is not None
-    return to_layout(Copy(codes.data, codes.scale), codes.format, "torch_v1", operand=operand)
+    insist(engine, ENGINES, speaks_against)
 
 
 def products_on(target: str) -> str:
     """Who multiplies what on a target, in words."""
     rules = [rule for rule in TABLE if target in rule.targets]
     few = {True: "", False: f" (more than {FEW} rows)"}
-    listed = [f"{rule.engine}: {', '.join(rule.pairs)}{few[rule.few]}" for rule in rules]
+    absent = {True: "", False: " if it were installed"}
+    listed = [
+        f"{rule.engine}{absent[INSTALLED[rule.engine]]}: {', '.join(rule.pairs)}{few[rule.few]}"
+        for rule in rules
+    ]
     return "; ".join([*listed, "weft: the others" if rules else "weft"])

@@ -19,8 +19,9 @@ from ..common.rows import align_of
 from ..quantize import quantize_into
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
 from .configs import FEW, product_config, spans_of
-from .engines import choose_engine, choose_grouped_engine, multiply_by_torch, multiply_groups_by_torch
+from .engines import choose_engine, choose_grouped_engine
 from .kernels import Finish, Gather, Operand, Sizes, finish_kernel, matmul_kernel
+from .libraries import multiply, multiply_groups
 from .operands import Form, Precision, Product
 
 NO_GATHER = Gather(None, 1, 0)
@@ -184,9 +185,11 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
     """Fill the outputs of a call, by the engine that is chosen for it."""
     if not o.result.y.numel():
         return
-    if choose_engine(a, capabilities_of(a.a.device)) != "weft":
-        if not is_recording():  # then kernels are wanted, and PyTorch's product is none
-            multiply_by_torch(o, a)
+    target = capabilities_of(a.a.device)
+    engine = choose_engine(a, target)
+    if engine != "weft":
+        if not is_recording():  # then kernels are wanted, and other products are none
+            multiply(engine, o, a, target.target)
         return
     k = a.a.shape[-1]
     if a.a_codes.format is not None:
@@ -221,7 +224,7 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
 
 def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
     """Fill the outputs of a product of groups, by the engine that is chosen for it."""
-    if not o.result.y.numel() or _by_torch(o, a):
+    if not o.result.y.numel() or _by_another(o, a):
         return
     groups, n, k = a.w.shape
     n //= 2 if a.gated else 1
@@ -253,7 +256,7 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
 
 def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     """Fill the gradients of the matrices of groups, by the engine that is chosen for them."""
-    if not o.result.y.numel() or _by_torch(o, a):
+    if not o.result.y.numel() or _by_another(o, a):
         return
     groups, (rows, n), k = len(a.ends), a.dy.shape, a.x.shape[1]
     operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
@@ -280,13 +283,12 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     )
 
 
-def _by_torch(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
-    """Whether PyTorch is chosen to compute a product of groups; if so, it has been."""
-    if choose_grouped_engine(a, capabilities_of(o.result.y.device)) == "weft":
-        return False
-    if not is_recording():
-        multiply_groups_by_torch(o, a)
-    return True
+def _by_another(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
+    """Whether another engine is chosen to compute a product of groups; if so, it has."""
+    engine = choose_grouped_engine(a, capabilities_of(o.result.y.device))
+    if engine != "weft" and not is_recording():
+        multiply_groups(engine, o, a)
+    return engine != "weft"
 
 
 def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:

@@ -27,8 +27,16 @@ from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
 from ..quantize import QuantizeArgs, quantize_op
 from .arguments import PLAIN, OperandCodes, grouped_args, matmul_args, wgrad_args
-from .grouped import check_weight_blocks, grouped_matmul_op, grouped_wgrad_op, sums_of_groups, weight_codes
-from .matmul import EITHER_COPY, codes_along_k, matmul_op
+from .delayed import Delayed, DelayedScaling
+from .grouped import (
+    check_weight_blocks,
+    grouped_matmul,
+    grouped_matmul_op,
+    grouped_wgrad_op,
+    sums_of_groups,
+    weight_codes,
+)
+from .matmul import EITHER_COPY, codes_along_k, matmul, matmul_op
 from .recipes import Recipe
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -53,37 +61,49 @@ def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Oper
 
 
 def quantised_copies(
-    x: Tensor, spec: str, rowwise: bool, columnwise: bool, seed: int | None = None
+    x: Tensor,
+    spec: str,
+    rowwise: bool,
+    columnwise: bool,
+    seed: int | None = None,
+    delayed: Delayed | None = None,
 ) -> tuple[Copy | None, Copy | None]:
     """The copies of x along its rows and along its columns, as far as they are needed."""
     if columnwise and Format.of(spec).block in EITHER_COPY:
         rowwise, columnwise = True, False
-    options = ResultOptions(x.dtype, spec, rowwise, columnwise, None, False)
+    scale = None if delayed is None else delayed.scale
+    noted = delayed is not None and delayed.amax is not None
+    options = ResultOptions(x.dtype, spec, rowwise, columnwise, scale, return_amax=noted)
     made = quantize_op(QuantizeArgs(x, options, seed)).result
+    if delayed is not None:
+        delayed.note(made.amax)
     return made.rowwise, made.columnwise
 
 
-def _activations(x: Tensor, spec: str | None, dtype: torch.dtype, columnwise: bool) -> Operand:
+def _activations(x: Tensor, s: Settings, columnwise: bool) -> Operand:
     """x [rows, K], quantised unless it is, along K and, with `columnwise`, along the rows."""
+    spec = s.recipe.x
     if spec is None:
-        return Operand(x.to(dtype))
+        return Operand(x.to(s.recipe.dtype or s.dtype))
     if not isinstance(x, QTensor):
-        return _of_copies(stand_in(x), spec, *quantised_copies(x, spec, True, columnwise))
+        copies = quantised_copies(x, spec, True, columnwise, delayed=s.delayed("x"))
+        return _of_copies(stand_in(x), spec, *copies)
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
         turned = Format.of(x.spec).transposed.spec
         return Operand(x, OperandCodes(format=x.spec), OperandCodes(format=turned))
     return _of_copies(stand_in(x), x.spec, x.rowwise, x.columnwise)
 
 
-def _weights(w: Tensor, spec: str | None, dtype: torch.dtype, groups: Groups, transposed: bool) -> Operand:
+def _weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
     """A weight [N, K] or the weights [groups, N, K]; `transposed`: also as dx takes them."""
+    spec = s.recipe.weight
     if spec is None:
-        return Operand(w.to(dtype))
+        return Operand(w.to(s.recipe.dtype or s.dtype))
     if isinstance(w, QTensor):
         copies, spec = (w.rowwise, w.columnwise), w.spec
     else:
-        copies = quantised_copies(w, spec, True, transposed)
-    if groups.ends is None:
+        copies = quantised_copies(w, spec, True, transposed, delayed=s.delayed("weight"))
+    if s.groups.ends is None:
         return _of_copies(stand_in(w), spec, *copies)
     found = [weight_codes(*copies, spec, w.shape[0], transpose) for transpose in (False, True)]
     specs = (spec, Format.of(spec).transposed.spec)
@@ -95,7 +115,7 @@ def _weights(w: Tensor, spec: str | None, dtype: torch.dtype, groups: Groups, tr
 
 # ---- weights that are quantised once --------------------------------------------------------------------
 
-_reused: dict[tuple[int, str | None, bool], tuple[Tensor, int, Operand]] | None = None
+_reused: dict[tuple[Any, ...], tuple[Tensor, int, Operand]] | None = None
 
 
 @contextmanager
@@ -119,18 +139,15 @@ def reuse_weights() -> Iterator[None]:
         _reused = before
 
 
-def _reused_weights(
-    w: Tensor, recipe: Recipe, dtype: torch.dtype, groups: Groups, transposed: bool
-) -> Operand:
-    spec = recipe.weight
+def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
     kept = None if torch.compiler.is_compiling() or w.is_inference() else _reused
     if kept is None:
-        return _weights(w, spec, dtype, groups, transposed)
-    key = (id(w), f"{spec} {dtype}", transposed)
+        return _weights(w, s, transposed)
+    key = (id(w), s.recipe.weight, s.recipe.dtype or s.dtype, s.scaling, transposed)
     found = kept.get(key)
     if found is not None and found[1] == w._version:
         return found[2]
-    made = _weights(w, spec, dtype, groups, transposed)
+    made = _weights(w, s, transposed)
     kept[key] = (w, w._version, made)  # w is kept too: its id belongs to it alone as long as it lives
     return made
 
@@ -145,6 +162,11 @@ class Settings(NamedTuple):
     groups: Groups
     dtype: torch.dtype  # of y and dx
     weight_dtype: torch.dtype
+    scaling: DelayedScaling | None = None
+
+    def delayed(self, name: str) -> Delayed | None:
+        """The scale of x, weight or grad, if it is known before."""
+        return None if self.scaling is None else self.scaling.operand(name)
 
 
 def rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpose: bool = False) -> Tensor:
@@ -188,17 +210,16 @@ class _Linear(torch.autograd.Function):
         seed: int | None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        recipe, dtype = s.recipe, s.recipe.dtype or s.dtype
-        left = _activations(x if given is None else given, recipe.x, dtype, needs_w)
-        right = _reused_weights(w, recipe, dtype, s.groups, needs_x)
+        left = _activations(x if given is None else given, s, needs_w)
+        right = _reused_weights(w, s, needs_x)
         y = rows_times(left, right, bias, s)
         ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main = _main_grad(w) if needs_w else None
-        kept = [s.groups.ends]
+        kept = [s.groups.ends, None if s.scaling is None else s.scaling.grad_scale]
         for operand, needed in ((left, needs_w), (right, needs_x)):
             codes = operand.col
-            plain = operand.plain if recipe.x is None or isinstance(operand.plain, QTensor) else None
+            plain = operand.plain if s.recipe.x is None or isinstance(operand.plain, QTensor) else None
             kept += [plain, codes.data, codes.scale, codes.whole] if needed else [None] * 4
         ctx.save_for_backward(*kept)
         ctx.specs = left.col.format, right.col.format
@@ -210,7 +231,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         s: Settings = ctx.settings
-        ends, *saved = ctx.saved_tensors
+        ends, _, *saved = ctx.saved_tensors  # with a scale that must not have changed since
         s = s._replace(groups=s.groups._replace(ends=ends))
         operands = []
         for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.dtypes, ctx.specs, strict=True)):
@@ -245,9 +266,8 @@ def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w:
         if (row is not None or not needs_x) and (col is not None or not needs_w):
             return _of_copies(stand_in(dy), dy.spec, row, col)
         dy = dy.dequantize()
-    return _of_copies(
-        stand_in(dy), s.recipe.grad, *quantised_copies(dy, s.recipe.grad, needs_x, needs_w, seed)
-    )
+    copies = quantised_copies(dy, s.recipe.grad, needs_x, needs_w, seed, s.delayed("grad"))
+    return _of_copies(stand_in(dy), s.recipe.grad, *copies)
 
 
 def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
@@ -257,12 +277,30 @@ def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
     return sums_of_groups(dy, s.groups, dtype)
 
 
-def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, groups: Groups) -> Tensor:
+def _plain_times(
+    x: Tensor, weight: QTensor, bias: Tensor | None, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """y of plain rows and a frozen weight, whose codes are decoded on the way; dx is the product with its numbers."""
+    if groups.ends is None:
+        return matmul(x, weight.t(), bias=bias, out_dtype=dtype)
+    return grouped_matmul(x, weight, groups.ends, align=groups.align, bias=bias, out_dtype=dtype)
+
+
+def apply_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    groups: Groups,
+    scaling: DelayedScaling | None = None,
+) -> Tensor:
     """y [rows, N] of x [rows, K] for arguments that were checked."""
     if is_distributed(x, weight):
         raise ValueError(
             "linear takes this rank's tensors: use x.to_local(), or FSDP, which hands whole weights to the layer"
         )
+    if isinstance(weight, QTensor) and not recipe.is_quantised:
+        return _plain_times(x.to(recipe.dtype or x.dtype), weight, bias, groups, x.dtype)
     given = None
     compiling = torch.compiler.is_compiling()
     if isinstance(x, QTensor) and not compiling:
@@ -275,7 +313,7 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
                 "leave this layer out with torch.compiler.disable, or take stochastic=False"
             )
         seed = int(torch.randint(2**62, ()))
-    settings = Settings(recipe, groups, x.dtype, weight.dtype)
+    settings = Settings(recipe, groups, x.dtype, weight.dtype, scaling)
     return _Linear.apply(x, weight, bias, given, settings, seed)  # type: ignore[no-any-return]
 
 
@@ -283,7 +321,12 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe | str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str | None = None,
+    scaling: DelayedScaling | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`, with the products of forward and backward in the numbers of a
     recipe.
@@ -292,9 +335,11 @@ def linear(
       make it; for the gradient of the weight it needs its column-wise copy.
     - `weight`: [N, K] in any float dtype; its gradient has that dtype, straight from fp32 sums. If it has an fp32
       attribute `main_grad`, the gradient is added to that instead, and `weight.grad` stays as it is. A `QTensor` is a
-      frozen weight: it has no gradient.
+      frozen weight, without a gradient: in the recipe's format; or, with a recipe of plain numbers, in any format that
+      `matmul` takes beside them, such as "int4:1x128".
     - `recipe`: "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row", or a `weft.Recipe`. None
       computes in x's dtype.
+    - `scaling`: the scales of earlier steps, a `weft.DelayedScaling` of this recipe, for what is not quantised already.
 
     Returns y [..., N] in x's dtype. Rounding passes gradients straight. Backward keeps x in 8 or 4 bits, quantised
     along rows, and the weight's codes. A weight is quantised in every call, unless `weft.reuse_weights()` is around it.
@@ -314,9 +359,22 @@ def linear(
             f"x [..., K] and weight [N, K] must have one K; got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     check_layer(x, weight, bias, found, (weight.shape[0],))
+    if scaling is not None:
+        _check_scaling(scaling, found, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = apply_linear(rows, weight, bias, found, NO_GROUPS)
+    y = apply_linear(rows, weight, bias, found, NO_GROUPS, scaling)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _check_scaling(scaling: DelayedScaling, recipe: Recipe, device: torch.device) -> None:
+    if not isinstance(scaling, DelayedScaling):
+        raise TypeError(f"scaling must be a weft.DelayedScaling; got {type(scaling).__name__}")
+    if scaling.recipe != recipe:
+        raise ValueError(
+            f"scaling= is of {scaling.recipe}, and the recipe of the layer is {recipe}: give both the same"
+        )
+    if scaling.amax.device != device:
+        raise ValueError(f"scaling= must be on {device} like x: move it with .to({str(device)!r})")
 
 
 def check_layer(
@@ -339,8 +397,8 @@ def check_layer(
     grads = torch.is_grad_enabled()
     needs = {"x": (True, grads and weight.requires_grad), "weight": (True, grads and x.requires_grad)}
     for name, tensor, spec in (("x", x, recipe.x), ("weight", weight, recipe.weight)):
-        if not isinstance(tensor, QTensor):
-            continue
+        if not isinstance(tensor, QTensor) or (name == "weight" and spec is None):
+            continue  # what a product lacks of a weight beside plain numbers, it says itself
         if tensor.spec != spec:
             raise ValueError(
                 f"{name} is quantised as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantise it "

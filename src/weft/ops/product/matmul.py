@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...quant.qtensor import register_codes
+from ...quant.qtensor import register_codes, register_multiplier, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, define_op
@@ -44,7 +44,7 @@ from ..common.results import (
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..quantize import dequantize_codes
-from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs
+from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs, matmul_args
 from .engines import Engine, check_engine
 from .launch import launch_matmul
 from .operands import Form, Precision, check_pair
@@ -193,6 +193,28 @@ register_codes(matmul_op, "a", "a_codes", _take_a)
 register_codes(matmul_op, "b", "b_codes", _take_b)
 
 
+def _multiplied(a: QTensor, b: QTensor, bias: Tensor | None) -> Tensor | None:
+    """a @ b + bias of quantised matrices, or None if one lacks the copy that lies along K, or their formats do not
+    multiply each other."""
+    left, right = _take_a(a), _take_b(b)
+    turned = Format.of(b.spec).transposed.spec
+    if left is None or right is None or a.dtype not in FLOATS[:3]:
+        return None
+    try:
+        check_pair(Form.of(a.dtype, a.spec), Form.of(b.dtype, turned), None)
+        check_rotations(a.spec, turned)
+    except ValueError:
+        return None
+    codes = OperandCodes(*left, a.spec), OperandCodes(*right, turned)
+    args = matmul_args(
+        stand_in(a), stand_in(b), plain_result(a.dtype), a_codes=codes[0], b_codes=codes[1], bias=bias
+    )
+    return matmul_op(args).result.y
+
+
+register_multiplier(_multiplied)
+
+
 # ---- public function ------------------------------------------------------------------------------------
 
 _ACTS = get_args(Act)
@@ -247,8 +269,9 @@ def matmul(
       multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
     - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
       computed in another order.
-    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch where `weft doctor` says so and the call has nothing
-      that PyTorch's product lacks; "weft" and "torch" insist. `weft.record_engines()` tells what ran.
+    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch or DeepGEMM where `weft doctor` says so and the call
+      has nothing that their products lack; "weft", "torch" and "deep_gemm" insist. `weft.record_engines()` tells what
+      ran.
 
     Gradients flow to a, b, bias and residual; through a quantised operand or result they pass straight. Backward of an
     activation computes its input again. The bits are the same in every run.

@@ -39,7 +39,7 @@ _FP8 = ("e4m3", "e5m2")
 class Form:
     """One operand as a kernel reads it."""
 
-    element: str  # bf16, fp16, fp32, fp64, int8, e4m3, e5m2 or e2m1
+    element: str  # bf16, fp16, fp32, fp64, int8, int4, e4m3, e5m2 or e2m1
     block: str | None  # which elements share a scale; None for plain numbers
     along_k: bool = True  # K is contiguous, else the rows are
     align: int = 1  # the length of what is contiguous and the stride of the other are multiples of it
@@ -109,7 +109,9 @@ class Product:
         if self.body == "scaled":
             return "mx4" if self.a.element == self.b.element == "e2m1" else "mx8"
         if self.multiplied in ("bf16", "fp16") and not (self.a.block is None and self.b.block is None):
-            return "decoded"
+            # A step of K then loads a scale for each row, which takes registers.
+            blocks = {self.a.block, self.b.block}
+            return "decoded_1x128" if blocks == {None, "1x128"} else "decoded"
         eight = self.multiplied == "fnuz" or self.a.element in ("int8", *_FP8)
         kind = ("int8" if self.a.element == "int8" else "fp8") if eight else "half"
         if self.body != "blocks":
@@ -165,6 +167,10 @@ def check_pair(a: Form, b: Form, precision: str | None) -> None:
                 f"fp16 does not hold all numbers of {quantised}, which reach 2^127: give the other operand in bf16"
             )
         return
+    if "int4" in (a.element, b.element):
+        raise ValueError(
+            f"int4 codes are decoded beside plain numbers; got {a} and {b}: dequantise one of them"
+        )
     if a.in_groups or b.in_groups:
         if a.block != b.block:
             raise ValueError(

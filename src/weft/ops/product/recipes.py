@@ -11,7 +11,7 @@ as well unless its blocks are squares.
 | `bf16`       | bf16        | bf16         | bf16        |                                                    |
 | `fp8_block`  | e4m3 1x128  | e4m3 128x128 | e4m3 1x128  | DeepSeek-V3, TransformerEngine's block scaling     |
 | `fp8_row`    | e4m3 row    | e4m3 row     | e4m3 row    | torchao's "rowwise"                                |
-| `fp8_tensor` | e4m3 tensor | e4m3 tensor  | e5m2 tensor | current scaling: each tensor's own largest number  |
+| `fp8_tensor` | e4m3 tensor | e4m3 tensor  | e5m2 tensor | scales of its own largest number; or see `delayed` |
 | `mxfp8`      | e4m3 mx     | e4m3 mx      | e4m3 mx     |                                                    |
 | `nvfp4`      | nvfp4       | nvfp4_16x16  | nvfp4       | dy rounded stochastically; x and dy rotated for dw |
 | `int8_row`   | int8 row    | int8 row     | int8 row    | sums in int32                                      |
@@ -55,7 +55,7 @@ class Recipe:
             spec = getattr(self, name)
             if spec is not None:
                 object.__setattr__(self, name, Format.of(spec).spec)
-        if self.stochastic and (self.grad is None or Format.of(self.grad).element == "int8"):
+        if self.stochastic and (self.grad is None or Format.of(self.grad).number.integer):
             raise ValueError("stochastic=True rounds dy to a float format")
 
     @staticmethod

@@ -1,0 +1,112 @@
+"""Context parallelism: one long sequence over several ranks, with attention in a ring.
+
+    torchrun --nproc-per-node 4 examples/ring_attention.py
+
+Each rank has a chunk of the queries and, at first, the keys and values of the same chunk. In every step it computes
+attention over the keys that it has, merges the result with what it had so far, and hands the keys on to the next rank.
+A causal mask cuts through a rank's own chunk alone: earlier chunks are seen whole, and later ones not at all.
+
+Backward is autograd's: gradients flow through the merge into the lse of every step, which `weft.attention` takes, and
+keys travel back the way they came. The result is compared with attention of the whole sequence on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+
+
+class HandOn(torch.autograd.Function):
+    """Give a tensor to the next rank and take that of the previous one; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _exchanged(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _exchanged(grad, -1)
+
+
+def _exchanged(x: Tensor, step: int) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, taken = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, (rank + step) % world),
+            dist.P2POp(dist.irecv, taken, (rank - step) % world),
+        ]
+    )
+    for each in work:
+        each.wait()
+    return taken
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of a rank's queries [batch, heads, tokens, dim] over the keys of all ranks up to it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    keys = torch.stack([key, value])
+    out = lse = None
+    for step in range(world):
+        if step:
+            keys = HandOn.apply(keys)
+        owner = (rank - step) % world
+        if owner > rank:
+            continue
+        part = weft.attention(query, *keys, is_causal=owner == rank, return_lse=True)
+        assert isinstance(part, weft.Attention)
+        if out is None or lse is None:
+            out, lse = part.out.float(), part.lse
+        else:
+            out, lse, _ = weft.merge_attention([out, part.out], [lse, part.lse])
+    assert out is not None
+    # A rank that needs no more keys still hands them on; this makes its gradient wait for theirs.
+    return out.to(query.dtype) + 0.0 * keys.sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--tokens", type=int, default=512, help="of the whole sequence")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, options.heads, options.tokens, options.dim)
+    dtype = getattr(torch, options.dtype)
+    whole = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(shape, generator=generator).to(device, dtype)
+    mine = slice(rank * options.tokens // world, (rank + 1) * options.tokens // world)
+    own = [x.detach()[:, :, mine].requires_grad_() for x in whole]
+
+    wanted = weft.attention(*whole, is_causal=True)
+    gradients = torch.autograd.grad(wanted, whole, upstream)
+    found = ring_attention(*own)
+    own_gradients = torch.autograd.grad(found, own, upstream[:, :, mine])
+
+    for name, got, right in zip(
+        ("out", "dquery", "dkey", "dvalue"),
+        (found, *own_gradients),
+        (wanted[:, :, mine], *(g[:, :, mine] for g in gradients)),
+        strict=True,
+    ):
+        error = ((got - right).abs().max() / right.abs().max()).detach()
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        if rank == 0:
+            print(f"{name:8} largest difference from one rank {error.item():.1e}")
+        assert error < (1e-5 if dtype is torch.float32 else 2e-2), name
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
