@@ -158,12 +158,12 @@ def test_kv_lengths_hide_keys(options: dict[str, Any]) -> None:
 
 
 def test_no_keys() -> None:
-    found = run(Call(attend, heads(20, 0) | {"return_lse": True, "return_max": True}))
+    found = run(Call(attend, heads(20, 0) | LOWER | {"return_max": True}))
     assert not found["out"].count_nonzero()
     assert not found["dquery"].count_nonzero()
     assert (found["lse"] == -math.inf).all()
     assert (found["max"] == -math.inf).all()
-    judge(**heads(20, 0), sinks=torch.randn(4), return_lse=True)
+    judge(**heads(20, 0), **LOWER, sinks=torch.randn(4))
 
 
 def test_rows_that_see_nothing() -> None:
@@ -265,10 +265,10 @@ def test_error_is_that_of_torch(dtype: torch.dtype) -> None:
 
 
 def test_any_strides() -> None:
-    given = heads(70, dim=32)
+    given = heads(70)
     wanted = run(Call(attend, given | {"is_causal": True}))
     qkv = torch.cat([x[0].transpose(0, 1).flatten(1) for x in given.values()], 1)  # a packed projection
-    cut = [part.unflatten(1, (-1, 32)).transpose(0, 1)[None] for part in qkv.split((128, 64, 64), 1)]
+    cut = [part.unflatten(1, (-1, 64)).transpose(0, 1)[None] for part in qkv.split((256, 128, 128), 1)]
     strided = dict(zip(given, cut, strict=True))
     assert_same(run(Call(attend, strided | {"is_causal": True})), wanted, "slices")
     turned = {name: x.mT.contiguous().mT for name, x in given.items()}  # numbers of a head are not neighbours
@@ -395,8 +395,10 @@ def test_no_work_is_done_twice_or_in_vain(mask: dict[str, Any]) -> None:
 def test_as_launched_on(target: str) -> None:
     """With the tiles of GPUs."""
     with choosing_for(target):
-        judge(**heads(200, 170, dtype=BF16), **LOWER, sinks=torch.randn(4))
-        judge(**packed([130, 0, 70], dtype=BF16), window=(50, 7), return_lse=True)
+        if target == "sm_90":  # its tiles of queries and keys are as long as each other
+            judge(**heads(200, 170, dtype=BF16), **LOWER, sinks=torch.randn(4))
+        else:
+            judge(**packed([130, 0, 70], dtype=BF16), window=(50, 7), return_lse=True)
 
 
 def test_compiled() -> None:
