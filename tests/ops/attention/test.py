@@ -63,7 +63,8 @@ UPPER = CAUSAL | {"causal_align": "upper_left"}
 )
 def test_lengths_and_alignments(queries: int, keys: int, align: Any) -> None:
     """SDPA aligns a causal mask to the upper left, FlashAttention to the lower right (mlx #2835, cudnn-frontend #493,
-    onnxruntime #27992): where lengths differ, they are different masks."""
+    onnxruntime #27992): where lengths differ, they are different masks. And sequences may be shorter than a block
+    (pytorch #136232)."""
     judge(**heads(queries, keys), is_causal=True, causal_align=align, return_lse=True)
 
 
@@ -89,7 +90,8 @@ def test_a_window_with_a_causal_mask_ends_at_the_own_key() -> None:
     assert torch.equal(both, attend(**heads(90), window=(16, 0)))
     with pytest.raises(ValueError, match="no later keys"):
         attend(**heads(90), window=(16, 3), is_causal=True)
-    with pytest.raises(ValueError, match="at least 0"):  # FlashAttention's -1, which others read as "nothing"
+    # FlashAttention's -1 for "all", which others read as a number (TransformerEngine #3528)
+    with pytest.raises(ValueError, match="at least 0"):
         attend(**heads(90), window=(-1, 0))
 
 

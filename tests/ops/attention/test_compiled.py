@@ -11,7 +11,8 @@ import torch
 
 import weft
 from tests.support.binaries import flaws
-from weft.runtime import TARGETS, Binary, Variant, compile_all, recording
+from weft.ops.attention.configs import attention_config
+from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
 
 KERNELS = ("attention_kernel", "delta_kernel", "query_gradient_kernel", "key_gradient_kernel")
 
@@ -154,3 +155,22 @@ def test_what_should_not_be_is_noticed() -> None:
     assert faults("bf16-128", "sm_80", "attention_kernel", binary)  # no HMMA, and too much shared memory
     assert faults("fp32-128", "sm_90", "attention_kernel", binary)
     assert faults("bf16-256", "sm_90", "attention_kernel", binary)  # fewer scores in a tile
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+def test_loops_are_not_pipelined_on_amd(kernel: str, target: str) -> None:
+    """Pipelined loops of attention are miscompiled there (aiter #4163), and two warps are not deterministic
+    (ROCm/triton #953)."""
+    for dim in (64, 96, 128, 192, 256):
+        for itemsize in (2, 4):
+            config = attention_config(kernel, dim, dim, itemsize, Capabilities.of(target))
+            assert config.num_stages == 1
+            assert config.num_warps >= 4
+
+
+def test_no_kernel_starts_before_the_one_before_it_ends() -> None:
+    """The backward reads what another kernel has just written (flash-attention #2481)."""
+    assert not any(
+        "launch_pdl" in dict(variant.options) for variant in variants("bf16-128", "sm_90").values()
+    )
