@@ -81,6 +81,16 @@ def test_windows(window: int) -> None:
     judge(problem([600, 1100, 3, 37], queries=2), window=window)
 
 
+def test_sinks_that_are_infinite() -> None:
+    sinks = torch.tensor([math.inf, -math.inf, 0.5, 1e4])
+    for given in (problem([70, 0]), problem([600, 30])):  # one part, and several
+        found, without = decode(**given, sinks=sinks), decode(**given)
+        assert not found.out[:, :, 0].count_nonzero()
+        assert (found.lse[:, 0] == math.inf).all()
+        assert torch.equal(found.out[:, :, 1], without.out[:, :, 1])
+        assert found.out.isfinite().all()
+
+
 def test_softcap_and_scale() -> None:
     judge(problem([600, 30], coded=(E4M3, "token")), softcap=5.0, scale=1.0)
 
@@ -113,6 +123,12 @@ def test_latents() -> None:
     for dtype in (FP32, BF16):
         given = problem([600, 0, 70], heads=16, kv=1, dim=576, page=64, dtype=dtype)
         judge(given | {"v": None}, scale=192**-0.5)
+    for coded in ((E4M3, "token"), (INT8, "tensor")):
+        given = problem([600, 0, 70], heads=16, kv=1, dim=576, page=64, coded=coded)
+        judge(
+            {name: x for name, x in given.items() if name not in ("v", "v_scale")} | {"v": None},
+            scale=192**-0.5,
+        )
 
 
 def latent_rows(x: Tensor) -> tuple[Tensor, Tensor]:

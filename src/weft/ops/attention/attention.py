@@ -287,8 +287,7 @@ def attention(
             )
     given, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
     heads = _check_shapes(query, key, value, given)
-    same = key is query or _lengths_agree(query, key, given, packed)
-    mask = _mask(bool(is_causal), _pair(window), causal_align, same)
+    mask = _mask(bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, given, packed))
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)

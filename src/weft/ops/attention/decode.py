@@ -196,6 +196,8 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     v_at = kept_strides(forms.v_strides, forms.v_scale)
     at = Strides(0, *forms.query_strides[:3])
     half = "fp32" if target.is_cpu else "fp16"
+    # Weights times the scales of tokens may be smaller than fp16 can hold.
+    values = "bf16" if by_token and not target.is_cpu else half
     tile = DecodeTile(
         m=m,
         n=n,
@@ -206,8 +208,8 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
         align=align_of(dim, *([] if latent else [forms.v_dim]), *at, *k_at[:3], *v_at[:3], least=4),
         out_align=align_of(forms.v_dim, least=4),
         format=forms.format,
-        keys=half,
-        values="fp32" if target.is_cpu else "bf16" if by_token else "fp16",
+        keys=values if latent else half,
+        values=values,
         converts=target.fp8_cast or target.fp8_dot,
         scaled_by_token=by_token,
         latent=latent,

@@ -16,6 +16,7 @@ from ...tiles import decode
 from ..heads.cache import Kept
 from ..heads.layout import Place
 from .pieces import (
+    LARGEST,
     LN2,
     LOG2E,
     MINUS_INFINITY,
@@ -156,12 +157,13 @@ def _scales(cache, key_head, page, place, exists):
 @triton.jit
 def _with_sink(out, lse, sink):
     """(out, lse) of rows [M] with a score that has no value."""
-    joined = tl.maximum(lse, sink)
+    joined = tl.maximum(lse, tl.minimum(sink, LARGEST))  # a finite sink stands for an infinite one
     least = tl.where(joined == MINUS_INFINITY, 0.0, joined)
-    own, others = tl.exp2((lse - least) * LOG2E), tl.exp2((sink - least) * LOG2E)
+    own, others = tl.exp2((lse - least) * LOG2E), tl.exp2((tl.minimum(sink, LARGEST) - least) * LOG2E)
     total = own + others
     share = tl.where(total == 0.0, 0.0, own / tl.where(total == 0.0, 1.0, total))
-    return times(out, share[:, None]), joined + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
+    whole = joined + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
+    return times(out, share[:, None]), tl.where(sink == float("inf"), sink, whole)
 
 
 @triton.jit
@@ -234,7 +236,8 @@ def decode_kernel(
                 keys = _cached(k, key_head, page, place, exists, QK, TILE.keys, TILE)
             s = across(q, keys)  # [M, N]
             if TILE.scaled_by_token:
-                s *= _scales(k, key_head, page, place, exists)[None, :]
+                key_scale = _scales(k, key_head, page, place, exists)
+                s *= key_scale[None, :]
             if TILE.capped:
                 s, _ = capped(s * scale[:, None], Scores(1.0, scores.softcap), True)
             if (start + N > own + 1) | (start < own + counts.queries - 1 - counts.left):
@@ -250,6 +253,8 @@ def decode_kernel(
             total = total * fade + tl.sum(p, axis=1)
             if TILE.latent:
                 values = Pieces(keys.first, None)
+                if TILE.scaled_by_token:
+                    p *= key_scale[None, :]
             else:
                 values = _cached(v, key_head, page, place, exists, V, TILE.values, TILE)
                 if TILE.scaled_by_token:
@@ -258,8 +263,11 @@ def decode_kernel(
             largest = joined
         empty = total == 0.0
         out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
-        if TILE.format is not None and not TILE.scaled_by_token and not TILE.latent:
-            out = times(out, tl.load(v.scale + key_head * v.at.scale_head))
+        if TILE.format is not None and not TILE.scaled_by_token:
+            if TILE.latent:
+                out = times(out, tl.load(k.scale + key_head * k.at.scale_head))
+            else:
+                out = times(out, tl.load(v.scale + key_head * v.at.scale_head))
         lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
         row = (sequence * counts.queries + rows.query) * counts.heads + rows.head
         if TILE.direct:

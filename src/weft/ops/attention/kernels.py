@@ -16,6 +16,7 @@ from ..common.copies import Codes, Encoding, Tile, store_rows
 from ..common.groups import GroupEnds, group_tile
 from ..heads.layout import Place
 from .pieces import (
+    LARGEST,
     LN2,
     LOG2E,
     MINUS_INFINITY,
@@ -30,8 +31,6 @@ from .pieces import (
     times,
     zeros,
 )
-
-LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 # ---- structs --------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from ...tiles.softmax import tanh
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
 class Scores(NamedTuple):
