@@ -174,3 +174,21 @@ def test_no_kernel_starts_before_the_one_before_it_ends() -> None:
     assert not any(
         "launch_pdl" in dict(variant.options) for variant in variants("bf16-128", "sm_90").values()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_scores_in_eight_bits_compile(target: str) -> None:
+    elements = (
+        ["e4m3"] if target == "sm_100" else ["int8", "e4m3"] if Capabilities.of(target).fp8_dot else ["int8"]
+    )
+    jobs = []
+    for element in elements:
+        for dim in (64, 128):
+            shapes = ((1, HEADS, TOKENS, dim), *((1, KEY_HEADS, TOKENS, dim),) * 2)
+            heads = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+            with recording(target) as seen, torch.no_grad():
+                weft.attention(*heads, is_causal=True, scores=element)  # type: ignore[arg-type]
+            jobs += [(variant, target) for variant in seen if variant.kernel == "attention_kernel"]
+    for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=300), strict=True):
+        assert not flaws(target, binary), variant

@@ -6,7 +6,7 @@ All were compiled; `docs/attention.md` has their registers. A tile has `m` queri
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...runtime import Capabilities
 
@@ -236,4 +236,7 @@ def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabi
         return AttentionConfig(64, 64, 4, 1)
     tiles = (_FP32 if itemsize == 4 else _HALF)[kernel]
     table = next(tiles[width] for width in tiles if max(qk, v) <= width)
-    return AttentionConfig(*(table.get(target.target) or table[""]))
+    config = AttentionConfig(*(table.get(target.target) or table[""]))
+    if itemsize == 1 and target.target in ("sm_100", "sm_103") and max(qk, v) > 64:
+        return replace(config, n=64)  # the scales of codes take registers
+    return config
