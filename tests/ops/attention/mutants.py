@@ -33,6 +33,8 @@ AT = "(sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row"
 MASKED = "if (start < all_begin) | (start + N > all_end):"
 KEYS = "for start in range(begin // N * N, end, N):"
 
+E = "ops/attention/test_eight_bits.py::"
+EIGHT_BITS, EIGHT_BITS_PACKED = f"{E}test_scores_are_those_of_the_codes[cpu-int8]", f"{E}test_packed"
 DECODE = "ops/attention/decode_kernels.py"
 PLANS = "ops/attention/decode.py"
 D = "ops/attention/test_decode.py::"
@@ -53,6 +55,9 @@ SHORT = f"{D}test_more_queries_than_tokens"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "attention_kernel": [
+        ("scales of queries left out", "attention_kernel", "products.to(tl.float32) * row_scale[:, None]", "products.to(tl.float32)", (EIGHT_BITS,)),
+        ("scales of keys left out", "attention_kernel", "row_scale[:, None] * own[None, :]", "row_scale[:, None]", (EIGHT_BITS,)),
+        ("scales of the first sequence", "_scales", "(start + row) * place.at.token", "row * place.at.token", (EIGHT_BITS_PACKED,)),
         ("sums not rescaled", "attention_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (CAUSAL,)),
         ("total not rescaled", "attention_kernel", "total = total * fade + tl.sum(p, axis=1)", "total = total + tl.sum(p, axis=1)", (CAUSAL,)),
         ("rounded weights summed", "attention_kernel", "tl.sum(p, axis=1)", "tl.sum(p.to(value.ptr.dtype.element_ty).to(tl.float32), axis=1)", (GROUPS,)),
