@@ -114,9 +114,9 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     if options.pop("sinks", False):
         made["sinks"] = inputs.normal(heads)
     # Pages are handed out from the end.
-    table = torch.arange(rows * pages - 1, -1, -1, dtype=torch.int32).view(rows, pages)
-    lengths = torch.tensor(_lengths(rows, tokens), dtype=torch.int32)
-    made["page_table"], made["lengths"] = table.to(inputs.device), lengths.to(inputs.device)
+    on: dict[str, Any] = {"dtype": torch.int32, "device": inputs.device}
+    made["page_table"] = torch.arange(rows * pages - 1, -1, -1, **on).view(rows, pages)
+    made["lengths"] = torch.tensor(_lengths(4, tokens), **on).repeat(rows // 4 + 1)[:rows]
     if latent:
         options["scale"] = 192**-0.5
     return Call(decode, made | options)

@@ -120,8 +120,9 @@ def _cached(
     TILE: tl.constexpr,
 ):
     """Heads of tokens [N] in the dtype that they are multiplied in, zero where there is none."""
+    ALIGN: tl.constexpr = TILE.align
     row = page * cache.at.page + place * cache.at.place + key_head.to(tl.int64) * cache.at.head
-    stored = load_at(cache.ptr, row, exists, WIDTH, TILE.align)
+    stored = load_at(cache.ptr, tl.multiple_of(row, ALIGN), exists, WIDTH)
     if stored.second is not None:
         return Pieces(_numbers(stored.first, DTYPE, TILE), _numbers(stored.second, DTYPE, TILE))
     else:
@@ -200,6 +201,8 @@ def decode_kernel(
     PART: tl.constexpr = TILE.part
     QK: tl.constexpr = TILE.qk
     V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    OUT_ALIGN: tl.constexpr = TILE.out_align
     key_heads = counts.heads // counts.group
     tiles = tl.cdiv(counts.queries * counts.group, M)
     part = tl.program_id(0) % counts.parts
@@ -214,7 +217,7 @@ def decode_kernel(
         own_key = own + rows.query  # [M]
         at = query.at
         row = sequence * at.batch + rows.query.to(tl.int64) * at.token + rows.head.to(tl.int64) * at.head
-        q = load_at(query.ptr, row, rows.exists, QK, TILE.align)
+        q = load_at(query.ptr, tl.multiple_of(row, ALIGN), rows.exists, QK)
         factor = factor_of(scores, TILE.capped) + tl.zeros((M,), tl.float32)
         scale = scores.scale + tl.zeros((M,), tl.float32)
         if TILE.format is not None:
@@ -277,7 +280,7 @@ def decode_kernel(
         else:
             row += part * _plane(counts)
         tl.store(lse_ptr + row, lse, mask=rows.exists)
-        store_at(out, y_ptr, row * V.numbers, rows.exists, V, TILE.out_align)
+        store_at(out, y_ptr, tl.multiple_of(row * V.numbers, OUT_ALIGN), rows.exists, V)
 
 
 @triton.jit
@@ -339,11 +342,13 @@ def join_kernel(
         lse = tl.load(part_lse_ptr + at, mask=exists, other=MINUS_INFINITY)
         weight = tl.exp2((lse - least) * LOG2E)
         total += weight
-        sums = plus(sums, times(load_at(part_ptr, at * V.numbers, exists, V, ALIGN), weight[:, None]))
+        sums = plus(
+            sums, times(load_at(part_ptr, tl.multiple_of(at * V.numbers, ALIGN), exists, V), weight[:, None])
+        )
     empty = total == 0.0
     out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
     lse = tl.where(empty, MINUS_INFINITY, largest + tl.log2(tl.where(empty, 1.0, total)) * LN2)
     if sinks_ptr is not None:
         out, lse = _with_sink(out, lse, tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32))
     tl.store(lse_ptr + row, lse, mask=exists)
-    store_at(out, y_ptr, row * V.numbers, exists, V, ALIGN)
+    store_at(out, y_ptr, tl.multiple_of(row * V.numbers, ALIGN), exists, V)

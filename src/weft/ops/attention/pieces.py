@@ -81,11 +81,12 @@ def store_heads(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl
 
 
 @triton.jit
-def load_at(ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Heads that begin at `row`, int64 [R], zero where they do not exist."""
+def load_at(ptr, row, exists, WIDTH: tl.constexpr):
+    """Heads that begin at `row`, int64 [R], zero where they do not exist. What `row` is a multiple of is said where it
+    is computed: a hint about a parameter is lost."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
-    at = ptr + tl.multiple_of(row, ALIGN)[:, None]
+    at = ptr + row[:, None]
     number = tl.arange(0, FIRST)
     mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
     first = tl.load(at + number[None, :], mask=mask, other=0)
@@ -98,11 +99,12 @@ def load_at(ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def store_at(value, ptr, row, exists, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Round heads and store them, each from its `row` on, int64 [R]."""
+def store_at(value, ptr, row, exists, WIDTH: tl.constexpr):
+    """Round heads and store them, each from its `row` on, int64 [R], of which the caller says what it is a multiple
+    of."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
-    at = ptr + tl.multiple_of(row, ALIGN)[:, None]
+    at = ptr + row[:, None]
     number = tl.arange(0, FIRST)
     mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
     tl.store(at + number[None, :], rounded(value.first, ptr), mask=mask)
