@@ -1,1 +1,5 @@
-"""Weft in other people's frameworks, through the hooks that they offer. Nothing is imported or registered unasked."""
+"""Weft in other people's models and frameworks: `apply` for any model, and one module for each framework."""
+
+from .adopt import Report, apply, unapply
+
+__all__ = ["Report", "apply", "unapply"]

@@ -379,6 +379,77 @@ def test_experts(recipe: str | None) -> None:
     assert not got[4][2].any()
 
 
+GPT_OSS: dict[str, Any] = {"layout": "interleaved", "limit": 3.0, "alpha": 1.702, "up_offset": 1.0}
+
+
+def naive_gpt_oss(
+    x: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> Tensor:
+    """Experts with biases and gpt-oss's gated unit, in float64; weights are stored [experts, K, N]."""
+    x, weights, up, up_bias, down, down_bias = (
+        t.double() for t in (x, weights, up, up_bias, down, down_bias)
+    )
+    z = torch.einsum("tk,ekn->ten", x, up) + up_bias
+    gate, value = z[..., ::2].clamp(max=3.0), z[..., 1::2].clamp(-3.0, 3.0)
+    h = gate * torch.sigmoid(1.702 * gate) * (value + 1.0)
+    y = torch.einsum("ten,enk->tek", h, down) + down_bias
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=torch.float64).scatter(1, chosen, weights)
+    return torch.einsum("tek,te->tk", y, by_expert)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+def test_experts_with_biases(recipe: str | None) -> None:
+    """As gpt-oss has them: the weight of a slot comes after the second bias, and matrices are stored transposed."""
+    x, router, up, down = moe_layer(torch.float32 if recipe is None else torch.bfloat16)
+    best = (x.float() @ router.T).topk(2)
+    biases = [torch.randn(EXPERTS, 2 * WIDTH) / 4, torch.randn(EXPERTS, K) / 4]
+    up, down = up.mT.contiguous(), down.mT.contiguous()
+    given = [x, best.values.softmax(-1), up, biases[0], down, biases[1]]
+    dy = torch.randn(TOKENS, K)
+
+    def layer(x: Tensor, weights: Tensor, *others: Tensor) -> Tensor:
+        up, up_bias, down, down_bias = others
+        return weft.experts(
+            x,
+            up.mT,
+            down.mT,
+            (weights, best.indices),
+            recipe=recipe,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            **GPT_OSS,
+        )
+
+    got = gradients(layer, given, dy)
+    wanted = gradients(lambda x, weights, *w: naive_gpt_oss(x, weights, best.indices, *w), given, dy)
+    for name, mine, its in zip(
+        ("y", "dx", "dw", "dup", "dup_bias", "ddown", "ddown_bias"), got, wanted, strict=True
+    ):
+        error = float((mine - its).detach().norm() / its.detach().norm())
+        assert error < ERRORS[recipe], f"{name}: {error}"
+
+
+def test_experts_without_a_gate() -> None:
+    x, router, up, down = moe_layer(torch.float32)
+    routing, dy = weft.route(x @ router.T, 2), torch.randn(TOKENS, K)
+    chosen, by_expert = routing.indices.long(), torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
+    by_expert.scatter_(1, chosen, routing.weights.double())
+    given = [x, up[:, :WIDTH], down]
+    got = gradients(lambda *t: weft.experts(*t, routing, act="relu2", layout="none"), given, dy)
+    wanted = gradients(
+        lambda x, up, down: torch.einsum(
+            "ten,ekn,te->tk",
+            torch.einsum("tk,enk->ten", x.double(), up.double()).relu() ** 2,
+            down.double(),
+            by_expert,
+        ),
+        given,
+        dy,
+    )
+    for mine, its in zip(got, wanted, strict=True):
+        assert float((mine - its).detach().norm() / its.detach().norm()) < ERRORS[None]
+
+
 def test_experts_compiled() -> None:
     given, dy = moe_layer(torch.bfloat16), torch.randn(TOKENS, K)
     call = lambda *t: experts(*t, recipe="fp8_block")  # noqa: E731

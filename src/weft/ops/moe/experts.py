@@ -23,7 +23,7 @@ from ..common.checks import check_input
 from ..common.groups import Groups
 from ..common.results import plain_result
 from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
-from ..glu.glu import glu, glu_backward_op
+from ..glu.glu import Layout, glu, glu_backward_op
 from ..product.linear import apply_linear, check_layer, quantised_copies
 from ..product.recipes import Recipe
 from ..quantize import dequantize_codes
@@ -40,47 +40,64 @@ class _KeepingFewBytes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, probs: Tensor, ends: Tensor, align: int, act: Act, spec: str | None
+        ctx: Any, z: Tensor, probs: Tensor | None, groups: Groups, unit: GatedUnit, spec: str | None
     ) -> Tensor:
         kept, _ = quantised_copies(z, _KEPT, True, False)
         assert kept is not None
-        ctx.save_for_backward(kept.data, kept.scale, probs, ends)
-        ctx.act, ctx.align, ctx.z = act, align, (z.shape[1], z.dtype)
-        if spec is None:
-            return glu(z, act=act, probs=probs, ends=ends, align=align)
-        return glu(z, act=act, probs=probs, ends=ends, align=align, quantize=spec, columnwise=True)
+        ctx.save_for_backward(kept.data, kept.scale, probs, groups.ends)
+        ctx.unit, ctx.align, ctx.z = unit, groups.align, (z.shape[1], z.dtype)
+        return _gated(z, probs, groups, unit, spec, columnwise=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> Any:
         data, scale, probs, ends = ctx.saved_tensors
         z = dequantize_codes(Copy(data, scale), _KEPT, *ctx.z)
-        unit, groups = GatedUnit(ctx.act, "concat", None, 1.0, 0.0), Groups(ends, ctx.align)
-        needs = GluNeeds(True, False, True, False)
+        groups = Groups(ends, ctx.align)
+        needs = GluNeeds(True, False, probs is not None, False)
         found = glu_backward_op(
-            GluBackwardArgs(z, None, probs, None, dh, groups, unit, plain_result(z.dtype), needs)
+            GluBackwardArgs(z, None, probs, None, dh, groups, ctx.unit, plain_result(z.dtype), needs)
         )
-        return found.x.y, found.probs, None, None, None, None
+        return found.x.y, found.probs, None, None, None
+
+
+def _gated(
+    z: Tensor, probs: Tensor | None, groups: Groups, unit: GatedUnit, spec: str | None, columnwise: bool
+) -> Tensor:
+    options: dict[str, Any] = unit._asdict() | {"ends": groups.ends, "align": groups.align}
+    if spec is not None:
+        options |= {"quantize": spec, "columnwise": columnwise}
+    return glu(z, probs=probs, **options)  # type: ignore[no-any-return]
 
 
 def experts(
     x: Tensor,
     up: Tensor,
     down: Tensor,
-    routing: Routing,
+    routing: Routing | tuple[Tensor, Tensor],
     *,
     recipe: Recipe | str | None = None,
     act: Act = "silu",
+    layout: Layout = "concat",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """What the experts that `route` chose for each token make of it: the sum of `weight * down(act(gate) * value)`.
 
     - `x`: [..., K] in bf16, fp16 or fp32. `up`: [experts, 2H, K], the rows of the gate first. `down`: [experts, K, H].
-    - `routing`: what `weft.route` returned for these tokens. A slot whose expert is no number below `experts` adds
-      nothing: another rank has that expert.
+    - `routing`: what `weft.route` returned for these tokens, or the weights [..., k] and the experts [..., k] of
+      another router. A slot whose expert is no number below `experts` adds nothing: another rank has that expert.
     - `recipe`: the numbers of the products, as `weft.linear` takes it.
+    - `act`, `layout`, `limit`, `alpha`, `up_offset`: the gated unit, as `weft.glu` takes it. With the layout "none"
+      nothing is gated, and `up` is [experts, H, K].
+    - `up_bias` [experts, 2H], `down_bias` [experts, K]: added to the products.
 
-    The weight of a slot is multiplied in before the second product, in fp32. Returns y [..., K] in x's dtype. Gradients
-    flow to x, up, down and the weights; each expert's gradient is summed in fp32 and is zero if it had no tokens.
+    The weight of a slot is multiplied in before the second product, in fp32; if that has a bias, after it. Returns
+    y [..., K] in x's dtype. Gradients flow to x, up, down, the biases and the weights; each expert's gradient is summed
+    in fp32 and is zero if it had no tokens.
 
     >>> import torch, weft
     >>> x, router = torch.randn(16, 128), torch.randn(4, 128)
@@ -93,38 +110,40 @@ def experts(
     for name, tensor in (("x", x), ("up", up), ("down", down)):
         check_input(name, tensor)
     k = x.shape[-1]
-    if up.dim() != 3 or down.dim() != 3 or up.shape[1] % 2 or up.shape[2] != k:
+    halves = 1 if layout == "none" else 2
+    if up.dim() != 3 or down.dim() != 3 or up.shape[1] % halves or up.shape[2] != k:
         raise ValueError(
-            f"up must be [experts, 2H, K] and down [experts, K, H] for x [..., {k}]; got {tuple(up.shape)} and "
-            f"{tuple(down.shape)}"
+            f"up must be [experts, {'H' if halves == 1 else '2H'}, K] and down [experts, K, H] for x [..., {k}]; got "
+            f"{tuple(up.shape)} and {tuple(down.shape)}"
         )
-    count, width = up.shape[0], up.shape[1] // 2
+    count, width = up.shape[0], up.shape[1] // halves
     if down.shape != (count, k, width):
         raise ValueError(
             f"down must be {(count, k, width)} for up {tuple(up.shape)}; got {tuple(down.shape)}"
         )
-    for weight in (up, down):
-        check_layer(x, weight, None, found, ())
+    for weight, bias in ((up, up_bias), (down, down_bias)):
+        check_layer(x, weight, bias, found, tuple(weight.shape[:2]))
     # No block of a copy that is quantised along rows may have rows of two experts.
     align = 128 if found.is_quantised else 16
-    indices = routing.indices.reshape(-1, routing.indices.shape[-1])
+    chosen = routing.indices if isinstance(routing, Routing) else routing[1]
+    indices = chosen.reshape(-1, chosen.shape[-1])
     rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
     fused = found.x is not None and Format.of(found.x).block in _FUSED
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
-    probs = routing.weights.reshape(indices.shape)
+    probs = routing[0].reshape(indices.shape)
     spec = found.x if fused else None
     both = torch.is_grad_enabled()
-    if spec is None:
-        permuted, weights = permute(tokens, rows, probs)
+    copies: dict[str, Any] = {} if spec is None else {"quantize": spec, "columnwise": both}
+    if down_bias is None:
+        permuted, before = permute(tokens, rows, probs, **copies)
     else:
-        permuted, weights = permute(tokens, rows, probs, quantize=spec, columnwise=both)
-    z = apply_linear(permuted, up, None, found, groups)
+        permuted, before = permute(tokens, rows, **copies), None
+    z = apply_linear(permuted, up, up_bias, found, groups)
+    unit = GatedUnit(act, layout, limit, alpha, up_offset)
     if found.is_quantised and z.requires_grad and both:
-        h = _KeepingFewBytes.apply(z, weights, groups.ends, align, act, spec)
-    elif spec is None:
-        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align)
+        h = _KeepingFewBytes.apply(z, before, groups, unit, spec)
     else:
-        h = glu(z, act=act, probs=weights, ends=groups.ends, align=align, quantize=spec)
-    y = unpermute(apply_linear(h, down, None, found, groups), rows)
+        h = _gated(z, before, groups, unit, spec, columnwise=False)
+    y = unpermute(apply_linear(h, down, down_bias, found, groups), rows, None if down_bias is None else probs)
     return y.view(x.shape)

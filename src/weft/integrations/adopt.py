@@ -1,0 +1,271 @@
+"""Weft in a model that knows nothing of it, and out again.
+
+    import weft.integrations
+
+    report = weft.integrations.apply(model)
+    print(report)
+    weft.integrations.unapply(model)
+
+`apply` looks at every module of a model and replaces the `forward` of those that it recognises, in this instance alone:
+no class, no other model and no parameter is touched, and no model's code is copied. `unapply` removes the replacements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..ops import experts, glu
+from .logits import head_forward
+from .recognise import (
+    LeftAlone,
+    MLPOptions,
+    NormOptions,
+    UnitOptions,
+    projections_of,
+    recognise_experts,
+    recognise_mlp,
+    recognise_norm,
+)
+
+# ---- what takes the place of a forward ------------------------------------------------------------------
+
+
+def norm_forward(module: nn.Module, options: NormOptions, *args: Any, **named: Any) -> Any:
+    """The forward of a norm."""
+    if len(args) + len(named) != 1:
+        return type(module).forward(module, *args, **named)
+    x: Tensor = args[0] if args else next(iter(named.values()))
+    return options(x, getattr(module, "weight", None), getattr(module, "bias", None))
+
+
+def mlp_forward(module: nn.Module, options: MLPOptions, *args: Any, **named: Any) -> Any:
+    """The forward of a feed-forward layer: the model's own projections, and the gated unit between them."""
+    if len(args) + len(named) != 1:
+        return type(module).forward(module, *args, **named)
+    x: Tensor = args[0] if args else next(iter(named.values()))
+    *before, down = (getattr(module, name) for name in options.projections)
+    return down(glu(*(projection(x) for projection in before), **options.unit._asdict()))
+
+
+def experts_forward(
+    module: Any, options: UnitOptions | None, hidden: Tensor, indices: Tensor, weights: Tensor
+) -> Tensor:
+    """The forward of experts in transformers' form: tokens [T, K], the chosen experts and their weights [T, k]."""
+    unit = recognise_experts(module) if options is None else options
+    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    if module.is_transposed:
+        up, down = up.mT, down.mT
+    up_bias = down_bias = None
+    if module.has_bias:
+        up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        down_bias = module.down_proj_bias
+    return experts(
+        hidden, up, down, (weights, indices), up_bias=up_bias, down_bias=down_bias, **unit._asdict()
+    )
+
+
+_FORWARDS: tuple[Callable[..., Any], ...] = (norm_forward, mlp_forward, experts_forward, head_forward)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func in _FORWARDS
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any], *options: Any) -> None:
+    if "forward" in module.__dict__:
+        raise LeftAlone("its forward was replaced by somebody else, such as accelerate or kernels")
+    # A partial and no closure: it can be copied and pickled together with its module.
+    module.forward = functools.partial(forward, module, *options)
+
+
+# ---- kinds of modules -----------------------------------------------------------------------------------
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def _replace_norm(module: nn.Module) -> str:
+    options = recognise_norm(module)
+    _replace(module, norm_forward, options)
+    return str(options)
+
+
+def _replace_mlp(module: nn.Module) -> str:
+    options = recognise_mlp(module)
+    _replace(module, mlp_forward, options)
+    return str(options)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has experts in transformers' form: it says by these attributes how they are stored."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+
+
+def _replace_experts(module: nn.Module) -> str:
+    options = recognise_experts(module)
+    _replace(module, experts_forward, options)
+    return f"experts, {options}"
+
+
+def _replace_head(module: nn.Module) -> str:
+    if type(module) is not nn.Linear:
+        raise LeftAlone(
+            f"a head that is a {type(module).__name__} and no torch.nn.Linear may compute something else"
+        )
+    _replace(module, head_forward)
+    return "linear_cross_entropy"
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The heads of the models in this one, as transformers tells them; otherwise what is named lm_head."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        tells = getattr(module, "get_output_embeddings", None)
+        head = tells() if callable(tells) else module if name.rpartition(".")[2] == "lm_head" else None
+        if isinstance(head, nn.Module):
+            found[id(head)] = head
+    return list(found.values())
+
+
+class _Kind(NamedTuple):
+    is_one: Callable[[nn.Module], bool]
+    replace: Callable[[nn.Module], str]
+
+
+_KINDS = {
+    "norm": _Kind(_is_norm, _replace_norm),
+    "mlp": _Kind(lambda module: projections_of(module) is not None, _replace_mlp),
+    "experts": _Kind(is_experts, _replace_experts),
+}
+
+# ---- the report -----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What became of one module."""
+
+    kind: str
+    name: str
+    module: str  # its class
+    replaced: bool
+    how: str  # what it computes now, or why it was left alone
+
+
+@dataclass
+class Report:
+    """What `apply` found, module by module."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.replaced]
+
+    @property
+    def left_alone(self) -> list[Row]:
+        return [row for row in self.rows if not row.replaced]
+
+    def count(self, kind: str) -> int:
+        """How many modules of a kind were replaced."""
+        return sum(row.kind == kind for row in self.replaced)
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, str, bool, str], list[str]] = {}
+        for row in self.rows:
+            alike.setdefault((row.kind, row.module, row.replaced, row.how), []).append(row.name)
+        table = [("kind", "modules", "class", "weft")]
+        for (kind, module, replaced, how), names in alike.items():
+            first = names[0] or "(the model itself)"
+            where = first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+            table.append((kind, where, module, how if replaced else f"left alone: {how}"))
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]])
+            for line in table
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+# ---- apply and unapply ----------------------------------------------------------------------------------
+
+
+def apply(
+    model: nn.Module,
+    *,
+    norm: bool = True,
+    mlp: bool = True,
+    experts: bool = True,
+    loss: bool | nn.Linear = True,
+    strict: bool = False,
+) -> Report:
+    """Compute the modules of a model with Weft's kernels, as far as they are recognised. The model is changed in place.
+
+    - `norm`: RMSNorm and LayerNorm under any class name, each with its own order of roundings.
+    - `mlp`: gated feed-forward layers: their projections stay, the gated unit between them is one kernel.
+    - `experts`: the experts of mixture-of-experts models of transformers.
+    - `loss`: in training the head's logits are not made, if the model takes a cross entropy of them and nobody reads
+      them. True finds the head of transformers' models, and what is named lm_head; or give the head itself.
+    - `strict`: raise an error where something that was looked for was found and left alone, or a loss without a head.
+
+    Results are those of the unchanged model: bit for bit in norms, to rounding in the others. Returns a `Report`: what
+    was replaced, how it was recognised, and why what was left alone was left alone. Applying twice changes nothing.
+
+    >>> import torch, weft.integrations
+    >>> model = torch.nn.Sequential(torch.nn.RMSNorm(64, eps=1e-5), torch.nn.Linear(64, 8))
+    >>> print(weft.integrations.apply(model))
+    kind  modules  class    weft
+    norm  0        RMSNorm  rms_norm eps=1e-05
+    >>> weft.integrations.unapply(model)
+    1
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
+    wanted = [kind for kind, on in (("norm", norm), ("mlp", mlp), ("experts", experts)) if on]
+    heads = [loss] if isinstance(loss, nn.Module) else _heads(model) if loss else []
+    names = {id(module): name for name, module in model.named_modules()}
+    report = Report()
+    for name, module in list(model.named_modules()):
+        for kind in wanted:
+            if _KINDS[kind].is_one(module):
+                report.rows.append(_outcome(kind, name, module, _KINDS[kind].replace))
+                break
+    for head in heads:
+        if id(head) not in names:
+            raise ValueError("loss= is a module that is no part of the model")
+        report.rows.append(_outcome("loss", names[id(head)], head, _replace_head))
+    if strict:
+        _complain(report, bool(loss))
+    return report
+
+
+def _outcome(kind: str, name: str, module: nn.Module, replace: Callable[[nn.Module], str]) -> Row:
+    title = type(module).__name__
+    if _is_replaced(module):
+        del module.forward  # by an earlier call: it is tried again, since its options may have changed
+    try:
+        return Row(kind, name, title, True, replace(module))
+    except LeftAlone as reason:
+        return Row(kind, name, title, False, str(reason))
+
+
+def _complain(report: Report, loss: bool) -> None:
+    problems = [f"{row.name} ({row.module}): {row.how}" for row in report.left_alone]
+    if loss and not any(row.kind == "loss" for row in report.rows):
+        problems.append("no head was found for loss: give it as loss=model.its_head, or loss=False")
+    if problems:
+        raise ValueError("strict=True, and this could not be replaced:\n  " + "\n  ".join(problems))
+
+
+def unapply(model: nn.Module) -> int:
+    """Undo `apply`: the modules of this model have the forwards of their classes again. Returns how many there were."""
+    modules = [module for module in model.modules() if _is_replaced(module)]
+    for module in modules:
+        del module.forward
+    return len(modules)

@@ -1,0 +1,428 @@
+"""Weft in models that know nothing of it, beside the same models without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import weft.integrations
+from tests.integrations.tiny import MODELS, batch, build, distance, step
+from weft.integrations.logits import DeferredLogits
+from weft.integrations.recognise import LeftAlone, recognise_norm
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DeferredLogits]:
+    """The logits that were made."""
+    found: list[DeferredLogits] = []
+    make = DeferredLogits.tensor
+
+    def noted(self: DeferredLogits) -> Tensor:
+        if self.made is None and self.origin is None:
+            found.append(self)
+        return make(self)
+
+    monkeypatch.setattr(DeferredLogits, "tensor", noted)
+    return found
+
+
+# ---- parity ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_the_unchanged_model(name: str, made: list[DeferredLogits]) -> None:
+    model = build(name)
+    loss, gradients = step(model)
+    report = weft.integrations.apply(model, strict=True)
+    assert report.count("norm") >= 5
+    assert report.count("loss") == 1
+    assert report.count("experts") == {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}.get(name, 0)
+    assert report.count("mlp") == {"qwen3_moe": 0, "gpt_oss": 0}.get(name, 2)
+    mine, found = step(model)
+    assert not made
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
+    assert distance(found, gradients) < 5e-6
+    weft.integrations.unapply(model)
+    again, unchanged = step(model)
+    assert torch.equal(again, loss)
+    assert all(torch.equal(unchanged[n], gradients[n]) for n in gradients)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_no_further_from_fp64(name: str) -> None:
+    """Than the unchanged model. What fp64 routes where is replayed: a token with two experts that are nearly as good as
+    each other would otherwise go elsewhere after any rounding."""
+    routed: list[tuple[Tensor, Tensor]] = []
+
+    def replay(model: Any, exact: bool) -> None:
+        place = iter(range(99))
+
+        def replaced(_: nn.Module, inputs: Any) -> Any:
+            hidden, indices, weights = inputs
+            if exact:
+                routed.append((indices, weights.detach()))
+            indices, weights = routed[next(place)]
+            return hidden, indices, weights.to(hidden.dtype)
+
+        for module in model.modules():
+            if type(module).__name__.endswith("Experts"):
+                module.register_forward_pre_hook(replaced)
+
+    gradients = {}
+    for kind in ("exact", "theirs", "mine"):
+        model = build(name, torch.bfloat16)
+        if kind == "exact":
+            model.double()
+        if kind == "mine":
+            weft.integrations.apply(model, strict=True)
+        replay(model, exact=kind == "exact")
+        gradients[kind] = step(model)[1]
+    assert len(routed) == {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}.get(name, 0)
+    mine, theirs = (distance(gradients[kind], gradients["exact"]) for kind in ("mine", "theirs"))
+    print(f"{name}: {mine:.4f}, unchanged {theirs:.4f}")
+    assert 1e-3 < mine < 1.25 * theirs, (mine, theirs)
+
+
+# ---- logits ---------------------------------------------------------------------------------------------
+
+
+def test_logits_are_made_when_they_are_read(made: list[DeferredLogits]) -> None:
+    model, inputs = build("gemma3"), batch()
+    wanted = model(**inputs).logits
+    weft.integrations.apply(model)
+    found = model(**inputs).logits
+    assert not made
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    assert "not made" in repr(found)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert len(made) == 1
+    torch.testing.assert_close(found + 0, wanted)
+    torch.testing.assert_close(torch.softmax(found, -1), wanted.softmax(-1))
+    assert len(made) == 1, "they are made once"
+    model.eval()
+    assert type(model(**inputs).logits) is Tensor
+    model.train()
+    with torch.no_grad():
+        assert type(model(**inputs).logits) is Tensor
+
+
+def test_the_same_tokens_are_generated() -> None:
+    model, ids = build("llama").eval(), batch()["input_ids"]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **options)
+    weft.integrations.apply(model)
+    assert torch.equal(model.generate(ids, **options), wanted)
+
+
+@pytest.mark.parametrize("way", ["checkpointing", "autocast", "accumulated"])
+def test_no_logits_in_training(way: str, made: list[DeferredLogits]) -> None:
+    """`accumulated`: the Trainer divides the sum of losses by the number of tokens of all its batches."""
+
+    def run(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        if way == "checkpointing":
+            model.gradient_checkpointing_enable()
+        if way == "accumulated":
+            return step(model, {**batch(), "num_items_in_batch": torch.tensor(91)})
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return step(model)
+
+    loss, gradients = run(build("llama"))
+    model = build("llama")
+    weft.integrations.apply(model)
+    mine, found = run(model)
+    assert not made
+    assert mine.dtype == loss.dtype
+    bound = 0.03 if way == "autocast" else 5e-6
+    torch.testing.assert_close(mine, loss, rtol=bound, atol=bound)
+    assert distance(found, gradients) < bound
+
+
+def test_compiled(made: list[DeferredLogits]) -> None:
+    """As one graph."""
+    model, inputs = build("llama"), batch()
+    loss, gradients = step(model)
+    weft.integrations.apply(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    found = compiled(**inputs, use_cache=False)
+    found.loss.backward()
+    assert not made
+    torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-6)
+    assert distance({n: p.grad for n, p in model.named_parameters()}, gradients) < 5e-6
+
+
+class Own(nn.Module):
+    """A model of somebody's own."""
+
+    def __init__(self, softcap: float | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.lm_head = nn.LayerNorm(32), nn.Linear(32, 50)
+        self.softcap, self.scale = softcap, scale
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.lm_head(self.norm(x)) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def plain(loss: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss(model(x)), [x, *model.parameters()]))
+
+
+TARGET = torch.tensor([[3, 1, -100, 49, 0], [7, 8, 9, -100, 2]])
+LOSSES = {
+    "shifted": lambda y: nn.functional.cross_entropy(y[:, :-1].reshape(-1, 50), TARGET[:, 1:].flatten()),
+    "rows": lambda y: nn.functional.cross_entropy(y.view(-1, 50), TARGET.view(-1), reduction="none").sum(),
+    "a module": lambda y: nn.CrossEntropyLoss(label_smoothing=0.1)(y.flatten(0, 1).float(), TARGET.flatten()),
+    "weights": lambda y: nn.functional.cross_entropy(y[0], TARGET[0], torch.linspace(0.5, 2, 50)),
+    "a mask": lambda y: nn.functional.cross_entropy(y[TARGET >= 0], TARGET[TARGET >= 0]),
+    "one sample": lambda y: nn.functional.cross_entropy(input=y[1, ..., :], target=TARGET[1]),
+}
+# What is no such loss makes the logits: the last dimension elsewhere, probabilities, other arithmetic.
+OTHERS = {
+    "classes second": lambda y: nn.functional.cross_entropy(y.transpose(1, 2), TARGET),
+    "probabilities": lambda y: nn.functional.cross_entropy(y[0], torch.full((5, 50), 0.02)),
+    "some classes": lambda y: nn.functional.cross_entropy(y[0, :, :30], TARGET[0].clamp(max=29)),
+    "shifted logits": lambda y: nn.functional.cross_entropy((y + 1.0 * TARGET[..., None])[0], TARGET[0]),
+    "nll": lambda y: nn.functional.nll_loss(y.log_softmax(-1).view(-1, 50), TARGET.view(-1)),
+    "in place": lambda y: nn.functional.cross_entropy(y.view(-1, 50).mul_(0.5), TARGET.view(-1)),
+}
+
+
+@pytest.mark.parametrize(
+    "model", [Own(), Own(softcap=2.0), Own(softcap=1.5, scale=0.25)], ids=["", "cap", "both"]
+)
+@pytest.mark.parametrize("name", [*LOSSES, *OTHERS])
+def test_losses_of_own_models(name: str, model: nn.Module, made: list[DeferredLogits]) -> None:
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    loss = (LOSSES | OTHERS)[name]
+    model = copy.deepcopy(model)
+    wanted = plain(loss, model, x)
+    weft.integrations.apply(model, strict=True)
+    found = plain(loss, model, x)
+    assert len(made) == (name in OTHERS)
+    for mine, its in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_changed_logits_are_the_ones_that_count() -> None:
+    """Views know that what they are views of was changed in place."""
+    model, x, target = Own(), torch.randn(5, 32), TARGET[0]
+    weft.integrations.apply(model)
+    logits = model(x)
+    rows = logits.view(-1, 50)
+    logits.mul_(0.5)
+    wanted = nn.functional.cross_entropy(
+        0.5 * nn.functional.linear(model.norm(x), *model.lm_head.parameters()), target
+    )
+    torch.testing.assert_close(nn.functional.cross_entropy(rows, target), wanted)
+    torch.testing.assert_close(nn.functional.cross_entropy(logits, target), wanted)
+
+
+# ---- apply and unapply ----------------------------------------------------------------------------------
+
+
+def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
+    model, other = build("qwen3"), build("qwen3")
+    keys, text, loss = list(model.state_dict()), repr(model), step(other)[0]
+    first = str(weft.integrations.apply(model))
+    assert list(model.state_dict()) == keys
+    assert repr(model) == text
+    assert all("forward" not in module.__dict__ for module in other.modules())
+    assert str(weft.integrations.apply(model)) == first, "applied twice"
+    wanted = step(model)[0]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(step(twin)[0], wanted)
+        twin.model.norm.weight.data.zero_()
+        assert not torch.equal(step(twin)[0], wanted), "a copy computes with its own parameters"
+        assert weft.integrations.unapply(twin) == 12
+    assert weft.integrations.unapply(model) == 12
+    assert weft.integrations.unapply(model) == 0
+    assert torch.equal(step(model)[0], loss)
+
+
+def test_kinds_are_chosen() -> None:
+    model = build("deepseek_v3")
+    report = weft.integrations.apply(model, norm=False, loss=False)
+    assert {row.kind for row in report.rows} == {"mlp", "experts"}
+    weft.integrations.unapply(model)
+    report = weft.integrations.apply(model, mlp=False, experts=False, norm=False, loss=model.lm_head)
+    assert [row.name for row in report.rows] == ["lm_head"]
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.sum_norm = SumNorm()
+        self.mlp = OddMLP()
+        self.norm = nn.LayerNorm(8)
+        self.norm.forward = self.norm.forward  # as accelerate's hooks do
+
+
+class SumNorm(nn.Module):
+    eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.abs().sum(-1, keepdim=True) + self.eps)
+
+
+class OddMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x) * 0.5)
+
+
+def test_what_is_not_recognised_is_left_alone() -> None:
+    model = Odd()
+    report = weft.integrations.apply(model)
+    assert not report.replaced
+    reasons = {row.name: row.how for row in report.left_alone}
+    assert reasons.keys() == {"batch_norm", "sum_norm", "mlp", "norm"}
+    assert "somebody else" in reasons["norm"]
+    assert "left alone" in str(report)
+    with pytest.raises(ValueError, match=r"(?s)sum_norm.*no head was found"):
+        weft.integrations.apply(model, strict=True)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module; got a list"):
+        weft.integrations.apply([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no part of the model"):
+        weft.integrations.apply(Own(), loss=nn.Linear(2, 2))
+
+
+# ---- norms ----------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """RMSNorm in the orders of roundings that models have."""
+
+    def __init__(self, eps: float, offset: float, last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.little, self.offset, self.last = eps, offset, last
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.little)
+        if self.last:
+            return (wide * (self.offset + self.weight.float())).to(hidden_states.dtype)
+        return (self.offset + self.weight) * wide.to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_norms_are_found_by_what_they_compute(eps: float, offset: float, last: bool) -> None:
+    module = Norm(eps, offset, last)
+    if offset and not last:
+        # It rounds the sum of weight and offset to bf16, which no option of Weft does.
+        with pytest.raises(LeftAlone):
+            recognise_norm(module)
+    else:
+        assert recognise_norm(module) == ("rms", eps, offset, "fp32" if last else "llama", not last)
+
+
+def test_a_norm_keeps_its_dtypes() -> None:
+    """Of bf16 rows and an fp32 weight, as in mixed precision."""
+    for last in (False, True):
+        model = nn.Sequential(Norm(1e-6, 0.0, last))
+        x = torch.randn(7, 64).bfloat16()
+        wanted = model(x)
+        weft.integrations.apply(model)
+        found = model(x)
+        assert found.dtype == wanted.dtype == (torch.bfloat16 if last else torch.float32)
+        torch.testing.assert_close(found, wanted, rtol=1e-2 if last else 1e-6, atol=1e-6)
+
+
+def norms_of(package: str) -> Iterator[type[nn.Module]]:
+    """The classes named *RMSNorm of a package of transformers' models."""
+    import importlib
+
+    module = importlib.import_module(package)
+    for name, found in sorted(vars(module).items()):
+        if name.endswith("RMSNorm") and isinstance(found, type) and found.__module__ == package:
+            yield found
+
+
+def packages() -> list[str]:
+    from pathlib import Path
+
+    import transformers
+
+    root = Path(transformers.__file__).parent / "models"
+    return [
+        f"transformers.models.{path.parent.name}.{path.stem}"
+        for path in sorted(root.glob("*/modeling_*.py"))
+        if "RMSNorm(nn.Module)" in path.read_text()
+    ]
+
+
+def check_norms(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Which norms are recognised, all of them equal to their class in every bit, and why others are not."""
+    recognised, left = [], {}
+    x = torch.randn(33, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for name in names:
+        for kind in norms_of(name):
+            label = f"{name.rpartition('.')[2]}.{kind.__name__}"
+            try:
+                module = kind(96).bfloat16()
+            except Exception as error:
+                left[label] = f"not made from a size: {error}"
+                continue
+            for parameter in module.parameters():
+                parameter.data = torch.rand(parameter.shape).bfloat16() + 0.5
+            try:
+                recognise_norm(module)
+            except LeftAlone as reason:
+                left[label] = str(reason)
+                continue
+            wanted = module(x)
+            weft.integrations.apply(nn.Sequential(module))
+            assert torch.equal(module(x), wanted), label
+            recognised.append(label)
+    return recognised, left
+
+
+def test_norms_of_transformers() -> None:
+    models = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "t5")
+    recognised, left = check_norms([f"transformers.models.{name}.modeling_{name}" for name in models])
+    assert len(recognised) == 5, left
+
+
+@pytest.mark.slow
+def test_all_norms_of_transformers() -> None:
+    """190 classes; those left alone are printed, so that a new release shows what it brought."""
+    recognised, left = check_norms(packages())
+    print(f"{len(recognised)} recognised, {len(left)} left alone")
+    for name, reason in left.items():
+        print(f"  {name}: {reason}")
+    assert len(recognised) > 150
+    assert len(left) < 25
+
+
+def test_whole_models_under_checkpoint(made: list[DeferredLogits]) -> None:
+    """Somebody checkpoints the whole model: its forward runs again in backward."""
+    model = Own()
+    weft.integrations.apply(model)
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    loss = LOSSES["shifted"]
+    wanted = plain(loss, model, x)
+    found = torch.autograd.grad(
+        checkpoint(lambda x: loss(model(x)), x, use_reentrant=False), [x, *model.parameters()]
+    )
+    assert not made
+    for mine, its in zip(found, wanted, strict=True):
+        assert torch.equal(mine, its)
