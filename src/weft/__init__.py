@@ -9,6 +9,7 @@ if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 from . import interop
+from .integrations.fusion import compile_pass
 from .ops import (
     QKV,
     Attention,
@@ -80,6 +81,7 @@ __all__ = [
     "backend",
     "catalogue",
     "clip_grads_",
+    "compile_pass",
     "count_zeros",
     "cross_entropy",
     "dequantize",

@@ -1,0 +1,115 @@
+"""Weft's ops found in graphs of models that know nothing of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from tests.integrations.tiny import build, distance, step
+from weft.integrations.fusion import fuse
+
+
+def compiled(model: Any, found: Counter[str]) -> Any:
+    """A model whose graph is fused, and computed by PyTorch as it stands."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(module: Any, inputs: Any) -> Any:
+        fuse(module.graph, found)
+        module.recompile()
+        return aot_eager(module, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+# How often each is found in a model of two layers. Queries and keys are normed in Qwen3 and Gemma3.
+FOUND = {
+    "llama": {"residual + norm": 4, "norm": 1, "glu": 2},
+    "qwen3": {"residual + norm": 4, "norm": 5, "glu": 2},
+    "gemma3": {"residual + norm": 4, "norm": 9, "glu": 2},
+}
+
+
+CASES = [(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in FOUND]
+QUICK = [("llama", torch.float32), ("gemma3", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_models(name: str, dtype: torch.dtype) -> None:
+    model, found = build(name, dtype), Counter[str]()
+    loss, gradients = step(model)
+    mine, others = step(compiled(model, found))
+    assert found == FOUND[name]
+    bound = 5e-6 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(mine, loss, rtol=bound, atol=bound)
+    assert distance({path.removeprefix("_orig_mod."): g for path, g in others.items()}, gradients) < bound
+
+
+def of_rms(x: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.rsqrt(power(x).mean(-1, keepdim=True) + 1e-5)
+
+
+WEIGHT = torch.linspace(0.5, 1.5, 64)
+# Ways to write the same things.
+SPELLED: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
+    "pow": ("norm", lambda x, y: x * of_rms(x, lambda x: x.pow(2)) * WEIGHT),
+    "a product": ("norm", lambda x, y: WEIGHT * (of_rms(x, lambda x: x * x) * x)),
+    "mean by name": (
+        "norm",
+        lambda x, y: x * torch.square(x).mean(dim=-1, keepdim=True).add(1e-5).rsqrt() * WEIGHT,
+    ),
+    "pow -0.5": ("norm", lambda x, y: x * (x.pow(2).mean([-1], True) + 1e-5).pow(-0.5) * WEIGHT),
+    "of torch": ("norm", lambda x, y: functional.rms_norm(x, (64,), WEIGHT, 1e-5)),
+    "a sum": ("residual + norm", lambda x, y: (functional.rms_norm(x + y, (64,), WEIGHT, 1e-5), x + 1)),
+    "swiglu": ("glu", lambda x, y: functional.silu(x) * y),
+    "the other order": ("glu", lambda x, y: y * functional.silu(x)),
+    "geglu": ("glu", lambda x, y: functional.gelu(x) * y),
+}
+# Ways to write something else that looks alike.
+OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "another dimension": lambda x, y: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-5) * WEIGHT,
+    "cubes": lambda x, y: x * of_rms(x, lambda x: x.abs().pow(3)) * WEIGHT,
+    "rms of another": lambda x, y: x * of_rms(y, lambda y: y.pow(2)) * WEIGHT,
+    "weight is a matrix": lambda x, y: x * of_rms(x, lambda x: x.pow(2)) * y,
+    "somebody reads the inside": lambda x, y: [rms := of_rms(x, lambda x: x.pow(2)), x * rms * WEIGHT],
+    "a number": lambda x, y: functional.silu(x) * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", [*SPELLED, *OTHERS])
+def test_spellings(name: str) -> None:
+    wanted, function = SPELLED.get(name) or ("", OTHERS[name])
+    x, y = torch.randn(2, 5, 64, requires_grad=True).unbind(0)
+    found = Counter[str]()
+    mine, theirs = compiled(function, found)(x, y), function(x, y)
+    assert found == ({wanted: 1} if wanted else {})
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_through_inductor() -> None:
+    """By the setting that users take, forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64))
+    x = torch.randn(4, 64)
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    fused = weft.compile_pass()
+    torch._dynamo.reset()
+    y = torch.compile(model, options={"pre_grad_custom_pass": fused})(x)
+    assert fused.found == {"norm": 1}
+    for mine, its in zip(
+        torch.autograd.grad(y.square().sum(), list(model.parameters())), wanted, strict=True
+    ):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
