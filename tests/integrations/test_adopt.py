@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +160,44 @@ def test_compiled(made: list[DeferredLogits]) -> None:
     assert not made
     torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-6)
     assert distance({n: p.grad for n, p in model.named_parameters()}, gradients) < 5e-6
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    """DDP, FSDP2, with checkpointing, and with the head sharded apart: its weight is there only while it is called."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(Path(__file__).parent / "ranks_adopt.py")
+    done = subprocess.run([*launch, script], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "apart" in line]
+    assert len(lines) == 5, done.stdout
+    for line in lines:
+        name, _, rest = line.partition(": ")
+        apart, times = rest.split(" apart, logits made ")
+        assert float(apart) < (0.03 if "bf16" in name else 5e-6), line
+        assert times == "0 times", line
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_peft(order: str, made: list[DeferredLogits]) -> None:
+    """Adapters beside the projections of attention and of the feed-forward layer, put there before Weft or after it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=["q_proj", "gate_proj"], r=4, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    loss, gradients = step(adapted(build("llama")))
+    model = build("llama")
+    if order == "before":
+        model = adapted(model)
+    report = weft.integrations.apply(model, strict=True)
+    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1)
+    mine, found = step(model if order == "before" else adapted(model))
+    assert not made
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
+    assert distance(found, gradients) < 5e-6
 
 
 class Own(nn.Module):
@@ -358,8 +399,6 @@ def norms_of(package: str) -> Iterator[type[nn.Module]]:
 
 
 def packages() -> list[str]:
-    from pathlib import Path
-
     import transformers
 
     root = Path(transformers.__file__).parent / "models"

@@ -1,0 +1,85 @@
+"""What each rank runs for `test_adopt_ranks`: a tiny model with Weft and without, under DDP and FSDP2.
+
+`torchrun --nproc-per-node 2 ranks_adopt.py` prints a line for each way: how far apart the gradients are, and how often
+logits were made.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import weft.integrations
+from tests.integrations.tiny import batch, build, distance
+from weft.integrations.logits import DeferredLogits
+
+made = 0
+
+
+def count(self: DeferredLogits, make: Any = DeferredLogits.tensor) -> Any:
+    global made
+    made += self.made is None and self.origin is None
+    return make(self)
+
+
+DeferredLogits.tensor = count  # type: ignore[method-assign]
+
+
+def sharded(model: Any, *, head: bool = False, **options: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if head:
+        fully_shard(model.lm_head, **options)
+    return fully_shard(model, **options)
+
+
+def ways(mesh: Any) -> dict[str, Any]:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def checkpointed(model: Any) -> Any:
+        model.gradient_checkpointing_enable()
+        return sharded(model, mesh=mesh)
+
+    return {
+        "ddp": DistributedDataParallel,
+        "fsdp2": lambda model: sharded(model, mesh=mesh),
+        "fsdp2, checkpointed": checkpointed,
+        "fsdp2, head apart": lambda model: sharded(model, mesh=mesh, head=True),
+        "fsdp2, head apart, bf16": lambda model: sharded(model, mesh=mesh, head=True, mp_policy=bf16),
+    }
+
+
+def gradients(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model(**inputs, use_cache=False).loss.backward()
+    return {
+        name.removeprefix("module."): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs = {name: value.chunk(world)[rank] for name, value in batch(samples=4).items()}
+    for name, wrap in ways(init_device_mesh("cpu", (world,))).items():
+        global made
+        made = 0
+        wanted = gradients(wrap(build("qwen3")), inputs)
+        model = build("qwen3")
+        weft.integrations.apply(model, strict=True)
+        apart = distance(gradients(wrap(model), inputs), wanted)
+        if rank == 0:
+            print(f"{name}: {apart:.2e} apart, logits made {made} times", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
