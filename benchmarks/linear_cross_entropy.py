@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from memory import extra_memory
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -73,15 +74,6 @@ CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 # ---- one process ---------------------------------------------------------------------------------------
 
 
-def _status(key: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    with open("/proc/self/status") as lines:
-        for line in lines:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
 def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, Any]:
     """In this process: extra bytes and seconds of one forward and backward."""
     contender = CONTENDERS[name]
@@ -94,19 +86,21 @@ def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, A
 
     contender(*inputs(32, vocab)).backward()  # compiles: a rival's tiles depend on the vocabulary
     hidden, weight, target = inputs(tokens, vocab)
-    before = _status("VmRSS")
-    with open("/proc/self/clear_refs", "w") as mark:
-        mark.write("5")
-    start = time.perf_counter()
-    loss = contender(hidden, weight, target)
-    forward = time.perf_counter() - start
-    loss.backward()
-    whole = time.perf_counter() - start
-    extra = _status("VmHWM") - before
+    times = [time.perf_counter()]
+    losses = []
+
+    def run() -> None:
+        losses.append(contender(hidden, weight, target))
+        times.append(time.perf_counter())
+        losses[0].backward()
+        times.append(time.perf_counter())
+
+    extra = extra_memory(run)
     assert hidden.grad is not None
     assert weight.grad is not None
+    start, forward, whole = times
     return {
-        "name": name, "extra": extra, "forward": forward, "whole": whole, "loss": loss.item(),
+        "name": name, "extra": extra, "forward": forward - start, "whole": whole - start, "loss": losses[0].item(),
         "dhidden": hidden.grad.float().norm().item(), "dweight": weight.grad.float().norm().item(),
     }  # fmt: skip
 
