@@ -46,6 +46,10 @@ WITNESS = ROOT / "loom/docs/witness.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
 
+# A warning is an error, but for one that PyTorch gives when it imports its own Inductor on a CPU.
+WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
 class Block(NamedTuple):
     language: str
     text: str
@@ -99,13 +103,13 @@ def run_text(text: str, directory: Path, forks: Forks | None) -> str:
     """What a Python script prints, in which a warning is an error. Kernels have to be defined in a file."""
     script = directory / "script.py"
     script.write_text(text)
-    python = [] if forks is not None else [sys.executable, "-W", "error"]
+    python = [] if forks is not None else [sys.executable, *WARNINGS]
     return run(*python, str(script), forks=forks)
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks(*IMPORTED, flags=("-W", "error")) as forks:
+    with Forks(*IMPORTED, flags=WARNINGS) as forks:
         yield forks
 
 
@@ -435,7 +439,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def extended_forks(extended: Path) -> Iterator[Forks]:
     """Of a Python that has imported the copy."""
-    with Forks(*IMPORTED, flags=("-W", "error"), PYTHONPATH=path_of(extended)) as forks:
+    with Forks(*IMPORTED, flags=WARNINGS, PYTHONPATH=path_of(extended)) as forks:
         yield forks
 
 
