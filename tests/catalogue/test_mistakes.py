@@ -103,7 +103,15 @@ MISTAKES: dict[str, Mistake] = {
     "few angles": (
         lambda: rope(Q, COS[:, :4], SIN[:, :4]), ValueError, ("dim=8", "dim=4"),
     ),
-    "complex angles": (lambda: rope(Q, torch.polar(COS, SIN), SIN), ValueError, ("cos must be", "complex64")),
+    "complex angles": (
+        lambda: rope(Q, torch.polar(COS, SIN), SIN), ValueError, ("cos must be", "complex64", "Rotation.from_complex"),
+    ),
+    "real angles for complex ones": (
+        lambda: weft.Rotation.from_complex(COS), TypeError, ("complex numbers, cos + i sin", "float32"),
+    ),
+    "a style of results": (
+        lambda: weft.Rotation(1e4, out_style="halves"), ValueError, ("out_style must be 'neox' or 'interleaved'",),
+    ),
     "tables of two dtypes": (lambda: rope(Q, COS, SIN.bfloat16()), ValueError, ("sin must be float32 like",)),
     "too few rows": (lambda: rope(Q, COS[:5], SIN[:5]), ValueError, ("[8 or more, 8]", "(5, 8)")),
     "float positions": (

@@ -53,3 +53,13 @@ def test_gated_norm(model: str) -> None:
     kind, options = GATED[model]
     norm, x, gate = made(model, kind, BF16), torch.randn(64, 200).to(BF16), 2 * torch.randn(64, 200).to(BF16)
     assert_same_numbers(weft.gated_norm(x, gate, norm.weight, **options), norm(x, gate))
+
+
+def test_rotation_of_deepseek() -> None:
+    """In fp32, where three roundings are hardly more than one."""
+    module = import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    q, angles = torch.randn(2, 4, 16, 64), torch.randn(2, 16, 32)
+    cos, sin = (torch.cat([table, table], -1) for table in (angles.cos(), angles.sin()))
+    wanted, _ = module.apply_rotary_pos_emb_interleave(q, q[:, :1], cos, sin)
+    rotation = weft.Rotation(cos=cos, sin=sin, style="interleaved", out_style="neox")
+    torch.testing.assert_close(weft.rope(q, rotation, layout="bhsd"), wanted, rtol=1e-6, atol=1e-6)
