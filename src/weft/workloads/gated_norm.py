@@ -25,6 +25,7 @@ _ODD: dict[str, Any] = {**_LINGHE, "act": "silu", "weight_offset": 1.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups": _LINGHE,
     "silu": {"act": "silu"},
+    "qwen3-next": {"act": "silu", "casting": "llama"},
     "groups-silu": _ODD,
     "1x128": {**_LINGHE, "quantize": "1x128"},
     "1x128-both": {**_LINGHE, "quantize": "1x128", "columnwise": True},
@@ -35,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 _TRAINED = (
     ("groups", "linghe/attention", 4096),
     ("silu", "qwen3-next-80b-a3b/heads", 1024),
+    ("qwen3-next", "qwen3-next-80b-a3b/heads", 1024),
     ("groups-silu", "odd/200", 4096),
     ("1x128-both", "gla-340m/values", 1024),
     ("mx-both", "odd/200", 1024),
@@ -77,6 +79,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "groups": groups,
         "act": made.get("act", "sigmoid"),
         "weight_offset": made.get("weight_offset", 0.0),
+        "casting": made.get("casting", "fp32"),
         "transpose": transpose,
         "needs": GatedNormNeeds(True, True, True),
     }

@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "qwen3-30b-a3b/decode": ("rows", 128),
     "odd/qkv": (3, "rows", 90),
     "deepseek-v3/q": (2, "rows", 192),
+    "deepseek-v3/q-rope": (2, "rows", 64),
     "qwen2-vl/q": ("rows", 128),
     "odd/heads": ("rows", 66),
 }
@@ -95,6 +96,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "heads": 32,
         "angles": "none",
         "rotation": {"base": 1e4, "style": "interleaved", "first": False, "dim": 64},
+    },
+    "halves-of-pairs": {
+        "heads": 16,
+        "angles": "table",
+        "rotation": {"style": "interleaved", "out_style": "neox"},
     },
     "three-axes": {"heads": 12, "angles": "three", "rotation": {"base": 1e6}},
 }
@@ -350,6 +356,7 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     *_named(
         "rope", _build_rope, Workload, ("training",),
-        ("deepseek-v3/q", "last-third", 4096), ("odd/heads", "three-axes", 1000),
+        ("deepseek-v3/q", "last-third", 4096), ("deepseek-v3/q-rope", "halves-of-pairs", 4096),
+        ("odd/heads", "three-axes", 1000),
     ),
 )  # fmt: skip

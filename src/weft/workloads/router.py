@@ -124,7 +124,9 @@ ROUTE_OPTIONS: dict[str, dict[str, Any]] = {
     "top8": {"k": 8, "balance_coefficient": 1e-3, "z_coefficient": 1e-3},
     "top2": {"k": 2, "balance_coefficient": 1e-2},
     "pre-softmax": {"k": 4, "post_softmax": False},
-    "renormalized": {"k": 8, "convention": "torchtitan", "renormalize": True, "balance_coefficient": 1e-3},
+    "renormalized": {
+        "k": 8, "convention": "torchtitan", "renormalize": True, "balance_coefficient": 1e-3, "return_scores": True,
+    },
     "groups": {
         "k": 8, "score": "sigmoid", "bias": True, "groups": 8, "group_topk": 4, "scale": 2.5,
         "balance_coefficient": 1e-4,
@@ -184,6 +186,7 @@ def _build_route_backward(workload: Workload, inputs: Inputs, shape: tuple[int, 
         "logits": logits,
         "indices": indices,
         "dweights": inputs.normal(*shape[:-1], k),
+        "dscores": inputs.normal(*shape) if settings.get("return_scores") else None,
         "dscore_sums": inputs.normal(experts, std=1e-3) if "balance_coefficient" in settings else None,
         "dz": inputs.normal(1, std=1e-3).reshape(()) if "z_coefficient" in settings else None,
         "weighing": Weighing(

@@ -144,6 +144,43 @@ def test_layouts_are_one_maths() -> None:
         assert_same(other, found[0], "layouts")
 
 
+@pytest.mark.parametrize(
+    ("gate_dtype", "up_dtype", "promoted"),
+    [
+        (BF16, torch.float32, torch.float32),
+        (torch.float32, BF16, torch.float32),
+        (BF16, torch.float16, torch.float32),
+    ],
+)
+def test_gate_and_up_of_two_dtypes(
+    gate_dtype: torch.dtype, up_dtype: torch.dtype, promoted: torch.dtype
+) -> None:
+    """As autocast leaves them: the result has the dtype of their product in PyTorch, each gradient its tensor's."""
+    call = Call(weft.glu, {"x": draw(6, 96, dtype=gate_dtype), "up": draw(6, 96, dtype=up_dtype)})
+    assert_accurate("glu", call)
+    found = run(call)
+    assert (found["y"].dtype, found["dx"].dtype, found["dup"].dtype) == (promoted, gate_dtype, up_dtype)
+    assert weft.glu(call["x"], call["up"], out_dtype=BF16).dtype == BF16
+    with weft.backend("reference"):
+        reference = run(call)
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in reference.items()}
+
+
+def test_codes_of_gate_and_up_of_two_dtypes() -> None:
+    """Those of the fp32 result and gradients; what they stand for has the dtypes of the plain ones."""
+    gate, up = draw(130, 96), draw(130, 96, dtype=torch.float32)
+    q = weft.glu(gate, up, quantize="1x128", columnwise=True)
+    assert q.dtype == torch.float32
+    assert_copies(q, weft.glu(gate, up))
+    dy = draw(130, 96, dtype=torch.float32)
+    found = weft.glu_backward(dy, gate, up, quantize="1x128", columnwise=True)
+    wide = weft.glu_backward(dy, gate.float(), up)
+    assert found.x.dtype == BF16
+    assert found.up.dtype == torch.float32
+    assert_copies(found.x, wide.x)
+    assert_copies(found.up, wide.up)
+
+
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
 def test_limits_include_their_ends(layout: str) -> None:
     """At ±limit exactly the gradient still flows; beyond it none does, and NaN stays NaN."""

@@ -43,10 +43,22 @@ BIAS, BIAS_GROUPS, BIAS_GATE = (
     f"ops/heads/test_bias.py::test_options[{case}]"
     for case in ("plain", "groups-rms-sbhd-bshd-12", "True-groups-10-rms-0-1.0")
 )
+S = "ops/heads/test_styles.py::"
+CROSSED = f"{S}test_one_tensor"
+CROSSED_BACK = f"{CROSSED}[{{'rope_dim': 10, 'rope_first': False, 'inverse': True}}]"
+CROSSED_AFTER = f"{S}test_norms_have_the_order_of_what_they_read[cpu-{{'qk_norm': 'rms', 'norm_after': True, 'base': 10000.0}}]"
 BIAS_FP8 = "ops/heads/test_bias.py::test_cache[fp8-cpu]"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "qkv_kernel": [
+        ("the second of neighbours the first again", "_columns", "tl.where(lane < half, 2 * lane + 1, lane + half + a_rest)", "tl.where(lane < half, 2 * lane, lane + half + a_rest)", (f"{CROSSED}[{{'rope_dim': 8}}]",)),
+        ("neighbours before a rest that comes first", "_columns", "tl.where(lane < half, rest + 2 * lane, lane - half)", "tl.where(lane < half, 2 * lane, lane - half)", (CROSSED_BACK,)),
+        ("a rest read in pairs and written in halves", "_load_pairs", " and not (PLAN.partial and PLAN.interleaved != PLAN.out_interleaved)", "", (f"{CROSSED}[{{'rope_dim': 8}}]",)),
+        ("a rest read in halves and written in pairs", "_store_pairs", " and not (PLAN.partial and PLAN.interleaved != PLAN.out_interleaved)", "", (CROSSED_BACK,)),
+        ("written where it was read", "_prepare_heads", "PLAN.out_interleaved)", "PLAN.interleaved)", (f"{S}test_deepseek_of_hugging_face",)),
+        ("cached where it was read", "_keep_pairs", "PLAN.out_interleaved)", "PLAN.interleaved)", (f"{S}test_cache",)),
+        ("a norm after the rotation in the order before it", "_load_vector", "PLAN.out_interleaved if PLAN.after else PLAN.interleaved", "PLAN.interleaved", (CROSSED_AFTER,)),
+        ("an inverse that writes as the rotation does", "ops/heads/launch.py:_choice", "reversed(styles) if inverse else styles", "styles", (f"{S}test_deepseek_of_hugging_face",)),
         ("the second numbers beside the first", "_columns", "        b = lane + half\n", "        b = lane + 1\n", (PLAIN,)),
         ("the rest of b is the rest of a", "_columns", "tl.where(lane < half, rest + half, a_rest - half)", "tl.where(lane < half, rest + half, -half)", (LAYER_AFTER,)),
         ("one number too many of an odd rest", "_columns", "lane < half + rest // 2\n", "lane < half + a_rest\n", (ODD,)),
@@ -95,6 +107,9 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("codes of rounded values", "_copy_heads", "value.to(tl.float32) + bias.to(tl.float32)", "(value.to(tl.float32) + bias.to(tl.float32)).to(y.ptr.dtype.element_ty)", (BIAS_FP8,)),
     ],
     "qkv_backward_kernel": [
+        ("gradients read where heads were read", "_backward_heads", "_load_pairs(dy.ptr, off, there, size, PLAN, PLAN.out_interleaved)", "_load_pairs(dy.ptr, off, there, size, PLAN, PLAN.interleaved)", (CROSSED_AFTER,)),
+        ("gradients written where heads were written", "_backward_heads", "a, b, size, PLAN, PLAN.interleaved)", "a, b, size, PLAN, PLAN.out_interleaved)", (CROSSED_AFTER,)),
+        ("sums of a norm after the rotation in the order before it", "_store_sums", "PLAN.out_interleaved if PLAN.after else PLAN.interleaved", "PLAN.interleaved", (CROSSED_AFTER,)),
         ("statistics without the bias", "_backward_heads", "za, zb = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)", "za, zb = _load_pairs(x.ptr, off, there, size, PLAN)", (BIAS_GROUPS,)),
         ("turned on, not back", "_backward_heads", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (PLAIN,)),
         ("not turned back after the norm", "_backward_heads", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (LAYER_AFTER,)),

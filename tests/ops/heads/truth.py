@@ -28,9 +28,9 @@ def spelled_out(
     k_weight: Tensor | None = None, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
     eps: float | None = 1e-6, weight_offset: float = 0.0, norm_after: bool = False, cos: Tensor | None = None,
     sin: Tensor | None = None, positions: Tensor | None = None, base: float | None = None, scaling: str = "",
-    rope_dim: int | None = None, style: Any = "neox", rope_first: bool = True, mrope_sections: Any = None,
-    layout: Any = "bshd", out_layout: Any = None, cache: Any = None, slots: Tensor | None = None,
-    cache_scales: Any = None,
+    rope_dim: int | None = None, style: Any = "neox", out_style: Any = None, rope_first: bool = True,
+    mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None, cache: Any = None,
+    slots: Tensor | None = None, cache_scales: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`weft.qkv_prepare`, and its results that there are."""
     cut = None
@@ -46,7 +46,8 @@ def spelled_out(
         norm=None if qk_norm is None else weft.HeadNorm(
             qk_norm, q_weight, k_weight, q_bias, k_bias, eps, weight_offset, norm_after
         ),
-        rotation=rotation_of(cos, sin, base, rope_dim, style, rope_first, mrope_sections, scaling), positions=positions,
+        rotation=rotation_of(cos, sin, base, rope_dim, style, out_style, rope_first, mrope_sections, scaling),
+        positions=positions,
         cache=None if cache is None else weft.KVCache(*cache, *(cache_scales or ())), slots=slots, layout=layout,
         out_layout=out_layout,
     )  # fmt: skip
@@ -56,23 +57,23 @@ def spelled_out(
 def spelled_rope(
     x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, positions: Tensor | None = None,
     base: float | None = None, scaling: str = "", rope_dim: int | None = None, style: Any = "neox",
-    rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None,
-    inverse: bool = False,
+    out_style: Any = None, rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd",
+    out_layout: Any = None, inverse: bool = False,
 ) -> Tensor:  # fmt: skip
     """`weft.rope`."""
-    rotation = rotation_of(cos, sin, base, rope_dim, style, rope_first, mrope_sections, scaling)
+    rotation = rotation_of(cos, sin, base, rope_dim, style, out_style, rope_first, mrope_sections, scaling)
     return weft.rope(
         x, rotation, positions=positions, layout=layout, out_layout=out_layout, inverse=inverse  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def rotation_of(
-    cos: Tensor | None, sin: Tensor | None, base: float | None, dim: int | None, style: Any, first: bool, sections: Any,
-    scaling: str,
+    cos: Tensor | None, sin: Tensor | None, base: float | None, dim: int | None, style: Any, out_style: Any,
+    first: bool, sections: Any, scaling: str,
 ) -> weft.Rotation | None:  # fmt: skip
     if cos is None and sin is None and base is None:
         return None
-    return weft.Rotation(base, cos, sin, dim, style, first, sections, scaling)
+    return weft.Rotation(base, cos, sin, dim, style, out_style, first, sections, scaling)
 
 
 def spelled(call: Call) -> dict[str, Any]:
@@ -95,6 +96,7 @@ def spelled(call: Call) -> dict[str, Any]:
         "base": rotation.get("base"),
         "rope_dim": rotation["dim"],
         "style": rotation.get("style", "neox"),
+        "out_style": rotation.get("out_style"),
         "rope_first": rotation.get("first", True),
         "mrope_sections": rotation.get("sections"),
     }
@@ -139,8 +141,19 @@ def places(a: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.tensor(columns) for name, columns in found.items() if columns}
 
 
-def pairs(rope_dim: int, dim: int, style: str, first: bool) -> tuple[Tensor, Tensor]:
-    """The numbers of a head that are rotated with each other."""
+Pairs = tuple[Tensor, Tensor]
+
+
+def read_and_written(a: dict[str, Any], rope_dim: int, dim: int) -> tuple[Pairs, Pairs]:
+    """The numbers of a head that are rotated with each other, and where they are written."""
+    styles = (a["style"], a["out_style"] or a["style"])
+    if a.get("inverse"):
+        styles = styles[::-1]
+    read, written = (pairs(rope_dim, dim, style, a["rope_first"]) for style in styles)
+    return read, written
+
+
+def pairs(rope_dim: int, dim: int, style: str, first: bool) -> Pairs:
     start = 0 if first else dim - rope_dim
     i = torch.arange(rope_dim // 2)
     if style == "neox":
@@ -174,10 +187,11 @@ def angles(a: dict[str, Any], rope_dim: int, batch: int, tokens: int) -> tuple[T
     return found[0], found[1]
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor, read: Pairs, written: Pairs) -> Tensor:
     y = x.clone()
-    y[..., i] = x[..., i] * cos - x[..., j] * sin
-    y[..., j] = x[..., j] * cos + x[..., i] * sin
+    (i, j), (to_i, to_j) = read, written
+    y[..., to_i] = x[..., i] * cos - x[..., j] * sin
+    y[..., to_j] = x[..., j] * cos + x[..., i] * sin
     return y
 
 
@@ -208,16 +222,17 @@ class Head:
     def rotated(self, x: Tensor) -> Tensor:
         return x if self.rotation is None else turned(x, *self.rotation)
 
-    def size(self, x: Tensor) -> Tensor:
-        """Of the largest term of a rotation of numbers of these sizes; a cosine is off by an ulp of 1."""
+    def size(self, x: Tensor, back: bool = False) -> Tensor:
+        """Of the largest term of a rotation of numbers of these sizes, or back; a cosine is off by an ulp of 1."""
         if self.rotation is None:
             return x
-        cos, sin, i, j = self.rotation
+        cos, sin, *places = self.rotation
+        (i, j), (to_i, to_j) = reversed(places) if back else places
         largest = torch.ones_like(cos) if self.a["base"] is not None else cos.abs()
         other = torch.ones_like(sin) if self.a["base"] is not None else sin.abs()
         y = x.clone()
-        y[..., i] = x[..., i] * largest + x[..., j] * other
-        y[..., j] = x[..., j] * largest + x[..., i] * other
+        y[..., to_i] = x[..., i] * largest + x[..., j] * other
+        y[..., to_j] = x[..., j] * largest + x[..., i] * other
         return y
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +263,7 @@ class Head:
         a = self.a
         size = dy.abs()
         if not a["norm_after"]:
-            size = self.size(size)
+            size = self.size(size, back=True)
         weight_noise = bias_noise = torch.zeros(())
         if self.z is not None and self.r is not None:
             weight_noise, bias_noise = ((size * self.z).sum((0, 1, 2)), size.sum((0, 1, 2)))
@@ -257,7 +272,7 @@ class Head:
             mean = size.mean(-1, keepdim=True) if a["qk_norm"] == "layer" else 0.0
             size = self.r.detach() * (size + self.z * (size * self.z).mean(-1, keepdim=True) + mean)
         if a["norm_after"]:
-            size = self.size(size)
+            size = self.size(size, back=True)
         return FEW * size, FEW * weight_noise, FEW * bias_noise
 
 
@@ -289,10 +304,7 @@ def qkv_prepare(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
     rotation = None
     if a["cos"] is not None or a["base"] is not None:
         rope_dim = a["rope_dim"] or (dim if a["cos"] is None else 2 * a["cos"].shape[-1])
-        rotation = (
-            *angles(a, rope_dim, batch, tokens),
-            *pairs(rope_dim, dim, a["style"], a["rope_first"]),
-        )
+        rotation = (*angles(a, rope_dim, batch, tokens), *read_and_written(a, rope_dim, dim))
     found: dict[str, Near | Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     noises: dict[str, Tensor] = {}
@@ -371,12 +383,8 @@ def rope(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     batch, tokens, _, dim = x.shape
     rope_dim = a["rope_dim"] or (dim if a["cos"] is None else 2 * a["cos"].shape[-1])
     cos, sin = angles(a, rope_dim, batch, tokens)
-    head = Head(
-        a,
-        None,
-        None,
-        (cos, -sin if a["inverse"] else sin, *pairs(rope_dim, dim, a["style"], a["rope_first"])),
-    )
+    sin = -sin if a["inverse"] else sin
+    head = Head(a, None, None, (cos, sin, *read_and_written(a, rope_dim, dim)))
     y, noise = head.forward(x)
     found: dict[str, Near | Tensor] = {
         "y": Near(laid_out(y.detach(), out_layout), laid_out(noise, out_layout))

@@ -30,6 +30,8 @@ PADDED = f"{R}test_layouts[padded]"
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "route_kernel": [
         ("the bias in the weights", "route_kernel", "tl.where(hit, value, 0.0)", "tl.where(hit, choice, 0.0)", (BIAS,)),
+        ("scores of the first rows alone", "route_kernel", "tl.multiple_of(row * ((experts // ALIGN) * ALIGN), ALIGN)", "tl.multiple_of((row % ROWS) * ((experts // ALIGN) * ALIGN), ALIGN)", (SIZES,)),
+        ("logits for scores", "route_kernel", "expert[None, :], s, mask=mask)", "expert[None, :], x, mask=mask)", (POST,)),
         ("the highest index among equals", "route_kernel", "_, at = best_of(key, place[None, :], 1)  # [ROWS]", "_, at = best_of(key, -place[None, :], 1); at = -at  # [ROWS]", (EQUAL,)),
         ("one choice too few", "route_kernel", "for j in range(k):\n            _, at", "for j in range(k - 1):\n            _, at", (SIZES,)),
         ("places for experts", "route_kernel", "((at // TILE) * group_size + at % TILE).to(tl.int32)", "at", (GROUPED,)),
@@ -55,6 +57,10 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the largest z, not the sum", "route_totals_kernel", "tl.store(total_z_ptr, tl.sum(z_sum, axis=0))", "tl.store(total_z_ptr, tl.max(z_sum, axis=0))", (SIZES_GPU,)),
     ],
     "route_backward_kernel": [
+        ("gradient of the scores lost with softmax", "route_backward_kernel", "                ds += score_grad\n", "                ds += 0.0 * score_grad\n", (PRE,)),
+        ("gradient of the scores lost with sigmoid", "route_backward_kernel", "        if dscores_ptr is not None:\n            ds += score_grad\n        if SCORE", "        if dscores_ptr is not None:\n            ds += 0.0 * score_grad\n        if SCORE", (SIGMOID,)),
+        ("gradient of the scores read as if contiguous", "route_backward_kernel", "row * dscores_stride", "row * experts", (PADDED,)),
+        ("no gradient of the scores alone after a choice", "route_backward_kernel", "dscores_ptr is not None or dscore_sums_ptr is not None", "dscore_sums_ptr is not None", (f"{R}test_gradients_of_some_outputs[softmax-post-names1]",)),
         ("no scale", "route_backward_kernel", "gradient[:, None] * scale", "gradient[:, None]", (SIGMOID,)),
         ("the last slot left out", "route_backward_kernel", "for j in range(k):\n            at =", "for j in range(k - 1):\n            at =", (SIGMOID,)),
         ("logits as if contiguous", "route_backward_kernel", "\n    off = tl.multiple_of(row * stride, ALIGN)", "\n    off = tl.multiple_of(row * experts, ALIGN)", (PADDED,)),

@@ -607,7 +607,7 @@ RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
     "sqrtsoftplus": (Rule("sqrtsoftplus", renormalize=True), {"score": "sqrtsoftplus"}),
     "sqrtsoftplus-plain": (Rule("sqrtsoftplus"), {"score": "sqrtsoftplus", "convention": "torchtitan"}),
 }
-UPSTREAMS = ("weights", "balance_loss", "z_loss")
+UPSTREAMS = ("weights", "scores", "balance_loss", "z_loss")
 
 
 def upstream(routing: Routing, names: tuple[str, ...], seed: int = 0) -> dict[str, Tensor]:
@@ -626,9 +626,9 @@ def near(got: Tensor, expected: truth_router.Near) -> None:
 def check(
     x: Tensor, k: int, rule: Rule, options: dict[str, Any], names: tuple[str, ...] = UPSTREAMS
 ) -> Tensor:
-    """Weights, losses and the gradient of logits against float64."""
+    """Weights, scores, losses and the gradient of logits against float64."""
     leaf = x.detach().requires_grad_()
-    got = weft.route(leaf, k, balance_coefficient=0.7, z_coefficient=0.3, **options)
+    got = weft.route(leaf, k, balance_coefficient=0.7, z_coefficient=0.3, return_scores=True, **options)
     gradients = upstream(got, names)
     (dlogits,) = torch.autograd.grad([getattr(got, n) for n in names], leaf, [*gradients.values()])
     assert got.score_counts is not None
@@ -646,11 +646,13 @@ def check(
 
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients(rule: str) -> None:
-    """Bugs D11, E1: random upstream gradients of the weights and of both losses together."""
+    """Bugs D11, E1: random upstream gradients of the weights, of the scores and of both losses together."""
     check(torch.randn(37, 40, generator=torch.Generator().manual_seed(2)) * 2, 5, *RULES[rule])
 
 
-@pytest.mark.parametrize("names", [("weights",), ("balance_loss",), ("z_loss",), ("weights", "z_loss")])
+@pytest.mark.parametrize(
+    "names", [("weights",), ("scores",), ("balance_loss",), ("z_loss",), ("weights", "z_loss")]
+)
 @pytest.mark.parametrize("rule", ["softmax-post", "sigmoid"])
 def test_gradients_of_some_outputs(rule: str, names: tuple[str, ...]) -> None:
     check(torch.randn(37, 40, generator=torch.Generator().manual_seed(2)), 5, *RULES[rule], names)
@@ -740,12 +742,18 @@ def test_dtypes(dtype: torch.dtype) -> None:
     )
 
 
-def run(x: Tensor, dweights: Tensor, **options: Any) -> dict[str, Tensor]:
+def run(x: Tensor, dweights: Tensor, dscores: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
     leaf = x.detach().requires_grad_()
-    got = weft.route(leaf, dweights.shape[-1], score="sigmoid", z_coefficient=1.0, **options)
-    (grad,) = torch.autograd.grad((got.weights, got.z_loss), leaf, (dweights, torch.ones(())))
+    got = weft.route(
+        leaf, dweights.shape[-1], score="sigmoid", z_coefficient=1.0, return_scores=True, **options
+    )
+    if dscores is None:
+        dscores = torch.ones(()).expand(x.shape)
+    gradients = (dweights, dscores, torch.ones(()))
+    (grad,) = torch.autograd.grad((got.weights, got.scores, got.z_loss), leaf, gradients)
     return {
         "weights": got.weights,
+        "scores": got.scores,
         "indices": got.indices,
         "counts": got.counts,
         "z": got.z_loss,
@@ -761,6 +769,9 @@ def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
     assert_same(run(laid_out, dweights), run(laid_out.contiguous().clone(), dweights), "logits")
     laid_out = layout(dweights)
     assert_same(run(x, laid_out), run(x, laid_out.contiguous().clone()), "gradient")
+    laid_out = layout(torch.randn(21, 48))
+    wanted = run(x, dweights, laid_out.contiguous().clone())
+    assert_same(run(x, dweights, laid_out), wanted, "gradient of the scores")
     stepped = bias.repeat_interleave(2)[::2]
     assert_same(run(x, dweights, bias=stepped), run(x, dweights, bias=bias), "bias")
 
@@ -814,9 +825,11 @@ def test_launches() -> None:
 def test_gradcheck_of_the_reference(rule: str) -> None:
     x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
 
-    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        got = weft.route(x, 3, balance_coefficient=1.0, z_coefficient=1.0, **RULES[rule][1])
-        return got.weights, got.balance_loss, got.z_loss
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        got = weft.route(
+            x, 3, balance_coefficient=1.0, z_coefficient=1.0, return_scores=True, **RULES[rule][1]
+        )
+        return got.weights, got.scores, got.balance_loss, got.z_loss
 
     assert torch.autograd.gradcheck(f, x)
 
@@ -825,10 +838,10 @@ def test_opcheck() -> None:
     x = torch.randn(9, 48, requires_grad=True)
     how = Weighing("sigmoid", post_softmax=False, renormalize=True, eps=1e-20, scale=1.5)
     groups = Groups(number=4, topk=2, best=2, masked_is_zero=False)
-    a = RouteArgs(x, torch.randn(48), 4, how, groups, torch.float32, torch.int64, True, True)
+    a = RouteArgs(x, torch.randn(48), 4, how, groups, torch.float32, torch.int64, True, True, True)
     op = weft.catalogue["route"]
     torch.library.opcheck(op.overload, op.arguments.flatten(a))
-    gradients = (torch.randn(9, 4), torch.randn(48), torch.randn(()))
+    gradients = (torch.randn(9, 4), torch.randn(9, 48), torch.randn(48), torch.randn(()))
     backward = weft.catalogue["route_backward"]
     b = RouteBackwardArgs(x.detach(), op(a).indices, *gradients, how)
     torch.library.opcheck(backward.overload, backward.arguments.flatten(b))
@@ -865,6 +878,7 @@ def test_what_is_refused() -> None:
             {"convention": "switch"},
             "convention must be one of megatron, torchtitan, vllm, sglang, qwen3, mixtral, gpt_oss, deepseek_v3",
         ),
+        ({"convention": "transformers"}, "Its models route differently"),
         ({"score": "tanh"}, "score must be one of"),
         ({"k": 0}, "k must be from 1 to .* 12"),
         ({"k": 13}, "k must be from 1 to .* 12"),

@@ -81,7 +81,7 @@ def route(
     balance: float = 1.0,
     z: float = 1.0,
 ) -> dict[str, Near]:
-    """weights, balance_loss and z_loss of given indices and counts (n of the balance loss), and with upstream
+    """weights, scores, balance_loss and z_loss of given indices and counts (n of the balance loss), and with upstream
     gradients of some of them dlogits."""
     experts, k = logits.shape[-1], indices.shape[-1]
     leaf = logits.detach().double().reshape(-1, experts).requires_grad_()
@@ -103,17 +103,18 @@ def route(
     shape = (*logits.shape[:-1], k)
     found = {
         "weights": Near(w.detach().view(shape), (steps * w.detach().abs()).view(shape)),
+        "scores": Near(s.detach().view(logits.shape), (steps * s.detach()).view(logits.shape)),
         "balance_loss": Near(balance_loss.detach(), steps.max() * balance_loss.detach().abs()),
         "z_loss": Near(z_loss.detach(), 16 * EPS32 * z_loss.detach()),
     }
     if not upstream:
         return found
-    values = {"weights": w, "balance_loss": balance_loss, "z_loss": z_loss}
+    values = {"weights": w, "scores": s, "balance_loss": balance_loss, "z_loss": z_loss}
     total = torch.zeros((), dtype=torch.float64)
     size = torch.zeros(tokens, experts, dtype=torch.float64)
     for name, gradient in upstream.items():
         g = gradient.detach().double()
-        total = total + (values[name] * (g.reshape(w.shape) if name == "weights" else g)).sum()
+        total = total + (values[name] * g.reshape(values[name].shape)).sum()
     (dlogits,) = torch.autograd.grad(total, leaf)
     # Each term of dx is s times a difference of gradients of s: their sizes, one by one.
     plain = s.detach()
@@ -124,6 +125,9 @@ def route(
         size.scatter_add_(1, chosen, parts)
         if not rule.post:
             size += plain * parts.sum(-1, keepdim=True)
+    if "scores" in upstream:  # no slope of a score is larger than the score
+        g = upstream["scores"].detach().double().reshape(s.shape).abs()
+        size += plain * (g + (plain * g).sum(-1, keepdim=True))
     if "balance_loss" in upstream:
         c = (upstream["balance_loss"].double().abs() * abs(factor) * counts.double())[None]
         size += share.detach() * (c + (share.detach() * c).sum(-1, keepdim=True))

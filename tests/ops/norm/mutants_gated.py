@@ -31,6 +31,10 @@ HALVES, ON_A_GPU = (
     f"{G}test_quantised_as_launched_on[sm_90-1x128-512-4]",
 )
 SPECIAL = f"{G}test_a_special_value_stays_in_its_group[nan]"
+QWEN3_NEXT = (
+    "catalogue/test_workloads.py::test_workload[accuracy-gated_norm:qwen3-next-80b-a3b/heads:qwen3-next:1024]"
+)
+LLAMA_CODES = f"{G}test_codes_of_llama_casting[True]"
 GATES, SILU = f"{G}test_gates_near_and_far[sigmoid]", f"{G}test_gates_near_and_far[silu]"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
@@ -41,6 +45,9 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gate where x lies", "gated_norm_kernel", "row, second, third, gate_first_stride, gate_second_stride", "row, second, third, x_first_stride, x_second_stride", (ODD,)),
         ("one weight for all groups", "gated_norm_kernel", "(row % groups) * cols", "(row % 1) * cols", (ODD,)),
         ("weights of tokens, not of groups", "gated_norm_kernel", "(row % groups) * cols", "(row // groups % groups) * cols", (ODD,)),
+        ("z not rounded", "_gated", "y = round_to_dtype(y, x_ptr)", "y = y", (QWEN3_NEXT,)),
+        ("product with the weight not rounded", "_gated", "y = round_promoted(y, x_ptr, weight.ptr)", "y = y", (QWEN3_NEXT,)),
+        ("product with an fp32 weight rounded", "_gated", "y = round_promoted(y, x_ptr, weight.ptr)", "y = round_to_dtype(y, x_ptr)", (f"{G}test_llama_casting_is_qwen3_nexts[weight_dtype1]",)),
         ("no weight offset", "_gated", "+ weight.offset)", ")", (ODD,)),
         ("weight after its offset twice", "_gated", "+ weight.offset)", "+ 2.0 * weight.offset)", (ODD,)),
         ("a gate that is not activated", "_gated", "activate(load_tile(gate.ptr + gate.off[:, None] + col[None, :], mask), 1.0, ACT)", "load_tile(gate.ptr + gate.off[:, None] + col[None, :], mask)", (ODD,)),
@@ -63,6 +70,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the stride of even codes", "gated_norm_kernel", "(cols + FORMAT.packed - 1) // FORMAT.packed", "cols // FORMAT.packed", (HALVES,)),
     ],
     "gated_norm_stripe_kernel": [
+        ("z not rounded", "gated_norm_stripe_kernel", "y = round_to_dtype(y, x_ptr)", "y = y", (LLAMA_CODES,)),
+        ("product with the weight not rounded", "gated_norm_stripe_kernel", "y = round_promoted(y, x_ptr, weight_ptr)", "y = y", (LLAMA_CODES,)),
         ("statistics of the first group", "gated_norm_stripe_kernel", "(col // (cols // groups))[None, :]", "(col // cols)[None, :]", (STRADDLING,)),
         ("statistics of the tile's first group", "gated_norm_stripe_kernel", "(row + start // (cols // groups))", "(row + start // cols)", (f"{G}test_rowwise_copy_is_the_same_with_a_columnwise_one", ON_A_GPU)),
         ("every tile in one group", f"{LAUNCH}:_GatedNorm.stripes_pass", "WITHIN=cols % tile == 0", "WITHIN=True", (STRADDLING,)),
@@ -79,9 +88,11 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("a given scale taken for an amax", f"{LAUNCH}:_GatedNorm.stripes_pass", "STATIC=self.a.result.scale is not None", "STATIC=False", (f"{G}test_quantised[tensor-96-4-options13]",)),
     ],
     "gated_norm_backward_kernel": [
+        ("dweight of the exact z", "_gradient_of_y", "seen = round_to_dtype(z, a.x.ptr)", "seen = z", (QWEN3_NEXT,)),
+        ("dgate of a product that is not rounded", "_gradient_of_y", "round_promoted(seen * w, a.x.ptr, weight.ptr)", "(seen * w)", (QWEN3_NEXT,)),
         ("the gate left out of dx", "_gradient_of_y", "d = dy * f", "d = dy * 1.0", (ODD,)),
         ("the weight left out of dx", "_gradient_of_y", "t = t * w", "t = t * 1.0", (ODD,)),
-        ("the weight left out of dgate", "_gradient_of_y", "through = through * w", "through = through * 1.0", (ODD,)),
+        ("the weight left out of dgate", "_gradient_of_y", "through = through * w * z", "through = through * z", (ODD,)),
         ("no weight offset", "_gradient_of_y", "load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset", "load_vector(weight.ptr, col, cols, COLS_MASKED)", (ODD,)),
         ("the activation for its slope", "_gradient_of_y", "through = dy * slope", "through = dy * f", (ODD,)),
         ("1 - s without its digits", "tiles/activations.py:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, alpha * s * (1.0 - s)", (GATES,)),
@@ -89,8 +100,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("sum for mean", "gated_norm_backward_kernel", "(tz / count)", "tz", (ODD,)),
         ("dx without rstd", "gated_norm_backward_kernel", "(t - z * (tz / count)[:, None]) * rstd", "(t - z * (tz / count)[:, None])", (ODD,)),
         ("dgate of x, not of z", "_gradient_of_y", "col[None, :], mask) * a.rstd", "col[None, :], mask) * (a.rstd * 0.0 + 1.0)", (ODD,)),
-        ("dweight with the weight in it", "gated_norm_backward_kernel", "sums += d * z", "sums += t * z", (ODD,)),
-        ("dweight of the last rows", "gated_norm_backward_kernel", "sums += d * z", "sums = d * z", (ODD,)),
+        ("dweight with the weight in it", "gated_norm_backward_kernel", "sums += d * seen", "sums += t * seen", (ODD,)),
+        ("dweight of the last rows", "gated_norm_backward_kernel", "sums += d * seen", "sums = d * seen", (ODD,)),
         ("dweight in pieces of the last row", "gated_norm_backward_kernel", "begin > first, col, cols", "begin < first, col, cols", (f"{G}test_long_groups[sm_80-2-3-20000-1]", PIECES)),
         ("sums of all programs in one place", "gated_norm_backward_kernel", "program.to(tl.int64) * cols, ALIGN)  # [parts", "(program % groups).to(tl.int64) * cols, ALIGN)  # [parts", (ODD, ODD_GPU)),
         ("the group before", "gated_norm_backward_kernel", "row = token * groups + group", "row = token * groups + (group + 1) % groups", (ODD,)),

@@ -28,6 +28,7 @@ from tests.catalogue.calls import (
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.ops.norm import truth_gated as truth_gated_norm
 from tests.quant import oracle
+from tests.quant.copies import assert_copies
 from weft import Format, QTensor
 from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
 from weft.runtime import choosing_for, recording
@@ -69,6 +70,43 @@ def check(call: Call, target: str | None = None) -> dict[str, Tensor]:
 
 
 # ---- as models define it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
+def test_llama_casting_is_qwen3_nexts(weight_dtype: torch.dtype) -> None:
+    """Qwen3NextRMSNormGated of transformers: z is rounded, and its product with the weight, and then comes the gate."""
+    x, gate, weight = draw(64, 200), draw(64, 200, std=2.0), draw(200, dtype=weight_dtype)
+    h = x.float()
+    z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF16)
+    wanted = ((weight * z) * F.silu(gate.float())).to(BF16)
+    got = weft.gated_norm(x, gate, weight, act="silu", casting="llama")
+    # Two functions of fp32, 1 / sqrt and exp, may round the other way than PyTorch's, rarely.
+    assert (got != wanted).float().mean() < 1e-3
+    once = weft.gated_norm(x, gate, weight, act="silu")
+    assert (once != wanted).float().mean() > 0.1, "the two castings must be told apart"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 4},
+        {"weight": False, "act": "silu"},
+        {"transpose": False, "weight_offset": 1.0},
+        {"cols": 10002},
+    ],
+    ids=str,
+)
+def test_llama_casting_with(options: dict[str, Any]) -> None:
+    """And gradients, which the rounded numbers are part of."""
+    check(call_of(casting="llama", **options))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_codes_of_llama_casting(columnwise: bool) -> None:
+    """Those of the fp32 product with the gate, whose factors are rounded."""
+    call = call_of(2, 65, 96, groups=2, casting="llama")
+    y = call.with_(out_dtype=torch.float32)()
+    assert_copies(call.with_(quantize="1x128", columnwise=columnwise)(), y.flatten(0, 1))
 
 
 def naive(x: Tensor, gate: Tensor, weight: Tensor, groups: int, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -286,7 +324,7 @@ def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
             weft.gated_norm(x, x, quantize="tensor", columnwise=True)
             needs = GatedNormNeeds(x=True, gate=True)
             gated_norm_backward_op(
-                GatedNormBackwardArgs(x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, False, needs)
+                GatedNormBackwardArgs(x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, "fp32", False, needs)
             )
         found = {v.kernel: dict(v.signature)["bound"] for v in variants if "gated" in v.kernel}
         assert found == dict.fromkeys(found, kind)
@@ -473,7 +511,7 @@ def test_launches() -> None:
         with recording("sm_90") as variants:
             needs = GatedNormNeeds(True, True, need_weight)
             gated_norm_backward_op(
-                GatedNormBackwardArgs(x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, True, needs)
+                GatedNormBackwardArgs(x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, "fp32", True, needs)
             )
         assert [v.kernel for v in variants] == kernels
 

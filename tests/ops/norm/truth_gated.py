@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments
+from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments, straight
 from weft.workloads import Call
 
 FEW = ROUNDINGS * EPS32
@@ -34,6 +34,12 @@ def _activation(g: Tensor, activation: str) -> Tensor:
     return s if activation == "sigmoid" else g * s
 
 
+def _rounded(value: Tensor, sway: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(value rounded to dtype, how far apart its neighbours may be rounded to): the gradient passes through."""
+    low, high = (value.detach() + side * sway for side in (-1, 1))
+    return straight(value, dtype), (high.to(dtype).double() - low.to(dtype).double()).abs()
+
+
 def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """y, and with an upstream gradient those of x, gate and weight."""
     a = arguments(call)
@@ -50,7 +56,17 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
     z = (parts * rstd).flatten(-2)
     weight = leaves["weight"] + a["weight_offset"] if "weight" in leaves else torch.ones(1).double()
     f = _activation(gate, activation)
-    y = z * weight * f
+    seen, weighted = z, z * weight
+    flips = weighted_flips = torch.zeros_like(z)  # where fp32 may round to the other side
+    if a["casting"] == "llama":
+        io = a["x"].dtype
+        seen, flips = _rounded(z, FEW * z.detach().abs(), io)
+        weighted = seen * weight
+        weighted_flips = flips * weight.detach().abs()
+        if "weight" in leaves:
+            sway = weighted_flips + FEW * weighted.detach().abs()
+            weighted, weighted_flips = _rounded(weighted, sway, torch.promote_types(io, a["weight"].dtype))
+    y = weighted * f
 
     with torch.no_grad():
         r = rstd.expand(parts.shape).flatten(-2)
@@ -58,6 +74,7 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
         speck = 2 * DENORMAL
         size = (z * weight).abs()
         noise_y = size * f_noise + FEW * (size * f.abs()) + speck * (1 + r * weight.abs() * (1 + f.abs()))
+        noise_y = noise_y + weighted_flips * f.abs()
     found: dict[str, Near | Tensor] = {"y": Near(y.detach(), noise_y)}
     if not gradients:
         return found
@@ -76,8 +93,9 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
             noise = noise.transpose(0, 1)
         noises = {"x": noise.reshape(leaves["x"].shape)}
         slope = slope_noise + FEW * twin.grad.abs()
-        noises["gate"] = (dy * z * weight).abs() * slope + speck * (1 + (dy * weight).abs() * (r + 1))
-        terms = (dy * z).abs() * (f_noise + FEW * f.abs()) + speck * (1 + r)
+        noises["gate"] = (dy * weighted).abs() * slope + speck * (1 + (dy * weight).abs() * (r + 1))
+        noises["gate"] += weighted_flips * (dy * twin.grad).abs()
+        terms = (dy * seen).abs() * (f_noise + FEW * f.abs()) + speck * (1 + r) + flips * (dy * f).abs()
         noises["weight"] = terms.reshape(-1, terms.shape[-1]).sum(0)
     for name, leaf in leaves.items():
         assert leaf.grad is not None
@@ -87,7 +105,7 @@ def gated_norm(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Ten
 
 def gated_norm_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """As the autograd engine calls it, against the gradients of the formula."""
-    kept = ("x", "gate", "weight", "groups", "act", "weight_offset", "transpose")
+    kept = ("x", "gate", "weight", "groups", "act", "weight_offset", "casting", "transpose")
     found = gated_norm(Call(weft.gated_norm, {name: call[name] for name in kept}), {"y": call["dy"]})
     return {"y": found["dx"], "output1": found["dgate"], "output2": found["dweight"]}
 

@@ -136,9 +136,11 @@ def result_options(
     return_amax: bool = False,
     return_plain: bool = False,
     out_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ResultOptions:
-    """The options of the result of an op on x, checked. Whatever does not depend on tensors is checked only once."""
-    options = _options(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, x.dtype)
+    """The options of the result of an op on x, checked. Whatever does not depend on tensors is checked only once.
+    `dtype` is that of the result where the caller gives none; x's by default."""
+    options = _options(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, dtype or x.dtype)
     if quant_scale is None:
         return options
     if options.format is None:
@@ -248,7 +250,7 @@ def result_reference(
     row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
     if col is not None and groups.have_slots(f, True):
         col = slots_reference(y.float(), f, groups, col, **known)
-    plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(x, shape)
+    plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(x, shape, options.dtype)
     return Result.of(plain, (row, col), amax if options.return_amax else None)
 
 

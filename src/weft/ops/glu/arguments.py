@@ -29,7 +29,7 @@ class GatedUnit(NamedTuple):
 
 class GluArgs(NamedTuple):
     x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
-    up: Tensor | None  # [..., H]
+    up: Tensor | None  # [..., H]; its dtype may be another one than x's
     probs: Tensor | None  # [M]
     bias: Tensor | None  # [width of x], with groups one for each of them
     groups: Groups
@@ -61,6 +61,13 @@ class GluBackwardArgs(NamedTuple):
     unit: GatedUnit
     gradient: ResultOptions
     needs: GluNeeds
+
+    @property
+    def up_gradient(self) -> ResultOptions:
+        """How the gradient of up is stored: like that of x, but in up's own dtype."""
+        if self.up is None or self.up.dtype is self.gradient.dtype:
+            return self.gradient
+        return self.gradient._replace(dtype=self.up.dtype)
 
 
 class GluBackwardOutputs(NamedTuple):

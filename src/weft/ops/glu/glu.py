@@ -44,7 +44,7 @@ from ...runtime import (
     is_distributed,
 )
 from ..common.activations import Act
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, real, whole
 from ..common.groups import (
     NO_GROUPS,
     Groups,
@@ -273,7 +273,7 @@ def glu(
       their results and gradients are zero. Without experts there is one group of all rows. What the numbers are is
       known on the device alone: `RowMap.offsets` in their place, where an expert's pads count as its rows, is not
       noticed.
-    - `out_dtype`: of y, x's by default.
+    - `out_dtype`: of y; by default x's, or that to which PyTorch promotes x's and up's.
     - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`. No block of a
       column-wise copy mixes experts. If `align` is a multiple of 128 its blocks lie as without experts. Otherwise
       `align` is a multiple of 16 (32 for 4-bit codes), and the scales of an expert that begins with row s and has
@@ -304,6 +304,7 @@ def glu(
     options = result_options(
         x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
         out_dtype=out_dtype,
+        dtype=None if up is None or up.dtype is x.dtype else torch.promote_types(x.dtype, up.dtype),
     )  # fmt: skip
     gradient = _PLAIN_GRADIENTS[x.dtype]
     if options.format is not None:
@@ -379,7 +380,7 @@ def _checked_unit(
     if up is not None:
         if layout != "concat":
             raise ValueError(f"with up= there is no layout of gate and up in x; got layout={layout!r}")
-        check_tensor("up", up, (x.dtype,), x.device, x.shape)
+        check_tensor("up", up, dtypes_beside(x.dtype), x.device, x.shape)
         layout = "pair"
     elif layout != "none" and x.shape[-1] % 2:
         raise ValueError(f"x holds gate and up, [..., 2H]; its last dimension is {x.shape[-1]}, which is odd")

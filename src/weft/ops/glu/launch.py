@@ -326,7 +326,7 @@ def allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
     x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
     return GluBackwardOutputs(
         allocate_result(a.gradient, x, groups=a.groups) if needs.x else NO_RESULT,
-        allocate_result(a.gradient, up, groups=a.groups) if up is not None and needs.up else NO_RESULT,
+        allocate_result(a.up_gradient, up, groups=a.groups) if up is not None and needs.up else NO_RESULT,
         torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
         if probs is not None and needs.probs
         else None,

@@ -95,7 +95,7 @@ def glu_backward_reference(a: GluBackwardArgs) -> GluBackwardOutputs:
         result_reference(a.gradient, dx, a.x.shape, a.x, a.groups) if needs.x else NO_RESULT,
         NO_RESULT
         if a.up is None or not needs.up
-        else result_reference(a.gradient, dup, a.up.shape, a.up, a.groups),
+        else result_reference(a.up_gradient, dup, a.up.shape, a.up, a.groups),
         (d * (f * g)).sum(1).to(probs.dtype) if probs is not None and needs.probs else None,
         dbias,
     )

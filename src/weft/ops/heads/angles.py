@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from ...runtime import is_readable
-from ..common.checks import FLOATS, INTEGERS, check_tensor, real, whole
+from ..common.checks import FLOATS, INTEGERS, check_tensor, is_tensor, real, whole
+
+Style = Literal["neox", "interleaved"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +27,17 @@ class Rotation:
     """By which angles the heads of q and k are rotated. A module makes it once, and all layers share it.
 
     **Angles**: `base`, for `position * base^(-2i / dim)`, right to fp32 at any position; or tables `cos` and `sin`
-    [rows, dim / 2] whose row is the position, or [batch, sequence, dim / 2]. Tables get no gradient. With the style
-    "neox", tables with dim columns are taken for HuggingFace's, `cat([angles, angles])`, and their first half is used.
-    On a CPU both halves are compared, and tables with different halves are refused; on a GPU that check would have to
-    wait for the device. With "interleaved" such tables are refused, since two kinds of them are in use.
+    [rows, dim / 2] whose row is the position, or [batch, sequence, dim / 2]. Tables get no gradient. Where pairs are
+    written in the style "neox", tables with dim columns are taken for HuggingFace's, `cat([angles, angles])`, and their
+    first half is used. On a CPU both halves are compared, and tables with different halves are refused; on a GPU that
+    check would have to wait for the device. With "interleaved" such tables are refused, since two kinds of them are in
+    use. For tables of complex numbers there is `Rotation.from_complex`.
 
     - `dim`: how many numbers of a head are rotated, by default all: the first ones, or the last with `first=False`.
       Give it with tables for a part of a head: it says whether they have each angle once or twice.
     - `style`: pairs (i, i + dim / 2) for "neox", (2i, 2i + 1) for "interleaved".
+    - `out_style`: where a pair is written, by default where it was read. HuggingFace's DeepSeek models read
+      "interleaved" pairs and write them "neox". Backward and `inverse` go the opposite way.
     - `sections`: three numbers of pairs. Positions are then [3, …], and that many pairs take their position from the
       first, the second and the third of them (Qwen2-VL).
 
@@ -41,7 +46,7 @@ class Rotation:
 
     >>> import weft
     >>> weft.Rotation(500000.0).llama3(factor=8.0, original=8192)
-    Rotation(base=500000.0, cos=None, sin=None, dim=None, style='neox', first=True, sections=None, \
+    Rotation(base=500000.0, cos=None, sin=None, dim=None, style='neox', out_style=None, first=True, sections=None, \
 scaling='llama3 8.0 8192.0 1.0 4.0')
     """
 
@@ -49,7 +54,8 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
     cos: Tensor | None = None
     sin: Tensor | None = None
     dim: int | None = None
-    style: Literal["neox", "interleaved"] = "neox"
+    style: Style = "neox"
+    out_style: Style | None = None
     first: bool = True
     sections: tuple[int, int, int] | None = None
     scaling: str = ""  # set by the methods below: the kind of scaling and its numbers
@@ -59,8 +65,10 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
     def __post_init__(self) -> None:
         if (self.cos is None) != (self.sin is None) or (self.cos is None) == (self.base is None):
             raise ValueError("angles are given by cos and sin together, or by base")
-        if self.style not in ("neox", "interleaved"):
-            raise ValueError(f"style must be 'neox' or 'interleaved'; got {self.style!r}")
+        out_style = self.style if self.out_style is None else self.out_style
+        for name, style in (("style", self.style), ("out_style", out_style)):
+            if style not in ("neox", "interleaved"):
+                raise ValueError(f"{name} must be 'neox' or 'interleaved'; got {style!r}")
         if self.base is not None and not 0.0 < real("base", self.base) < math.inf:
             raise ValueError(f"base must be positive and finite; got {self.base}")
         if self.dim is not None and (whole("dim", self.dim, 1) % 2):
@@ -73,6 +81,11 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
         ):
             raise ValueError(f"sections must be three numbers of pairs; got {sections!r}")
         if self.cos is not None and self.sin is not None:
+            if is_tensor(self.cos) and self.cos.is_complex():
+                raise ValueError(
+                    f"cos must be a table of real numbers; got {self.cos.dtype}. Of one complex table cos + i sin: "
+                    "weft.Rotation.from_complex(table)"
+                )
             check_tensor("cos", self.cos, FLOATS, getattr(self.cos, "device", None))  # type: ignore[arg-type]
             check_tensor("sin", self.sin, (self.cos.dtype,), self.cos.device)
         turning = Turning(
@@ -83,10 +96,30 @@ scaling='llama3 8.0 8192.0 1.0 4.0')
             scaling=self.scaling,
             dim=self.dim or 0,
             style=self.style,
+            out_style=out_style,
             first=self.first,
             sections="" if sections is None else " ".join(map(str, sections)),
         )
         object.__setattr__(self, "argument", turning)
+
+    @classmethod
+    def from_complex(
+        cls,
+        table: Tensor,
+        *,
+        dim: int | None = None,
+        style: Style = "interleaved",
+        out_style: Style | None = None,
+        first: bool = True,
+    ) -> Rotation:
+        """The rotation by a table of complex numbers, cos + i sin, of the same shapes as real tables: `freqs_cis` of
+        torchtitan and Llama 4. Those multiply pairs of neighbours by them, so the style is "interleaved" by default.
+        Cosines and sines are copied: make it once."""
+        if not is_tensor(table) or not table.is_complex():
+            kind = table.dtype if is_tensor(table) else type(table).__name__
+            raise TypeError(f"table must be a tensor of complex numbers, cos + i sin; got {kind}")
+        cos, sin = table.real.contiguous(), table.imag.contiguous()
+        return cls(cos=cos, sin=sin, dim=dim, style=style, out_style=out_style, first=first)
 
     def linear(self, factor: float) -> Rotation:
         """All positions divided by `factor` (position interpolation)."""
@@ -139,11 +172,12 @@ class Turning(NamedTuple):
     scaling: str
     dim: int  # 0: there is no rotation
     style: str
+    out_style: str
     first: bool
     sections: str  # text, since PyTorch wants the gradient of a list to be a list
 
 
-NO_TURNING = Turning(None, None, None, 0.0, "", 0, "neox", True, "")
+NO_TURNING = Turning(None, None, None, 0.0, "", 0, "neox", "neox", True, "")
 
 
 # ---- checks ---------------------------------------------------------------------------------------------
@@ -182,7 +216,8 @@ def check_rotation(
     elif cos is turning.cos and turned == turning.dim:
         return turning
     return Turning(
-        cos, sin, positions, turning.base, turning.scaling, turned, turning.style, turning.first, turning.sections
+        cos, sin, positions, turning.base, turning.scaling, turned, turning.style, turning.out_style, turning.first,
+        turning.sections,
     )  # fmt: skip
 
 
@@ -201,7 +236,7 @@ def _check_tables(
         cos.dim() == 3 and not by_position and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
     )
     if lies and width in (half, turned) and sin.shape == cos.shape:
-        return (cos, sin) if width == half else _first_halves(cos, sin, rotation.style)
+        return (cos, sin) if width == half else _first_halves(cos, sin, rotation.argument.out_style)
     note = ""
     if width == dim and cos.dim() > 2 and not lies:
         note = ". If it is k: one tensor is rotated in a call; call rope for each, or give both to weft.qkv_prepare"
@@ -216,13 +251,14 @@ def _check_tables(
     )
 
 
-def _first_halves(cos: Tensor, sin: Tensor, style: str) -> tuple[Tensor, Tensor]:
+def _first_halves(cos: Tensor, sin: Tensor, out_style: str) -> tuple[Tensor, Tensor]:
     """The first halves of HuggingFace's tables `cat([angles, angles])`."""
     half = cos.shape[-1] // 2
-    if style == "interleaved":
+    if out_style == "interleaved":
         raise ValueError(
             f"cos and sin have {2 * half} columns for {half} angles. With style='interleaved' give each angle once: "
-            "cos[..., ::2] where equal ones are neighbours, cos[..., : cos.shape[-1] // 2] where both halves are equal"
+            "cos[..., ::2] where equal ones are neighbours, cos[..., : cos.shape[-1] // 2] where halves are equal; "
+            "for HuggingFace's DeepSeek models, which write halves, add out_style='neox'"
         )
     halves = [(table[..., :half], table[..., half:]) for table in (cos, sin)]
     if is_readable(cos) and is_readable(sin) and not all(torch.equal(*pair) for pair in halves):

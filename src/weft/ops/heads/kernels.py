@@ -41,7 +41,8 @@ class Plan:
     after: bool  # the norm comes after the rotation
     rotate: bool
     inverse: bool  # by the negative angles
-    interleaved: bool  # pairs are neighbours
+    interleaved: bool  # pairs of the input are neighbours
+    out_interleaved: bool  # and those of the output
     first: bool  # the rotated part comes first
     sections: bool
     scaled: str  # how caches are scaled: "none", "token", "head" or "tensor"
@@ -118,13 +119,21 @@ def known_multiple(n, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _columns(size, PLAN: tl.constexpr):
+def _columns(size, PLAN: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Where in a head the numbers of a and of b are, and which exist: four of [pairs]. Those that are neighbours in
-    memory are so here, in pieces that the compiler knows to be aligned if half and rest are."""
+    memory are so here, in pieces that the compiler knows to be aligned if half and rest are; but for INTERLEAVED pairs,
+    which are part of a head here, beside a rest that lies as in the other style."""
     half, rest = size.half, size.rest
     lane = tl.arange(0, PLAN.pairs)
     a_rest = rest - rest // 2
-    if PLAN.partial:
+    if INTERLEAVED:
+        if PLAN.first:
+            a = tl.where(lane < half, 2 * lane, lane + half)
+            b = tl.where(lane < half, 2 * lane + 1, lane + half + a_rest)
+        else:
+            a = tl.where(lane < half, rest + 2 * lane, lane - half)
+            b = tl.where(lane < half, rest + 2 * lane + 1, lane + a_rest - half)
+    elif PLAN.partial:
         if PLAN.first:
             a = lane + tl.where(lane < half, 0, half)
             b = lane + half + tl.where(lane < half, 0, a_rest)
@@ -156,9 +165,10 @@ def _paired_columns(size, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(ptr, off, there, size, PLAN: tl.constexpr):
+def _load_pairs(ptr, off, there, size, PLAN: tl.constexpr, INTERLEAVED: tl.constexpr):
     """(a, b) in fp32 of the heads at off [T, H]."""
-    if PLAN.interleaved:
+    # A rest is read as pairs of neighbours only if it is written as such.
+    if INTERLEAVED and not (PLAN.partial and PLAN.interleaved != PLAN.out_interleaved):
         T: tl.constexpr = off.shape[0]
         H: tl.constexpr = off.shape[1]
         column, exists = _paired_columns(size, PLAN)
@@ -166,7 +176,7 @@ def _load_pairs(ptr, off, there, size, PLAN: tl.constexpr):
         both = tl.load(ptr + off[:, :, None] + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
         return tl.split(tl.reshape(both, (T, H, PLAN.pairs, 2)))
     else:
-        a_column, b_column, a_exists, b_exists = _columns(size, PLAN)
+        a_column, b_column, a_exists, b_exists = _columns(size, PLAN, INTERLEAVED)
         mask = there[:, :, None] & a_exists[None, None, :]
         a = tl.load(ptr + off[:, :, None] + a_column[None, None, :], mask=mask, other=0.0).to(tl.float32)
         mask = there[:, :, None] & b_exists[None, None, :]
@@ -175,15 +185,15 @@ def _load_pairs(ptr, off, there, size, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _store_pairs(ptr, off, there, a, b, size, PLAN: tl.constexpr):
+def _store_pairs(ptr, off, there, a, b, size, PLAN: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The one rounding of each head, to the dtype that ptr points to."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
-    if PLAN.interleaved:
+    if INTERLEAVED and not (PLAN.partial and PLAN.interleaved != PLAN.out_interleaved):
         column, exists = _paired_columns(size, PLAN)
         mask = there[:, :, None] & exists[None, None, :]
         tl.store(ptr + off[:, :, None] + column[None, None, :], tl.interleave(a, b).to(DTYPE), mask=mask)
     else:
-        a_column, b_column, a_exists, b_exists = _columns(size, PLAN)
+        a_column, b_column, a_exists, b_exists = _columns(size, PLAN, INTERLEAVED)
         mask = there[:, :, None] & a_exists[None, None, :]
         tl.store(ptr + off[:, :, None] + a_column[None, None, :], a.to(DTYPE), mask=mask)
         mask = there[:, :, None] & b_exists[None, None, :]
@@ -192,9 +202,10 @@ def _store_pairs(ptr, off, there, a, b, size, PLAN: tl.constexpr):
 
 @triton.jit
 def _load_vector(ptr, offset, size, PLAN: tl.constexpr):
-    """(a, b) of a weight or a bias: tiles [1, 1, pairs]."""
+    """(a, b) of a weight or a bias of the norm: tiles [1, 1, pairs]."""
     zero = tl.zeros((1, 1), tl.int32)
-    a, b = _load_pairs(ptr, zero, zero == 0, size, PLAN)
+    INTERLEAVED: tl.constexpr = PLAN.out_interleaved if PLAN.after else PLAN.interleaved
+    a, b = _load_pairs(ptr, zero, zero == 0, size, PLAN, INTERLEAVED)
     return a + offset, b + offset
 
 
@@ -208,10 +219,10 @@ def _bias_offset(x, head, heads, ALIGN: tl.constexpr):
 @triton.jit
 def _load_heads(x, off, head, heads, there, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
     """(a, b) of heads [H] of the input, at off [T, H], with their bias."""
-    a, b = _load_pairs(x.ptr, off, there, size, PLAN)
+    a, b = _load_pairs(x.ptr, off, there, size, PLAN, PLAN.interleaved)
     if x.bias is not None:
         bias_off, exist = _bias_offset(x, head, heads, ALIGN)
-        more_a, more_b = _load_pairs(x.bias, bias_off, exist, size, PLAN)
+        more_a, more_b = _load_pairs(x.bias, bias_off, exist, size, PLAN, PLAN.interleaved)
         a, b = a + more_a, b + more_b
     return a, b
 
@@ -369,7 +380,8 @@ def _keep_pairs(cache, at, head, there, a, b, size, PLAN: tl.constexpr, ALIGN: t
             largest = larger(amax(a, axis=2), amax(b, axis=2))
             factor = _cache_factor(cache, largest, at, head, kept, PLAN)
             a, b = _cache_codes(a, factor, PLAN), _cache_codes(b, factor, PLAN)
-        _store_pairs(cache.ptr, _cache_offset(cache, at, head, ALIGN), kept, a, b, size, PLAN)
+        off = _cache_offset(cache, at, head, ALIGN)
+        _store_pairs(cache.ptr, off, kept, a, b, size, PLAN, PLAN.out_interleaved)
 
 
 @triton.jit
@@ -416,7 +428,7 @@ def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN
         if PLAN.rotate and not PLAN.after:
             a, b = _turn(a, b, at.cos, at.sin, size.half, PLAN)
         off = y_off[:, None] + _head_offset(y, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
-        _store_pairs(y.ptr, off, there, a, b, size, PLAN)
+        _store_pairs(y.ptr, off, there, a, b, size, PLAN, PLAN.out_interleaved)
         if cache is not None:
             _keep_pairs(cache, at, head, there, a, b, size, PLAN, ALIGN)
 
@@ -528,7 +540,7 @@ def _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN: tl.con
         head = first + tl.arange(0, PLAN.heads)
         there = at.exists[:, None] & (head < heads.heads)[None, :]  # [T, H]
         off = dy_off[:, None] + _head_offset(dy, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
-        a, b = _load_pairs(dy.ptr, off, there, size, PLAN)
+        a, b = _load_pairs(dy.ptr, off, there, size, PLAN, PLAN.out_interleaved)
         if PLAN.rotate and not PLAN.after:
             a, b = _turn(a, b, at.cos, -at.sin, size.half, PLAN)
         if PLAN.norm != "none":
@@ -554,7 +566,7 @@ def _backward_heads(dy, x, dx, norm, totals, sums, at, heads, size, PLAN: tl.con
             a, b = _turn(a, b, at.cos, -at.sin, size.half, PLAN)
         if dx.ptr is not None:
             off = dx_off[:, None] + _head_offset(dx, head, heads, ALIGN)[None, :]
-            _store_pairs(dx.ptr, off, there, a, b, size, PLAN)
+            _store_pairs(dx.ptr, off, there, a, b, size, PLAN, PLAN.interleaved)
     return a_weight, b_weight, a_bias, b_bias
 
 
@@ -564,7 +576,8 @@ def _store_sums(ptr, program, a, b, size, PLAN: tl.constexpr):
     a = tl.sum(tl.sum(a, axis=0), axis=0)[None, None, :]
     b = tl.sum(tl.sum(b, axis=0), axis=0)[None, None, :]
     off = tl.zeros((1, 1), tl.int64) + program * (2 * size.half + size.rest)
-    _store_pairs(ptr, off, off >= 0, a, b, size, PLAN)
+    INTERLEAVED: tl.constexpr = PLAN.out_interleaved if PLAN.after else PLAN.interleaved
+    _store_pairs(ptr, off, off >= 0, a, b, size, PLAN, INTERLEAVED)
 
 
 @triton.jit

@@ -28,7 +28,8 @@ class Choice(NamedTuple):
     norm: str
     after: bool
     turned: int  # how many numbers of a head are rotated; 0 without a rotation
-    style: str
+    interleaved: bool  # the pairs of the input
+    out_interleaved: bool  # and those of the output
     first: bool
     sections: str
     inverse: bool
@@ -58,8 +59,10 @@ def _choice(
     scaled: str = "none",
     element: str = "e4m3",
 ) -> Choice:
+    styles = turning.style == "interleaved", turning.out_style == "interleaved"
+    read, written = reversed(styles) if inverse else styles
     return Choice(
-        cut, v_dim, norm.kind, norm.after, turning.dim, turning.style, turning.first, turning.sections, inverse, scaled,
+        cut, v_dim, norm.kind, norm.after, turning.dim, read, written, turning.first, turning.sections, inverse, scaled,
         element,
     )  # fmt: skip
 
@@ -67,7 +70,7 @@ def _choice(
 @functools.lru_cache(maxsize=1024)
 def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> Launch:
     cut, (_, rest) = choice.cut, choice.halves
-    heads, interleaved = cut.kv or cut.q, choice.style == "interleaved"
+    heads, interleaved = cut.kv or cut.q, choice.interleaved and choice.out_interleaved
     pairs, v_tile, gates = (
         _tile(cut.dim - cut.dim // 2),
         _tile(choice.v_dim),
@@ -93,7 +96,8 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
         after=choice.after,
         rotate=choice.turned > 0,
         inverse=choice.inverse,
-        interleaved=interleaved,
+        interleaved=choice.interleaved,
+        out_interleaved=choice.out_interleaved,
         first=choice.first,
         sections=choice.sections != "",
         scaled=choice.scaled,

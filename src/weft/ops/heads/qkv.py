@@ -5,8 +5,8 @@
     (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
     out = round(·)                             to the dtype of the input, in the layout of the output
 
-Pairs are (i, i + n/2) of the n rotated numbers ("neox") or (2i, 2i + 1) ("interleaved"). The norm comes before the
-rotation, or after it.
+Pairs are (i, i + n/2) of the n rotated numbers ("neox") or (2i, 2i + 1) ("interleaved"); they may be read in one of
+these styles and written in the other. The norm comes before the rotation, or after it.
 
 All of it in fp32 with one rounding to each stored tensor. Backward turns the gradients back (by -sin) and goes
 through the norm, whose statistics are computed again from the input, into one packed gradient:

@@ -18,21 +18,20 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def rotated(x: Tensor, angles: CosSin | None, turning: Turning, inverse: bool = False) -> Tensor:
-    """x [batch, sequence, heads, numbers] with its pairs turned by the angles, or back by them."""
+    """x [batch, sequence, heads, numbers] with its pairs turned by the angles, or back by them, and written where the
+    rotation writes them, or back where it reads them."""
     if angles is None:
         return x
     cos, sin = angles
+    style, out_style = turning.style, turning.out_style
     if inverse:
-        sin = -sin
+        sin, style, out_style = -sin, out_style, style
     rest = x.shape[-1] - turning.dim
     start = 0 if turning.first else rest
     before, turned, after = x.split((start, turning.dim, rest - start), -1)
-    if turning.style == "neox":
-        a, b = turned.chunk(2, -1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = turned.chunk(2, -1) if style == "neox" else (turned[..., 0::2], turned[..., 1::2])
+    pair = [a * cos - b * sin, b * cos + a * sin]
+    turned = torch.cat(pair, -1) if out_style == "neox" else torch.stack(pair, -1).flatten(-2)
     return torch.cat([before, turned, after], -1)
 
 

@@ -65,8 +65,8 @@ def rope(
 ) -> Tensor:
     """The rotation of `qkv_prepare` for one tensor of heads: [batch, sequence, heads, dim], or as `layout` says.
 
-    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does. The result
-    is in `out_layout`, by default that of x.
+    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does, and
+    writes pairs where the rotation reads them. The result is in `out_layout`, by default that of x.
 
     >>> import torch, weft
     >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head

@@ -18,6 +18,8 @@ experts and 0 elsewhere, and D = sum(w) + eps:
     dx = ds * s * (1 - s)              sigmoid
     dx = ds * sigmoid(x) / (2 * s)     sqrt(softplus)
 
+A gradient of the scores themselves, where they are returned, is added to ds.
+
 In the balance loss P = s / (sum(s) + 1e-20) over all experts (P = s for softmax), and n_e counts how often a plain
 top-k of s, without bias or groups, chooses expert e. In the z loss l = log(sum(exp(x))):
 
@@ -98,6 +100,7 @@ class Routing(NamedTuple):
     - `weights` [..., k] and `indices` [..., k], the best expert first.
     - `counts` [E], int32: how many tokens go to each expert.
     - `balance_loss`, `z_loss`: scalars, if asked for.
+    - `scores` [..., E], fp32: s of all experts, as it is before bias, choice, renormalising and scale, if asked for.
     - `score_sums` [E] and `score_counts` [E], int32: the sum over tokens of P, and n, in the balance loss. For a loss
       over several ranks, add up score_counts over the ranks and multiply the sum by score_sums, which has the gradient.
     """
@@ -109,6 +112,7 @@ class Routing(NamedTuple):
     z_loss: Tensor | None = None
     score_sums: Tensor | None = None
     score_counts: Tensor | None = None
+    scores: Tensor | None = None
 
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
@@ -141,6 +145,7 @@ class RouteArgs(NamedTuple):
     groups: Groups
     weight_dtype: torch.dtype
     index_dtype: torch.dtype
+    scores: bool  # those of all experts are wanted
     balance: bool  # score_sums and score_counts are wanted
     z: bool
 
@@ -149,6 +154,7 @@ class RouteOutputs(NamedTuple):
     weights: Tensor  # [..., k]
     indices: Tensor  # [..., k]
     counts: Tensor  # int32 [E]
+    scores: Tensor | None  # fp32 [..., E]
     score_sums: Tensor | None  # fp32 [E]
     score_counts: Tensor | None  # int32 [E]
     z: Tensor | None  # fp32, the sum over tokens of l^2
@@ -158,6 +164,7 @@ class RouteBackwardArgs(NamedTuple):
     logits: Tensor
     indices: Tensor
     dweights: Tensor | None
+    dscores: Tensor | None
     dscore_sums: Tensor | None
     dz: Tensor | None
     weighing: Weighing
@@ -222,6 +229,7 @@ def route_reference(a: RouteArgs) -> RouteOutputs:
         (weights * how.scale).to(a.weight_dtype).view(*lead, k),
         indices.to(a.index_dtype).view(*lead, k),
         _count(indices, experts),
+        s.view(logits.shape) if a.scores else None,
         _shares(s, how.score).sum(0) if a.balance else None,
         _count(_best(value, k), experts) if a.balance else None,
         torch.logsumexp(x, -1).square().sum() if a.z else None,
@@ -251,6 +259,8 @@ def route_backward_reference(a: RouteBackwardArgs) -> RouteGradients:
                 total = w.sum(-1, keepdim=True) + how.eps
                 g = (g - (g * w).sum(-1, keepdim=True) / total) / total
             ds.scatter_(1, chosen, g)
+    if a.dscores is not None:
+        ds = ds + a.dscores.reshape(s.shape).to(x.dtype)
     if a.dscore_sums is not None:
         c = a.dscore_sums.to(x.dtype)
         if how.score == "softmax":
@@ -322,6 +332,7 @@ def _allocate_route(a: RouteArgs) -> RouteOutputs:
         torch.empty(*lead, a.k, dtype=a.weight_dtype, device=device),
         torch.empty(*lead, a.k, dtype=a.index_dtype, device=device),
         torch.empty(experts, dtype=torch.int32, device=device),
+        torch.empty(*lead, experts, dtype=sums, device=device) if a.scores else None,
         torch.empty(experts, dtype=sums, device=device) if a.balance else None,
         torch.empty(experts, dtype=torch.int32, device=device) if a.balance else None,
         torch.empty((), dtype=sums, device=device) if a.z else None,
@@ -351,7 +362,7 @@ def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
     align = align_of(group_size, stride, least=4)
     _route_launch(how, groups.masked_is_zero, config, a.k, align)(
         (programs, 1, 1),
-        (logits, contiguous(a.bias), o.weights, o.indices, *partials),
+        (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
         (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
         (how.eps, how.scale),
     )
@@ -369,6 +380,7 @@ def _launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
     how = a.weighing
     logits, indices = flat_rows(a.logits), a.indices.contiguous()
     dweights, dweights_stride = one_stride(a.dweights)
+    dscores, dscores_stride = one_stride(a.dscores)
     rows, experts = logits.shape
     stride = logits.stride(0)
     config = RouteConfig.choose(1, experts, capabilities_of(logits.device).target)
@@ -380,12 +392,12 @@ def _launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
         RENORMALIZE=how.renormalize,
         ROWS=config.rows,
         TILE=config.tile,
-        ALIGN=align_of(experts, stride, least=4),
+        ALIGN=align_of(experts, stride, dscores_stride, least=4),
     )
     launch(
         (-(-rows // config.rows), 1, 1),
-        (logits, indices, dweights, contiguous(a.dscore_sums), a.dz, o.logits),
-        (rows, experts, stride, indices.shape[-1], dweights_stride),
+        (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
+        (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
         (how.eps, how.scale),
     )
 
@@ -394,17 +406,19 @@ def _launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
 
 
 def _present(a: RouteArgs) -> Any:
-    return RouteOutputs(True, True, True, a.balance, a.balance, a.z)  # type: ignore[arg-type]
+    return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
 
 
 def _keep(a: RouteArgs, o: RouteOutputs) -> RouteBackwardArgs:
-    return RouteBackwardArgs(a.logits, o.indices, None, None, None, a.weighing)
+    return RouteBackwardArgs(a.logits, o.indices, None, None, None, None, a.weighing)
 
 
 def _gradients(b: Backward) -> Gradients:
     kept: RouteBackwardArgs = b.kept
     grads: RouteOutputs = b.grads
-    args = kept._replace(dweights=grads.weights, dscore_sums=grads.score_sums, dz=grads.z)
+    args = kept._replace(
+        dweights=grads.weights, dscores=grads.scores, dscore_sums=grads.score_sums, dz=grads.z
+    )
     return {"logits": route_backward_op(args).logits}
 
 
@@ -414,6 +428,7 @@ _SHARDING = Sharding(
         "weights": "... j",
         "indices": "... j",
         "counts": "sum: e",
+        "scores": "... e",
         "score_sums": "sum: e",
         "score_counts": "sum: e",
         "z": "sum:",
@@ -441,7 +456,7 @@ route_op = define_op(
     present=_present,
     keep=_keep,
     backward=_gradients,
-    differentiable=("weights", "score_sums", "z"),
+    differentiable=("weights", "scores", "score_sums", "z"),
     sharding=lambda a: _SHARDING,
     variants=72,
 )
@@ -465,6 +480,7 @@ def route(
     scale: float = 1.0,
     balance_coefficient: float | None = None,
     z_coefficient: float | None = None,
+    return_scores: bool = False,
     out_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype = torch.int32,
 ) -> Routing:
@@ -485,6 +501,7 @@ def route(
     - `balance_coefficient`, `z_coefficient`: compute the load-balance loss and the z loss of these tokens, times the
       coefficient. Add them to the model's loss. Of a DTensor they are those of all ranks' tokens; for the load-balance
       loss the counts of the experts are added up over the ranks, an all-reduce of E numbers.
+    - `return_scores`: also return the scores of all experts, in fp32 and with a gradient, for losses of one's own.
     - `out_dtype`: the dtype of the weights; `index_dtype`: int32 or int64.
 
     Equal scores: the lowest index wins. Every row has k different indices, also if its logits are all equal, minus
@@ -500,7 +517,12 @@ def route(
     """
     rule = CONVENTIONS.get(convention) if isinstance(convention, str) else None
     if rule is None:
-        raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
+        note = (
+            ". Its models route differently: take the one that is closest"
+            if convention == "transformers"
+            else ""
+        )
+        raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}{note}")
     if score is None:
         score = rule.score
     elif score not in SCORES:
@@ -554,6 +576,7 @@ def route(
             grouped,
             out_dtype,
             index_dtype,
+            bool(return_scores),
             balance_coefficient is not None,
             z_coefficient is not None,
         )
@@ -565,7 +588,9 @@ def route(
         balance_loss = (o.score_sums * summed(o.score_counts)).sum() * factor
     if z_coefficient is not None and o.z is not None:
         z_loss = o.z * (z_coefficient / tokens)
-    return Routing(o.weights, o.indices, o.counts, balance_loss, z_loss, o.score_sums, o.score_counts)
+    return Routing(
+        o.weights, o.indices, o.counts, balance_loss, z_loss, o.score_sums, o.score_counts, o.scores
+    )
 
 
 _ONE_GROUP = Groups(1, 1, 1, False)

@@ -65,6 +65,7 @@ def route_kernel(
     bias_ptr,  # [experts], or None
     weights_ptr,  # [rows, k]
     indices_ptr,  # [rows, k]
+    scores_ptr,  # fp32 [rows, experts], or None
     counts_ptr,  # [programs, experts], int32
     score_sums_ptr,  # fp32 [programs, experts], or None
     score_counts_ptr,  # int32 [programs, experts], or None
@@ -109,6 +110,9 @@ def route_kernel(
             tl.float32
         )
         s = _score_of(x, SCORE)
+        if scores_ptr is not None:
+            scores_off = tl.multiple_of(row * ((experts // ALIGN) * ALIGN), ALIGN)
+            tl.store(scores_ptr + scores_off[:, None] + expert[None, :], s, mask=mask)
         value = x if POST else s  # what the weights are made of
         choice = value
         if bias_ptr is not None:
@@ -216,6 +220,7 @@ def route_backward_kernel(
     logits_ptr,  # [rows, experts]
     indices_ptr,  # [rows, k]
     dweights_ptr,  # [rows, k], or None
+    dscores_ptr,  # [rows, experts], or None
     dscore_sums_ptr,  # [experts], or None
     dz_ptr,  # a scalar, or None
     dlogits_ptr,  # [rows, experts]
@@ -224,6 +229,7 @@ def route_backward_kernel(
     stride,
     k,
     dweights_stride,
+    dscores_stride,
     eps,
     scale,
     SCORE: tl.constexpr,
@@ -231,7 +237,7 @@ def route_backward_kernel(
     RENORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,  # the number of experts, rounded up to a power of two
-    ALIGN: tl.constexpr,  # experts and stride are multiples of it
+    ALIGN: tl.constexpr,  # experts, stride and dscores_stride are multiples of it
 ):
     """dlogits of ROWS rows. Scores are computed again from the logits, and the choice is read from the indices."""
     _, expert, exists = _places(experts, experts, 1, TILE, ALIGN)  # [TILE]
@@ -255,19 +261,28 @@ def route_backward_kernel(
         share_grad = tl.load(dscore_sums_ptr + expert, mask=exists, other=0.0).to(tl.float32)[
             None, :
         ]  # [1, TILE]
+    if dscores_ptr is not None:
+        scores_off = tl.multiple_of(row * dscores_stride, ALIGN)
+        score_grad = tl.load(dscores_ptr + scores_off[:, None] + expert[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+    # Whether scores of all experts have a gradient, and not those of the chosen ones alone.
+    ALL: tl.constexpr = dscores_ptr is not None or dscore_sums_ptr is not None
     dx = tl.zeros((ROWS, TILE), tl.float32)
     if SCORE == SOFTMAX:
         if POST and dweights_ptr is not None:
             w, _ = softmax(tl.where(chosen != 0, x, -float("inf")))
             dx = w * (ds - tl.sum(w * ds, axis=1)[:, None])
             ds = tl.zeros((ROWS, TILE), tl.float32)
-        if not POST or dscore_sums_ptr is not None or dz_ptr is not None:
+        if not POST or ALL or dz_ptr is not None:
             s, lse = softmax(x)
             if RENORMALIZE and not POST:
                 ds = _through_sum(ds, s, chosen, eps)
             if dscore_sums_ptr is not None:
                 ds += share_grad
-            if not POST or dscore_sums_ptr is not None:
+            if dscores_ptr is not None:
+                ds += score_grad
+            if not POST or ALL:
                 dx += s * (ds - tl.sum(s * ds, axis=1)[:, None])
             if dz_ptr is not None:
                 dx += tl.load(dz_ptr).to(tl.float32) * 2.0 * lse[:, None] * s
@@ -278,6 +293,8 @@ def route_backward_kernel(
         if dscore_sums_ptr is not None:
             total = tl.sum(s, axis=1)[:, None] + 1e-20
             ds += (share_grad - tl.sum(share_grad * s, axis=1)[:, None] / total) / total
+        if dscores_ptr is not None:
+            ds += score_grad
         if SCORE == SIGMOID:
             dx = ds * s * sigmoid(-x)
         else:

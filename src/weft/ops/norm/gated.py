@@ -2,8 +2,9 @@
 way.
 
     r = 1 / sqrt(mean(x^2) + eps)              over each of the `groups` equal parts of a row
-    z = x * r
-    y = z * (weight + weight_offset) * f(gate)                f = sigmoid, or silu: f(g) = g * sigmoid(g)
+    z = x * r                                  casting="llama" rounds z to x's dtype, and the next product to that which
+    y = z * (weight + weight_offset)           x's and the weight's promote to
+    y = y * f(gate)                            f = sigmoid, or silu: f(g) = g * sigmoid(g)
     out = round(y), or its codes and scales
 
 All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. With
@@ -15,7 +16,8 @@ written where it lies. Backward, with dy the gradient of y, d = dy * f(gate) and
     dweight = sum over rows of d * z
 
 The sums over rows are fp32 partial sums, one per program, added up in order: the same bits every run. Rounding
-steps are passed straight through.
+steps are passed straight through: with casting="llama" dgate and dweight have the rounded numbers in them, as the
+forward multiplies them, and dx the exact z.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class GatedNormArgs(NamedTuple):
     act: str
     eps: float
     weight_offset: float
+    casting: str
     transpose: bool
     stats: bool  # rstd is wanted, for the backward
     result: ResultOptions
@@ -93,6 +96,7 @@ class GatedNormBackwardArgs(NamedTuple):
     groups: int
     act: str
     weight_offset: float
+    casting: str
     transpose: bool
     needs: GatedNormNeeds
 
@@ -110,14 +114,23 @@ def _by_group(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return x.reshape(count_rows(x), groups, x.shape[-1] // groups).to(dtype)
 
 
+def _rounded(value: Tensor, a: GatedNormArgs | GatedNormBackwardArgs, *factors: Tensor) -> Tensor:
+    """With casting="llama" the value as PyTorch stores the product of these factors."""
+    if a.casting != "llama":
+        return value
+    dtype = functools.reduce(torch.promote_types, [factor.dtype for factor in factors])
+    return value.to(dtype).to(value.dtype)
+
+
 def gated_norm_reference(a: GatedNormArgs) -> GatedNormOutputs:
     """The definition."""
     dtype = compute_dtype(a.x)
     h = _by_group(_in_order(a.x, a.transpose), a.groups, dtype)
     rstd = 1.0 / torch.sqrt(h.square().mean(2) + a.eps)
     y = (h * rstd[:, :, None]).reshape(len(h), a.gate.shape[-1])
+    y = _rounded(y, a, a.x)
     if a.weight is not None:
-        y = y * (a.weight.to(dtype) + a.weight_offset)
+        y = _rounded(y * (a.weight.to(dtype) + a.weight_offset), a, a.x, a.weight)
     y = y * activation_reference(a.gate.reshape(y.shape).to(dtype), a.act)[0]
     return GatedNormOutputs(
         result_reference(a.result, y, a.gate.shape, a.x), rstd.flatten() if a.stats else None
@@ -131,15 +144,17 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
     z = h * r
     w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
     f, slope = activation_reference(g, a.act)
+    seen = _rounded(z, a, a.x)  # as the weight multiplies it
+    weighted = seen if a.weight is None else _rounded(seen * w, a, a.x, a.weight)
     dx = dgate = dweight = None
     if a.needs.x:
         t = d * f * w
         dx = (r * (t - z * (t * z).mean(2, keepdim=True))).to(a.x.dtype)
         dx = _in_order(dx.view(a.gate.shape), a.transpose).contiguous()
     if a.needs.gate:
-        dgate = (d * z * w * slope).to(a.gate.dtype).view(a.gate.shape)
+        dgate = (d * weighted * slope).to(a.gate.dtype).view(a.gate.shape)
     if a.needs.weight and a.weight is not None:
-        dweight = (d * f * z).sum(0).flatten().to(a.weight.dtype)
+        dweight = (d * f * seen).sum(0).flatten().to(a.weight.dtype)
     return GatedNormGradients(dx, dgate, dweight)
 
 
@@ -265,7 +280,7 @@ _PLAIN = _Pass()
 
 
 @functools.lru_cache(maxsize=4096)
-def _groups_launch(layout: _Layout, act: str, target: str, made: _Pass) -> BoundLaunch:
+def _groups_launch(layout: _Layout, act: str, casting: str, target: str, made: _Pass) -> BoundLaunch:
     """A pass over groups."""
     align = layout.align
     config = GroupConfig.choose(layout.cols, made.smallest_tile, False, align, target)
@@ -273,6 +288,7 @@ def _groups_launch(layout: _Layout, act: str, target: str, made: _Pass) -> Bound
         gated_norm_kernel,
         num_warps=config.num_warps,
         ACT=act,
+        LLAMA=casting == "llama",
         FORMAT=made.format and Format.of(made.format),
         CAST=made.cast,
         STATIC=made.static,
@@ -301,7 +317,7 @@ class _GatedNorm:
         self.rstd = o.rstd
 
     def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
-        _groups_launch(self.layout, self.a.act, self.target.target, made)(
+        _groups_launch(self.layout, self.a.act, self.a.casting, self.target.target, made)(
             (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
             (self.a.eps, self.a.weight_offset),
         )
@@ -331,7 +347,7 @@ class _GatedNorm:
         data, data_scale, _, *strides = copy_arguments(copy)
         format = None if copy is None else to.format
         made = _Pass(self.format.group, format, self.cast, to.scale is not None, known, tuple(strides))
-        launch = _groups_launch(self.layout, a.act, self.target.target, made)
+        launch = _groups_launch(self.layout, a.act, a.casting, self.target.target, made)
         partials = (
             torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         )
@@ -359,6 +375,7 @@ class _GatedNorm:
             gated_norm_stripe_kernel,
             num_warps=16 if align == 1 and self.target.backend == "cuda" else num_warps,
             ACT=self.a.act,
+            LLAMA=self.a.casting == "llama",
             FORMAT=self.format,
             CAST=self.cast,
             STATIC=self.a.result.scale is not None,
@@ -422,6 +439,7 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
         gated_norm_backward_kernel,
         num_warps=config.num_warps,
         ACT=a.act,
+        LLAMA=a.casting == "llama",
         ROWS=config.rows,
         TILE=config.tile,
         LOOP=config.loop,
@@ -452,6 +470,7 @@ def _keep(a: GatedNormArgs, o: GatedNormOutputs) -> GatedNormBackwardArgs:
         groups=a.groups,
         act=a.act,
         weight_offset=a.weight_offset,
+        casting=a.casting,
         transpose=a.transpose,
         needs=GatedNormNeeds(),
     )
@@ -510,6 +529,7 @@ class GatedNormOptions(TypedDict, total=False):
     act: Activation
     eps: float | None
     weight_offset: float
+    casting: Literal["fp32", "llama"]
     transpose: bool
     out_dtype: torch.dtype | None
     rowwise: bool
@@ -546,6 +566,7 @@ def gated_norm(
     act: Activation = "sigmoid",
     eps: float | None = 1e-6,
     weight_offset: float = 0.0,
+    casting: Literal["fp32", "llama"] = "fp32",
     transpose: bool = False,
     out_dtype: torch.dtype | None = None,
     quantize: Format | str | None = None,
@@ -567,6 +588,9 @@ def gated_norm(
     - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
       layers around it want them.
     - `weight_offset`: 1 for weights stored around zero.
+    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised x to x's dtype before the weight, and the
+      product of both before the gate, to the dtype to which PyTorch promotes x's and the weight's: HuggingFace's order
+      for Qwen3-Next, Qwen3.5 and OLMo Hybrid.
     - `out_dtype`: of y, x's by default.
     - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`; the rows of the
       codes are those of y. A row-wise copy is made in the same pass if no block of it reaches from one group into
@@ -599,6 +623,8 @@ def gated_norm(
         check_tensor("weight", weight, FLOATS, x.device, (cols,))
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"act must be 'sigmoid' or 'silu'; got {act!r}")
+    if casting not in ("fp32", "llama"):
+        raise ValueError(f"casting must be 'fp32' or 'llama'; got {casting!r}")
     options = result_options(
         x, quantize, rowwise=rowwise, columnwise=columnwise, quant_scale=quant_scale, return_amax=return_amax,
         out_dtype=out_dtype,
@@ -607,7 +633,9 @@ def gated_norm(
         x.requires_grad or gate.requires_grad or (weight is not None and weight.requires_grad)
     )
     offset = real("weight_offset", weight_offset)
-    a = GatedNormArgs(x, gate, weight, groups, act, epsilon(eps, x), offset, transpose, stats, options)
+    a = GatedNormArgs(
+        x, gate, weight, groups, act, epsilon(eps, x), offset, casting, transpose, stats, options
+    )
     result = gated_norm_op(a).result
     y = result.value(options)
     return y if result.amax is None else (y, result.amax)

@@ -12,7 +12,7 @@ from ...runtime import kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
 from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe, tensor_factor
 from ..common.results import FP32_MAX
-from ..common.rows import load_tile, load_vector, tile_mask
+from ..common.rows import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
 from ..common.sums import add_to
 
 
@@ -50,11 +50,15 @@ def _row_offset(row, second, third, first_stride, second_stride, third_stride, A
 
 
 @triton.jit
-def _gated(x, rstd, gate, weight, col, mask, ACT: tl.constexpr):
-    """y [R, C] from x, zero past the last row and column."""
+def _gated(x, rstd, gate, weight, col, mask, x_ptr, ACT: tl.constexpr, LLAMA: tl.constexpr):
+    """y [R, C] from x, zero past the last row and column. x_ptr is there for its dtype."""
     y = x * rstd[:, None]
+    if LLAMA:
+        y = round_to_dtype(y, x_ptr)
     if weight.ptr is not None:
         y = y * (load_tile(weight.ptr + weight.off[:, None] + col[None, :], mask) + weight.offset)
+        if LLAMA:
+            y = round_promoted(y, x_ptr, weight.ptr)
     y = y * activate(load_tile(gate.ptr + gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     if mask is not None:
         y = tl.where(mask, y, 0.0)
@@ -89,6 +93,7 @@ def gated_norm_kernel(
     eps,
     weight_offset,
     ACT: tl.constexpr,
+    LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,  # of the quantised copy, or None
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
@@ -145,7 +150,7 @@ def gated_norm_kernel(
                 col = start + piece
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
-                y = _gated(x, rstd, gate, weight, col, mask, ACT)
+                y = _gated(x, rstd, gate, weight, col, mask, x_ptr, ACT, LLAMA)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
@@ -156,7 +161,7 @@ def gated_norm_kernel(
                 value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
             else:
                 value = x
-            y = _gated(value, rstd, gate, weight, col, exists, ACT)
+            y = _gated(value, rstd, gate, weight, col, exists, x_ptr, ACT, LLAMA)
             if amax_ptr is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
             if y_ptr is not None:
@@ -219,6 +224,7 @@ def gated_norm_stripe_kernel(
     copy_t: Codes,  # column-wise
     weight_offset: float,
     ACT: tl.constexpr,
+    LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
@@ -248,8 +254,12 @@ def gated_norm_stripe_kernel(
         y = y * rstd[:, None]
     else:
         y = y * load_tile(rstd_ptr + (row[:, None] + (col // (cols // groups))[None, :]), mask)
+    if LLAMA:
+        y = round_to_dtype(y, x_ptr)
     if weight_ptr is not None:
         y = y * (load_vector(weight_ptr, col, cols, COLS_MASKED) + weight_offset)
+        if LLAMA:
+            y = round_promoted(y, x_ptr, weight_ptr)
     y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
     y = tl.where(mask, y, 0.0)
     if given_ptr is not None:
@@ -268,19 +278,30 @@ def gated_norm_stripe_kernel(
 
 
 @triton.jit
-def _gradient_of_y(a, weight, col, cols, mask, ACT: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """(z, d, t, dgate / z) [R, C] as in the formulas of `gated.py`, zero past the last row and column."""
+def _gradient_of_y(
+    a, weight, col, cols, mask, ACT: tl.constexpr, LLAMA: tl.constexpr, COLS_MASKED: tl.constexpr
+):
+    """(z, z as the weight multiplies it, d, t, dgate) [R, C] as in the formulas of `gated.py`, zero past the last row
+    and column."""
     z = load_tile(a.x.ptr + a.x.off[:, None] + col[None, :], mask) * a.rstd
     dy = load_tile(a.dy.ptr + a.dy.off[:, None] + col[None, :], mask)
     f, slope = activate_with_slope(load_tile(a.gate.ptr + a.gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     d = dy * f
     t = d
     through = dy * slope
+    seen = z
+    if LLAMA:
+        seen = round_to_dtype(z, a.x.ptr)
     if weight.ptr is not None:
         w = load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset  # [1, C]
         t = t * w
-        through = through * w
-    return z, d, t, through
+        if LLAMA:
+            through = through * round_promoted(seen * w, a.x.ptr, weight.ptr)
+        else:
+            through = through * w * z
+    else:
+        through = through * seen
+    return z, seen, d, t, through
 
 
 @kernel
@@ -314,6 +335,7 @@ def gated_norm_backward_kernel(
     dx_third_stride,
     weight_offset,
     ACT: tl.constexpr,
+    LLAMA: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     LOOP: tl.constexpr,
@@ -357,25 +379,25 @@ def gated_norm_backward_kernel(
             for start in range(0, cols, TILE):
                 col = start + piece
                 mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                z, _, t, _ = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
+                z, _, _, t, _ = _gradient_of_y(inputs, weight, col, cols, mask, ACT, LLAMA, COLS_MASKED)
                 tz += tl.sum(t * z, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + piece
             mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, d, t, through = _gradient_of_y(inputs, weight, col, cols, mask, ACT, COLS_MASKED)
+            z, seen, d, t, dgate = _gradient_of_y(inputs, weight, col, cols, mask, ACT, LLAMA, COLS_MASKED)
             if dx_ptr is not None:
                 if not LOOP:
                     tz = tl.sum(t * z, axis=1)
                 dx = (t - z * (tz / count)[:, None]) * rstd
                 tl.store(dx_ptr + dx_off[:, None] + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if dgate_ptr is not None:
-                dgate = (through * z).to(dgate_ptr.dtype.element_ty)
-                tl.store(dgate_ptr + dgate_off[:, None] + col[None, :], dgate, mask=mask)
+                rounded = dgate.to(dgate_ptr.dtype.element_ty)
+                tl.store(dgate_ptr + dgate_off[:, None] + col[None, :], rounded, mask=mask)
             if dweight_ptr is not None:
                 if LOOP:
-                    add_to(dweight_ptr + sums_off, tl.sum(d * z, axis=0), begin > first, col, cols)
+                    add_to(dweight_ptr + sums_off, tl.sum(d * seen, axis=0), begin > first, col, cols)
                 else:
-                    sums += d * z  # both are zero past the last row and column
+                    sums += d * seen  # both are zero past the last row and column
     if dweight_ptr is not None and not LOOP:
         tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)
