@@ -45,6 +45,7 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    autocasted,
     capabilities_of,
     define_op,
     is_distributed,
@@ -680,6 +681,7 @@ class Head(NamedTuple):
     ) -> TokenResults:
         """All results of the loss head for each token. `classes` are the weights of the whole vocabulary's classes."""
         hidden, weight, bias, target, shard = self
+        hidden, weight = autocasted(hidden), autocasted(weight)
         stats = None
         if shard is not None:
             hidden = shard.sum_gradient(hidden)
