@@ -1,5 +1,6 @@
 """What every op stands on; the only code that knows `torch.library` and Triton's driver."""
 
+from .autocast import autocasted
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .fields import Fields, Written
@@ -36,6 +37,7 @@ __all__ = [
     "Variant",
     "Written",
     "apply",
+    "autocasted",
     "backend",
     "capabilities_of",
     "catalogue",

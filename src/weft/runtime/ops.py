@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
+from .autocast import any_autocast, without_autocast
 from .backend import Backend, backend, chosen, serves
 from .fields import Fields
 from .sharding import Sharding, cut, is_distributed, refuse
@@ -206,6 +207,10 @@ class Op(Generic[A, O]):
 
     def run(self, a: A) -> O:
         """Compute, without autograd or dispatch."""
+        if any_autocast():
+            # A product in the reference, or of a library that a launch calls, is part of this op.
+            with without_autocast():
+                return self.run(a)
         if self.serves(a[0]):
             outputs = self.allocate(a)
             self.launch(outputs, a)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import Backward, Gradients, capabilities_of, define_op
+from ...runtime import Backward, Gradients, autocasted, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
@@ -280,6 +280,8 @@ def attention(
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_input(name, x)
+    query, key, value = autocasted(query), autocasted(key), autocasted(value)
+    for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype or x.device != query.device:
             raise ValueError(
                 "query, key and value must have one dtype and one device; query is "

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...quant import Copy, Format
+from ...runtime import autocasted
 from ..common.activations import Act
 from ..common.checks import check_input
 from ..common.groups import Groups
@@ -109,6 +110,7 @@ def experts(
     found = Recipe.of(recipe)
     for name, tensor in (("x", x), ("up", up), ("down", down)):
         check_input(name, tensor)
+    x = autocasted(x)  # the weights follow x
     k = x.shape[-1]
     halves = 1 if layout == "none" else 2
     if up.dim() != 3 or down.dim() != 3 or up.shape[1] % halves or up.shape[2] != k:

@@ -42,7 +42,7 @@ from .matmul import (
     plain_numbers,
     reference_numbers,
 )
-from .operands import Form, Precision, check_pair
+from .operands import Form, Precision, autocasted_pair, check_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -302,6 +302,7 @@ def grouped_matmul(
     """
     check_input("x", x)
     check_input("w", w)
+    x, w = autocasted_pair(x, w, precision, out)
     act, gated = check_activation(activation, glu)
     _check_groups(ends, align, x)
     if x.dim() != 2 or w.dim() != 3:

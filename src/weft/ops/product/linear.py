@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import stand_in
 from ...quant.straight import stand_in_for
-from ...runtime import is_distributed
+from ...runtime import autocasted, is_distributed
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result, result_into
@@ -354,6 +354,7 @@ def linear(
     found = Recipe.of(recipe)
     check_input("x", x)
     check_input("weight", weight)
+    x = autocasted(x)  # the weight follows x
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x [..., K] and weight [N, K] must have one K; got {tuple(x.shape)} and {tuple(weight.shape)}"

@@ -47,7 +47,7 @@ from ..quantize import dequantize_codes
 from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs, matmul_args
 from .engines import Engine, check_engine
 from .launch import launch_matmul
-from .operands import Form, Precision, check_pair
+from .operands import Form, Precision, autocasted_pair, check_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -287,6 +287,7 @@ def matmul(
     """
     for name, x in (("a", a), ("b", b)):
         check_input(name, x)
+    a, b = autocasted_pair(a, b, precision, out)
     if b.device != a.device:
         raise ValueError(f"b must be on {a.device} like a; it is on {b.device}")
     act, gated = check_activation(activation, glu)

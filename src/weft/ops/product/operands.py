@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ...quant import Format
 from ...quant.formats import ELEMENTS, ElementType
-from ...runtime import Capabilities
+from ...runtime import Capabilities, autocasted
 
 Precision = Literal["ieee", "tf32", "bf16x3", "fp16"]
 
@@ -144,6 +145,16 @@ class Product:
         if precision == "tf32" and target.backend == "hip":
             precision = "bf16x3"  # AMD has no tf32
         return Product(a, b, body, multiplied, sums, precision if precision in ("tf32", "bf16x3") else "ieee")
+
+
+def autocasted_pair(
+    a: Tensor, b: Tensor, precision: Precision | None, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """a and b as autocast converts the operands of `torch.matmul`. Those of a product with a precision of fp32, or with
+    `out=`, stay as they are: in what numbers to multiply is said by the call itself."""
+    if out is not None or precision in ("ieee", "tf32", "bf16x3"):
+        return a, b
+    return autocasted(a), autocasted(b)
 
 
 @functools.lru_cache(maxsize=1024)
