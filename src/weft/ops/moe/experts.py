@@ -31,7 +31,6 @@ from .permute import permute, unpermute
 from .route import Routing
 from .row_map import row_map
 
-_FUSED = ("1x128", "mx")  # blocks in which `permute` and `glu` make both copies of their results
 _KEPT = Format.of("1x128").spec  # in which backward keeps the input of the gated unit
 
 
@@ -110,10 +109,9 @@ def experts(
     indices = routing.indices.reshape(-1, routing.indices.shape[-1])
     rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
-    fused = found.x is not None and Format.of(found.x).block in _FUSED
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
     probs = routing.weights.reshape(indices.shape)
-    spec = found.x if fused else None
+    spec = found.written
     both = torch.is_grad_enabled()
     if spec is None:
         permuted, weights = permute(tokens, rows, probs)
