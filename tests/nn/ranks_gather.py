@@ -1,6 +1,6 @@
 """What each rank runs for `test_gather`: `python ranks_gather.py RANK WORLD DIRECTORY` saves its results there.
 
-`run_alone` is what a test compares with.
+The first rank also finds what one process finds, with which the test compares.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
 
 import weft.nn
@@ -29,14 +32,16 @@ class Case:
     checkpointed: bool = False
 
 
-CASES = {
+QUICK = {
     "plain": Case(gathered=False),
     "codes": Case(),
     "codes, checkpointed": Case(checkpointed=True),
+    "ddp": Case(gathered=False, way="ddp"),
+}
+SLOW = {
     "plain in bf16": Case(gathered=False, param_dtype=torch.bfloat16),
     "codes for bf16": Case(param_dtype=torch.bfloat16),
     "mxfp8": Case(recipe="mxfp8"),
-    "ddp": Case(gathered=False, way="ddp"),
 }
 
 
@@ -69,8 +74,6 @@ def made(case: Case) -> nn.Sequential:
 
 def distributed(case: Case, mesh: Any, moved: list[int]) -> nn.Module:
     """The model on all ranks; FSDP2 appends to `moved` how many bytes an all-gather yields."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
     class Counted(DefaultAllGather):
         def __call__(self, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +145,6 @@ def run(case: Case, mesh: Any) -> dict[str, Any]:
 
 
 def refused(mesh: Any) -> str:
-    from torch.distributed.fsdp import fully_shard
-
     layer = weft.nn.Linear(128, 128, recipe="fp8_block")  # 64 rows for each rank
     weft.nn.gather_quantized(layer)
     fully_shard(layer, mesh=mesh)
@@ -154,14 +155,17 @@ def refused(mesh: Any) -> str:
     return ""
 
 
-def main(rank: int, world: int, directory: Path) -> None:
+def main(rank: int, world: int, directory: Path, *, slow: bool = False) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (world,))
-    found: dict[str, Any] = {name: run(case, mesh) for name, case in CASES.items()}
-    torch.save(found | {"refused": refused(mesh)}, directory / f"{rank}.pt")
+    cases, found = SLOW if slow else QUICK, {}
+    if rank == 0:  # before the other one begins, so that kernels are built once
+        found["alone"] = {name: run_alone(case) for name, case in cases.items() if case.param_dtype is None}
+    dist.barrier()
+    found |= {name: run(case, mesh) for name, case in cases.items()}
+    found["refused"] = refused(mesh)
+    torch.save(found, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -69,8 +69,8 @@ def results(layer: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tenso
 
 
 def test_codes_flow_between_layers() -> None:
-    """Norms, attention and the gated unit write FP8; no projection quantises its input. It is close to fp64, and the
-    same bits compiled to one graph and with activations computed again."""
+    """Norms, attention and the gated unit write FP8; no projection quantises its input. Results are close to those of
+    fp32, and the same bits with activations computed again. Compiled, the decoder layer of the examples is tested."""
     layer, x = fp8_layer(), torch.randn(2, 24, 128)
     taken: dict[str, type] = {}
     hooks = [
@@ -84,17 +84,13 @@ def test_codes_flow_between_layers() -> None:
     assert set(taken.values()) == {QTensor}
     for hook in hooks:
         hook.remove()
-    exact = fp8_layer(None).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = results(exact, x.double(), list(exact.parameters()))
+    exact = fp8_layer(None)
+    wanted = results(exact, x, list(exact.parameters()))
     assert 0.001 < max(map(relative, found, wanted)) < 0.15
     again = results(
         lambda leaf: torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=False), x, parameters
     )
-    compiled = results(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, parameters)
-    for mine, second, third in zip(found, again, compiled, strict=True):
-        assert torch.equal(mine, second)
-        assert torch.equal(mine, third)
+    assert all(map(torch.equal, found, again))
     with torch.no_grad():
         assert torch.equal(layer(x), found[0])
 
@@ -210,8 +206,8 @@ def test_made_without_memory_then_filled_copied_and_pickled(made: nn.Module) -> 
 
 
 def test_grouped_linear() -> None:
-    layer = weft.nn.GroupedLinear(3, 64, 32)
-    x, ends = torch.randn(9, 64), torch.tensor([2, 4, 7])  # rows 0-1, 2-3 and 4-6
+    layer = weft.nn.GroupedLinear(3, 128, 128)
+    x, ends = torch.randn(9, 128), torch.tensor([2, 4, 7])  # rows 0-1, 2-3 and 4-6
     y = layer(x, ends)
     for group, rows in enumerate((slice(0, 2), slice(2, 4), slice(4, 7))):
         assert layer.bias is not None
@@ -221,15 +217,15 @@ def test_grouped_linear() -> None:
     layer.recipe = "fp8_block"
     with pytest.raises(ValueError, match="align=128"):
         layer(x, ends)
-    with pytest.raises(ValueError, match="rows, 64"):
-        layer(x[:, :32], ends)
+    with pytest.raises(ValueError, match="rows, 128"):
+        layer(x[:, :64], ends)
 
 
 def test_norms_are_those_of_torch() -> None:
-    x, h = torch.randn(2, 3, 5, 64)
+    x, h = torch.randn(2, 3, 5, 128)
     for mine, theirs in (
-        (weft.nn.RMSNorm(64), nn.RMSNorm(64, eps=1e-6)),
-        (weft.nn.LayerNorm(64), nn.LayerNorm(64)),
+        (weft.nn.RMSNorm(128), nn.RMSNorm(128, eps=1e-6)),
+        (weft.nn.LayerNorm(128), nn.LayerNorm(128)),
     ):
         nn.init.normal_(theirs.weight)
         mine.load_state_dict(theirs.state_dict())
@@ -240,13 +236,13 @@ def test_norms_are_those_of_torch() -> None:
 
 
 def test_mixture_tells_its_routing() -> None:
-    experts, x = weft.nn.Experts(8, 64, 32), torch.randn(2, 5, 64)
-    moe = weft.nn.MoE(weft.nn.Router(64, 8, 2, balance_coefficient=0.01), experts)
+    experts, x = weft.nn.Experts(8, 128, 128), torch.randn(2, 5, 128)
+    moe = weft.nn.MoE(weft.nn.Router(128, 8, 2, balance_coefficient=0.01), experts)
     y, routing = moe(x, return_routing=True)
     assert torch.equal(y, moe(x))
     assert int(routing.counts.sum()) == 20
     assert routing.balance_loss.requires_grad
-    layer = weft.nn.DecoderLayer(weft.nn.Attention(64, 2), moe)
+    layer = weft.nn.DecoderLayer(weft.nn.Attention(128, 4), moe)
     h, routing = layer(x, return_routing=True)
     assert torch.equal(h, layer(x))
     assert routing.balance_loss is not None
