@@ -91,6 +91,7 @@ def test_report_and_back() -> None:
 
 def test_compiled_checkpointed_copied_and_pickled() -> None:
     model = Net()
+    before = results(model, model)
     weft.nn.convert(model, "fp8_block")
     wanted = results(model, model)
     ways = {
@@ -101,6 +102,8 @@ def test_compiled_checkpointed_copied_and_pickled() -> None:
         ways[f"copy {len(ways)}"] = (other, other)
     for name, (function, owner) in ways.items():
         assert all(map(torch.equal, results(function, owner), wanted)), name
+    weft.nn.convert(model, None)
+    assert all(map(torch.equal, results(ways["compiled"][0], model), before))
 
 
 def test_a_filter_decides() -> None:

@@ -155,6 +155,7 @@ def test_decoding() -> None:
     for step in range(4):
         new = 8 if step == 0 else 1
         pages = weft.nn.Pages.of(table, lengths + step, tokens=new, page_size=4)
+        assert pages.slots[1].tolist() == ([-1] * 3 + [0, 1, 2, 3, 28] if step == 0 else [28 + step])
         given = (
             prompt if step == 0 else torch.stack([tokens[i, lengths[i] + step - 1, None] for i in range(2)])
         )
@@ -192,6 +193,7 @@ def every_module() -> list[nn.Module]:
 def test_made_without_memory_then_filled_copied_and_pickled(made: nn.Module) -> None:
     assert {p.device.type for p in made.parameters()} == {"meta"}
     assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in made.half().bfloat16().buffers()} <= {torch.float32}  # the correction bias
     module = made.to_empty(device="cpu")
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.fill_(torch.nan)

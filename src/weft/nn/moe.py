@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from ..ops import Recipe, Routing, experts, route, router_linear
 from ..ops.common.activations import Act
+from ..ops.common.buffers import KeepsBufferDtypes
 from .linear import Device, recipe_repr, reset_matrices
 
 
-class Router(nn.Module):
+class Router(KeepsBufferDtypes):
     """Which experts each token goes to, and with what weights: `weight` [experts, hidden]. `forward(x)` returns a
     `weft.Routing`.
 
     - `convention`: how a model routes, "qwen3", "deepseek_v3", "mixtral", "gpt_oss" and so on; see `weft.route`.
-    - `correction_bias`: a buffer `e_score_correction_bias` [experts] in fp32, added to the scores that are chosen by.
+    - `correction_bias`: a buffer `e_score_correction_bias` [experts], added to the scores that are chosen by. It stays
+      fp32 where the model becomes bf16.
     - `groups`, `group_topk`, `renormalize`, `scale`, `balance_coefficient`: as in `weft.route`.
 
     The product is in fp32 whatever the dtypes are: a rounding would send tokens elsewhere.
