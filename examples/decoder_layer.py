@@ -1,73 +1,57 @@
-"""A decoder layer entirely on Weft, with a mixture of experts, beside the same layer in plain PyTorch.
+"""A decoder layer of `weft.nn` with a mixture of experts, beside the same layer in plain PyTorch.
 
 python examples/decoder_layer.py
 
-norm, projection, heads (norm and rotation), attention, output projection and residual, norm, router, experts: eight
-calls, each with its backward. The same module runs in fp32, bf16 and FP8 by recipe, eager and compiled to one graph.
+norm, projections, heads (norm and rotation), attention, output projection, residual and norm, router, experts: each a
+kernel with its backward. The same module runs in fp32, bf16 and FP8 by recipe, eager and compiled to one graph.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import weft
+import weft.nn
 
-BATCH, TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 2, 48, 128, 128, 8, 2
-HEADS = weft.Heads(q=4, kv=2, dim=32)
-ROTATION = weft.Rotation(10000.0)
+BATCH, TOKENS, HIDDEN, FFN, EXPERTS, TOP_K, HEADS, KV_HEADS, DIM = 2, 48, 128, 128, 8, 2, 4, 2, 32
 
 # How far y and the gradients may be from those of fp64, as a part of their size.
 ALLOWED = {"fp32": 1e-5, "bf16": 0.03, "fp8_block": 0.2}
 
 
-class DecoderLayer(nn.Module):
+def decoder_layer() -> weft.nn.DecoderLayer:
     """Pre-norm attention and a mixture of experts, as in Qwen3-MoE."""
+    attention = weft.nn.Attention(
+        HIDDEN, HEADS, KV_HEADS, head_dim=DIM, rotary=weft.nn.Rotary(10000.0), qk_norm=1e-6
+    )
+    moe = weft.nn.MoE(weft.nn.Router(HIDDEN, EXPERTS, TOP_K), weft.nn.Experts(EXPERTS, HIDDEN, FFN))
+    return weft.nn.DecoderLayer(attention, moe)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.Parameter(torch.ones(HIDDEN))
-        self.qkv = nn.Parameter(torch.randn(HEADS.width, HIDDEN) / HIDDEN**0.5)
-        self.q_norm = nn.Parameter(torch.ones(HEADS.dim))
-        self.k_norm = nn.Parameter(torch.ones(HEADS.dim))
-        self.out = nn.Parameter(torch.randn(HIDDEN, HEADS.q * HEADS.dim) / HIDDEN**0.5)
-        self.experts_norm = nn.Parameter(torch.ones(HIDDEN))
-        self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / 4)
-        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * FFN, HIDDEN) / HIDDEN**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FFN) / FFN**0.5)
 
-    def forward(self, x: Tensor, recipe: str | None = None) -> Tensor:
-        """x: [batch, tokens, hidden]."""
-        h = weft.rms_norm(x, self.attention_norm)
-        qkv = weft.linear(h, self.qkv.to(x.dtype), recipe=recipe)
-        norm = weft.HeadNorm("rms", self.q_norm, self.k_norm)
-        q, k, v, _ = weft.qkv_prepare(qkv, heads=HEADS, norm=norm, rotation=ROTATION)
-        attended = weft.attention(q, k, v, is_causal=True, layout="bshd").flatten(2)
-        x = x + weft.linear(attended, self.out.to(x.dtype), recipe=recipe)
-        h = weft.rms_norm(x, self.experts_norm).flatten(0, 1)
-        routing = weft.route(weft.router_linear(h, self.router), TOP_K)
-        return x + weft.experts(h, self.up, self.down, routing, recipe=recipe).view_as(x)
+def plain(layer: weft.nn.DecoderLayer, x: Tensor) -> Tensor:
+    """The same in PyTorch's own words, every expert for every token."""
+    weights = {name: parameter.to(x.dtype) for name, parameter in layer.named_parameters()}
 
-    def plain(self, x: Tensor) -> Tensor:
-        """The same in PyTorch's own words, every expert for every token."""
-        batch, tokens, _ = x.shape
-        h = F.rms_norm(x, (HIDDEN,), self.attention_norm.to(x.dtype), 1e-6)
-        split = (HEADS.q * HEADS.dim, HEADS.kv * HEADS.dim, HEADS.kv * HEADS.dim)
-        parts = (h @ self.qkv.to(x.dtype).t()).split(split, -1)
-        q, k, v = (part.unflatten(-1, (-1, HEADS.dim)).transpose(1, 2) for part in parts)
-        q = rotated(F.rms_norm(q, (HEADS.dim,), self.q_norm.to(x.dtype), 1e-6))
-        k = rotated(F.rms_norm(k, (HEADS.dim,), self.k_norm.to(x.dtype), 1e-6))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + attended.transpose(1, 2).flatten(2) @ self.out.to(x.dtype).t()
-        h = F.rms_norm(x, (HIDDEN,), self.experts_norm.to(x.dtype), 1e-6).flatten(0, 1)
-        exact = torch.promote_types(h.dtype, torch.float32)
-        best = (h.to(exact) @ self.router.to(exact).t()).topk(TOP_K)
-        weights = best.values.new_zeros(len(h), EXPERTS).scatter(1, best.indices, best.values.softmax(-1))
-        gate, value = torch.einsum("tk,enk->ten", h, self.up.to(x.dtype)).chunk(2, -1)
-        hidden = F.silu(gate) * value
-        y = torch.einsum("ten,ekn,te->tk", hidden, self.down.to(x.dtype), weights.to(x.dtype))
-        return x + y.view(batch, tokens, HIDDEN)
+    def project(h: Tensor, name: str) -> Tensor:
+        return h @ weights[f"self_attn.{name}_proj.weight"].t()
+
+    def normed(h: Tensor, name: str) -> Tensor:
+        return F.rms_norm(h, h.shape[-1:], weights[f"{name}.weight"], 1e-6)
+
+    h = normed(x, "input_layernorm")
+    q, k, v = (project(h, name).unflatten(-1, (-1, DIM)).transpose(1, 2) for name in "qkv")
+    q, k = rotated(normed(q, "self_attn.q_norm")), rotated(normed(k, "self_attn.k_norm"))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + project(attended.transpose(1, 2).flatten(2), "o")
+    h = normed(x, "post_attention_layernorm").flatten(0, 1)
+    exact = torch.promote_types(h.dtype, torch.float32)
+    best = (h.to(exact) @ layer.mlp.gate.weight.to(exact).t()).topk(TOP_K)
+    chosen = best.values.new_zeros(len(h), EXPERTS).scatter(1, best.indices, best.values.softmax(-1))
+    gate, value = torch.einsum("tk,enk->ten", h, weights["mlp.experts.gate_up_proj"]).chunk(2, -1)
+    hidden = F.silu(gate) * value
+    y = torch.einsum("ten,ekn,te->tk", hidden, weights["mlp.experts.down_proj"], chosen.to(x.dtype))
+    return x + y.view_as(x)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -87,33 +71,34 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    layer = DecoderLayer()
+    layer, exact = decoder_layer(), decoder_layer().double()
+    torch.nn.init.normal_(layer.mlp.gate.weight, std=0.25)
+    exact.load_state_dict(layer.state_dict())
     x, upstream = torch.randn(2, BATCH, TOKENS, HIDDEN)
     # Each token is well on the side of two experts: a rounding must not send it elsewhere, or errors say nothing.
     liked = torch.randn(BATCH, TOKENS, EXPERTS).argsort(-1)
     likes = torch.tensor([3.0, 2.0]) * 0.15 * HIDDEN**0.5
-    x += F.normalize(layer.router.detach(), dim=-1)[liked[..., :2]].mul(likes[:, None]).sum(-2)
+    x += F.normalize(layer.mlp.gate.weight.detach(), dim=-1)[liked[..., :2]].mul(likes[:, None]).sum(-2)
     x = x.bfloat16().float()
 
-    def results(function: object, dtype: torch.dtype, model: DecoderLayer, **options: str) -> list[Tensor]:
+    def results(function: object, dtype: torch.dtype, model: weft.nn.DecoderLayer) -> list[Tensor]:
         leaf = x.to(dtype).requires_grad_()
-        parameters = list(model.parameters())
-        y = function(leaf, **options)  # type: ignore[operator]
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], upstream.to(dtype))]
+        y = function(leaf)  # type: ignore[operator]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y, [leaf, *model.parameters()], upstream.to(dtype)),
+        ]
 
-    exact = DecoderLayer().double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = results(exact.plain, torch.float64, exact)
+    wanted = results(lambda leaf: plain(exact, leaf), torch.float64, exact)
     for recipe, allowed in ALLOWED.items():
         dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-        options = {} if recipe == "fp32" else {"recipe": recipe}
-        eager = results(layer, dtype, layer, **options)
+        weft.nn.convert(layer, None if recipe == "fp32" else recipe)
+        eager = results(layer, dtype, layer)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        same = all(map(torch.equal, eager, results(compiled, dtype, layer, **options)))
+        same = all(map(torch.equal, eager, results(compiled, dtype, layer)))
         errors = [relative_error(mine, its) for mine, its in zip(eager, wanted, strict=True)]
-        beside = [
-            relative_error(t, w) for t, w in zip(results(layer.plain, dtype, layer), wanted, strict=True)
-        ]
+        theirs = results(lambda leaf: plain(layer, leaf), dtype, layer)
+        beside = [relative_error(t, w) for t, w in zip(theirs, wanted, strict=True)]
         print(
             f"{recipe:10s} y {errors[0]:.1e} (PyTorch {beside[0]:.1e})  worst gradient {max(errors[1:]):.1e} "
             f"(PyTorch {max(beside[1:]):.1e})  compiled: {'equal' if same else 'DIFFERENT'}"

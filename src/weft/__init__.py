@@ -1,7 +1,10 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
+import importlib
 import sys
 import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 # Importing torch where NumPy is not installed warns of that. Weft does without it, and says nothing at import. A NumPy
 # that is there and does not work is still reported. The filter stays: `catch_warnings` would undo those of torch.
@@ -58,6 +61,9 @@ from .ops import (
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue, set_backend
 
+if TYPE_CHECKING:
+    from . import nn
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -101,6 +107,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "mla_decode",
+    "nn",
     "permute",
     "qkv_prepare",
     "quantize",
@@ -115,3 +122,10 @@ __all__ = [
     "set_backend",
     "unpermute",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`weft.nn`, imported when it is first asked for."""
+    if name != "nn":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(".nn", __name__)

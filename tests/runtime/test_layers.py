@@ -21,7 +21,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ops/common": ("language", "tiles", "runtime", "quant"),
     "ops": ("language", "tiles", "runtime", "quant", "ops/common"),
     "workloads": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
-    "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
+    "nn": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
+    "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "nn"),
     "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads"),
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .formats import Format
 
@@ -216,5 +217,7 @@ def join_shards(
             storage = target.untyped_storage()
             if target.numel() * target.itemsize != storage.nbytes():  # pads are zero
                 torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage).zero_()
-            filled[i] = target.copy_(found)
+            # What autograd has saved for backward is the same numbers again, and not a change of them.
+            with _unsafe_preserve_version_counter(target):
+                filled[i] = target.copy_(found)
     return _assembled(shard, filled), allocated  # type: ignore[arg-type]

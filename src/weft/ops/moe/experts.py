@@ -32,7 +32,6 @@ from .permute import permute, unpermute
 from .route import Routing
 from .row_map import row_map
 
-_FUSED = ("1x128", "mx")  # blocks in which `permute` and `glu` make both copies of their results
 _KEPT = Format.of("1x128").spec  # in which backward keeps the input of the gated unit
 
 
@@ -131,10 +130,9 @@ def experts(
     indices = chosen.reshape(-1, chosen.shape[-1])
     rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
-    fused = found.x is not None and Format.of(found.x).block in _FUSED
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
     probs = routing[0].reshape(indices.shape)
-    spec = found.x if fused else None
+    spec = found.written
     both = torch.is_grad_enabled()
     copies: dict[str, Any] = {} if spec is None else {"quantize": spec, "columnwise": both}
     if down_bias is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
+from ..common.buffers import KeepsBufferDtypes
 from ..common.checks import whole
 from .recipes import Recipe
 
@@ -34,7 +35,7 @@ class Delayed(NamedTuple):
             self.amax.copy_(torch.maximum(self.amax, amax))
 
 
-class DelayedScaling(torch.nn.Module):
+class DelayedScaling(KeepsBufferDtypes):
     """The state of delayed scaling for one layer: `weft.linear(x, weight, recipe="fp8_tensor", scaling=state)` takes
     its scales, and notes the largest numbers of x, weight and dy; `state.step()` makes the next scales of them. Call it
     once a step, after backward. Until then all calls have the same scales: those of several micro-batches, of a weight
@@ -127,16 +128,6 @@ class DelayedScaling(torch.nn.Module):
             old = self.operand(name).scale
             old.copy_(torch.where(known, scale, old))
         self.amax.zero_()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `Module.to` and its kin call. Another device is meant for the state as well, another dtype is not."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            now = self._buffers[name]
-            if old is not None and now is not None and now.dtype != old.dtype:
-                self._buffers[name] = old.to(now.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"history={len(self.history)}, margin={self.margin}, algorithm={self.algorithm!r}"

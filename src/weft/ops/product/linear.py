@@ -335,8 +335,9 @@ def linear(
       make it; for the gradient of the weight it needs its column-wise copy.
     - `weight`: [N, K] in any float dtype; its gradient has that dtype, straight from fp32 sums. If it has an fp32
       attribute `main_grad`, the gradient is added to that instead, and `weight.grad` stays as it is. A `QTensor` is a
-      frozen weight, without a gradient: in the recipe's format; or, with a recipe of plain numbers, in any format that
-      `matmul` takes beside them, such as "int4:1x128".
+      weight that is quantised already: in the recipe's format, and then its gradient passes straight, as FSDP wants it
+      of a weight that it gathered; or, with a recipe of plain numbers, in any format that `matmul` takes beside them,
+      such as "int4:1x128", and then it is frozen.
     - `recipe`: "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row", or a `weft.Recipe`. None
       computes in x's dtype.
     - `scaling`: the scales of earlier steps, a `weft.DelayedScaling` of this recipe, for what is not quantised already.
@@ -390,9 +391,9 @@ def check_layer(
         raise ValueError(
             f"recipes round bf16, fp16 and fp32; got x in {x.dtype} and weight in {weight.dtype}: convert them"
         )
-    if isinstance(weight, QTensor) and weight.requires_grad:
+    if isinstance(weight, QTensor) and weight.requires_grad and not recipe.is_quantised:
         raise ValueError(
-            "a quantised weight is frozen: train plain numbers, which the recipe quantises, or call "
+            "a quantised weight beside plain numbers is frozen: train plain numbers, or call "
             "weight.requires_grad_(False)"
         )
     grads = torch.is_grad_enabled()

@@ -74,8 +74,17 @@ class Recipe:
     def is_quantised(self) -> bool:
         return self.x is not None
 
+    @property
+    def written(self) -> str | None:
+        """The format in which the op that makes x writes it, with both copies from one pass; None if x is made plain
+        and quantised by the layer."""
+        return self.x if self.x is not None and Format.of(self.x).block in _WRITTEN else None
+
 
 _PLAIN = Recipe()
+
+# Blocks along rows, in which norms, gated units, attention and `permute` make both copies of their results.
+_WRITTEN = ("1x128", "mx")
 
 _ROTATED = "e2m1:nvfp4:te:hadamard-columnwise"  # along rows, for the weight's gradient alone
 

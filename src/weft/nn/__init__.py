@@ -1,0 +1,39 @@
+"""Modules made of Weft's functions, with the names that checkpoints of Llama, Qwen3 and DeepSeek have in transformers,
+and the conversion of models that have modules of their own.
+
+Each `forward` is a few calls of public functions. A `recipe=` says in what numbers products are computed; where a norm,
+a gated unit or attention comes before a layer with a quantised recipe, it writes the codes itself.
+"""
+
+from .attention import Attention, LatentAttention, Pages, Rotary
+from .convert import Entry, Report, convert
+from .decoder import DecoderLayer
+from .gather import gather_quantized
+from .head import LinearCrossEntropy
+from .linear import GroupedLinear, Linear, Numbers, numbers_for
+from .mlp import GLU
+from .moe import Experts, MoE, Router
+from .norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "GLU",
+    "Attention",
+    "DecoderLayer",
+    "Entry",
+    "Experts",
+    "GroupedLinear",
+    "LatentAttention",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "MoE",
+    "Numbers",
+    "Pages",
+    "RMSNorm",
+    "Report",
+    "Rotary",
+    "Router",
+    "convert",
+    "gather_quantized",
+    "numbers_for",
+]

@@ -1,0 +1,184 @@
+"""Any model in the numbers of a recipe, and back: its linear layers act as Weft's, in place.
+
+A `torch.nn.Linear` becomes a `ConvertedLinear` by changing its class. Its parameters, buffers, hooks and place in the
+model stay the objects that they are: optimizers, tied weights, state dicts and wrappers know no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..ops import Recipe
+from ..quant import Format
+from .linear import GroupedLinear, Linear
+from .moe import Experts
+
+Filter = Callable[[str, nn.Module], bool]
+LeftOut = Callable[[str, nn.Module], str | None]  # why a module is left alone, if it is
+_OWN = (Linear, GroupedLinear, Experts)
+
+# Layers of these names are heads and routers, which a rounding harms most: the last part of the module's name.
+KEPT = ("lm_head", "head", "output", "score", "gate", "router")
+
+
+class ConvertedLinear(Linear):
+    """A `torch.nn.Linear` that acts as `weft.nn.Linear` until it is converted back."""
+
+
+# ---- the report -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one module or parameter."""
+
+    name: str
+    kind: str  # its class
+    shape: tuple[int, ...]
+    changed: bool
+    what: str  # what it is now, or why it was left alone
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the modules of a model; printed, a line for each."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of what was changed."""
+        return [entry.name for entry in self.entries if entry.changed]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """What was left alone, and why."""
+        return {entry.name: entry.what for entry in self.entries if not entry.changed}
+
+    def __str__(self) -> str:
+        width = max((len(entry.name) for entry in self.entries), default=0)
+        lines = [
+            f"{'*' if entry.changed else '-'} {entry.name:{width}}  {entry.kind} {list(entry.shape)}: {entry.what}"
+            for entry in self.entries
+        ]
+        return "\n".join([f"{len(self.changed)} of {len(self.entries)} changed", *lines])
+
+
+# ---- conversion -----------------------------------------------------------------------------------------
+
+
+def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | None = None) -> Report:
+    """Let the linear layers of a model compute in the numbers of a recipe, in place; with `recipe=None`, undo it.
+
+    - Every module whose class is `torch.nn.Linear` itself acts as `weft.nn.Linear` from then on, if its sizes are
+      multiples of the recipe's blocks. Subclasses may compute something else and are left alone.
+    - Weft's own modules (`weft.nn.Linear`, `GroupedLinear`, `Experts`) get the recipe as theirs.
+    - Heads and routers are left alone: a layer that `model.get_output_embeddings()` returns, one whose weight is also
+      that of an embedding, and one that is called lm_head, head, output, score, gate or router. `filter(name, module)`
+      decides in place of this rule.
+
+    Parameters stay the same objects, and keys of the state dict the same. Convert before `fully_shard`, DDP and
+    `torch.compile`; a model that was compiled before is compiled anew.
+
+    Returns a `Report` with a line for each layer, and for each other module that has matrices of its own.
+
+    >>> import torch, weft.nn
+    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    >>> print(weft.nn.convert(model, "fp8_block"))
+    1 of 2 changed
+    * 0  Linear [512, 256]: recipe 'fp8_block'
+    - 2  Linear [10, 512]: 10 outputs are no multiple of 128, the recipe's block
+    >>> report = weft.nn.convert(model, None)
+    >>> type(model[0])
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    found = Recipe.of(recipe)
+    left_out = _Kept(model) if filter is None else _Filtered(filter)
+    entries = []
+    for name, module in model.named_modules():
+        shape = _matrix_shape(module)
+        if shape is None:
+            continue
+        kind = type(module).__name__
+        reason = _as_it_was(module) if recipe is None else _reason(name, module, shape, found, left_out)
+        changed = reason is None
+        entries.append(Entry(name, kind, shape, changed, reason or _changed(module, recipe)))
+    return Report(tuple(entries))
+
+
+def _matrix_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """That of the first matrix among a module's own parameters; None for embeddings and for modules without one."""
+    if isinstance(module, nn.Embedding):
+        return None
+    shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= 2]
+    return shapes[0] if shapes else None
+
+
+def _as_it_was(module: nn.Module) -> str | None:
+    """Why there is nothing to undo; None if there is."""
+    return None if isinstance(module, _OWN) else "as it was"
+
+
+def _reason(
+    name: str, module: nn.Module, shape: tuple[int, ...], recipe: Recipe, left_out: LeftOut
+) -> str | None:
+    """Why a module is left alone; None if it is not."""
+    if type(module) is not nn.Linear and not isinstance(module, _OWN):
+        if isinstance(module, nn.Linear):
+            return "a subclass of torch.nn.Linear may compute something else"
+        return "no torch.nn.Linear"
+    return left_out(name, module) or _misfit(shape, recipe)
+
+
+def _misfit(shape: tuple[int, ...], recipe: Recipe) -> str | None:
+    """Why matrices of this shape do not fit the blocks of a recipe."""
+    if recipe.x is None or recipe.weight is None:
+        return None
+    # Codes with scales of rows or tensors still come in 16 bytes.
+    block = max(Format.of(recipe.x).group, Format.of(recipe.weight).group) or 16
+    for number, what in zip(shape[-2:], ("outputs", "inputs"), strict=True):
+        if number % block:
+            return f"{number} {what} are no multiple of {block}, the recipe's block"
+    return None
+
+
+def _changed(module: nn.Module, recipe: Recipe | str | None) -> str:
+    """Change a module, and say what it is now."""
+    if recipe is None and isinstance(module, ConvertedLinear):
+        del module.recipe
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+        return "torch.nn.Linear again"
+    if type(module) is nn.Linear:
+        module.__class__ = ConvertedLinear
+    module.recipe = recipe  # type: ignore[assignment]
+    return f"recipe {recipe!r}"
+
+
+class _Kept:
+    """The rule for heads and routers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        heads = (getattr(m, "get_output_embeddings", None) for m in model.modules())
+        self.heads = {id(head()) for head in heads if callable(head)}
+
+    def __call__(self, name: str, module: nn.Module) -> str | None:
+        last = name.rpartition(".")[2]
+        if id(module) in self.heads:
+            return "the model's head"
+        if any(id(parameter) in self.embeddings for parameter in module.parameters(recurse=False)):
+            return "its weight is that of an embedding"
+        return f"called {last}, as heads and routers are" if last in KEPT else None
+
+
+@dataclass(frozen=True)
+class _Filtered:
+    """The rule of a filter."""
+
+    filter: Filter
+
+    def __call__(self, name: str, module: nn.Module) -> str | None:
+        return None if self.filter(name, module) else "left out by the filter"

@@ -1,0 +1,1 @@
+"""`weft.nn`: modules, conversion, and weights that are gathered as codes."""
