@@ -179,8 +179,14 @@ MISTAKES: dict[str, Mistake] = {
     "out on another device": (
         lambda: weft.rms_norm(X, out=torch.empty(8, 64, device=OTHER)), ValueError, ("out must be on cpu", "on meta"),
     ),
-    "a residual in another dtype": (
-        lambda: weft.rms_norm(X, W, residual=X.bfloat16()), ValueError, ("residual must be float32 like",),
+    "a residual in float64": (
+        lambda: weft.rms_norm(X, W, residual=X.double()), ValueError, ("must be bfloat16, float16 or float32",),
+    ),
+    "a plain one beside a float64": (
+        lambda: weft.rms_norm(X.double(), W, residual=X), ValueError, ("residual must be float64 like",),
+    ),
+    "no sum to leave unrounded": (
+        lambda: weft.rms_norm(X, W, unrounded_sum=True), ValueError, ("unrounded_sum= needs residual=",),
     ),
     "complex numbers": (lambda: weft.glu(X.to(torch.complex64)), ValueError, ("x must be", "complex64")),
     "raw FP8": (lambda: weft.rms_norm(X.to(torch.float8_e4m3fn)), ValueError, ("x must be", "float8_e4m3fn")),

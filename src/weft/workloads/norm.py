@@ -42,6 +42,7 @@ HIDDEN: dict[str, tuple[Size, ...]] = {
 #   tensors    which of weight, bias, residual, pre_bias to make
 #   modulation "sample" or "row": [samples or rows, 3K or 2K] in one tensor
 #   residual_gate "sample" or "row": [samples or rows, K]
+#   wide       the residual is in fp32
 #   packed     x is the first heads of a packed QKV projection
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"tensors": ("weight",)},
@@ -63,6 +64,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "residual_gate": "sample",
     },
     "gated-row": {"tensors": ("weight", "residual"), "residual_gate": "row"},
+    "fp32-residual": {
+        "tensors": ("weight", "residual"),
+        "wide": True,
+        "casting": "llama",
+        "out_dtype": "promote",
+    },
+    "unrounded-sum": {
+        "tensors": ("weight", "residual", "pre_bias"),
+        "unrounded_sum": True,
+        "casting": "llama",
+    },
+    "unrounded-sum-1x128-both": {
+        "function": layer_norm,
+        "tensors": ("weight", "residual"),
+        "unrounded_sum": True,
+        "quantize": "1x128",
+        "columnwise": True,
+    },
     "1x128": {"tensors": ("weight", "residual"), "quantize": "1x128"},
     "1x128-both": {"tensors": ("weight",), "quantize": "1x128", "columnwise": True},
     "1x128-residual-both": {"tensors": ("weight", "residual"), "quantize": "1x128", "columnwise": True},
@@ -128,6 +147,9 @@ _TRAINED: dict[str, tuple[str, ...]] = {
     "pre-bias-residual": ("dit-xl/hidden",),
     "gated-sample": ("flux/hidden", "dit-xl/hidden"),
     "gated-row": ("odd/200",),
+    "fp32-residual": ("odd/1025",),
+    "unrounded-sum": ("odd/1025",),
+    "unrounded-sum-1x128-both": ("odd/200",),
     "1x128": ("linghe/hidden", "deepseek-v3/hidden"),
     "1x128-both": ("linghe/hidden", "llama3-8b/hidden", "odd/200"),
     "1x128-residual-both": ("qwen3-30b-a3b/hidden", "deepseek-v3/hidden"),
@@ -161,6 +183,12 @@ def _weights(inputs: Inputs, cols: int, settings: dict[str, Any]) -> dict[str, T
     return made
 
 
+def _residual(inputs: Inputs, shape: tuple[int, ...], settings: dict[str, Any]) -> Tensor:
+    if settings.get("wide"):
+        return inputs.normal(*shape, dtype=torch.promote_types(inputs.dtype, torch.float32))
+    return inputs.activation(*shape)
+
+
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     settings = dict(workload.settings)
     cols = shape[-1]
@@ -173,7 +201,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         kwargs["x"] = inputs.activation(*shape)
     kwargs |= _weights(inputs, cols, settings)
     if "residual" in settings["tensors"]:
-        kwargs["residual"] = inputs.activation(*shape)
+        kwargs["residual"] = _residual(inputs, shape, settings)
     if settings.get("modulation") == "sample":
         kwargs["modulation"] = inputs.normal(shape[0], 3 * cols, std=0.3)
     elif settings.get("modulation") == "row":
@@ -182,7 +210,9 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         kwargs["residual_gate"] = inputs.normal(shape[0], cols, std=0.3)
     elif settings.get("residual_gate") == "row":
         kwargs["residual_gate"] = inputs.normal(*shape[:-1], cols, std=0.3)
-    for name in ("weight_offset", "casting", "quantize", "columnwise", "return_plain"):
+    for name in (
+        "weight_offset", "unrounded_sum", "casting", "out_dtype", "quantize", "columnwise", "return_plain",
+    ):  # fmt: skip
         if name in settings:
             kwargs[name] = settings[name]
     if "quant_scale" in settings:
@@ -194,7 +224,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     """The backward of the same call, which reads h, the gradients and the statistics."""
     settings = dict(workload.settings)
     cols, layer = shape[-1], settings.get("function") is layer_norm
-    h = inputs.activation(*shape)
+    unrounded, wide = settings.get("unrounded_sum", False), settings.get("wide", False)
+    h = _residual(inputs, shape, settings)  # the residual itself, if the sum is added up again
     rows = h.numel() // max(cols, 1)
     weights = _weights(inputs, cols, settings)
     residual = "residual" in settings["tensors"]
@@ -204,19 +235,27 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         else None
         for name in ("modulation", "residual_gate")
     )
+    x = inputs.activation(*shape) if gate is not None or unrounded else None
     if h.device.type == "meta":
         rstd = torch.empty(rows, device="meta")
         mean = torch.empty(rows, device="meta") if layer else None
     else:
         flat = h.reshape(rows, cols).float()
+        if unrounded and x is not None:
+            v = x.reshape(rows, cols).float() + (
+                weights["pre_bias"].float() if "pre_bias" in weights else 0.0
+            )
+            flat = flat + (
+                v if gate is None else v * gate.float().repeat_interleave(rows // max(len(gate), 1), 0)
+            )
         mean = flat.mean(1) if layer else None
         centred = flat if mean is None else flat - mean[:, None]
         rstd = 1.0 / torch.sqrt(centred.square().mean(1) + 1e-5)
     kwargs: dict[str, Any] = {
         "h": h,
         "dy": inputs.normal(*shape),
-        "dresidual": inputs.normal(*shape) if residual else None,
-        "x": inputs.activation(*shape) if gate is not None else None,
+        "dresidual": inputs.normal(*shape, dtype=h.dtype) if residual else None,
+        "x": x,
         "pre_bias": weights.get("pre_bias"),
         "residual_gate": gate,
         "weight": weights.get("weight"),
@@ -226,13 +265,16 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "mean": mean,
         "weight_offset": settings.get("weight_offset", 0.0),
         "casting": settings.get("casting", "fp32"),
+        "unrounded_sum": unrounded,
+        "x_dtype": inputs.dtype,
+        "residual_dtype": h.dtype,
         "needs": NormNeeds(
             x=True,
             weight="weight" in weights,
             bias="bias" in weights,
             scale=scale is not None,
             shift=scale is not None,
-            residual=gate is not None,
+            residual=gate is not None or wide,
             residual_gate=gate is not None,
             pre_bias="pre_bias" in weights,
         ),

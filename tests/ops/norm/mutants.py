@@ -54,6 +54,10 @@ ANY_TILE = f"{D}test_largest_number_in_any_tile_of_a_row"
 PRE_BIAS = workload("accuracy", "norm:odd/1025:pre-bias:8192")
 GATED = workload("accuracy", "norm:dit-xl/hidden:gated-sample:8192")
 GATED_SUM = "ops/norm/test.py::test_residual_gate_per_row_and_per_sample"
+UNROUNDED = workload("accuracy", "norm:odd/1025:unrounded-sum:8192")
+WIDE = workload("accuracy", "norm:odd/1025:fp32-residual:8192")
+VLLM = "ops/norm/test.py::test_unrounded_sum_is_vllms"
+UNROUNDED_CODES = "ops/norm/test.py::test_quantised_unrounded_sum"
 PRE_BIAS_ALONE = "ops/norm/test.py::test_pre_bias_without_a_residual"
 QUANTISED_SUM = "ops/norm/test.py::test_quantised_sum_of_everything"
 TWO_SIZES = f"{D}test_gradients_over_samples_of_two_sizes"
@@ -74,7 +78,14 @@ _NORM: list[tuple[Any, ...]] = [
     ("variance with lanes that have no element", "_statistics", "tl.where(mask, centred, 0.0)", "centred", (f"{SHIFTED}[1025-10000.0]",)),
     ("variance about 0", "_statistics", "centred = h - mean[:, None]", "centred = h", (f"{SHIFTED}[200-10000.0]",)),
     ("last tile counted as full", "norm_kernel", "tl.minimum(cols - start, TILE).to(tl.float32)", "tl.cast(TILE, tl.float32)", (LAYER_LOOP,)),
-    ("unrounded h", "_load_h", "_rounded(h, source.x)", "h", (RESIDUAL,)),
+    ("unrounded h", "_load_h", "round_promoted(h, source.x, source.residual)", "h", (RESIDUAL,)),
+    ("unrounded sum rounded", "_load_h", " and not UNROUNDED", "", (UNROUNDED,)),
+    ("unrounded sum read where it is rounded", "_load_again", " and not UNROUNDED", "", (UNROUNDED,)),
+    ("h stored over what is added up again", "norm_kernel", "LATE: tl.constexpr = UNROUNDED and MADE", "LATE: tl.constexpr = False", (f"{VLLM}[1100]",)),
+    ("h of an unrounded sum not stored", "norm_kernel", "stored.h is not None and LATE", "stored.y is None and LATE", (f"{VLLM}[1100]",)),
+    ("h of a first pass over what the second reads", f"{LAUNCH}:_Quantized.make", "if several and self.a.unrounded_sum", "if several and False", (f"{UNROUNDED_CODES}[nvfp4-residual]",)),
+    ("second pass reads the rounded h", f"{LAUNCH}:_Quantized._read_h", " and not self.a.unrounded_sum", "", (f"{UNROUNDED_CODES}[nvfp4-None]",)),
+    ("sum of two dtypes rounded to x's", f"{ROWS}:round_promoted", "return value", "return round_to_dtype(value, ptr)", (WIDE,)),
     ("residual subtracted", "_load_h", "h += load_tile", "h -= load_tile", (RESIDUAL,)),
     ("no pre_bias", "_load_h", "h += _load_vector(", "h += 0.0 * _load_vector(", (PRE_BIAS,)),
     ("pre_bias added after the gate", "_load_h", """    if source.pre_bias is not None:
@@ -86,7 +97,7 @@ _NORM: list[tuple[Any, ...]] = [
     if source.pre_bias is not None:
         h += _load_vector(source.pre_bias, piece)
 """, (GATED,)),
-    ("h without a residual not rounded", "_load_h", "source.residual is not None or source.pre_bias is not None", "source.residual is not None", (PRE_BIAS,)),
+    ("h without a residual not rounded", "_load_h", "(source.residual is not None or source.pre_bias is not None)", "source.residual is not None", (PRE_BIAS,)),
     ("gate not applied", "_load_h", "h *= load_tile(", "h *= 1.0 + 0.0 * load_tile(", (GATED,)),
     ("residual gated as well", "_load_h", "h += load_tile(source.residual", "h = h + load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask) * load_tile(source.residual", (f"{GATED_SUM}[rms_norm-lead0]",)),
     ("every sample gated like the first", "norm_kernel", "_sample_offset(row, source.gated,", "_sample_offset(row * 0, source.gated,", (GATED,)),
@@ -94,11 +105,11 @@ _NORM: list[tuple[Any, ...]] = [
     ("h of a pre_bias alone not kept", f"{OP}:_keep", "a.x if o.residual is None else o.residual", "o.residual if a.residual is not None and o.residual is not None else a.x", (f"{PRE_BIAS_ALONE}[rms_norm]",)),
     ("pre_bias added twice", f"{LAUNCH}:_Quantized._read_h", "pre_bias=None, ", "", (f"{QUANTISED_SUM}[128x128-rows]",)),
     ("h gated twice", f"{LAUNCH}:_Quantized._read_h", ", gate=None", "", (f"{QUANTISED_SUM}[nvfp4-rows]",)),
-    ("y rounded before it is encoded", "_affine", "return y", "return _rounded(y, x_ptr)", ("quant/test_norms.py::test_norm_codes_are_those_of_the_fp32_result",)),
+    ("y rounded before it is encoded", "_affine", "return y", "return round_promoted(y, source.x, None)", ("quant/test_norms.py::test_norm_codes_are_those_of_the_fp32_result",)),
     ("y cut, not rounded", "norm_kernel", "col[None, :], y, exists)", f"col[None, :], {DOWN_TO_BF16.format('y')}, exists)", (PLAIN_ODD,)),
     ("weight and bias swapped", "norm_kernel", "_affine(value, moments, formula,", "_affine(value, moments, Formula(formula.bias, formula.weight, formula.scale, formula.shift, formula.modulated, formula.weight_offset),", (LAYER,)),
     ("no weight offset", "_affine", "piece) + formula.weight_offset)", "piece))", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
-    ("llama without its rounding", "_affine", "y = _rounded(y, x_ptr)", "y = y", (workload("accuracy", "norm:odd/200:llama:8192"),)),
+    ("llama without its rounding", "_affine", "y = round_promoted(y, source.x, source.residual)", "y = y", (workload("accuracy", "norm:odd/200:llama:8192"),)),
     ("scaled by scale, not 1 + scale", "_affine", "y * (1.0 + load_tile(", "y * (load_tile(", (LAYER,)),
     ("every sample modulated like the first", "norm_kernel", "_sample_offset(row, formula.modulated,", "_sample_offset(row * 0, formula.modulated,", (BY_SAMPLE,)),
     ("32-bit row offsets", "norm_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0).to(tl.int32)", (f"{FAR}[plain]",)),
@@ -131,7 +142,7 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("1 / rms of the first row for all", "norm_stripe_kernel", "statistics.rstd + row,", "statistics.rstd + row * 0,", (BOTH,)),
     ("mean not read", "norm_stripe_kernel", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0) * 0.0", (BOTH_LAYER,)),
     ("weight and bias swapped", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.bias, formula.weight, formula.scale, formula.shift, formula.modulated, formula.weight_offset),", (BOTH,)),
-    ("llama without its rounding", "norm_stripe_kernel", "source.x, LLAMA)", "source.x, False)", (f"{D}test_both_copies_with[rms_norm-llama]",)),
+    ("llama without its rounding", "norm_stripe_kernel", "source, LLAMA)", "source, False)", (f"{D}test_both_copies_with[rms_norm-llama]",)),
     ("no weight offset", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.weight, formula.bias, formula.scale, formula.shift, formula.modulated, 0.0),", (f"{D}test_both_copies_with[layer_norm-gemma]",)),
     ("no shift", "norm_stripe_kernel", "rstd), formula,", "rstd), Formula(formula.weight, formula.bias, formula.scale, None, formula.modulated, formula.weight_offset),", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
     ("every sample modulated like the first", "norm_stripe_kernel", "_sample_offset(row, formula.modulated,", "_sample_offset(row * 0, formula.modulated,", (f"{D}test_both_copies_with[layer_norm-by sample]",)),
@@ -141,12 +152,18 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("tensor amax of a tile's first row", "norm_stripe_kernel", "amax(amax(y, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(y, axis=1), 0.0), axis=0)", (f"{TILES}[cpu-300]",)),
     ("all tiles of a stripe keep amax in one place", "norm_stripe_kernel", "stored.amax + tl.program_id(0)", "stored.amax + tl.program_id(0) // tiles", (f"{TILES}[cpu-300]",)),
     ("no pre_bias", "_load_h", "h += _load_vector(", "h += 0.0 * _load_vector(", (f"{QUANTISED_SUM}[1x128-both]",)),
+    ("unrounded sum rounded", "norm_stripe_kernel", "_load_h(source, at, piece, UNROUNDED)", "_load_h(source, at, piece, False)", (f"{UNROUNDED_CODES}[128x128-None]",)),
+    ("residual of the first row for all", "norm_stripe_kernel", "row * source.residual_stride", "row * 0 * source.residual_stride", (f"{UNROUNDED_CODES}[128x128-None]",)),
     ("transposed copy not transposed", f"{COPIES}:store_transposed", "codes = tl.trans(codes)", "codes = codes", (BOTH,)),
     ("scales of all stripes in the first one's place", f"{COPIES}:store_stripe", "group = stripe.number * (STRIPE // G) + tl.arange", "group = stripe.number * 0 + tl.arange", (BOTH,)),
     ("given scale taken for an amax", "norm_stripe_kernel", "CAST, STATIC)", "CAST, False)", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
 ]  # fmt: skip
 
 _BACKWARD: list[tuple[Any, ...]] = [
+    ("sum not added up again", "_gradient_of_z", "z += v", "z += 0.0 * v", (UNROUNDED,)),
+    ("sum added up without the gate", "_gradient_of_z", "v *= load_tile(", "v *= 1.0 + 0.0 * load_tile(", (f"{N}test_size_of_an_unrounded_sum[5-1100]",)),
+    ("gradient of the residual in x's dtype", f"{LAUNCH}:allocate_norm_backward", "empty_like(a.h, a.residual_dtype)", "empty_like(a.h, a.x_dtype)", (WIDE,)),
+    ("one gradient for two dtypes", f"{OP}:_gradients", " and kept.x_dtype is kept.residual_dtype", "", (WIDE,)),
     ("upstream gradient of ones", "_gradient_of_z", "d = dy\n", "d = dy * 0.0 + 1.0\n", (LAYER,)),
     ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], None)", (BY_SAMPLE,)),
     ("no residual gradient", "norm_backward_kernel", "dh += load_tile(", "dh += 0.0 * load_tile(", (RESIDUAL,)),
@@ -173,7 +190,7 @@ _BACKWARD: list[tuple[Any, ...]] = [
     ("no weight offset", "_gradient_of_z", " + formula.weight_offset)", ")", (workload("accuracy", "norm:gemma-7b/hidden:gemma:8192"),)),
     ("no weight", "_gradient_of_z", "t = t * (", "t = t + 0.0 * (", (PLAIN_ODD,)),
     ("gradient of scale without the bias", "norm_backward_kernel", "y = y + _load_vector(", "y = y + 0.0 * _load_vector(", (LAYER,)),
-    ("llama's weight gradient from the exact z", "norm_backward_kernel", "z = _rounded(z, upstream.h)", "z = z", (workload("accuracy", "norm:odd/200:llama:8192"),)),
+    ("llama's weight gradient from the exact z", "norm_backward_kernel", "z = round_promoted(z, upstream.h, added.x)", "z = z", (workload("accuracy", "norm:odd/200:llama:8192"),)),
     ("32-bit row offsets", "norm_backward_kernel", "program = tl.program_id(0).to(tl.int64)", "program = tl.program_id(0).to(tl.int32)", (f"{FAR}[plain]",)),
     ("gradient of scale already scaled", "norm_backward_kernel", "_add_or_store(sum_scale, dy * y,", "_add_or_store(sum_scale, d * y,", (SAMPLES,)),
     ("gradient of scale by row already scaled", "norm_backward_kernel", "_add_or_store(sum_scale, dy * y,", "_add_or_store(sum_scale, d * y,", (LAYER,)),
@@ -187,8 +204,8 @@ _BACKWARD: list[tuple[Any, ...]] = [
     ("residual's gradient gated", "norm_backward_kernel", "_store_tile(gradients.residual + dx_off, dh, mask)", "_store_tile(gradients.residual + dx_off, dh * load_tile(added.gate + at.gate[:, None] + col[None, :], mask), mask)", (GATED,)),
     ("gradient of the gate gated", "norm_backward_kernel", "_add_or_store(sum_gate, dh * v,", "_add_or_store(sum_gate, dh * v * load_tile(added.gate + at.gate[:, None] + col[None, :], mask),", (GATED,)),
     ("gradient of the gate without the norm's", "norm_backward_kernel", "_add_or_store(sum_gate, dh * v,", "_add_or_store(sum_gate, (dh - (t - z * (tz / count)[:, None]) * rstd[:, None]) * v,", (GATED,)),
-    ("gradient of the gate without pre_bias", "norm_backward_kernel", "v += _load_vector(added.pre_bias, piece)", "v += 0.0 * _load_vector(added.pre_bias, piece)", (GATED,)),
-    ("gradient of the gate from h", "norm_backward_kernel", "v = load_tile(added.x + at.x[:, None] + col[None, :], mask)", "v = load_tile(upstream.h + at.h[:, None] + col[None, :], mask)", (GATED,)),
+    ("gradient of the gate without pre_bias", "_load_added", "v += _load_vector(added.pre_bias, piece)", "v += 0.0 * _load_vector(added.pre_bias, piece)", (GATED,)),
+    ("gradient of the gate from h", "norm_backward_kernel", "v = _load_added(added, at, piece)", "v = load_tile(upstream.h + at.h[:, None] + col[None, :], mask)", (GATED,)),
     ("gradient of the gate of the last row alone", "norm_backward_kernel", "_add_or_store(sum_gate, dh", "_add_or_store(sum_gate * 0.0, dh", (SAMPLES,)),
     ("gradient of the gate at h's stride", "norm_backward_kernel", "row * added.x_stride", "row * upstream.h_outer_stride", (f"{L}test_layout_of_inputs[everything-padded]",)),
     ("every sample gated like the first", "norm_backward_kernel", "row * 0 + gate_row)", "row * 0)", (GATED,)),

@@ -90,6 +90,90 @@ def test_residual_is_the_sum_before_the_norm(function: Any) -> None:
     assert torch.equal(y, function(x + residual, weight))
 
 
+def test_promoted_is_hugging_faces() -> None:
+    """LlamaRMSNorm with fp32 weights: the product of a bf16 z with them is fp32. And a LayerNorm by hand."""
+    x, weight, bias = draw(64, 200), draw(200, dtype=torch.float32), draw(200, dtype=torch.float32)
+    h = x.float()
+    z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF16)
+    got = weft.rms_norm(x, weight, casting="llama", out_dtype="promote")
+    assert got.dtype == torch.float32
+    assert (got != weight * z).float().mean() < 1e-3  # where 1 / sqrt(…) and rsqrt round to two sides
+    assert weft.rms_norm(x, weight.to(BF16), out_dtype="promote").dtype == BF16
+    assert weft.rms_norm(x.half(), weight.to(BF16), out_dtype="promote").dtype == torch.float32
+    assert weft.layer_norm(x, weight.to(BF16), bias, out_dtype="promote").dtype == torch.float32
+    assert weft.layer_norm(x, modulation=(None, bias), out_dtype="promote").dtype == torch.float32
+    assert weft.rms_norm(x, residual=h, out_dtype="promote")[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="a plain result"):
+        weft.rms_norm(x, quantize="1x128", out_dtype="promote")
+
+
+@pytest.mark.parametrize("casting", ["fp32", "llama"])
+@pytest.mark.parametrize(
+    ("x_dtype", "residual_dtype"),
+    [(BF16, torch.float32), (torch.float32, BF16), (BF16, torch.float16)],
+)
+def test_residual_of_another_dtype(x_dtype: torch.dtype, residual_dtype: torch.dtype, casting: Any) -> None:
+    """The sum, the norm of it and all gradients are those of PyTorch's own sum, each gradient in its tensor's dtype."""
+    x, residual = draw(6, 1030, dtype=x_dtype), draw(6, 1030, dtype=residual_dtype)
+    weight = draw(1030)
+    found = []
+    for fused in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+        if fused:
+            y, h = weft.rms_norm(
+                leaves[0], leaves[2], residual=leaves[1], casting=casting, out_dtype="promote"
+            )
+        else:
+            h = leaves[0] + leaves[1]
+            y = weft.rms_norm(h, leaves[2], casting=casting, out_dtype="promote")
+        torch.manual_seed(5)
+        gradients = torch.autograd.grad((y, h), leaves, [torch.randn(t.shape).to(t.dtype) for t in (y, h)])
+        found.append((y, h, *gradients))
+    for got, wanted in zip(*found, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=1e-5 if got.dtype == torch.float32 else 2**-7, atol=1e-5)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def vllm_fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The order of roundings of vLLM's fused_add_rms_norm."""
+    total = x.float() + residual.float()
+    z = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    return z.to(x.dtype) * weight, total.to(x.dtype)
+
+
+@pytest.mark.parametrize("cols", [200, 1100])
+def test_unrounded_sum_is_vllms(cols: int) -> None:
+    """Rows of one tile and of several, and over their own inputs, as serving calls it."""
+    x, residual, weight = draw(64, cols), draw(64, cols), draw(cols)
+    wanted, total = vllm_fused_add(x, residual, weight)
+    options: dict[str, Any] = {"casting": "llama", "unrounded_sum": True}
+    y, h = weft.rms_norm(x, weight, residual=residual, **options)
+    assert torch.equal(h, total)
+    assert (y != wanted).float().mean() < 1e-3
+    rounded, _ = weft.rms_norm(x, weight, residual=residual, casting="llama")
+    assert (rounded != wanted).float().mean() > 0.1, "the two sums must be told apart"
+    over, total = x.clone(), residual.clone()
+    weft.rms_norm(over, weight, residual=total, out=over, residual_out=total, **options)
+    assert torch.equal(over, y)
+    assert torch.equal(total, h)
+
+
+@pytest.mark.parametrize("over", [None, "x", "residual"])
+@pytest.mark.parametrize("format", ["1x128", "128x128", "nvfp4", "row"])
+def test_quantised_unrounded_sum(format: str, over: str | None) -> None:
+    """However many passes a format takes: the codes of the norm of the fp32 sum, also if h overwrites what it is made
+    of."""
+    x, residual, weight = draw(130, 96), draw(130, 96), draw(96)
+    options: dict[str, Any] = {"quantize": format, "columnwise": format == "1x128"}
+    wanted, total = weft.rms_norm(x.float() + residual.float(), weight, **options), x + residual
+    into = {None: None, "x": x, "residual": residual}[over]
+    got, h = weft.rms_norm(x, weight, residual=residual, unrounded_sum=True, residual_out=into, **options)
+    assert torch.equal(h, total)
+    assert_same_copies(got, wanted)
+
+
 @pytest.mark.parametrize("function", NORMS)
 def test_scale_invariance(function: Any) -> None:
     """By a power of two, bit for bit."""
@@ -355,7 +439,7 @@ def test_out_under_torch_compile() -> None:
         ({"bias": torch.ones(97)}, r"bias must have the shape \(96,\)"),
         ({"pre_bias": torch.ones(6, 96)}, r"pre_bias must have the shape \(96,\)"),
         ({"residual": torch.ones(6, 95).bfloat16()}, r"residual must have the shape \(6, 96\)"),
-        ({"residual": torch.ones(6, 96)}, "residual must be bfloat16 like the other tensors"),
+        ({"residual": torch.ones(6, 96).double()}, "residual must be bfloat16, float16 or float32"),
         ({"casting": "gemma"}, "casting must be 'fp32' or 'llama'"),
         ({"columnwise": True}, "go with quantize"),
         ({"return_amax": True}, "go with quantize"),

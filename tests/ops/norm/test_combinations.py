@@ -123,10 +123,13 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
     for format in (None, "1x128", "row", "nvfp4"):
         to = ResultOptions(torch.bfloat16, format, True, False, None, format is not None)
         sources = (x, weight, bias, x, bias, scale, scale, scale)
-        calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", True, to)))
+        for unrounded in (False, True):
+            calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", unrounded, True, to)))
     needs = NormNeeds(*[True] * len(NormNeeds._fields))
-    gradients = NormBackwardArgs(x, x, x, x, bias, scale, weight, bias, scale, rstd, mean, 0.0, "fp32", needs)
-    calls.append(("norm_backward", gradients))
+    read = (x, x, x, x, bias, scale, weight, bias, scale, rstd, mean)
+    for unrounded in (False, True):
+        how = (0.0, "fp32", unrounded, x.dtype, x.dtype, needs)
+        calls.append(("norm_backward", NormBackwardArgs(*read, *how)))
     for format in ("1x128", "row"):
         to = ResultOptions(torch.bfloat16, format, True, False, None, True)
         calls.append(("quantize", QuantizeArgs(x, to, None)))

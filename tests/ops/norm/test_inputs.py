@@ -54,6 +54,18 @@ def test_size_of_a_norm(rows: int, cols: int) -> None:
         near(got[name], wanted)
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(3, 97), (5, 1100)])
+def test_size_of_an_unrounded_sum(rows: int, cols: int) -> None:
+    """Also with a gate, and with x in another dtype than the residual."""
+    call = everything(rows, cols).with_(unrounded_sum=True)
+    call = call.with_(x=call["x"].float(), casting="llama").requiring_grad()
+    outputs = results(call)
+    gradients = upstreams(outputs)
+    got = {**outputs, **backward(call, outputs, gradients)}
+    for name, wanted in truth.norm(call, gradients["y"], gradients["residual"]).items():
+        near(got[name], wanted)
+
+
 @pytest.mark.parametrize(
     ("rows", "cols", "format"), [(1, 1, "1x128"), (2, 3, "mx"), (127, 129, "1x128"), (257, 128, "mx")]
 )

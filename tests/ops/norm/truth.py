@@ -20,6 +20,8 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
     """y and residual (if there is one), and with an upstream gradient that of each input."""
     a = arguments(call)
     io, layer = a["x"].dtype, call.function is weft.layer_norm
+    if a["residual"] is not None:
+        io = torch.promote_types(io, a["residual"].dtype)
     leaves = {
         name: a[name].detach().double().requires_grad_()
         for name in ("x", "weight", "bias", "residual", "pre_bias", "residual_gate", "modulation")
@@ -37,8 +39,10 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
         h, exact = h * gate, exact * gate.detach().float()
     if "residual" in leaves:
         h, exact = h + leaves["residual"], exact + a["residual"].detach().float()
-    h = h + (exact.to(io).double() - h.detach())  # each step rounded to fp32, and the last one to x's dtype
-    flat = h.reshape(rows, cols)
+    # Each step is rounded to fp32, and the last one to the dtype of h.
+    rounded, unrounded = (h + (sum.double() - h.detach()) for sum in (exact.to(io), exact))
+    h = rounded
+    flat = (unrounded if a["unrounded_sum"] else rounded).reshape(rows, cols)
     mean = flat.mean(1, keepdim=True) if layer else torch.zeros(rows, 1, dtype=torch.float64)
     rstd = 1 / (flat - mean).square().mean(1, keepdim=True).add(a["eps"]).sqrt()
     z = (flat - mean) * rstd
@@ -153,6 +157,9 @@ def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
             **({"residual": torch.zeros_like(call["h"])} if call["dresidual"] is not None else {}),
         },
     )
+    if call["unrounded_sum"]:
+        added = {name: call[name] for name in ("x", "pre_bias", "residual_gate")}
+        forward = forward.with_(**added, residual=call["h"], unrounded_sum=True)
     h, scale = call["h"], call["scale"]
     if scale is not None:
         lead = h.shape[:-1] if len(scale) == h.numel() // h.shape[-1] else h.shape[:1]
@@ -163,7 +170,8 @@ def _backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
         for index, name in enumerate(("dscale", "dshift")):
             halves = (t.view(scale.shape[0], 2, -1)[:, index] for t in (packed.truth, packed.noise))
             expected[name] = Near(*halves)
-    expected |= _before(call, expected["dx"])
+    if not call["unrounded_sum"]:
+        expected |= _before(call, expected["dx"])
     names = [f"d{name}" for name, need in call["needs"]._asdict().items() if need]
     outputs = ("y", *(f"output{i}" for i in range(1, len(names))))
     return {output: expected[name] for output, name in zip(outputs, names, strict=True)}

@@ -88,6 +88,12 @@ def _has_one_of(x: Tensor, shapes: tuple[tuple[int, ...], ...]) -> bool:
     )
 
 
+def dtypes_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that a tensor may have beside one of this dtype, with which it is added or multiplied. bf16, fp16 and
+    fp32 go together; float64 is for references, which take all of their inputs in it."""
+    return FLOATS[3:] if dtype is torch.float64 else FLOATS[:3]
+
+
 def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
     """The error for an argument that has to be a dense tensor and is not."""
     kind = type(value).__name__

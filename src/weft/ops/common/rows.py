@@ -152,6 +152,22 @@ def load_tile(ptr, mask):
 
 
 @triton.jit
+def round_to_dtype(value, ptr):
+    """fp32 numbers, rounded to the dtype that ptr points to."""
+    return value.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def round_promoted(value, ptr, other_ptr):
+    """fp32 numbers, rounded to the dtype to which PyTorch promotes the two that are pointed to: two different ones to
+    fp32. The second pointer may be None."""
+    if other_ptr is None or other_ptr.dtype.element_ty == ptr.dtype.element_ty:
+        return round_to_dtype(value, ptr)
+    else:
+        return value
+
+
+@triton.jit
 def load_vector(ptr, col, cols, COLS_MASKED: tl.constexpr):
     """A piece of a vector of length cols as a row [1, C], in fp32."""
     if COLS_MASKED:

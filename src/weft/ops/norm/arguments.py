@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..common.results import Result, ResultOptions
@@ -13,7 +14,7 @@ class NormArgs(NamedTuple):
     x: Tensor  # [..., K]
     weight: Tensor | None  # [K]
     bias: Tensor | None  # [K]
-    residual: Tensor | None  # like x
+    residual: Tensor | None  # of x's shape
     pre_bias: Tensor | None  # [K]
     residual_gate: Tensor | None  # [samples, K]; a sample may be one row
     scale: Tensor | None  # [samples, K], of the modulation; a sample may be one row
@@ -22,6 +23,7 @@ class NormArgs(NamedTuple):
     weight_offset: float
     kind: str  # "rms" or "layer"
     casting: str
+    unrounded_sum: bool  # the sum with the residual is normalised before its rounding
     stats: bool  # rstd and mean are wanted, for the backward
     result: ResultOptions
 
@@ -29,6 +31,14 @@ class NormArgs(NamedTuple):
     def keeps_h(self) -> bool:
         """Whether h is stored: it is returned with a residual, and the backward reads it where it is not x."""
         return self.residual is not None or (self.pre_bias is not None and self.stats)
+
+    @property
+    def h_dtype(self) -> torch.dtype:
+        """That of h: the one to which PyTorch promotes those of x and the residual."""
+        dtype = self.x.dtype
+        if self.residual is None or self.residual.dtype is dtype:
+            return dtype
+        return torch.promote_types(dtype, self.residual.dtype)
 
 
 class NormOutputs(NamedTuple):
@@ -46,7 +56,7 @@ class NormNeeds(NamedTuple):
     bias: bool = False
     scale: bool = False
     shift: bool = False
-    residual: bool = False  # where it is not that of x
+    residual: bool = False  # where it is not that of x, for a gate or another dtype
     residual_gate: bool = False
     pre_bias: bool = False
 
@@ -63,10 +73,10 @@ class NormGradients(NamedTuple):
 
 
 class NormBackwardArgs(NamedTuple):
-    h: Tensor  # [..., K]
+    h: Tensor  # [..., K]; the residual, with unrounded_sum
     dy: Tensor
     dresidual: Tensor | None
-    x: Tensor | None  # like h; for the gradient of residual_gate alone
+    x: Tensor | None  # of h's shape; for the gradient of residual_gate and with unrounded_sum
     pre_bias: Tensor | None
     residual_gate: Tensor | None
     weight: Tensor | None
@@ -76,4 +86,7 @@ class NormBackwardArgs(NamedTuple):
     mean: Tensor | None
     weight_offset: float
     casting: str
+    unrounded_sum: bool
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype
     needs: NormNeeds

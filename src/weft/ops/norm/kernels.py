@@ -20,7 +20,7 @@ from ..common.copies import (
     tensor_factor,
 )
 from ..common.results import FP32_MAX
-from ..common.rows import load_tile, load_vector, row_offset, tile_mask
+from ..common.rows import load_tile, load_vector, round_promoted, row_offset, tile_mask
 from ..common.sums import add_to
 
 # ---- what kernels take ----------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Programs(NamedTuple):
 class Upstream(NamedTuple):
     """What the gradient of h is made of."""
 
-    h: Tensor  # [rows, cols]
+    h: Tensor  # [rows, cols]; with UNROUNDED the residual, to which the rest is added again
     dy: Tensor  # [rows, cols]
     dresidual: Tensor | None  # [rows, cols], the gradient of h itself
     inner: int
@@ -102,7 +102,8 @@ class Upstream(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What was multiplied by the gate and added to the residual: read for the gradient of the gate alone."""
+    """What was multiplied by the gate and added to the residual: read for the gradient of the gate, and to add up the
+    sum again."""
 
     x: Tensor | None  # [rows, cols]
     pre_bias: Tensor | None  # [cols]
@@ -179,12 +180,6 @@ def _load_vector(ptr, piece):
 
 
 @triton.jit
-def _rounded(value, ptr):
-    """fp32 numbers rounded to the dtype that ptr points to."""
-    return value.to(ptr.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def _store_tile(ptr, value, mask):
     """fp32 numbers, with one rounding to the dtype that ptr points to."""
     tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
@@ -194,8 +189,8 @@ def _store_tile(ptr, value, mask):
 
 
 @triton.jit
-def _load_h(source, at, piece):
-    """h [R, C] in fp32, rounded to x's dtype if it is a sum."""
+def _load_h(source, at, piece, UNROUNDED: tl.constexpr):
+    """h [R, C] in fp32, rounded to its dtype if it is a sum, unless UNROUNDED."""
     h = load_tile(source.x + at.x[:, None] + piece.col[None, :], piece.mask)
     if source.pre_bias is not None:
         h += _load_vector(source.pre_bias, piece)
@@ -203,18 +198,18 @@ def _load_h(source, at, piece):
         h *= load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
     if source.residual is not None:
         h += load_tile(source.residual + at.residual[:, None] + piece.col[None, :], piece.mask)
-    if source.residual is not None or source.pre_bias is not None:
-        h = _rounded(h, source.x)
+    if (source.residual is not None or source.pre_bias is not None) and not UNROUNDED:
+        h = round_promoted(h, source.x, source.residual)
     return h
 
 
 @triton.jit
-def _load_again(source, stored, at, piece):
-    """The h that was loaded before: from where it was stored, if it was."""
-    if stored.h is not None:
+def _load_again(source, stored, at, piece, UNROUNDED: tl.constexpr):
+    """The h that was loaded before: from where it was stored, if it was and is needed as it was stored."""
+    if stored.h is not None and not UNROUNDED:
         return load_tile(stored.h + at.y[:, None] + piece.col[None, :], piece.mask)
     else:
-        return _load_h(source, at, piece)
+        return _load_h(source, at, piece, UNROUNDED)
 
 
 @triton.jit
@@ -236,14 +231,14 @@ def _statistics(h, mask, count, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _affine(h, moments, formula, modulation_off, piece, x_ptr, LLAMA: tl.constexpr):
-    """y [R, C] from h, zero where there is no element. x_ptr is there for its dtype."""
+def _affine(h, moments, formula, modulation_off, piece, source, LLAMA: tl.constexpr):
+    """y [R, C] from h, zero where there is no element. `source` is there for the dtype of h."""
     y = h
     if moments.mean is not None:
         y = y - moments.mean[:, None]
     y = y * moments.rstd[:, None]
     if LLAMA:
-        y = _rounded(y, x_ptr)
+        y = round_promoted(y, source.x, source.residual)
     if formula.weight is not None:
         y = y * (_load_vector(formula.weight, piece) + formula.weight_offset)
     if formula.bias is not None:
@@ -267,6 +262,7 @@ def norm_kernel(
     eps: float,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
+    UNROUNDED: tl.constexpr,  # the sum is normalised before its rounding to h
     FORMAT: tl.constexpr,  # of the quantised copy, or None
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
@@ -291,6 +287,10 @@ def norm_kernel(
         tl.multiple_of(row * cols, ALIGN),
     )
     lane = tl.arange(0, TILE)
+    # Without anything made of y the statistics are all.
+    MADE: tl.constexpr = stored.y is not None or stored.amax is not None or FORMAT is not None
+    # A sum that is added up again may not be overwritten with h before that: h may lie where x or the residual does.
+    LATE: tl.constexpr = UNROUNDED and MADE
 
     mean = None
     if KNOWN:
@@ -303,8 +303,8 @@ def norm_kernel(
         for start in range(0, cols, TILE):
             col = start + lane
             mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            h = _load_h(source, at, Piece(col, mask, cols if COLS_MASKED else None))
-            if stored.h is not None:
+            h = _load_h(source, at, Piece(col, mask, cols if COLS_MASKED else None), UNROUNDED)
+            if stored.h is not None and not LATE:
                 _store_tile(stored.h + at.y[:, None] + col[None, :], h, mask)
             count = tl.minimum(cols - start, TILE).to(tl.float32)
             tile_mean, tile_squares = _statistics(h, mask, count, LAYER)
@@ -316,7 +316,7 @@ def norm_kernel(
                 squares += tile_squares
     if not LOOP:
         mask = tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)
-        h = _load_h(source, at, Piece(lane, mask, cols if COLS_MASKED else None))  # [ROWS, TILE]
+        h = _load_h(source, at, Piece(lane, mask, cols if COLS_MASKED else None), UNROUNDED)  # [ROWS, TILE]
         if stored.h is not None:
             _store_tile(stored.h + at.y[:, None] + lane[None, :], h, mask)
         if not KNOWN:
@@ -331,8 +331,7 @@ def norm_kernel(
         if statistics.mean is not None:
             tl.store(statistics.mean + row, mean, mask=row < rows)
 
-    # Without anything made of y the statistics are all.
-    if stored.y is not None or stored.amax is not None or FORMAT is not None:
+    if MADE:
         moments = Moments(mean if LAYER else None, rstd)
         if stored.given is not None:
             given = tl.load(stored.given)
@@ -341,7 +340,7 @@ def norm_kernel(
 
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-        if LOOP and stored.h is not None:
+        if LOOP and stored.h is not None and not LATE:
             tl.debug_barrier()  # below, h is read back from where it was stored
         if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
             largest = tl.zeros((ROWS,), tl.float32)
@@ -349,8 +348,8 @@ def norm_kernel(
                 col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 piece = Piece(col, mask, cols if COLS_MASKED else None)
-                h = _load_again(source, stored, at, piece)
-                y = _affine(h, moments, formula, at.modulation, piece, source.x, LLAMA)
+                h = _load_again(source, stored, at, piece, UNROUNDED)
+                y = _affine(h, moments, formula, at.modulation, piece, source, LLAMA)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
@@ -359,10 +358,12 @@ def norm_kernel(
             exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
             piece = Piece(col, exists, cols if COLS_MASKED else None)
             if LOOP:
-                value = _load_again(source, stored, at, piece)
+                value = _load_again(source, stored, at, piece, UNROUNDED)
+                if stored.h is not None and LATE:
+                    _store_tile(stored.h + at.y[:, None] + col[None, :], value, exists)
             else:
                 value = h
-            y = _affine(value, moments, formula, at.modulation, piece, source.x, LLAMA)
+            y = _affine(value, moments, formula, at.modulation, piece, source, LLAMA)
             if stored.amax is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
             if stored.y is not None:
@@ -394,13 +395,14 @@ def norm_kernel(
 @kernel
 def norm_stripe_kernel(
     size: Size,
-    source: Source,  # x and pre_bias of it, or h in place of x
+    source: Source,  # or h in place of x; with a residual only if UNROUNDED
     formula: Formula,
     statistics: Statistics,
     stored: Stored,  # neither y nor h
     codes_t: Codes,  # column-wise
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
+    UNROUNDED: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
     STATIC: tl.constexpr,  # the scale of the tensor is given
@@ -421,15 +423,20 @@ def norm_stripe_kernel(
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     piece = Piece(col, mask, cols if COLS_MASKED else None)
-    x_off = row_offset(row, source.inner, source.outer_stride, source.inner_stride, NESTED, ALIGN)
-    modulation_off = _sample_offset(row, formula.modulated, ALIGN)
-    h = _load_h(source, Offsets(x_off, None, None, modulation_off, None), piece)  # [ROWS, TILE]
+    at = Offsets(
+        row_offset(row, source.inner, source.outer_stride, source.inner_stride, NESTED, ALIGN),
+        tl.multiple_of(row * source.residual_stride, ALIGN),
+        _sample_offset(row, source.gated, ALIGN),
+        _sample_offset(row, formula.modulated, ALIGN),
+        None,
+    )
+    h = _load_h(source, at, piece, UNROUNDED)  # [ROWS, TILE]
     rstd = tl.load(statistics.rstd + row, mask=row < rows, other=0.0)
     if LAYER:
         mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)
     else:
         mean = None
-    y = _affine(h, Moments(mean, rstd), formula, modulation_off, piece, source.x, LLAMA)
+    y = _affine(h, Moments(mean, rstd), formula, at.modulation, piece, source, LLAMA)
     if stored.given is not None:
         given = tl.load(stored.given)
     else:
@@ -458,6 +465,7 @@ def norm_backward_kernel(
     gradients: StoredGradients,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
+    UNROUNDED: tl.constexpr,  # the sum was normalised before its rounding to h
     PER_ROW: tl.constexpr,  # each row has its own modulation
     GATE_PER_ROW: tl.constexpr,  # each row has its own gate
     ROWS: tl.constexpr,
@@ -518,9 +526,8 @@ def norm_backward_kernel(
             for start in range(0, cols, TILE):
                 col = start + lane
                 mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                z, _, _, t = _gradient_of_z(
-                    upstream, at, formula, moments, Piece(col, mask, cols if COLS_MASKED else None)
-                )
+                piece = Piece(col, mask, cols if COLS_MASKED else None)
+                z, _, _, t = _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED)
                 tz += tl.sum(t * z, axis=1)
                 if LAYER:
                     ts += tl.sum(t, axis=1)
@@ -529,7 +536,7 @@ def norm_backward_kernel(
             col = start + lane
             mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
             piece = Piece(col, mask, cols if COLS_MASKED else None)
-            z, dy, d, t = _gradient_of_z(upstream, at, formula, moments, piece)
+            z, dy, d, t = _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED)
             if not LOOP:
                 tz = tl.sum(t * z, axis=1)
                 if LAYER:
@@ -546,9 +553,7 @@ def norm_backward_kernel(
             if gradients.residual is not None:
                 _store_tile(gradients.residual + dx_off, dh, mask)
             if gradients.gate is not None:
-                v = load_tile(added.x + at.x[:, None] + col[None, :], mask)
-                if added.pre_bias is not None:
-                    v += _load_vector(added.pre_bias, piece)
+                v = _load_added(added, at, piece)
                 sum_gate = _add_or_store(sum_gate, dh * v, gradients.gate, dx_off, mask, sums, GATE_PER_ROW)
             dv = dh
             if added.gate is not None:
@@ -557,8 +562,8 @@ def norm_backward_kernel(
                 _store_tile(gradients.x + dx_off, dv, mask)
             sum_pre_bias = _add_rows(sum_pre_bias, dv, gradients.pre_bias, sums)
 
-            if LLAMA:
-                z = _rounded(z, upstream.h)
+            if LLAMA:  # an x beside h has its dtype or another one, in which case h is fp32
+                z = round_promoted(z, upstream.h, added.x)
             sum_weight = _add_rows(sum_weight, d * z, gradients.weight, sums)
             sum_bias = _add_rows(sum_bias, d, gradients.bias, sums)
             if gradients.scale is not None:
@@ -584,9 +589,23 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def _gradient_of_z(upstream, at, formula, moments, piece):
+def _load_added(added, at, piece):
+    """v [R, C] as the module's formulas name it."""
+    v = load_tile(added.x + at.x[:, None] + piece.col[None, :], piece.mask)
+    if added.pre_bias is not None:
+        v += _load_vector(added.pre_bias, piece)
+    return v
+
+
+@triton.jit
+def _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED: tl.constexpr):
     """(z, dy, d, t) [R, C] as the module's formulas name them, zero where there is no element."""
     z = load_tile(upstream.h + at.h[:, None] + piece.col[None, :], piece.mask)
+    if UNROUNDED:
+        v = _load_added(added, at, piece)
+        if added.gate is not None:
+            v *= load_tile(added.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+        z += v
     if moments.mean is not None:
         z = z - moments.mean[:, None]
     z = z * moments.rstd[:, None]

@@ -74,7 +74,7 @@ def allocate_norm(a: NormArgs) -> NormOutputs:
     x = a.x
     residual = rstd = mean = None
     if a.keeps_h:
-        residual = empty_like(x)
+        residual = empty_like(x, a.h_dtype)
     if a.stats:
         rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if a.kind == "layer" else None
@@ -186,7 +186,13 @@ _PLAIN = _Pass()
 
 @functools.lru_cache(maxsize=4096)
 def _rows_launch(
-    layout: _Layout, kind: str, casting: str, target: str, made: _Pass = _PLAIN, align: int | None = None
+    layout: _Layout,
+    kind: str,
+    casting: str,
+    unrounded: bool,
+    target: str,
+    made: _Pass = _PLAIN,
+    align: int | None = None,
 ) -> BoundLaunch:
     """A pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
@@ -196,6 +202,7 @@ def _rows_launch(
         num_warps=config.num_warps,
         LAYER=kind == "layer",
         LLAMA=casting == "llama",
+        UNROUNDED=unrounded,
         FORMAT=format if made.copy else None,
         CAST=made.cast,
         STATIC=made.static,
@@ -216,7 +223,7 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device).target
-    _rows_launch(layout, a.kind, a.casting, target)(
+    _rows_launch(layout, a.kind, a.casting, a.unrounded_sum, target)(
         (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
         (a.weight_offset, a.eps),
     )
@@ -237,19 +244,31 @@ class _Quantized:
     def make(self) -> None:
         f, to = self.format, self.a.result
         direct = f.block != "128x128"
-        if self.rstd is None and ((f.needs_tensor_amax and not self.static) or to.columnwise or not direct):
-            # There is more than one pass: the later ones read the statistics.
+        several = (f.needs_tensor_amax and not self.static) or to.columnwise or not direct
+        if several and self.rstd is None:  # the later passes read the statistics
             self.rstd = self._empty(self.layout.rows)
             self.mean = self._empty(self.layout.rows) if self.a.kind == "layer" else None
+        if several and self.a.unrounded_sum:
+            self._outlive_h()
         make_copies(self.o.result, to, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
 
+    def _outlive_h(self) -> None:
+        """Where each pass adds up the sum again, copy what the first pass would overwrite with the rounded h."""
+        h, x, residual = self.o.residual, self.operands.x, self.operands.residual
+        assert h is not None
+        assert residual is not None
+        self.operands = self.operands._replace(
+            x=x.clone() if x.data_ptr() == h.data_ptr() else x,
+            residual=residual.clone() if residual.data_ptr() == h.data_ptr() else residual,
+        )
+
     def _read_h(self) -> None:
         """After a pass that stored the sum h, read it in place of what it is made of."""
         self.align = self.align or self.layout.align
-        if self.o.residual is not None:
+        if self.o.residual is not None and not self.a.unrounded_sum:
             self.operands = self.operands._replace(x=self.o.residual, residual=None, pre_bias=None, gate=None)
             self.layout = self.layout.of_h()
 
@@ -261,7 +280,9 @@ class _Quantized:
         a, operands = self.a, self.operands
         data, data_scale, *strides = copy_arguments(copy)
         made = _Pass(a.result.format, copy is not None, self.cast, self.static, known, tuple(strides))
-        launch = _rows_launch(self.layout, a.kind, a.casting, self.target.target, made, self.align)
+        launch = _rows_launch(
+            self.layout, a.kind, a.casting, a.unrounded_sum, self.target.target, made, self.align
+        )
         partials = self._empty(launch.grid[0]) if wants_amax else None
         y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
         if copy is None and partials is None and y is None:  # no more than the statistics
@@ -288,6 +309,7 @@ class _Quantized:
             num_warps=num_warps,
             LAYER=self.a.kind == "layer",
             LLAMA=self.a.casting == "llama",
+            UNROUNDED=self.a.unrounded_sum,
             FORMAT=self.format,
             CAST=self.cast,
             STATIC=self.static,
@@ -308,8 +330,11 @@ class _Quantized:
 
 
 def allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:
-    like = (a.h, a.weight, a.bias, a.scale, a.scale, a.h, a.residual_gate, a.pre_bias)
-    return NormGradients(*empty_where(a.needs, like))
+    like = (None, a.weight, a.bias, a.scale, a.scale, None, a.residual_gate, a.pre_bias)
+    return NormGradients(*empty_where(a.needs, like))._replace(
+        x=empty_like(a.h, a.x_dtype) if a.needs.x else None,
+        residual=empty_like(a.h, a.residual_dtype) if a.needs.residual else None,
+    )
 
 
 class _BackwardLayout(NamedTuple):
@@ -349,6 +374,7 @@ def _backward_launch(
     layout: _BackwardLayout,
     layer: bool,
     casting: str,
+    unrounded: bool,
     target: str,
     multiprocessors: int,
 ) -> tuple[Launch, Programs, int]:
@@ -367,6 +393,7 @@ def _backward_launch(
         num_warps=config.num_warps,
         LAYER=layer,
         LLAMA=casting == "llama",
+        UNROUNDED=unrounded,
         PER_ROW=layout.rows_per_sample == 1,
         GATE_PER_ROW=layout.rows_per_gate == 1,
         ROWS=config.rows,
@@ -390,7 +417,7 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     rows = h.numel() // cols
     dresidual, dresidual_stride = one_stride(a.dresidual)
     scale, modulation_stride, rows_per_sample = _by_sample(a.scale, rows)
-    x, x_stride = one_stride(a.x if a.needs.residual_gate else None)
+    x, x_stride = one_stride(a.x if a.needs.residual_gate or a.unrounded_sum else None)
     gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
     if gate is not None and gate.shape[0] == 1:
         # One for all rows, also of a single row: no number of rows is compiled for.
@@ -410,8 +437,9 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     )
     target = capabilities_of(h.device)
     launch, programs, count = _backward_launch(
-        rows, cols, layout, a.mean is not None, a.casting, target.target, target.multiprocessors
-    )
+        rows, cols, layout, a.mean is not None, a.casting, a.unrounded_sum, target.target,
+        target.multiprocessors,
+    )  # fmt: skip
 
     def partial(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else torch.empty((count, cols), dtype=torch.float32, device=h.device)

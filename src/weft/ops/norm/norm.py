@@ -1,10 +1,11 @@
 """RMSNorm and LayerNorm, with the residual add before them, the modulation after them, and the quantiser last.
 
     v = x + pre_bias
-    h = round(residual + v * residual_gate)    to x's dtype; everything below reads h
+    h = round(residual + v * residual_gate)    to the dtype that x and residual promote to; everything below reads h,
+                                               or with unrounded_sum what it was before this rounding
     r = 1 / sqrt(mean(h^2) + eps)              rms                       z = h * r
     r = 1 / sqrt(mean((h - m)^2) + eps)        layer, m = mean(h)        z = (h - m) * r
-    z = round(z)                               to x's dtype, with casting="llama" only
+    z = round(z)                               to h's dtype, with casting="llama" only
     y = z * (weight + weight_offset) + bias
     y = y * (1 + scale) + shift                modulation, per row or per sample
     out = round(y), or its codes and scales
@@ -23,6 +24,7 @@ steps are passed straight through.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,7 +38,7 @@ from ...runtime import (
     define_op,
     is_distributed,
 )
-from ..common.checks import FLOATS, check_input, check_tensor, epsilon, is_tensor, real
+from ..common.checks import FLOATS, check_input, check_tensor, dtypes_beside, epsilon, is_tensor, real
 from ..common.results import (
     result_into,
     result_options,
@@ -52,8 +54,8 @@ from .signatures import Modulation, NormResult, norm_like
 class _Kept(NamedTuple):
     """What a backward reads."""
 
-    h: Tensor
-    x: Tensor | None  # if residual_gate wants a gradient
+    h: Tensor  # or with unrounded_sum the residual, to which x is added again
+    x: Tensor | None  # for that, and if residual_gate wants a gradient
     pre_bias: Tensor | None
     residual_gate: Tensor | None
     weight: Tensor | None
@@ -64,13 +66,20 @@ class _Kept(NamedTuple):
     mean: Tensor | None
     weight_offset: float
     casting: str
+    unrounded_sum: bool
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype
 
 
 def _keep(a: NormArgs, o: NormOutputs) -> _Kept:
     assert o.rstd is not None
+    h = a.x if o.residual is None else o.residual
+    if a.unrounded_sum and a.residual is not None:
+        h = a.residual
+    for_gate = a.residual_gate is not None and a.residual_gate.requires_grad
     return _Kept(
-        a.x if o.residual is None else o.residual,
-        a.x if a.residual_gate is not None and a.residual_gate.requires_grad else None,
+        h,
+        a.x if a.unrounded_sum or for_gate else None,
         a.pre_bias,
         a.residual_gate,
         a.weight,
@@ -81,13 +90,17 @@ def _keep(a: NormArgs, o: NormOutputs) -> _Kept:
         o.mean,
         a.weight_offset,
         a.casting,
+        a.unrounded_sum,
+        a.x.dtype,
+        a.x.dtype if a.residual is None else a.residual.dtype,
     )
 
 
 def _gradients(b: Backward) -> Gradients:
     kept: _Kept = b.kept
     needs, grads = b.needs, b.grads
-    gated = kept.residual_gate is not None  # otherwise x and the residual have the same gradient
+    # Without a gate x and the residual have the same gradient, unless it is rounded to two dtypes.
+    shared = kept.residual_gate is None and kept.x_dtype is kept.residual_dtype
     found = norm_backward_op(
         NormBackwardArgs(
             h=kept.h,
@@ -103,13 +116,16 @@ def _gradients(b: Backward) -> Gradients:
             mean=kept.mean,
             weight_offset=kept.weight_offset,
             casting=kept.casting,
+            unrounded_sum=kept.unrounded_sum,
+            x_dtype=kept.x_dtype,
+            residual_dtype=kept.residual_dtype,
             needs=NormNeeds(
-                needs.x or (needs.residual and not gated),
+                needs.x or (needs.residual and shared),
                 needs.weight,
                 needs.bias,
                 needs.scale,
                 needs.shift,
-                needs.residual and gated,
+                needs.residual and not shared,
                 needs.residual_gate,
                 needs.pre_bias,
             ),
@@ -117,7 +133,7 @@ def _gradients(b: Backward) -> Gradients:
     )
     return {
         "x": found.x if needs.x else None,
-        "residual": (found.residual if gated else found.x) if needs.residual else None,
+        "residual": (found.x if shared else found.residual) if needs.residual else None,
         "pre_bias": found.pre_bias,
         "residual_gate": found.residual_gate,
         "weight": found.weight,
@@ -196,9 +212,10 @@ def _norm(
     residual: Tensor | None = None,
     pre_bias: Tensor | None = None,
     residual_gate: Tensor | None = None,
+    unrounded_sum: bool = False,
     modulation: Modulation | None = None,
     casting: Literal["fp32", "llama"] = "fp32",
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Literal["promote"] | None = None,
     quantize: Format | str | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -214,11 +231,13 @@ def _norm(
     if bias is not None:
         check_tensor("bias", bias, FLOATS, device, shape[-1:], note=_ORDER)
     if residual is not None:
-        check_tensor("residual", residual, (x.dtype,), device, shape)
+        check_tensor("residual", residual, dtypes_beside(x.dtype), device, shape)
         if residual_gate is not None:
             residual_gate = _flat_samples("residual_gate", residual_gate, x)
-    elif residual_out is not None or residual_gate is not None:
-        name = "residual_gate" if residual_out is None else "residual_out"
+    elif residual_out is not None or residual_gate is not None or unrounded_sum:
+        name = (
+            "unrounded_sum" if unrounded_sum else "residual_gate" if residual_out is None else "residual_out"
+        )
         raise ValueError(f"{name}= needs residual=")
     if pre_bias is not None:
         check_tensor("pre_bias", pre_bias, FLOATS, device, shape[-1:])
@@ -227,6 +246,8 @@ def _norm(
     scale = shift = gate = None
     if modulation is not None:
         scale, shift, gate = _split_modulation(modulation, x)
+    if out_dtype == "promote":
+        out_dtype = _promoted(x, residual, weight, bias, scale, shift)
     stats = torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -261,6 +282,7 @@ def _norm(
         weight_offset,
         kind,
         casting,
+        bool(unrounded_sum),
         stats,
         options,
     )
@@ -291,10 +313,13 @@ def rms_norm(
     of these dtypes. Returns y, or a tuple of y and those of the following that were asked for, in this order.
 
     - `return_plain` (with `quantize`): y in `out_dtype` beside the quantised one, rounded from the same fp32 numbers.
-    - `residual` [..., K]: h = x + residual, rounded to x's dtype, is normalised and also returned. Otherwise h = x.
+    - `residual` [..., K]: h = x + residual is normalised and also returned. Otherwise h = x. The residual may have
+      another dtype, such as fp32 beside a bf16 x; h is rounded to the dtype to which PyTorch promotes both.
     - `pre_bias` [K], such as that of the projection before: x + pre_bias takes the place of x. It is not rounded
       before the residual is added.
     - `residual_gate` [..., K], per row or per sample as a modulation: h = residual + (x + pre_bias) * residual_gate.
+    - `unrounded_sum`: normalise the fp32 sum before its rounding to h, as vLLM's `fused_add_rms_norm` does; the h that
+      is returned is rounded all the same. For the backward x and residual are kept, and added again, in place of h.
     - `modulation`: `(scale, shift)`, each [..., K] with the leading dimensions of x (per row) or the first few of
       them (per sample): y = y * (1 + scale) + shift. Packed into one tensor [..., 2K], or [..., 3K] whose last
       third, the gate for the next residual add, is returned.
@@ -302,8 +327,10 @@ def rms_norm(
 
     - `eps`: None is what it is to `torch.nn.RMSNorm`, the eps of fp32 (of fp64 for an x in fp64).
     - `weight_offset`: 1 for weights stored around zero, as Gemma does.
-    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to x's dtype before the weight.
-    - `out_dtype`: of y, x's by default. With `return_plain` also that which the `QTensor` stands for.
+    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to h's dtype before the weight.
+    - `out_dtype`: of y, x's by default. "promote" is the dtype that PyTorch's own arithmetic gives y, the promotion of
+      those of x, residual, weight, bias and modulation: HuggingFace's norms return fp32 for a bf16 x and fp32 weights.
+      With `return_plain` also that which the `QTensor` stands for.
     - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
       `rowwise` and `columnwise` choose its copies; the row-wise one is the same with a column-wise one and without.
       `quant_scale` is a given scale (static or delayed) for block "tensor".
@@ -338,6 +365,11 @@ def layer_norm(
     """
     check_input("x", x)
     return _norm("layer", x, weight, bias, epsilon(real("eps", eps), x), **options)
+
+
+def _promoted(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype to which PyTorch promotes those of all tensors."""
+    return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t is not None})
 
 
 # What to do about another library's order of arguments.

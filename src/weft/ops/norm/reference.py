@@ -33,15 +33,15 @@ def norm_reference(a: NormArgs) -> NormOutputs:
         h = h * _per_row(a.residual_gate, len(flat), dtype)
     if a.residual is not None:
         h = h + a.residual.reshape(flat.shape).to(dtype)
-    h = h.to(x.dtype)
-    y = h.to(dtype)
+    exact, h = h, h.to(a.h_dtype)
+    y = exact if a.unrounded_sum else h.to(dtype)
     if a.kind == "layer":
         mean = y.mean(1)
         y = y - mean[:, None]
     rstd = 1.0 / torch.sqrt(y.square().mean(1) + a.eps)
     y = y * rstd[:, None]
     if a.casting == "llama":
-        y = y.to(x.dtype).to(dtype)
+        y = y.to(a.h_dtype).to(dtype)
     if a.weight is not None:
         y = y * (a.weight.to(dtype) + a.weight_offset)
     if a.bias is not None:
@@ -59,15 +59,21 @@ def norm_reference(a: NormArgs) -> NormOutputs:
 
 
 def norm_backward_reference(a: NormBackwardArgs) -> NormGradients:
-    h, needs, dtype = a.h, a.needs, compute_dtype(a.h)
+    h, needs, dtype, h_dtype = a.h, a.needs, compute_dtype(a.h), a.h.dtype
     flat = h.reshape(count_rows(h), h.shape[-1])
     rows = len(flat)
     centred, dy = flat.to(dtype), a.dy.reshape(flat.shape).to(dtype)
+    v = None
+    if a.x is not None:
+        v = a.x.reshape(flat.shape).to(dtype) + (0.0 if a.pre_bias is None else a.pre_bias.to(dtype))
+    if a.unrounded_sum and v is not None:
+        centred = centred + (v if a.residual_gate is None else v * _per_row(a.residual_gate, rows, dtype))
+        h_dtype = torch.promote_types(a.x_dtype, a.residual_dtype)
     rstd = a.rstd.to(dtype)[:, None]
     if a.mean is not None:
         centred = centred - a.mean.to(dtype)[:, None]
     exact = centred * rstd
-    z = exact.to(h.dtype).to(dtype) if a.casting == "llama" else exact
+    z = exact.to(h_dtype).to(dtype) if a.casting == "llama" else exact
     w = 1.0 if a.weight is None else a.weight.to(dtype) + a.weight_offset
     d = dy
     dx = dweight = dbias = dscale = dshift = dresidual = dgate = dpre_bias = None
@@ -90,13 +96,12 @@ def norm_backward_reference(a: NormBackwardArgs) -> NormGradients:
     if a.dresidual is not None:
         dh = dh + a.dresidual.reshape(flat.shape).to(dtype)
     if needs.residual:
-        dresidual = dh.to(h.dtype).view(h.shape)
-    if needs.residual_gate and a.residual_gate is not None and a.x is not None:
-        v = a.x.reshape(flat.shape).to(dtype) + (0.0 if a.pre_bias is None else a.pre_bias.to(dtype))
+        dresidual = dh.to(a.residual_dtype).view(h.shape)
+    if needs.residual_gate and a.residual_gate is not None and v is not None:
         dgate = _sum_samples(dh * v, a.residual_gate)
     dv = dh if a.residual_gate is None else dh * _per_row(a.residual_gate, rows, dtype)
     if needs.x:
-        dx = dv.to(h.dtype).view(h.shape)
+        dx = dv.to(a.x_dtype).view(h.shape)
     if needs.pre_bias and a.pre_bias is not None:
         dpre_bias = dv.sum(0).to(a.pre_bias.dtype)
     return NormGradients(dx, dweight, dbias, dscale, dshift, dresidual, dgate, dpre_bias)

@@ -28,8 +28,9 @@ class CommonOptions(TypedDict, total=False):
     weight_offset: float
     pre_bias: Tensor | None
     residual_gate: Tensor | None
+    unrounded_sum: bool
     casting: Literal["fp32", "llama"]
-    out_dtype: torch.dtype | None
+    out_dtype: torch.dtype | Literal["promote"] | None
     rowwise: bool
     columnwise: bool
     quant_scale: Tensor | None
