@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -11,12 +12,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import transformers.utils.import_utils  # looks for torchvision, and is not to find the stand-in below
 
 pytest.importorskip("sglang.kernels.fused_op", reason="needs sglang: pip install 'weft[sglang]'")
 
 if find_spec("torchvision") is None:
-    # SGLang imports it for images that a model is shown; its wheels are made for GPUs.
+    # SGLang imports it for images that a model is shown; its wheels are made for GPUs. Transformers looks for it when
+    # it is imported, and is not to find a stand-in.
+    import_module("transformers.utils.import_utils")
     for name in (
         "torchvision",
         "torchvision.io",
@@ -55,9 +57,11 @@ def with_weight(norm: Any) -> Any:
 
 
 @pytest.mark.parametrize("cast_first", [False, True])
-def test_rms_norm_is_sglangs(cast_first: bool) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm_is_sglangs(residual: bool, cast_first: bool) -> None:
+    x, h = torch.randn(2, 33, 256).to(torch.bfloat16)
     norm = with_weight(RMSNorm(256, cast_x_before_out_mul=cast_first))
-    assert max(compared(norm, torch.randn(33, 256, dtype=torch.bfloat16))) < 1e-3
+    assert max(compared(norm, x, h if residual else None)) < 1e-3
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -74,8 +78,8 @@ def test_gated_units_are_sglangs_but_for_a_rounding(op: Any) -> None:
 def test_what_weft_has_no_kernel_for_is_left_to_sglang() -> None:
     norm = with_weight(RMSNorm(256))
     x = torch.randn(33, 256, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="before it is rounded"):
-        norm.forward(x, x, backend=KernelBackend.PLUGIN)
+    with pytest.raises(NotImplementedError, match="promote to"):
+        norm.forward(x, x.float(), backend=KernelBackend.PLUGIN)
     with pytest.raises(NotImplementedError, match="whole rows"):
         RMSNorm(256, var_hidden_size=128).forward(x, backend=KernelBackend.PLUGIN)
 

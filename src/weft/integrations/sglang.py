@@ -56,8 +56,8 @@ def rms_norm(
         raise NotImplementedError("Weft normalises whole rows, adds one residual, and returns the dtype of x")
     if self._quant_linear is not None:
         raise NotImplementedError("this norm quantises for the projection behind it")
-    if residual is not None and not x.dtype == residual.dtype == torch.float32:
-        raise NotImplementedError("SGLang normalises the sum before it is rounded, and Weft after that")
+    if residual is not None and residual.dtype != x.dtype:
+        raise NotImplementedError("the residual would have the dtype that it and x promote to")
     if self.cast_x_before_out_mul and self.weight.dtype != x.dtype:
         raise NotImplementedError("the result would have the dtype of the weight")
     return ops.rms_norm(
@@ -65,6 +65,7 @@ def rms_norm(
         self.weight,
         eps=self.variance_epsilon,
         residual=residual,
+        unrounded_sum=residual is not None,
         casting="llama" if self.cast_x_before_out_mul else "fp32",
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops
 from .common import needs
 
-VERSIONS = ">=0.30,<0.33"
+VERSIONS = ">=0.26,<0.33"
 try:
     from vllm.ir import ops as ir
 except ImportError as error:
@@ -56,7 +56,14 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return ops.rms_norm(x, weight, eps=epsilon, residual=x_residual, casting=_casting(x, weight))
+    return ops.rms_norm(
+        x,
+        weight,
+        eps=epsilon,
+        residual=x_residual,
+        unrounded_sum=True,
+        casting=_casting(x, weight),
+    )
 
 
 def takes_fused_add_rms_norm(
@@ -66,9 +73,8 @@ def takes_fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """vLLM normalises the sum before it is rounded to the dtype of x, and Weft after that: the same in fp32 alone."""
-    plain = x.dtype == x_residual.dtype == torch.float32
-    return plain and takes_rms_norm(x, weight, epsilon, variance_size)
+    """Weft returns a residual of the dtype that x and x_residual promote to, and vLLM one of x's."""
+    return x_residual.dtype == x.dtype and takes_rms_norm(x, weight, epsilon, variance_size)
 
 
 def _casting(x: Tensor, weight: Tensor | None) -> Literal["fp32", "llama"]:
