@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,11 +209,7 @@ def test_rows_behind_the_last_expert_are_zeros(recipe: str | None) -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -251,3 +249,22 @@ def test_logits_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers.clear()
     step(model, loss)
     assert "forward" not in vars(model.lm_head)
+
+
+# ---- torchtitan's trainer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "band"), [(None, 1e-3), ("fp8_block", 1e-2)])
+def test_torchtitans_trainer_trains_with_overrides_as_without(recipe: str | None, band: float) -> None:
+    """The example runs both, in a process of its own: torchtitan looks for its device when it is imported."""
+    pytest.importorskip("datasets", reason="torchtitan's trainer needs it")
+    options = ["--steps", "3", *(["--recipe", recipe] if recipe else [])]
+    example = Path(__file__).parents[2] / "examples/torchtitan_moe.py"
+    done = subprocess.run([sys.executable, str(example), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = re.findall(r"(\d) +│ ([\d.]+) +│ ([\d.]+)", done.stdout)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    for _, without, found in rows:
+        assert abs(float(found) - float(without)) < band * float(without)
+    assert recipe is None or any(without != found for _, without, found in rows)
+    assert float(rows[-1][1]) < float(rows[0][1]) - 0.5

@@ -186,7 +186,7 @@ def layer_spec(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),  # 0.15 has no such setting
     )
     return _with_weft(spec, recipe)
 
@@ -199,7 +199,7 @@ def block_spec(
         config,
         use_transformer_engine=False,
         normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),  # 0.15 has no such setting
         vp_stage=vp_stage,
     )
     return _with_weft(block, recipe)
