@@ -1,0 +1,302 @@
+"""A small GPT of Megatron-core with Weft's specs and fusions beside the same model with Megatron's own, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'weft[megatron]'")
+
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module import language_module
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.integrations.parity import Step, apart
+from weft.integrations import megatron as integration
+
+# Megatron warns of every package that it could use and that is not there.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCABULARY, TOKENS = 199, 24
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+}
+FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+
+
+class TorchOfCPUs:
+    """The module torch, but for devices, which are all CPUs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, name: str) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """Megatron on a CPU. What it asks CUDA for, a device, streams and random states, are stand-ins here; and what it
+    would have PyTorch compile runs as it is."""
+    stream = MagicMock()
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "Stream", lambda: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        patch.setattr(token_dispatcher, "torch", TorchOfCPUs())
+        patch.setattr(
+            megatron_random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext()
+        )
+        if not hasattr(moe_utils, "te_general_gemm"):
+            # Megatron 0.16 looks this name up, and does not define it without TransformerEngine.
+            patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def config(**options: Any) -> TransformerConfig:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 96,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "layernorm_epsilon": 1e-6,
+    }
+    return TransformerConfig(**settings | options)
+
+
+def local_spec(c: TransformerConfig) -> Any:
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        c, use_transformer_engine=False, normalization=c.normalization
+    )
+
+
+def model(spec: Any, c: TransformerConfig) -> GPTModel:
+    torch.manual_seed(0)
+    made = GPTModel(
+        config=c,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(made.named_parameters()):
+            scale = 0.1 if "norm" in name else 0.05
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale)
+    return made
+
+
+def step(made: GPTModel) -> Step:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=generator)
+    mask = torch.triu(torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool), 1)
+    losses = made(ids, torch.arange(TOKENS).expand(2, TOKENS), mask, labels=ids.roll(-1, 1))
+    assert losses.shape == ids.shape
+    return Step.of(losses.float().mean(), made)
+
+
+def compared(fused: dict[str, Any] | None = None, **options: Any) -> float:
+    wanted = step(model(local_spec(config(**options)), config(**options)))
+    with integration.fusions():
+        c = config(**options, **(fused or {}))
+        made = model(integration.block_spec(c), c)
+        assert isinstance(made.decoder.final_layernorm, integration.Norm)
+        found = step(made)
+    assert abs(found.loss - wanted.loss) < 1e-5 * wanted.loss
+    return apart(found, wanted)
+
+
+# ---- whole models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qk_layernorm": True},
+        {"normalization": "LayerNorm", "activation_func": F.gelu, "add_bias_linear": True},
+        {"activation_func": F.gelu, "bias_activation_fusion": True, "add_bias_linear": True},
+    ],
+    ids=["plain", "qk norm", "LayerNorm and GeGLU with biases", "Megatron's fused GeGLU"],
+)
+def test_a_dense_model_has_the_gradients_of_megatrons(options: dict[str, Any]) -> None:
+    assert compared(FUSED_LOSS, **options) < 5e-6
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_mixture_with_fused_permutation_and_router_has_the_gradients_of_megatrons(dispatcher: str) -> None:
+    fused = FUSED_LOSS | {"moe_permute_fusion": True, "moe_router_fusion": True}
+    options = EXPERTS | {"moe_token_dispatcher_type": dispatcher, "moe_shared_expert_intermediate_size": 96}
+    assert compared(fused, **options) < 5e-6
+
+
+class ZeroCentredNorm(nn.Module):
+    """RMSNorm with gamma around zero, in PyTorch's own functions."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(hidden_size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.eps)
+
+
+def test_gamma_may_be_centred_around_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own norm refuses it without TransformerEngine, so the norm beside Weft's is written here."""
+    options = {"layernorm_zero_centered_gamma": True, "qk_layernorm": True}
+    c = config(**options)
+    with pytest.raises(AssertionError, match="zero_centered_gamma"):
+        model(local_spec(c), c)
+    found = step(model(integration.block_spec(c), c))
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "Norm", ZeroCentredNorm)
+        wanted = step(model(integration.block_spec(c), c))
+    assert apart(found, wanted) < 5e-6
+
+
+def test_parameters_of_norms_are_marked_for_sequence_parallelism() -> None:
+    c = config()
+    c.sequence_parallel = True
+    norm = integration.Norm(c, 64)
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())  # type: ignore[attr-defined]
+
+
+# ---- grouped experts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+def test_grouped_experts_compute_what_a_list_of_experts_does(recipe: str | None) -> None:
+    sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 128}
+    plain = config(**EXPERTS | sizes)
+    one_by_one = model(local_spec(plain), plain)
+    wanted = step(one_by_one)
+    with integration.fusions():
+        c = config(**EXPERTS | sizes, moe_grouped_gemm=True, moe_permute_fusion=True)
+        grouped = model(integration.block_spec(c, recipe=recipe), c)
+        grouped.load_state_dict(one_by_one.state_dict(), strict=False)
+        for layer, other in zip(grouped.decoder.layers, one_by_one.decoder.layers, strict=True):
+            experts, listed = layer.mlp.experts, other.mlp.experts.local_experts
+            assert isinstance(experts, integration.Experts)
+            up = torch.stack([expert.linear_fc1.weight.data.T for expert in listed])
+            down = torch.stack([expert.linear_fc2.weight.data.T for expert in listed])
+            experts.weight1.data = up.reshape(experts.weight1.shape)
+            experts.weight2.data = down.reshape(experts.weight2.shape)
+        found = step(grouped)
+    shared = {name: grad for name, grad in wanted.grads.items() if name in found.grads}
+    assert any("router" in name for name in shared)
+    trimmed = Step(found.loss, {name: found.grads[name] for name in shared})
+    difference = apart(trimmed, Step(wanted.loss, shared))
+    assert difference < 5e-6 if recipe is None else 1e-3 < difference < 0.1
+    for layer, number in enumerate(("0", "1")):
+        prefix = f"decoder.layers.{number}.mlp.experts."
+        listed = [wanted.grads[f"{prefix}local_experts.{e}.linear_fc1.weight"].T for e in range(4)]
+        w1 = found.grads[f"{prefix}weight1"].view(4, 128, -1)
+        error = (w1 - torch.stack(listed)).norm() / torch.stack(listed).norm()
+        assert error < (5e-6 if recipe is None else 0.15), layer
+
+
+# ---- functions ------------------------------------------------------------------------------------------
+
+
+def test_fusions_are_undone() -> None:
+    before = dict(vars(moe_utils)), dict(vars(language_module))
+
+    def fails() -> None:
+        with integration.fusions():
+            assert moe_utils.fused_permute is integration.fused_permute
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (vars(moe_utils), vars(language_module)) == before
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_chunks_are_sorted_as_megatron_does(probs: bool) -> None:
+    sizes, order = torch.tensor([3, 0, 5, 2]), torch.tensor([2, 0, 3, 1])
+    x, p = torch.randn(10, 32, requires_grad=True), torch.rand(10, requires_grad=True)
+    weights = torch.randn(10, 32)
+    results = []
+    for fused in (False, True):
+        with integration.fusions():
+            y, q = moe_utils.sort_chunks_by_idxs(x, sizes, order, probs=p if probs else None, fused=fused)
+        total = (y * weights).sum() + (0 if q is None else (q * weights[:, 0]).sum())
+        results.append((y, q, *torch.autograd.grad(total, [x, p] if probs else [x])))
+    for found, wanted in zip(*results, strict=True):
+        assert (found is None and wanted is None) or torch.equal(found, wanted)
+
+
+GROUPED = {"num_groups": 4, "group_topk": 2}
+
+
+@pytest.mark.parametrize(
+    ("topk", "options"),
+    [
+        *((topk, {}) for topk in (1, 4)),
+        *((topk, {"use_pre_softmax": True, "scaling_factor": 2.0}) for topk in (1, 4)),
+        *((topk, {"score_function": "sigmoid", "scaling_factor": 2.5}) for topk in (1, 4)),
+        (4, {"score_function": "sigmoid", "bias": True, **GROUPED}),
+        (4, {"use_pre_softmax": True, **GROUPED}),
+    ],
+)
+def test_the_router_chooses_and_weighs_as_megatron_does(topk: int, options: dict[str, Any]) -> None:
+    options = dict(options)
+    logits = torch.randn(37, 16, requires_grad=True)
+    weights = torch.randn(37, 16)
+    options["expert_bias"] = torch.randn(16) * 0.1 if options.pop("bias", False) else None
+    results = []
+    for fused in (False, True):
+        with integration.fusions():
+            probs, mask = moe_utils.topk_routing_with_score_function(logits, topk, fused=fused, **options)
+        results.append((probs, mask, *torch.autograd.grad((probs * weights).sum(), logits)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_the_balance_loss_is_megatrons(score_function: str) -> None:
+    logits = torch.randn(37, 16, requires_grad=True)
+    results = []
+    for fused in (False, True):
+        with integration.fusions():
+            mask, scores = moe_utils.compute_routing_scores_for_aux_loss(
+                logits, 2, score_function, fused=fused
+            )
+            loss = moe_utils.switch_load_balancing_loss_func(
+                scores, mask.sum(0), 37, topk=2, num_experts=16, moe_aux_loss_coeff=0.1, fused=fused
+            )
+        results.append((mask, loss, *torch.autograd.grad(loss, logits)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)

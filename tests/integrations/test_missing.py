@@ -1,0 +1,28 @@
+"""Integrations whose framework is not there: what they say, and that Weft does not need them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import importlib, sys
+
+import weft
+
+assert not [name for name in sys.modules if name.startswith("weft.integrations.")], "imported unasked"
+for name in ("torchtitan", "megatron", "vllm", "sglang"):
+    sys.modules[name] = None  # as if it were not installed
+    try:
+        importlib.import_module(f"weft.integrations.{name}")
+    except ImportError as error:
+        assert f"pip install 'weft[{name}]'" in str(error), error
+        assert f"weft.integrations.{name} is made for" in str(error), error
+    else:
+        raise AssertionError(f"{name} was not needed")
+"""
+
+
+def test_an_integration_without_its_framework_says_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,93 @@
+"""Weft as the backend "plugin" of SGLang's ops beside SGLang's own."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+pytest.importorskip("sglang.kernels.fused_op", reason="needs sglang: pip install 'weft[sglang]'")
+
+if find_spec("torchvision") is None:
+    # SGLang imports it for images that a model is shown; its wheels are made for GPUs. Transformers looks for it when
+    # it is imported, and is not to find a stand-in.
+    import_module("transformers.utils.import_utils")
+    for name in (
+        "torchvision",
+        "torchvision.io",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+    ):
+        sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
+
+from sglang.kernels.spec import KernelBackend
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from weft.integrations import sglang as integration
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+def compared(op: Any, *args: Any) -> list[float]:
+    """The share of elements in which the results of Weft and of SGLang's reference differ."""
+    found, wanted = (
+        op.forward(*args, backend=which) for which in (KernelBackend.PLUGIN, KernelBackend.TORCH)
+    )
+    if isinstance(found, torch.Tensor):
+        found, wanted = (found,), (wanted,)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    return [(a != b).float().mean().item() for a, b in zip(found, wanted, strict=True)]
+
+
+def with_weight(norm: Any) -> Any:
+    norm.weight.data = torch.randn(256).to(torch.bfloat16)
+    return norm
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm_is_sglangs(residual: bool, cast_first: bool) -> None:
+    x, h = torch.randn(2, 33, 256).to(torch.bfloat16)
+    norm = with_weight(RMSNorm(256, cast_x_before_out_mul=cast_first))
+    assert max(compared(norm, x, h if residual else None)) < 1e-3
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gemma_rms_norm_is_sglangs(residual: bool) -> None:
+    x, h = torch.randn(2, 33, 256).to(torch.bfloat16)
+    assert max(compared(with_weight(GemmaRMSNorm(256)), x, h if residual else None)) < 1e-3
+
+
+@pytest.mark.parametrize("op", [SiluAndMul, GeluAndMul, lambda: GeluAndMul("none")])
+def test_gated_units_are_sglangs_but_for_a_rounding(op: Any) -> None:
+    compared(op(), torch.randn(33, 512, dtype=torch.bfloat16))
+
+
+def test_what_weft_has_no_kernel_for_is_left_to_sglang() -> None:
+    norm = with_weight(RMSNorm(256))
+    x = torch.randn(33, 256, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="promote to"):
+        norm.forward(x, x.float(), backend=KernelBackend.PLUGIN)
+    with pytest.raises(NotImplementedError, match="whole rows"):
+        RMSNorm(256, var_hidden_size=128).forward(x, backend=KernelBackend.PLUGIN)
+
+
+def test_registering_chooses_nothing() -> None:
+    assert RMSNorm(256).auto_selected_backend() is None
+
+
+def test_sglang_finds_the_entry_point() -> None:
+    (found,) = (point for point in entry_points(group="sglang.srt.plugins") if point.name == "weft")
+    assert found.load() is integration.register
