@@ -336,7 +336,7 @@ def gpu() -> Iterator[Callable[..., AttentionArgs]]:
 
 def arguments(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> AttentionArgs:
     plain = AttentionArgs(
-        query, key, value, None, None, None, Packed(None, None, None), NO_MASK, 0.125, 0.0, "bhsd", False, "auto",
+        query, key, value, None, None, None, None, Packed(None, None, None), NO_MASK, 0.125, 0.0, "bhsd", False, "auto",
         plain_result(query.dtype),
     )  # fmt: skip
     return plain._replace(**options)

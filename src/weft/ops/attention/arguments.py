@@ -35,6 +35,7 @@ class AttentionArgs(NamedTuple):
     value: Tensor
     query_scale: Tensor | None  # fp32, if query and key are codes: their shapes without the last dimension
     key_scale: Tensor | None
+    values: str | None  # "e4m3" if weights and values are multiplied in it; then query and key are codes
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask

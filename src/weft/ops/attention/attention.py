@@ -188,6 +188,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
 ) -> Tensor: ...
 
@@ -213,6 +214,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
 ) -> Tensor | Attention: ...
 
@@ -237,6 +239,7 @@ def attention(
     quantize: Format | str | None = None,
     columnwise: bool = False,
     scores: EightBits | None = None,
+    values: Literal["e4m3"] | None = None,
     engine: Engine = "auto",
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
@@ -263,6 +266,8 @@ def attention(
     - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
       bits, for inference. Keys are smoothed before: their mean over tokens is subtracted, which changes all scores of
       a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores.
+    - `values`: "e4m3", with `scores`: weights and values are multiplied in e4m3, too. Values get a scale for each
+      sequence, head and number.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
     - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
@@ -305,6 +310,7 @@ def attention(
         value=value,
         query_scale=None,
         key_scale=None,
+        values=values,
         sinks=sinks,
         packed=packed,
         mask=mask,
@@ -315,6 +321,8 @@ def attention(
         engine=engine,
         result=options,
     )
+    if values is not None:
+        _check_values(args, scores)
     shift = None
     if scores is not None:
         args, shift = in_eight_bits(args, scores)
@@ -324,6 +332,16 @@ def attention(
     if not (return_lse or return_max):
         return out
     return Attention(out, lse if shift is None or not return_lse else lse + shift(), found.max)
+
+
+def _check_values(a: AttentionArgs, scores: str | None) -> None:
+    if a.values != "e4m3":
+        raise ValueError(f"values must be 'e4m3' or None; got {a.values!r}")
+    if scores is None:
+        raise ValueError("values in eight bits go with scores in eight bits: give scores='e4m3' or 'int8'")
+    target = capabilities_of(a.query.device)
+    if not target.fp8_dot:
+        raise ValueError(f"{target.target} multiplies no e4m3: leave values=None")
 
 
 def in_eight_bits(a: AttentionArgs, element: str) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...quant.reference import quantize_copy
 from ..common.results import result_reference
 from ..common.rows import compute_dtype
+from ..heads.cache import E4M3
 from ..heads.layout import canonical, laid_out
 from .arguments import (
     AttentionArgs,
@@ -87,6 +89,13 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _through_codes(value: Tensor) -> Tensor:
+    """Values [keys, heads, numbers] as their codes in e4m3 stand for them: a scale for each number of a head."""
+    rows = value.flatten(1).t()
+    copy = quantize_copy(rows.float(), E4M3)
+    return (copy.data.to(value.dtype) * copy.scale.view(-1, 1).to(value.dtype)).t().view(value.shape)
+
+
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
@@ -101,7 +110,10 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     lse = q.new_full((batch, heads, tokens), -math.inf)
     largest = q.new_full((heads,), -math.inf)
     for span in _spans(a.packed, q, k):
-        key, value = (_repeated(x[span.batch, span.k], heads) for x in (k, v))
+        own = v[span.batch, span.k]
+        if a.values is not None:
+            own = _through_codes(own)
+        key, value = (_repeated(x, heads) for x in (k[span.batch, span.k], own))
         w = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
         out[span.batch, span.q] = torch.einsum("hqk,khd->qhd", w.p, value)
         lse[span.batch, :, span.q] = w.lse
