@@ -17,7 +17,14 @@ from ..common.sums import sum_partials
 from ..heads.cache import E4M3
 from ..heads.layout import LAYOUTS, NO_STRIDES, Place, Strides, with_neighbours
 from ..quantize import quantize_into
-from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
+from .arguments import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    AttentionGradients,
+    AttentionOutputs,
+    Coded,
+    Mask,
+)
 from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
 from .engines import choose_library
 from .kernels import (
@@ -235,11 +242,13 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     if library is not None:
         attend(library, o, a)
         return
-    query, key, value = map(with_neighbours, (a.query, a.key, a.value))
+    coded_query, coded_key = Coded.of(a.query, a.query_codes), Coded.of(a.key, a.key_codes)
+    query, key, value = map(with_neighbours, (coded_query.x, coded_key.x, a.value))
+    query_scale, key_scale = coded_query.scale, coded_key.scale
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
-    if a.query_scale is not None and a.key_scale is not None:
-        forms = forms._replace(query_scale=a.query_scale.stride(), key_scale=a.key_scale.stride())
+    if query_scale is not None and key_scale is not None:
+        forms = forms._replace(query_scale=query_scale.stride(), key_scale=key_scale.stride())
     if a.values is not None:
         forms = forms._replace(value_columns=forms.counts.value_columns(forms.sequences))
     starts, target = tuple(map(contiguous, a.packed)), capabilities_of(query.device)
@@ -258,7 +267,7 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
     found.launch(
         (
-            query, key, value if a.values is None else None, a.query_scale, a.key_scale, values.ptr, values.scale, y,
+            query, key, value if a.values is None else None, query_scale, key_scale, values.ptr, values.scale, y,
             codes, scales, o.lse, tops, contiguous(a.sinks), *starts,
         ),
         (a.scale, a.softcap),

@@ -19,6 +19,7 @@ from .arguments import (
     AttentionBackwardArgs,
     AttentionGradients,
     AttentionOutputs,
+    Coded,
     Mask,
     Packed,
 )
@@ -89,6 +90,11 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _decoded(coded: Coded, layout: str, dtype: torch.dtype) -> Tensor:
+    x = canonical(coded.x, layout).to(dtype)
+    return x if coded.scale is None else x * canonical(coded.scale[..., None], layout).to(dtype)
+
+
 def _through_codes(value: Tensor) -> Tensor:
     """Values [keys, heads, numbers] as their codes in e4m3 stand for them: a scale for each number of a head."""
     rows = value.flatten(1).t()
@@ -99,12 +105,10 @@ def _through_codes(value: Tensor) -> Tensor:
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
-    q, k, v = (canonical(x, a.layout).to(dtype) for x in (a.query, a.key, a.value))
-    if a.query_scale is not None and a.key_scale is not None:
-        q, k = (
-            x * canonical(scale[..., None], a.layout).to(dtype)
-            for x, scale in ((q, a.query_scale), (k, a.key_scale))
-        )
+    q, k = (
+        _decoded(Coded.of(*of), a.layout, dtype) for of in ((a.query, a.query_codes), (a.key, a.key_codes))
+    )
+    v = canonical(a.value, a.layout).to(dtype)
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
     lse = q.new_full((batch, heads, tokens), -math.inf)
