@@ -249,13 +249,14 @@ def deferred_cross_entropy(
 
     def consume(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
         return linear_cross_entropy(
-            hidden if scale == 1.0 else hidden * scale,
+            hidden,
             head,
             target,
-            bias=bias if bias is None or scale == 1.0 else bias * scale,
+            bias=bias,
             class_weight=weight,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
+            logit_scale=scale,
             softcap=softcap,
             reduction=reduction,
             all_ignored="nan",

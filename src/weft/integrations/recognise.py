@@ -33,16 +33,17 @@ class NormOptions(NamedTuple):
     promotes: bool  # the result has the dtype that x and weight promote to, not x's
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        out_dtype = (
-            torch.promote_types(x.dtype, weight.dtype) if self.promotes and weight is not None else None
-        )
-        options: dict[str, Any] = {
-            "weight_offset": self.weight_offset,
-            "casting": self.casting,
-            "out_dtype": out_dtype,
-        }
         norm: Any = rms_norm if self.kind == "rms" else layer_norm
-        return norm(x, weight, bias, eps=self.eps, **options)  # type: ignore[no-any-return]
+        found: Tensor = norm(
+            x,
+            weight,
+            bias,
+            eps=self.eps,
+            weight_offset=self.weight_offset,
+            casting=self.casting,
+            out_dtype="promote" if self.promotes else None,
+        )
+        return found
 
     def __str__(self) -> str:
         words = [f"{self.kind}_norm", f"eps={self.eps:g}" if self.eps is not None else "eps=None"]

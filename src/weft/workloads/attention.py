@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.attention.arguments import AttentionBackwardArgs, AttentionNeeds, Mask, Packed
 from ..ops.attention.attention import attention
+from ..ops.quantize import quantize
 from ..runtime import catalogue, recording
 from .problem import Call, Inputs, Workload
 
@@ -25,7 +26,7 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
 }
 
 # Further arguments of `attention`, and: tokens, the queries of each sequence; keys, how many keys it has if that is
-# another number; sinks, packed and kv_lengths say that such tensors are made.
+# another number; sinks, packed and kv_lengths say that such tensors are made; codes, the format of queries and keys.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 100, "is_causal": True},
     "packed": {"tokens": 90, "packed": True, "is_causal": True, "return_lse": True},
@@ -33,6 +34,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"tokens": 70, "is_causal": True, "softcap": 50.0, "layout": "sbhd"},
     "cross": {"tokens": 33, "keys": 75, "kv_lengths": True, "return_max": True},
     "1x128": {"tokens": 70, "is_causal": True, "layout": "bshd", "quantize": "1x128"},
+    "eight-bits": {
+        "tokens": 100,
+        "is_causal": True,
+        "codes": "e4m3:row",
+        "values": "e4m3",
+        "return_lse": True,
+    },
+    "int8": {"tokens": 60, "packed": True, "codes": "int8:row", "values": "e4m3"},
     "both-copies": {"tokens": 40, "packed": True, "is_causal": True, "quantize": "mx", "columnwise": True},
 }
 
@@ -45,6 +54,7 @@ _FORWARD: dict[str, tuple[str, ...]] = {
     "1x128": ("llama3-8b/heads",),
     "both-copies": ("odd/heads",),
 }
+_EIGHT_BITS: dict[str, tuple[str, ...]] = {"eight-bits": ("llama3-8b/heads",), "int8": ("odd/heads",)}
 _BACKWARD: dict[str, tuple[str, ...]] = {
     "causal": ("llama3-8b/heads",),
     "packed": ("qwen3-30b-a3b/heads",),
@@ -108,8 +118,10 @@ def _tensors(
     if options.pop("kv_lengths", False):
         lengths = torch.arange(rows, dtype=torch.int32) * 23 % (keys + 1)
         made["kv_lengths"] = lengths.to(device)
+    codes = options.pop("codes", None)
     for name, size in zip(("query", "key", "value"), shapes, strict=True):
-        made[name] = inputs.normal(*size)
+        drawn = inputs.normal(*size)
+        made[name] = drawn if codes is None or name == "value" else quantize(drawn, codes)
     return made, options
 
 
@@ -182,5 +194,6 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
 
 WORKLOADS: tuple[Workload, ...] = (
     *_workloads("attention", _FORWARD, _build, "training"),
+    *_workloads("attention", _EIGHT_BITS, _build, "inference"),
     *_workloads("attention_backward", _BACKWARD, _build_backward, "training", "backward"),
 )

@@ -41,6 +41,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 #   angles     "table": cos and sin of all positions; "samples": tables of their own for every sample; "packed": a base,
 #              with positions that begin again; "three": a base, with positions of three axes; "none": a base alone
 #   layouts    the layouts of input and results
+#   quantize   the format of queries and keys
 BOTH = ("q_weight", "k_weight")
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups-half": {
@@ -83,6 +84,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "angles": "packed",
         "rotation": {"base": 1e6},
     },
+    "codes": {
+        "heads": {"q": 32, "kv": 4},
+        "norm": {"kind": "rms"},
+        "vectors": BOTH,
+        "angles": "packed",
+        "rotation": {"base": 1e6},
+        "layouts": {"out_layout": "bhsd"},
+        "quantize": "int8:row",
+    },
     "layer-after": {
         "heads": {"q": 5, "kv": 1, "v_dim": 35},
         "norm": {"kind": "layer", "after_rotation": True},
@@ -122,6 +132,7 @@ def prepare(
     positions: Tensor | None = None,
     layouts: dict[str, Any],
     cache: dict[str, Any] | None = None,
+    quantize: str | None = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """The results of `qkv_prepare` that are not None."""
@@ -133,6 +144,7 @@ def prepare(
         rotation=_rotation(rotation, tensors),
         positions=positions,
         **(cache or {}),
+        quantize=quantize,
         **layouts,
     )
     return tuple(t for t in found if t is not None)
@@ -257,6 +269,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
             **_objects(inputs, settings, batch, tokens, dim),
             "heads": heads,
             "layouts": settings.get("layouts", {}),
+            **({"quantize": settings["quantize"]} if "quantize" in settings else {}),
         },
     )
 
@@ -349,6 +362,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_named(
         "qkv_prepare_cached", _build_cached, Workload, ("inference",), ("qwen3-30b-a3b/decode", "cache-fp8", 64)
     ),
+    *_named("qkv_prepare_quantized", _build, Workload, ("inference",), ("qwen3-30b-a3b/qkv", "codes", 1024)),
     *_named(
         "qkv_prepare_backward", _build_backward, Backward, ("training", "backward"),
         ("linghe/qkv", "groups-half", 4096), ("qwen2-7b/qkv", "bias", 4096), ("odd/qkv", "layer-after", 1000),

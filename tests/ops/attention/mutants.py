@@ -35,6 +35,13 @@ KEYS = "for start in range(begin // N * N, end, N):"
 
 E = "ops/attention/test_eight_bits.py::"
 EIGHT_BITS, EIGHT_BITS_PACKED = f"{E}test_scores_are_those_of_the_codes[cpu-int8]", f"{E}test_packed"
+VALUES, VALUES_24, VALUES_192 = (
+    f"{E}test_values_are_those_of_the_codes[{queries}-cpu]" for queries in (150, 70, 65)
+)
+SEQUENCES, RAISED = (
+    f"{E}test_values_of_sequences",
+    f"{E}test_weights_are_rounded_once_after_they_are_raised[8]",
+)
 DECODE = "ops/attention/decode_kernels.py"
 PLANS = "ops/attention/decode.py"
 D = "ops/attention/test_decode.py::"
@@ -57,6 +64,18 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
     "attention_kernel": [
         ("scales of queries left out", "attention_kernel", "products.to(tl.float32) * row_scale[:, None]", "products.to(tl.float32)", (EIGHT_BITS,)),
         ("scales of keys left out", "attention_kernel", "row_scale[:, None] * own[None, :]", "row_scale[:, None]", (EIGHT_BITS,)),
+        ("weights not raised", "attention_kernel", "reference - LOG_RAISED", "reference - 0.0 * LOG_RAISED", (RAISED,)),
+        ("sink not raised", "attention_kernel", "total *= RAISED", "total *= 1.0", (VALUES_192,)),
+        ("total stays raised", "attention_kernel", "total *= 1.0 / RAISED", "total *= 1.0", (VALUES_192,)),
+        ("scales of values left out", "attention_kernel", "out = times_columns(out, value_codes.scale + scale_row * V.numbers, V)", "out = times(out, 1.0)", (VALUES,)),
+        ("scales of values of the first head", "attention_kernel", "(heads.q // heads.group) + key_head", "(heads.q // heads.group) + key_head * 0", (VALUES,)),
+        ("scales of values of the first sequence", "attention_kernel", "scale_row = sequence.number *", "scale_row = 0 * sequence.number *", (SEQUENCES,)),
+        ("codes of values of the first sample", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.k_start", (SEQUENCES,)),
+        ("codes of values of the first packed sequence", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.batch * lengths.k", (SEQUENCES,)),
+        ("last codes of values left out", f"{TILES}:_columns_of", "tl.cdiv(limit, ALIGN) * ALIGN", "limit // ALIGN * ALIGN", (VALUES,)),
+        ("first piece of codes twice", f"{TILES}:load_turned", "ROWS, FIRST, SECOND, WIDTH", "ROWS, 0, SECOND, WIDTH", (VALUES_192,)),
+        ("first piece of scales twice", f"{TILES}:times_columns", "number = FIRST + tl.arange(0, SECOND)", "number = tl.arange(0, SECOND)", (VALUES_192,)),
+        ("weighted codes of the last block alone", f"{TILES}:add_product", "return plus(total, more)", "return more", (VALUES,)),
         ("scales of the first sequence", "_scales", "(start + row) * place.at.token", "row * place.at.token", (EIGHT_BITS_PACKED,)),
         ("sums not rescaled", "attention_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (CAUSAL,)),
         ("total not rescaled", "attention_kernel", "total = total * fade + tl.sum(p, axis=1)", "total = total + tl.sum(p, axis=1)", (CAUSAL,)),
@@ -95,6 +114,25 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("a number past the width", f"{TILES}:addresses", "(number < WIDTH.numbers)", "(number <= WIDTH.numbers)", (PART,)),
         ("all heads in the first one's columns", "attention_kernel", "head * V.numbers,", "head * 0,", (CODES,)),
         ("codes of what is not rounded", "attention_kernel", "rounded(out.first, y.ptr).to(tl.float32)", "out.first", (CODES,)),
+    ],
+    "value_kernel": [
+        ("scales of the first head", "value_kernel", "(number * key_heads + key_head) * V.numbers", "(number * key_heads) * V.numbers", (VALUES,)),
+        ("scales of the first sequence", "value_kernel", "(number * key_heads + key_head) * V.numbers", "key_head * V.numbers", (SEQUENCES,)),
+        ("largest of the last keys alone", "value_kernel", "larger(largest, amax(", "larger(largest * 0.0, amax(", (VALUES,)),
+        ("kv_lengths ignored", "_keys", "tl.minimum(keys, tl.load(", "tl.maximum(keys, tl.load(", (SEQUENCES,)),
+        ("the first of kv_lengths for all", "_keys", "lengths.kv_lengths + number", "lengths.kv_lengths + number * 0", (SEQUENCES,)),
+        ("values of the first sample", "value_kernel", "_base(value, batch, start", "_base(value, batch * 0, start", (SEQUENCES,)),
+        ("values of the first packed sequence", "value_kernel", "_base(value, batch, start", "_base(value, batch, start * 0", (SEQUENCES,)),
+        ("last keys left out", "value_kernel", "for first in range(0, end, N)", "for first in range(0, end - N, N)", (VALUES,)),
+        ("nothing after the last key", "value_kernel", "end = tl.cdiv(keys, COLUMNS) * COLUMNS", "end = keys", (SEQUENCES,)),
+        ("every part the first", "value_kernel", "lane = part * M", "lane = part * 0", (VALUES_192,)),
+        ("a number past the width", "value_kernel", "exists = lane < V.numbers", "exists = lane <= V.numbers", (SEQUENCES, VALUES_24)),
+        ("codes of what is not scaled", "value_kernel", "encode(scaled(x, factor[None, :], FORMAT)", "encode(scaled(x, 1.0 + 0.0 * factor[None, :], FORMAT)", (VALUES,)),
+        ("the factor for the scale", "value_kernel", "+ lane, scale, mask=exists)", "+ lane, factor, mask=exists)", (VALUES,)),
+        ("sequences without room between them", "_turned", "(token // COLUMNS + number) * COLUMNS", "(token // COLUMNS) * COLUMNS", (SEQUENCES,)),
+        ("codes of all samples in one place", "value_kernel", "batch * lengths.k + start", "start", (SEQUENCES,)),
+        ("heads in one another's rows", "_turned", "key_head.to(tl.int64) * V.numbers *", "key_head.to(tl.int64) * (V.numbers - 1) *", (VALUES,)),
+        ("too few columns", f"{LAUNCH}:Counts.value_columns", "+ (sequences or self.batch)", "+ 0 * (sequences or self.batch)", (SEQUENCES,)),
     ],
     "delta_kernel": [
         ("delta from the gradient alone", "delta_kernel", "a.first.to(tl.float32) * b.first.to(tl.float32)", "b.first.to(tl.float32) * b.first.to(tl.float32)", (CAUSAL,)),

@@ -1,4 +1,4 @@
-"""Scores in eight bits: exactly the attention of the decoded queries and keys, and near to that of the plain ones."""
+"""Scores and values in eight bits: the attention of what the codes stand for, and near to that of plain numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton_loom.testing import guarded_allocations
 
 import weft
 from tests.ops.attention.test import heads, packed
@@ -113,8 +115,176 @@ def test_packed() -> None:
     torch.testing.assert_close(found.lse[:, :130], plain.lse[:, :130], rtol=0.02, atol=0.12)
 
 
+# ---- values in e4m3 ------------------------------------------------------------------------------------------
+
+E4M3_STEP = 2.0**-4  # the largest relative error of a rounding to e4m3
+LEAST = (
+    2.0**-18
+)  # and the largest error of one below its normal numbers, relative to the largest weight of a row
+
+
+def decoded_values(value: Tensor, used: int | None = None) -> Tensor:
+    """What the codes of values [..., keys, numbers] stand for: a scale for each number over the keys that are used."""
+    value = value[..., :used, :]
+    return decoded(value.mT.contiguous(), "e4m3").mT
+
+
+def assert_of_codes(found: weft.Attention, given: dict[str, Any], **options: Any) -> None:
+    """That results are those of the codes, with weights rounded to e4m3, for sequences [1, heads, tokens, dim]."""
+    smooth = "sinks" not in options and "softcap" not in options
+    q = decoded(given["query"], "e4m3")
+    k = decoded(smoothed(given["key"]) if smooth else given["key"], "e4m3")
+    v = decoded_values(given["value"])
+    exact = weft.attention(q, k, v, **options, return_lse=True)
+    size = weft.attention(q, k, v.abs(), **options)  # sum of p |v|
+    # Of keys all alike each has the weight 1 / seen, and the largest weight is not above 1.
+    seen = weft.attention(torch.zeros_like(q), k, v.abs(), **options | {"sinks": None})
+    least = LEAST * given["key"].shape[2] * seen
+    assert ((found.out.double() - exact.out).abs() <= (E4M3_STEP + 2.0**-8) * size + least).all()
+    finite = exact.lse.isfinite()
+    assert torch.equal(finite, found.lse.isfinite())
+    if not smooth:
+        torch.testing.assert_close(found.lse[finite].double(), exact.lse[finite], rtol=1e-5, atol=1e-4)
+
+
+VALUES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("cpu", {"queries": 150}, {"is_causal": True}),
+    ("sm_90", {"queries": 150}, {"is_causal": True}),
+    (
+        "sm_90",
+        {"queries": 37, "keys": 129, "dim": 128, "kv": 1},
+        {"window": (40, 3), "causal_align": "lower_right"},
+    ),
+    ("cpu", {"queries": 70, "keys": 33, "v_dim": 24}, {"is_causal": True, "causal_align": "lower_right"}),
+    ("cpu", {"queries": 65, "dim": 72, "v_dim": 192}, {"sinks": torch.randn(4)}),
+    ("cpu", {"queries": 40, "keys": 257, "dim": 80, "v_dim": 80, "kv": 4}, {"softcap": 5.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes", "options"),
+    VALUES,
+    ids=[f"{sizes['queries']}-{target}" for target, sizes, _ in VALUES],
+)
+def test_values_are_those_of_the_codes(target: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    given = heads(**sizes, dtype=BF16)
+    with choosing_for(target):
+        found = weft.attention(**given, **options, scores="e4m3", values="e4m3", return_lse=True)
+    assert_of_codes(found, given, **options)
+
+
+@pytest.mark.parametrize("far", [0, 8])
+def test_weights_are_rounded_once_after_they_are_raised(far: int) -> None:
+    """Over a single block of keys, where the largest weight of a row is known from the beginning; also if it is that of
+    one key, and the others are near the smallest numbers of e4m3."""
+    given = heads(100, 60, dtype=BF16, dim=128)
+    given["query"][..., 0], given["key"][..., 0], given["key"][:, :, 0, 0] = 10.0, 0.0, far
+    found = weft.attention(**given, scores="int8", values="e4m3")
+    q, k = decoded(given["query"], "int8"), decoded(smoothed(given["key"]), "int8").repeat_interleave(2, 1)
+    v = decoded_values(given["value"]).repeat_interleave(2, 1)
+    s = q @ k.mT * 128**-0.5
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    rounded = (p * 256).float().to(torch.float8_e4m3fn).double() / 256
+    wanted = rounded @ v / p.sum(-1, keepdim=True)
+    assert error(found, wanted) < 2e-3  # the rounding of the result
+    assert far or error(wanted, p @ v / p.sum(-1, keepdim=True)) > 1e-2
+
+
+def test_values_of_sequences() -> None:
+    """Sequences that use some of their keys, packed or not, have the bits that they have alone. What lies beyond them
+    may hold anything, and so may the memory that codes are written to."""
+    lengths = [0, 70, 33]
+    given = heads(100, 90, batch=3, dtype=BF16, v_dim=80)
+    given["value"][1] *= 100  # scales are those of a sequence
+    sinks = torch.zeros(4)
+    options: dict[str, Any] = {"scores": "e4m3", "values": "e4m3", "sinks": sinks, "return_lse": True}
+    own = [
+        {name: x[i : i + 1, :, : None if name == "query" else length] for name, x in given.items()}
+        for i, length in enumerate(lengths)
+    ]
+    alone = [weft.attention(**each, **options) for each in own]
+    assert_of_codes(alone[1], own[1], sinks=sinks)
+    query, key, value = (
+        torch.cat([each[name][0].transpose(0, 1) for each in own]) for name in ("query", "key", "value")
+    )
+    given = {name: x.clone() for name, x in given.items()}
+    for i, length in enumerate(lengths):
+        given["key"][i, :, length:] = given["value"][i, :, length:] = float("nan")
+    used = torch.tensor(lengths)
+    starts, k_starts = torch.tensor([0, 100, 200, 300]), torch.cat([torch.zeros(1).long(), used.cumsum(0)])
+    with guarded_allocations() as bands:
+        together = weft.attention(**given, kv_lengths=used, **options)
+        joined = weft.attention(query, key, value, cu_seqlens=starts, cu_seqlens_k=k_starts, **options)
+    for band in bands:
+        band.check()
+    for i, one in enumerate(alone):
+        assert torch.equal(one.out[0], together.out[i])
+        assert torch.equal(one.lse[0], together.lse[i])
+        assert torch.equal(one.out[0].transpose(0, 1), joined.out[100 * i : 100 * i + 100])
+
+
+def test_special_values() -> None:
+    """Zeros stay zeros, and a NaN reaches the numbers that it reaches without codes."""
+    given = heads(100, dtype=BF16)
+    given["value"][:, 0] = 0.0
+    given["value"][:, 1, 70, 3] = float("nan")
+    out = weft.attention(**given, is_causal=True, scores="e4m3", values="e4m3")
+    assert (out[:, :2] == 0).all()
+    wrong = weft.attention(**given, is_causal=True, engine="weft").isnan()
+    assert wrong[:, 2:, 70:, 3].all()
+    assert torch.equal(out.isnan(), wrong)
+
+
+def errors(given: dict[str, Tensor], **options: Any) -> tuple[float, float]:
+    """The relative error of attention in eight bits against float64, and that of PyTorch in bf16."""
+    wanted = weft.attention(*(given[name].double() for name in ("query", "key", "value")))
+    plain = F.scaled_dot_product_attention(**given, enable_gqa=True)
+    return error(weft.attention(**given, **options), wanted), error(plain, wanted)
+
+
+@pytest.mark.parametrize(("scores", "limits"), [("int8", (0.04, 0.04, 0.08)), ("e4m3", (0.06, 0.06, 0.06))])
+def test_errors_of_values(scores: Any, limits: tuple[float, ...]) -> None:
+    for limit, (offset, outlier) in zip(limits, ((0.0, 1.0), (5.0, 1.0), (0.0, 20.0)), strict=True):
+        given = heads(200, dtype=BF16, dim=128)
+        given["key"][..., 3] *= outlier
+        given["key"] += offset
+        found, plain = errors(given, scores=scores, values="e4m3")
+        assert plain < found < limit, (offset, outlier)
+
+
+def test_outliers_of_values_have_their_own_scale() -> None:
+    given = heads(200, dtype=BF16, dim=128)
+    given["value"][..., 3] *= 1000
+    found = weft.attention(**given, scores="e4m3", values="e4m3")
+    assert error(found[..., 4:], weft.attention(**given)[..., 4:]) < 0.06
+
+
+def test_the_same_bits_in_every_run() -> None:
+    given = heads(150, batch=2, dtype=BF16)
+    one, two = (weft.attention(**given, is_causal=True, scores="e4m3", values="e4m3") for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_compiled_is_eager() -> None:
+    def attend(*given: Tensor) -> Any:
+        return weft.attention(*given, is_causal=True, scores="int8", values="e4m3", return_lse=True)[:2]
+
+    torch._dynamo.reset()
+    given = heads(70, dtype=BF16).values()
+    for one, other in zip(
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(*given), attend(*given), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_mistakes_are_named() -> None:
     given = heads(20)
+    with pytest.raises(ValueError, match="values must be"):
+        weft.attention(**given, scores="int8", values="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="go with scores"):
+        weft.attention(**given, values="e4m3")
+    with choosing_for("sm_80"), pytest.raises(ValueError, match="sm_80 multiplies no e4m3: leave"):
+        weft.attention(**given, scores="int8", values="e4m3")
     with pytest.raises(ValueError, match="scores must be"):
         weft.attention(**given, scores="int4")  # type: ignore[arg-type]
     given["query"].requires_grad_()

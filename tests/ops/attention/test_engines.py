@@ -35,6 +35,7 @@ from weft.ops.attention.engines import TABLE, all_see, attention_on, choose_libr
 from weft.ops.attention.libraries import LIBRARIES, Library, attend, attend_backward
 from weft.ops.attention.reference import visible
 from weft.ops.common.results import Result, plain_result
+from weft.quant.qtensor import PLAIN
 from weft.runtime import Capabilities, recording
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -336,8 +337,8 @@ def gpu() -> Iterator[Callable[..., AttentionArgs]]:
 
 def arguments(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> AttentionArgs:
     plain = AttentionArgs(
-        query, key, value, None, None, None, Packed(None, None, None), NO_MASK, 0.125, 0.0, "bhsd", False, "auto",
-        plain_result(query.dtype),
+        query, key, value, PLAIN, PLAIN, None, None, Packed(None, None, None), NO_MASK, 0.125, 0.0, "bhsd", False,
+        "auto", plain_result(query.dtype),
     )  # fmt: skip
     return plain._replace(**options)
 

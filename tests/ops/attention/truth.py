@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
+import weft
+from tests.quant import oracle
 from tests.support.truth import Near, arguments
 from weft.workloads import Call
 
@@ -138,6 +140,22 @@ class Made:
         return Near(self.truth, self.noise)
 
 
+# Weights below the normal numbers of e4m3 are rounded by as much, relative to the largest of their row.
+LEAST_WEIGHT = 2.0**-18
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return x.dequantize(torch.float64) if isinstance(x, weft.QTensor) else x.detach().double()
+
+
+def _through_codes(value: Tensor) -> Tensor:
+    """What the codes in e4m3 of values [keys, numbers] stand for, a scale for each number."""
+    made = oracle.quantize(
+        value.float(), block="row", element="e4m3", convention="te", power_of_two=False, transpose=True
+    )
+    return (made.data.view(torch.float8_e4m3fn).double() * made.scale.double().view(-1, 1)).T
+
+
 def attention(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     return _attention(arguments(call), gradients)
 
@@ -145,7 +163,7 @@ def attention(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tens
 def _attention(given: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     layout, packed = given["layout"], given["cu_seqlens"] is not None
     dtype = given["query"].dtype
-    q, k, v = (spread(given[name].detach().double(), layout) for name in ("query", "key", "value"))
+    q, k, v = (spread(_numbers(given[name]), layout) for name in ("query", "key", "value"))
     batch, tokens, heads, _ = q.shape
     sinks = given["sinks"]
     y, lse, top = (
@@ -170,13 +188,20 @@ def _attention(given: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str,
     grads = {"query": Made.like(*q.shape), "key": Made.like(*k.shape), "value": Made.like(*v.shape)}
     dsinks = Made.like(heads)
     rounding = half_step(dtype) if dtype != torch.float32 else 0.0
+    if given.get("values") is not None:
+        rounding = half_step(torch.float8_e4m3fn)
     for at in _heads(given, q, k):
         b, i, j, h, g = at.batch, at.queries, at.keys, at.head, at.key_head
         qh, kh, vh = q[b, i, h], k[b, j, g], v[b, j, g]
+        eight_bits = given.get("values") is not None and len(vh) > 0
+        if eight_bits:
+            vh = _through_codes(vh)
         sink = -math.inf if sinks is None else float(sinks[h].detach())
         w = _weights(qh, kh, sink, sees(len(qh), len(kh), given), given)
         y.truth[b, i, h] = out = w.p @ vh
         y.noise[b, i, h] = noise = (w.error + rounding + _sum_error(len(kh))) * (w.p @ vh.abs())
+        if eight_bits:
+            y.noise[b, i, h] += LEAST_WEIGHT * w.p.amax(1, keepdim=True) * vh.abs().sum(0)
         lse.truth[b, h, i] = w.lse
         lse.noise[b, h, i] = w.error[:, 0] + 4 * EPS32 * torch.where(w.lse.isfinite(), w.lse.abs(), 0.0)
         if w.scores.numel():

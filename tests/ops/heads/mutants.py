@@ -49,6 +49,8 @@ CROSSED_BACK = f"{CROSSED}[{{'rope_dim': 10, 'rope_first': False, 'inverse': Tru
 CROSSED_AFTER = f"{S}test_norms_have_the_order_of_what_they_read[cpu-{{'qk_norm': 'rms', 'norm_after': True, 'base': 10000.0}}]"
 BIAS_FP8 = "ops/heads/test_bias.py::test_cache[fp8-cpu]"
 
+CODES = "ops/heads/test_quantized.py::test_codes_are_those_of_quantize[rms]"
+
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "qkv_kernel": [
         ("the second of neighbours the first again", "_columns", "tl.where(lane < half, 2 * lane + 1, lane + half + a_rest)", "tl.where(lane < half, 2 * lane, lane + half + a_rest)", (f"{CROSSED}[{{'rope_dim': 8}}]",)),
@@ -59,6 +61,10 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("cached where it was read", "_keep_pairs", "PLAN.out_interleaved)", "PLAN.interleaved)", (f"{S}test_cache",)),
         ("a norm after the rotation in the order before it", "_load_vector", "PLAN.out_interleaved if PLAN.after else PLAN.interleaved", "PLAN.interleaved", (CROSSED_AFTER,)),
         ("an inverse that writes as the rotation does", "ops/heads/launch.py:_choice", "reversed(styles) if inverse else styles", "styles", (f"{S}test_deepseek_of_hugging_face",)),
+        ("codes of the first sequence", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch * 0, token, exists", (CODES,)),
+        ("codes of all tokens in one place", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch, token * 0, exists", (CODES,)),
+        ("codes of queries at the strides of keys", "ops/heads/launch.py:_forward", "q_codes=(None, None, q_codes)", "q_codes=(None, None, cache.k)", (CODES,)),
+        ("scales at the strides of codes", "ops/heads/cache.py:coded_strides", "KeptStrides(*of_codes, *of_scales)", "KeptStrides(*of_codes, *of_codes)", (CODES,)),
         ("the second numbers beside the first", "_columns", "        b = lane + half\n", "        b = lane + 1\n", (PLAIN,)),
         ("the rest of b is the rest of a", "_columns", "tl.where(lane < half, rest + half, a_rest - half)", "tl.where(lane < half, rest + half, -half)", (LAYER_AFTER,)),
         ("one number too many of an odd rest", "_columns", "lane < half + rest // 2\n", "lane < half + a_rest\n", (ODD,)),

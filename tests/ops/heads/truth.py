@@ -30,7 +30,7 @@ def spelled_out(
     sin: Tensor | None = None, positions: Tensor | None = None, base: float | None = None, scaling: str = "",
     rope_dim: int | None = None, style: Any = "neox", out_style: Any = None, rope_first: bool = True,
     mrope_sections: Any = None, layout: Any = "bshd", out_layout: Any = None, cache: Any = None,
-    slots: Tensor | None = None, cache_scales: Any = None,
+    slots: Tensor | None = None, cache_scales: Any = None, quantize: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`weft.qkv_prepare`, and its results that there are."""
     cut = None
@@ -48,8 +48,8 @@ def spelled_out(
         ),
         rotation=rotation_of(cos, sin, base, rope_dim, style, out_style, rope_first, mrope_sections, scaling),
         positions=positions,
-        cache=None if cache is None else weft.KVCache(*cache, *(cache_scales or ())), slots=slots, layout=layout,
-        out_layout=out_layout,
+        cache=None if cache is None else weft.KVCache(*cache, *(cache_scales or ())), slots=slots,
+        quantize=quantize, layout=layout, out_layout=out_layout,
     )  # fmt: skip
     return tuple(t for t in found if t is not None)
 
@@ -417,6 +417,7 @@ def qkv_prepare_cached(call: Call, gradients: dict[str, Tensor]) -> dict[str, Ne
 
 
 TRUTHS = {f.__name__: f for f in (qkv_prepare, qkv_prepare_backward, qkv_prepare_cached, rope)}
+TRUTHS["qkv_prepare_quantized"] = qkv_prepare  # of v: queries and keys are codes
 
 
 # Tiles of tokens, heads and pairs, which `test_heads_are_moved_128_bits_at_a_time` looks at.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...quant.qtensor import Codes
 from ..common.results import Result, ResultOptions
 
 
@@ -33,8 +34,13 @@ class AttentionArgs(NamedTuple):
     query: Tensor  # heads in `layout`
     key: Tensor
     value: Tensor
-    query_scale: Tensor | None  # fp32, if query and key are codes: their shapes without the last dimension
-    key_scale: Tensor | None
+    query_codes: (
+        Codes  # those of query and key with a scale for each token and head, read in their place; or none
+    )
+    key_codes: Codes
+    values: (
+        str | None
+    )  # "e4m3" if weights and values are multiplied in it; then there are codes of query and key
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask
@@ -44,6 +50,19 @@ class AttentionArgs(NamedTuple):
     return_max: bool
     engine: str
     result: ResultOptions
+
+
+class Coded(NamedTuple):
+    """Query or key as kernels read it."""
+
+    x: Tensor
+    scale: Tensor | None  # fp32, the shape of x without the last dimension, if x is codes
+
+    @staticmethod
+    def of(x: Tensor, codes: Codes) -> Coded:
+        if codes.data is None or codes.scale is None:
+            return Coded(x, None)
+        return Coded(codes.data.view(x.shape), codes.scale.view(x.shape[:-1]))
 
 
 class AttentionOutputs(NamedTuple):

@@ -24,11 +24,14 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...quant import Format
+from ...quant import Format, QTensor
+from ...quant.qtensor import PLAIN, register_codes
+from ...quant.straight import take_apart
 from ...runtime import Backward, Gradients, autocasted, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
+from ..heads.cache import E4M3, INT8
 from ..heads.layout import LAYOUTS, Layout
 from ..quantize import quantize as quantize_tensor
 from .arguments import (
@@ -152,11 +155,16 @@ attention_op = define_op(
 )
 
 
+register_codes(attention_op, "query", "query_codes")
+register_codes(attention_op, "key", "key_codes")
+
+
 # ---- public function ------------------------------------------------------------------------------------
 
 Align = Literal["lower_right", "upper_left"]
 Window = tuple[int | None, int | None]
 EightBits = Literal["int8", "e4m3"]
+_CODES: dict[EightBits, Format] = {"int8": INT8, "e4m3": E4M3}
 
 
 class Attention(NamedTuple):
@@ -188,6 +196,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
 ) -> Tensor: ...
 
@@ -213,6 +222,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
+    values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
 ) -> Tensor | Attention: ...
 
@@ -237,6 +247,7 @@ def attention(
     quantize: Format | str | None = None,
     columnwise: bool = False,
     scores: EightBits | None = None,
+    values: Literal["e4m3"] | None = None,
     engine: Engine = "auto",
 ) -> Tensor | Attention:
     """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
@@ -262,7 +273,10 @@ def attention(
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
       bits, for inference. Keys are smoothed before: their mean over tokens is subtracted, which changes all scores of
-      a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores.
+      a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores. Query and key that are
+      `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are multiplied as they are.
+    - `values`: "e4m3", with `scores`: weights and values are multiplied in e4m3, too. Values get a scale for each
+      sequence, head and number.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
     - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
@@ -305,8 +319,9 @@ def attention(
         query=query,
         key=key,
         value=value,
-        query_scale=None,
-        key_scale=None,
+        query_codes=PLAIN,
+        key_codes=PLAIN,
+        values=values,
         sinks=sinks,
         packed=packed,
         mask=mask,
@@ -317,6 +332,10 @@ def attention(
         engine=engine,
         result=options,
     )
+    if scores is None and not _wants_gradients(query, key, value, sinks):
+        scores = _element_of(query, key)
+    if values is not None:
+        _check_values(args, scores)
     shift = None
     if scores is not None:
         args, shift = in_eight_bits(args, scores)
@@ -328,9 +347,19 @@ def attention(
     return Attention(out, lse if shift is None or not return_lse else lse + shift(), found.max)
 
 
-def in_eight_bits(a: AttentionArgs, element: str) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
-    """(the arguments with codes in place of query and key, what the lse has lost by the smoothing of keys)."""
-    if element not in ("int8", "e4m3"):
+def _check_values(a: AttentionArgs, scores: str | None) -> None:
+    if a.values != "e4m3":
+        raise ValueError(f"values must be 'e4m3' or None; got {a.values!r}")
+    if scores is None:
+        raise ValueError("values in eight bits go with scores in eight bits: give scores='e4m3' or 'int8'")
+    target = capabilities_of(a.query.device)
+    if not target.fp8_dot:
+        raise ValueError(f"{target.target} multiplies no e4m3: leave values=None")
+
+
+def in_eight_bits(a: AttentionArgs, element: EightBits) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
+    """(the arguments with codes of query and key, what the lse has lost by the smoothing of keys)."""
+    if element not in _CODES:
         raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
     if _wants_gradients(a.query, a.key, a.value, a.sinks):
         raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
@@ -338,24 +367,31 @@ def in_eight_bits(a: AttentionArgs, element: str) -> tuple[AttentionArgs, Callab
     if element == "e4m3" and not target.fp8_dot:
         raise ValueError(f"{target.target} multiplies no e4m3: take scores='int8'")
     query, key, shift = a.query, a.key, None
-    if a.sinks is None and not a.softcap:
+    as_given = _element_of(query, key) == element
+    if not as_given and a.sinks is None and not a.softcap:
         mean = _mean_key(a)  # broadcasts against key
         key = key.float() - mean
         group = query.shape[LAYOUTS[a.layout][2]] // key.shape[LAYOUTS[a.layout][2]]
 
         def shift() -> Tensor:
             own = mean.repeat_interleave(group, LAYOUTS[a.layout][2])
-            lost = (query.float() * own).sum(-1) * a.scale
+            lost = (a.query.float() * own).sum(-1) * a.scale
             order = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (1, 0)}[a.layout]
             return lost.permute(order)
 
-    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-        copy = quantize_tensor(x, f"{element}:row:te").rowwise
-        assert copy is not None
-        return copy.data.view(x.shape), copy.scale.view(x.shape[:-1])
+    (query, query_codes), (key, key_codes) = (
+        take_apart(x if as_given else quantize_tensor(x, _CODES[element])) for x in (query, key)
+    )
+    return a._replace(query=query, key=key, query_codes=query_codes, key_codes=key_codes), shift
 
-    (q, q_scale), (k, k_scale) = coded(query), coded(key)
-    return a._replace(query=q, key=k, query_scale=q_scale, key_scale=k_scale), shift
+
+def _element_of(query: Tensor, key: Tensor) -> EightBits | None:
+    """Of query and key that are codes with a scale for each token and head; None if they are not."""
+    if isinstance(query, QTensor) and isinstance(key, QTensor) and query.spec == key.spec:
+        for element, format in _CODES.items():
+            if query.spec == format.spec:
+                return element
+    return None
 
 
 def _mean_key(a: AttentionArgs) -> Tensor:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from ...runtime import Capabilities
 
 WIDEST = 256  # numbers of a head
+VALUE_COLUMNS = (
+    16  # the codes of a sequence's values begin at a multiple, so that threads load as many bytes at once
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ _HALF: _Tiles = {
         },
     },
     "delta": {256: {"": (32, 64, 4, 1)}},  # n is of no account
+    "value": {256: {"": (64, 64, 4, 1)}},  # m numbers of n keys
 }
 
 # Multiply-adds of fp32 keep both operands in registers; AMD has a matrix unit for them.
@@ -231,7 +235,8 @@ _FP32: _Tiles = {
 
 @functools.lru_cache(maxsize=1024)
 def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabilities) -> AttentionConfig:
-    """The tile of a kernel: "forward", or "delta", "query" and "key" for the gradients. `itemsize` is that of heads."""
+    """The tile of a kernel: "forward", "value" for codes of values, or "delta", "query" and "key" for the gradients.
+    `itemsize` is that of queries."""
     if target.is_cpu:
         return AttentionConfig(64, 64, 4, 1)
     tiles = (_FP32 if itemsize == 4 else _HALF)[kernel]

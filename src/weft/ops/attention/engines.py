@@ -137,6 +137,8 @@ def _lacks_options(library: Library, a: Args) -> str | None:
     if a.softcap and "softcap" not in library.options:
         return "softcap"
     if isinstance(a, AttentionArgs):
+        if a.query_codes.format is not None:
+            return "scores in eight bits"
         if a.return_max:
             return "the largest scores (return_max)"
         if a.result.format is not None:

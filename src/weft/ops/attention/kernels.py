@@ -1,4 +1,4 @@
-"""The kernels of attention: forward, and the gradients of queries and of keys and values.
+"""The kernels of attention: values as codes, forward, and the gradients of queries and of keys and values.
 
 Heads are [sequence, tokens, heads, numbers] anywhere in memory. Scores are in base 2 inside: their factor is
 scale * log2(e).
@@ -12,9 +12,14 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import kernel
+from ...tiles.numbers import encode
+from ...tiles.reduce import amax, larger
+from ...tiles.scales import fp32_scale, scaled
 from ..common.copies import Codes, Encoding, Tile, store_rows
 from ..common.groups import GroupEnds, group_tile
+from ..common.results import FP32_MAX
 from ..heads.layout import Place
+from .configs import VALUE_COLUMNS
 from .pieces import (
     LARGEST,
     LN2,
@@ -26,11 +31,20 @@ from .pieces import (
     capped,
     factor_of,
     load_heads,
+    load_turned,
     rounded,
     store_heads,
     times,
+    times_columns,
     zeros,
 )
+
+COLUMNS = tl.constexpr(VALUE_COLUMNS)
+
+# Weights are at most 1 and multiplied by it before they are rounded to e4m3, whose largest number is 448. The range of
+# e4m3 then reaches down to 2^-17 of a row's largest weight.
+RAISED = tl.constexpr(256.0)
+LOG_RAISED = tl.constexpr(8.0)
 
 # ---- structs --------------------------------------------------------------------------------------------
 
@@ -44,6 +58,15 @@ class Lengths(NamedTuple):
     number: int  # of sequences
     q: int  # queries of a sequence; of all of them if they are packed
     k: int
+
+
+class ValueCodes(NamedTuple):
+    """Values as codes in e4m3, transposed, with a scale for each sequence, head and number. Absent where values are
+    multiplied as they are."""
+
+    ptr: Tensor | None  # bytes [key heads, numbers, columns]
+    scale: Tensor | None  # fp32 [sequences, key heads, numbers]
+    columns: int  # a multiple of COLUMNS
 
 
 class Heads(NamedTuple):
@@ -64,7 +87,8 @@ class Band(NamedTuple):
 class Sequence(NamedTuple):
     """A sequence, where it lies, and a tile of its queries or keys."""
 
-    batch: Any  # int64, in tensors that are not packed; else 0
+    number: Any  # int64
+    batch: Any  # the same in tensors that are not packed; else 0
     q_start: Any  # int64, of packed tensors
     k_start: Any
     q: Any  # how many queries there are, int32
@@ -110,7 +134,7 @@ def _sequence(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.constex
         exist = exist.to(tl.int32)
     if lengths.kv_lengths is not None:
         k = tl.maximum(tl.minimum(k, tl.load(lengths.kv_lengths + number).to(tl.int32)), 0)
-    return Sequence(batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower)
+    return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower)
 
 
 @triton.jit
@@ -174,6 +198,81 @@ def _queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
         return sequence.first * 0, sequence.q, sequence.first * 0, sequence.q
 
 
+# ---- values as codes ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(number, lengths):
+    """Of a sequence: its place in the batch, or where its packed keys begin, and how many it has."""
+    if lengths.k_starts is None:
+        batch, start = number, number * 0
+        keys = lengths.k.to(tl.int32)
+    else:
+        batch, start = number * 0, tl.load(lengths.k_starts + number).to(tl.int64)
+        keys = (tl.load(lengths.k_starts + number + 1) - start).to(tl.int32)
+    if lengths.kv_lengths is not None:
+        keys = tl.maximum(tl.minimum(keys, tl.load(lengths.kv_lengths + number).to(tl.int32)), 0)
+    return batch, start, keys
+
+
+@triton.jit
+def _stride(n, ALIGN: tl.constexpr):
+    return tl.multiple_of(n.to(tl.int64), ALIGN)
+
+
+@triton.jit
+def _turned(codes, key_head, token, number, V: tl.constexpr):
+    """A pointer to the codes of a sequence in a head, of which `token` keys and `number` sequences lie before it. Each
+    sequence begins at a multiple of COLUMNS: that leaves fewer than COLUMNS columns unused after it."""
+    row = key_head.to(tl.int64) * V.numbers * _stride(codes.columns, COLUMNS)
+    return codes.ptr + row + (token // COLUMNS + number) * COLUMNS
+
+
+@kernel
+def value_kernel(
+    value: Place,
+    codes: ValueCodes,
+    lengths: Lengths,
+    heads: Heads,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the codes of a number of all keys
+    CAST: tl.constexpr,
+):
+    """TILE.m numbers of the values of a head of a sequence: their largest in TILE.n keys at a time, then their codes,
+    with zeros up to a multiple of COLUMNS."""
+    N: tl.constexpr = TILE.n
+    M: tl.constexpr = TILE.m
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    parts = tl.cdiv(V.numbers, M)
+    part = tl.program_id(0) % parts
+    key_heads = heads.q // heads.group
+    key_head = tl.program_id(0) // parts % key_heads
+    number = (tl.program_id(0) // parts // key_heads).to(tl.int64)
+    batch, start, keys = _keys(number, lengths)
+    lane = part * M + tl.arange(0, M)  # [M], of a head's numbers
+    exists = lane < V.numbers
+    step = _stride(value.at.token, ALIGN)
+    from_ptr = _base(value, batch, start, key_head, ALIGN) + lane[None, :]
+    largest = tl.zeros((M,), tl.float32)
+    for first in range(0, keys, N):
+        row = first + tl.arange(0, N)
+        mask = (row < keys)[:, None] & exists[None, :]
+        x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0)  # [N, M]
+        largest = larger(largest, amax(x.to(tl.float32), axis=0))
+    scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+    tl.store(codes.scale + (number * key_heads + key_head) * V.numbers + lane, scale, mask=exists)
+    to_ptr = _turned(codes, key_head, batch * lengths.k + start, number, V)
+    to_ptr = to_ptr + (lane.to(tl.int64) * _stride(codes.columns, COLUMNS))[:, None]
+    end = tl.cdiv(keys, COLUMNS) * COLUMNS
+    for first in range(0, end, N):
+        row = first + tl.arange(0, N)
+        mask = (row < keys)[:, None] & exists[None, :]
+        x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(tl.float32)
+        made = encode(scaled(x, factor[None, :], FORMAT), FORMAT, CAST)
+        tl.store(to_ptr + row[None, :], tl.trans(made), mask=exists[:, None] & (row < end)[None, :])
+
+
 # ---- forward --------------------------------------------------------------------------------------------
 
 
@@ -184,6 +283,7 @@ def attention_kernel(
     value: Place,
     query_scale: Place,  # fp32, a number for each query and head, if queries and keys are codes; else absent
     key_scale: Place,
+    value_codes: ValueCodes,  # in place of `value`, or absent
     y: Place,  # its dtype alone is read if nothing but a copy is wanted
     copy: Codes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
     lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
@@ -219,7 +319,11 @@ def attention_kernel(
 
     q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
-    v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
+    if value_codes.ptr is None:
+        v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
+    else:
+        tokens = sequence.batch * lengths.k + sequence.k_start
+        v_ptr = _turned(value_codes, key_head, tokens, sequence.number, V)
     q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
     if query_scale.ptr is not None:
         row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
@@ -230,6 +334,8 @@ def attention_kernel(
         # An infinite sink takes everything; a finite one stands for it, of which a difference can be taken.
         largest = tl.zeros_like(largest) + tl.minimum(sink * LOG2E, LARGEST)
         total += tl.where(sink == MINUS_INFINITY, 0.0, 1.0)
+    if value_codes.ptr is not None:
+        total *= RAISED
     top = tl.full((M,), MINUS_INFINITY, tl.float32)
     sums = zeros(M, V)
     begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
@@ -250,15 +356,23 @@ def attention_kernel(
         joined = tl.maximum(largest, highest)
         # A row that has seen nothing yet is measured against 0: infinities must not be subtracted from each other.
         reference = tl.where(joined == MINUS_INFINITY, 0.0, joined)
-        p = tl.exp2(s * factor - reference[:, None])
+        least = reference if value_codes.ptr is None else reference - LOG_RAISED
+        p = tl.exp2(s * factor - least[:, None])
         fade = tl.exp2(largest - reference)
         total = total * fade + tl.sum(p, axis=1)
-        v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        if value_codes.ptr is None:
+            v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        else:
+            v = load_turned(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
         sums = add_product(times(sums, fade[:, None]), p.to(v.first.dtype), v)
         largest = joined
 
     empty = total == 0.0
     out = times(sums, 1.0 / tl.where(empty, 1.0, total)[:, None])
+    if value_codes.ptr is not None:
+        scale_row = sequence.number * (heads.q // heads.group) + key_head
+        out = times_columns(out, value_codes.scale + scale_row * V.numbers, V)
+        total *= 1.0 / RAISED
     lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
     if sinks_ptr is not None:
         # Tokens that belong to no sequence see nothing, not even the sink.

@@ -14,19 +14,29 @@ from ..common.copies import Codes, cast_mode, copy_arguments
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
-from ..heads.layout import LAYOUTS, Place, Strides, with_neighbours
+from ..heads.cache import E4M3
+from ..heads.layout import LAYOUTS, NO_STRIDES, Place, Strides, with_neighbours
 from ..quantize import quantize_into
-from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
-from .configs import AttentionTile, Width, attention_config
+from .arguments import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    AttentionGradients,
+    AttentionOutputs,
+    Coded,
+    Mask,
+)
+from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
 from .engines import choose_library
 from .kernels import (
     Band,
     Heads,
     Lengths,
+    ValueCodes,
     attention_kernel,
     delta_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
+    value_kernel,
 )
 from .libraries import attend, attend_backward
 from .reference import memory_layout
@@ -50,6 +60,7 @@ class Forms(NamedTuple):
     dtype: torch.dtype
     query_scale: Sizes | None = None  # strides
     key_scale: Sizes | None = None
+    value_columns: int = 0  # of the codes of values; 0 if they are multiplied as they are
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
@@ -79,7 +90,9 @@ class Forms(NamedTuple):
         )
 
     def inputs(self) -> list[Strides]:
-        return [_at(strides, self.layout) for strides in (self.query, self.key, self.value)]
+        """Those of query, key and value; none of values that are codes, which lie in one way only."""
+        query, key, value = (_at(strides, self.layout) for strides in (self.query, self.key, self.value))
+        return [query, key, NO_STRIDES if self.value_columns else value]
 
 
 class Counts(NamedTuple):
@@ -97,6 +110,10 @@ class Counts(NamedTuple):
     def grouped(self) -> Heads:
         return Heads(self.heads, self.heads // self.key_heads)
 
+    def value_columns(self, sequences: int) -> int:
+        """How many columns the codes of values have."""
+        return (self.batch * self.k // VALUE_COLUMNS + (sequences or self.batch)) * VALUE_COLUMNS
+
     def band(self, mask: Mask) -> Band:
         """The mask as kernels take it. Without a bound, one is taken that no pair of tokens reaches."""
         far = self.q + self.k
@@ -107,6 +124,9 @@ class Counts(NamedTuple):
 def _at(strides: Sizes | None, layout: str) -> Strides:
     """Strides of heads, those of packed sequences without a batch."""
     return Strides.of(strides, layout, 0)
+
+
+NO_VALUE_CODES = ValueCodes(None, None, 0)
 
 
 class Wanted(NamedTuple):
@@ -174,6 +194,7 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         value=value,
         query_scale=Place(None, _at(forms.query_scale and (*forms.query_scale, 1), forms.layout)),
         key_scale=Place(None, _at(forms.key_scale and (*forms.key_scale, 1), forms.layout)),
+        value_codes=ValueCodes(None, None, forms.value_columns),
         y=Place(None, y),
         copy=Codes(None, None, *(codes if within else (0, 0, 0))),
         lse_ptr=None,
@@ -188,22 +209,54 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
     return Bound(launch.bind(grid, integers), tiles * counts.batch, within)
 
 
+@functools.lru_cache(maxsize=4096)
+def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
+    """The launch of the kernel that makes codes of values."""
+    counts, value = forms.counts, _at(forms.value, forms.layout)
+    tile, options = _tile("value", forms, target, value)
+    _, integers, _ = value_kernel.arguments(
+        value=Place(None, value),
+        codes=ValueCodes(None, None, forms.value_columns),
+        lengths=counts.lengths(forms.sequences),
+        heads=counts.grouped(),
+    )
+    launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
+    programs = -(-forms.v_dim // tile.m) * counts.key_heads * (forms.sequences or counts.batch)
+    return launch.bind((programs, 1, 1), integers)
+
+
+def _coded_values(
+    value: Tensor, starts: tuple[Tensor | None, ...], forms: Forms, target: Capabilities
+) -> ValueCodes:
+    counts, device = forms.counts, value.device
+    shape = counts.key_heads, forms.v_dim
+    codes = torch.empty((*shape, forms.value_columns), dtype=torch.uint8, device=device)
+    scale = torch.empty((forms.sequences or counts.batch, *shape), dtype=torch.float32, device=device)
+    _value(forms, target)((value, codes, scale, *starts))
+    return ValueCodes(codes, scale, forms.value_columns)
+
+
 def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     """Compute the outputs, by the engine that is chosen for the call."""
     library = choose_library(a, capabilities_of(a.query.device))
     if library is not None:
         attend(library, o, a)
         return
-    query, key, value = map(with_neighbours, (a.query, a.key, a.value))
+    coded_query, coded_key = Coded.of(a.query, a.query_codes), Coded.of(a.key, a.key_codes)
+    query, key, value = map(with_neighbours, (coded_query.x, coded_key.x, a.value))
+    query_scale, key_scale = coded_query.scale, coded_key.scale
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
-    if a.query_scale is not None and a.key_scale is not None:
-        forms = forms._replace(query_scale=a.query_scale.stride(), key_scale=a.key_scale.stride())
+    if query_scale is not None and key_scale is not None:
+        forms = forms._replace(query_scale=query_scale.stride(), key_scale=key_scale.stride())
+    if a.values is not None:
+        forms = forms._replace(value_columns=forms.counts.value_columns(forms.sequences))
+    starts, target = tuple(map(contiguous, a.packed)), capabilities_of(query.device)
     y: Tensor | None = result.y
     copy = copy_arguments(result.rowwise)
     strides = None if to.format is not None else result.y.stride()
     wanted = Wanted(to.dtype, to.format, _row_alone(to), strides)
-    found = _forward(forms, wanted, copy[2:], capabilities_of(query.device))
+    found = _forward(forms, wanted, copy[2:], target)
     if to.format is not None and not to.return_plain:
         # Of a result whose codes the kernel makes itself, y's dtype alone is read.
         y = torch.empty((1,) if found.within else result.y.shape, dtype=to.dtype, device=query.device)
@@ -211,11 +264,11 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     if o.max is not None:
         tops = torch.empty((found.tiles, len(o.max)), dtype=torch.float32, device=query.device)
     codes, scales = (copy.data, copy.scale) if found.within else (None, None)
-    starts, k_starts, used = map(contiguous, a.packed)
+    values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
     found.launch(
         (
-            query, key, value, a.query_scale, a.key_scale, y, codes, scales, o.lse, tops, contiguous(a.sinks), starts,
-            k_starts, used,
+            query, key, value if a.values is None else None, query_scale, key_scale, values.ptr, values.scale, y,
+            codes, scales, o.lse, tops, contiguous(a.sinks), *starts,
         ),
         (a.scale, a.softcap),
     )  # fmt: skip

@@ -68,6 +68,44 @@ def load_heads(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def load_turned(ptr, columns, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows from `start` on of one head in e4m3 whose codes lie transposed: the rows are neighbours, and its numbers
+    `columns` bytes apart. They may hold anything finite from `limit` on, up to the next multiple of ALIGN."""
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    codes_ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    first = _columns_of(codes_ptr, columns, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
+    if SECOND:
+        second = _columns_of(codes_ptr, columns, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
+        return Pieces(tl.trans(first), tl.trans(second))
+    else:
+        return Pieces(tl.trans(first), None)
+
+
+@triton.jit
+def _columns_of(
+    ptr,
+    columns,
+    start,
+    limit,
+    ROWS: tl.constexpr,
+    BEGIN: tl.constexpr,
+    PIECE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Numbers from BEGIN on of rows from `start` on: [PIECE, ROWS]."""
+    step = tl.multiple_of(columns.to(tl.int64), ALIGN)
+    row = start + tl.arange(0, ROWS)
+    number = BEGIN + tl.arange(0, PIECE)
+    # A mask that changes at multiples of ALIGN alone lets a thread load as many bytes at once.
+    mask = (row < tl.cdiv(limit, ALIGN) * ALIGN)[None, :]
+    if WIDTH.numbers < BEGIN + PIECE:
+        mask = mask & (number < WIDTH.numbers)[:, None]
+    return tl.load(ptr + (number.to(tl.int64) * step)[:, None] + row[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def store_heads(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
     """Round rows and store them, up to `limit`."""
     ROWS: tl.constexpr = value.first.shape[0]
@@ -157,11 +195,19 @@ def across(a, b):
 @triton.jit
 def add_product(total, weights, rows):
     """total + weights @ rows: [R, C] and [C, numbers] -> [R, numbers]."""
-    first = dot(weights, rows.first, total.first)
-    if total.second is not None:
-        return Pieces(first, dot(weights, rows.second, total.second))
+    if weights.dtype.is_fp8():
+        # Matrix units of sm_89 and sm_90 keep 14 bits of sums of 8-bit products: no more than C are left to them.
+        if total.second is not None:
+            more = Pieces(dot(weights, rows.first, None), dot(weights, rows.second, None))
+        else:
+            more = Pieces(dot(weights, rows.first, None), None)
+        return plus(total, more)
     else:
-        return Pieces(first, None)
+        first = dot(weights, rows.first, total.first)
+        if total.second is not None:
+            return Pieces(first, dot(weights, rows.second, total.second))
+        else:
+            return Pieces(first, None)
 
 
 @triton.jit
@@ -180,6 +226,21 @@ def times(value, factor):
         return Pieces(value.first * factor, value.second * factor)
     else:
         return Pieces(value.first * factor, None)
+
+
+@triton.jit
+def times_columns(value, ptr, WIDTH: tl.constexpr):
+    """Each column times its factor, fp32 [numbers]."""
+    FIRST: tl.constexpr = WIDTH.first
+    SECOND: tl.constexpr = WIDTH.second
+    number = tl.arange(0, FIRST)
+    first = value.first * tl.load(ptr + number, mask=number < WIDTH.numbers, other=0.0)[None, :]
+    if SECOND:
+        number = FIRST + tl.arange(0, SECOND)
+        more = tl.load(ptr + number, mask=number < WIDTH.numbers, other=0.0)
+        return Pieces(first, value.second * more[None, :])
+    else:
+        return Pieces(first, None)
 
 
 # ---- scores ---------------------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...quant.reference import quantize_copy
 from ..common.results import result_reference
 from ..common.rows import compute_dtype
+from ..heads.cache import E4M3
 from ..heads.layout import canonical, laid_out
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
     AttentionGradients,
     AttentionOutputs,
+    Coded,
     Mask,
     Packed,
 )
@@ -87,21 +90,34 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _decoded(coded: Coded, layout: str, dtype: torch.dtype) -> Tensor:
+    x = canonical(coded.x, layout).to(dtype)
+    return x if coded.scale is None else x * canonical(coded.scale[..., None], layout).to(dtype)
+
+
+def _through_codes(value: Tensor) -> Tensor:
+    """Values [keys, heads, numbers] as their codes in e4m3 stand for them: a scale for each number of a head."""
+    rows = value.flatten(1).t()
+    copy = quantize_copy(rows.float(), E4M3)
+    return (copy.data.to(value.dtype) * copy.scale.view(-1, 1).to(value.dtype)).t().view(value.shape)
+
+
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
-    q, k, v = (canonical(x, a.layout).to(dtype) for x in (a.query, a.key, a.value))
-    if a.query_scale is not None and a.key_scale is not None:
-        q, k = (
-            x * canonical(scale[..., None], a.layout).to(dtype)
-            for x, scale in ((q, a.query_scale), (k, a.key_scale))
-        )
+    q, k = (
+        _decoded(Coded.of(*of), a.layout, dtype) for of in ((a.query, a.query_codes), (a.key, a.key_codes))
+    )
+    v = canonical(a.value, a.layout).to(dtype)
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
     lse = q.new_full((batch, heads, tokens), -math.inf)
     largest = q.new_full((heads,), -math.inf)
     for span in _spans(a.packed, q, k):
-        key, value = (_repeated(x[span.batch, span.k], heads) for x in (k, v))
+        own = v[span.batch, span.k]
+        if a.values is not None:
+            own = _through_codes(own)
+        key, value = (_repeated(x, heads) for x in (k[span.batch, span.k], own))
         w = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
         out[span.batch, span.q] = torch.einsum("hqk,khd->qhd", w.p, value)
         lse[span.batch, :, span.q] = w.lse

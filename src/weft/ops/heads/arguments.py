@@ -56,6 +56,34 @@ class PrepareCached(NamedTuple):
         return Prepare(self.x, self.k, self.v, self.bias, self.norm, self.turning, self.cut)
 
 
+class PrepareQuantized(NamedTuple):
+    """The arguments of `qkv_prepare` whose queries and keys leave as codes."""
+
+    x: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    norm: Norm
+    turning: Turning
+    cut: Cut
+    format: str  # of the codes, with a scale for each head of a token
+
+    @property
+    def prepare(self) -> Prepare:
+        return Prepare(self.x, self.k, self.v, self.bias, self.norm, self.turning, self.cut)
+
+
+class Quantized(NamedTuple):
+    """Heads in the layout that was asked for, queries and keys as codes."""
+
+    q: Tensor
+    k: Tensor
+    q_scale: Tensor  # fp32, the shape of q without the numbers of a head
+    k_scale: Tensor
+    v: Tensor | None
+    gate: Tensor | None
+
+
 class PrepareNeeds(NamedTuple):
     """Which gradients the backward computes. Those of separate q, k and v are computed all three if one is wanted. That
     of the bias of a packed projection is made of x's, which is then computed too."""

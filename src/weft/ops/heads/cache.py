@@ -12,7 +12,7 @@ from ...quant import Format
 from ...quant.reference import encode_reference, quantize_copy
 from ..common.checks import INTEGERS, check_tensor, check_tensors
 from .arguments import PrepareCached
-from .layout import Cut, sizes, stride_of
+from .layout import Cut, Strides, sizes, stride_of
 
 # The formats of heads that are cached as codes with a scale for each, made of the fp32 numbers of the head.
 E4M3 = Format("row", "e4m3", "te")
@@ -207,7 +207,7 @@ class CacheStrides(NamedTuple):
         """The strides of a cache. Slots are [batch, sequence], for 'sbhd' [sequence, batch], or flat in the same
         order."""
         if forms is None:
-            return CacheStrides(SlotStrides(0, 0, 0, 0), _NO_STRIDES, _NO_STRIDES)
+            return CacheStrides(SlotStrides(0, 0, 0, 0), NOT_KEPT, NOT_KEPT)
         size = 1 if len(forms.shape) == 3 else forms.shape[1]
         steps = (
             forms.slots
@@ -220,13 +220,13 @@ class CacheStrides(NamedTuple):
         return CacheStrides(slots, kept_strides(forms.k, forms.k_scale), kept_strides(forms.v, forms.v_scale))
 
 
-_NO_STRIDES = KeptStrides(0, 0, 0, 0, 0, 0)
+NOT_KEPT = KeptStrides(0, 0, 0, 0, 0, 0)
 
 
 def kept_strides(cache: tuple[int, ...] | None, scale: tuple[int, ...] | None) -> KeptStrides:
     """From the strides of a cache and of its scales: those of tokens, those of heads, or a single one."""
     if cache is None:
-        return _NO_STRIDES
+        return NOT_KEPT
     own: tuple[int, ...] = (0, 0, 0)
     if scale is not None and len(scale) > 0:
         own = (0, 0, scale[0]) if len(scale) == 1 else _page_strides(scale)
@@ -272,6 +272,13 @@ class Cache(NamedTuple):
 
 
 NO_CACHE = Cache(None, None, None, None, None)
+
+
+def coded_strides(codes: tuple[int, ...], scale: tuple[int, ...], layout: str, tokens: int) -> KeptStrides:
+    """The strides of heads that leave as codes, each token at its own place: a sequence of the batch is a page."""
+    _, *of_codes = Strides.of(codes, layout, tokens)
+    _, *of_scales = Strides.of((*scale, 1), layout, tokens)
+    return KeptStrides(*of_codes, *of_scales)
 
 
 # ---- reference ------------------------------------------------------------------------------------------

@@ -404,8 +404,8 @@ def _keep_values(cache, at, head, there, value, lane, mask, PLAN: tl.constexpr, 
 
 @triton.jit
 def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN: tl.constexpr):
-    """All heads of some tokens of x: with their bias, normed, rotated and stored in y. If there is a cache, those of
-    tokens that are cached are stored there too."""
+    """All heads of some tokens of x: with their bias, normed, rotated and stored in y, unless that is absent. If there
+    is a cache, those of tokens that are cached are stored there too."""
     x_off = _token_offset(x, at.batch, at.token, ALIGN)
     y_off = _token_offset(y, at.batch, at.token, ALIGN)
     if norm.weight is not None:
@@ -427,10 +427,10 @@ def _prepare_heads(x, y, norm, cache, at, heads, size, PLAN: tl.constexpr, ALIGN
                 a, b = a + ba, b + bb
         if PLAN.rotate and not PLAN.after:
             a, b = _turn(a, b, at.cos, at.sin, size.half, PLAN)
-        off = y_off[:, None] + _head_offset(y, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
-        _store_pairs(y.ptr, off, there, a, b, size, PLAN, PLAN.out_interleaved)
-        if cache is not None:
-            _keep_pairs(cache, at, head, there, a, b, size, PLAN, ALIGN)
+        if y.ptr is not None:
+            off = y_off[:, None] + _head_offset(y, head, Grouped(heads.heads, None, 0), ALIGN)[None, :]
+            _store_pairs(y.ptr, off, there, a, b, size, PLAN, PLAN.out_interleaved)
+        _keep_pairs(cache, at, head, there, a, b, size, PLAN, ALIGN)
 
 
 @triton.jit
@@ -473,6 +473,7 @@ def qkv_kernel(
     k_norm: Affine,
     angles: Angles,
     slots: Slots,
+    q_codes: Kept,  # q as codes in place of q_out; then k_cache is in place of k_out
     k_cache: Kept,
     v_cache: Kept,
     sizes: Sizes,
@@ -490,9 +491,11 @@ def qkv_kernel(
         cos, sin = _find_angles(angles, batch, token, sizes.tokens, size.half, PLAN, ALIGN)
     if slots.ptr is not None:
         page, place, cached = _find_slots(slots, batch, token, sizes.tokens)
+    elif q_codes.ptr is not None:
+        page, place, cached = batch, token, exists
     at = Tokens(batch, token, exists, cos, sin, page, place, cached)
     kv_heads = Grouped(sizes.kv, sizes.kv, 0)
-    _prepare_heads(Source(q.ptr, q.at, bias_ptr), q_out, q_norm, None, at, sizes.q, size, PLAN, ALIGN)
+    _prepare_heads(Source(q.ptr, q.at, bias_ptr), q_out, q_norm, q_codes, at, sizes.q, size, PLAN, ALIGN)
     if k.ptr is not None:
         source = Source(k.ptr, k.at, bias_ptr)
         _prepare_heads(source, k_out, k_norm, k_cache, at, kv_heads, size, PLAN, ALIGN)

@@ -13,8 +13,8 @@ from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
 from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
-from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients
-from .cache import NO_CACHE, Cache, CacheForms, CacheStrides
+from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients, PrepareQuantized, Quantized
+from .cache import NO_CACHE, NOT_KEPT, Cache, CacheForms, CacheStrides, coded_strides
 from .kernels import Affine, Grouped, Plan, Sizes, Sums, qkv_backward_kernel, qkv_kernel
 from .layout import Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_of, with_neighbours
 from .norm import Norm
@@ -157,6 +157,7 @@ class Forms(NamedTuple):
     table: Form | None
     positions: Form | None
     cache: CacheForms | None
+    scales: tuple[tuple[int, ...], ...]  # strides of those of q and k, if they leave as codes
     target: str
 
 
@@ -169,7 +170,14 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
     source = PartStrides.of(forms.inputs, cut)
     to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
     angles = AngleStrides.of(forms.table, forms.positions, choice.sections)
-    cache = CacheStrides.of(forms.cache, cut.layout, forms.batch, forms.tokens)
+    cache, q_codes = CacheStrides.of(forms.cache, cut.layout, forms.batch, forms.tokens), NOT_KEPT
+    if forms.scales:
+        q_codes, k_codes = (
+            coded_strides(codes, scale, cut.out_layout, forms.tokens)
+            for codes, scale in zip(forms.outputs[:2], forms.scales, strict=True)
+            if codes is not None
+        )
+        cache = cache._replace(k=k_codes)
     align = _align(choice, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
     launch = _chosen(qkv_kernel, choice, align, target)
     programs = -(-forms.tokens // launch.constants["PLAN"].tokens) * forms.batch
@@ -190,6 +198,7 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
         k_norm=None,
         angles=Angles(None, None, None, None, angles, 1.0),
         slots=(None, cache.slots),
+        q_codes=(None, None, q_codes),
         k_cache=(None, None, cache.k),
         v_cache=(None, None, cache.v),
         sizes=sizes,
@@ -198,10 +207,19 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
     return found
 
 
+def launch_quantized(outputs: Quantized, a: PrepareQuantized) -> None:
+    """Compute q, k, v and gate of `a`, q and k as codes."""
+    q, k, q_scale, k_scale, v, gate = outputs
+    cache = Cache(None, k, None, k_scale, None)
+    launch_forward(QKV(q, k, v, gate), a.prepare, cache=cache, scaled="token", q_scale=q_scale)
+
+
 def launch_forward(
-    outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", inverse: bool = False
-) -> None:
-    """Compute q, k, v and gate of `a`, those that are not None in `outputs`."""
+    outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", q_scale: Tensor | None = None,
+    inverse: bool = False,
+) -> None:  # fmt: skip
+    """Compute q, k, v and gate of `a`, those that are not None in `outputs`. With the scales of q, q and k in `outputs`
+    are codes; the scales of k are those of the cache, which has no slots."""
     cut, turning, device = a.cut, a.turning, a.x.device
     x, k, v = with_neighbours(a.x), a.k, a.v
     inputs: tuple[tuple[int, ...] | None, ...] = (x.stride(), None, None)
@@ -223,8 +241,12 @@ def launch_forward(
         Form.of(cos),
         Form.of(turning.positions),
         cache.forms(),
+        () if q_scale is None or cache.k_scale is None else (q_scale.stride(), cache.k_scale.stride()),
         target.target,
     )
+    q_codes = None
+    if q_scale is not None:
+        q_codes, to_q, to_k = to_q, None, None  # type: ignore[assignment]
     launch = _known.get(forms) or _forward(forms, target)
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
@@ -232,7 +254,7 @@ def launch_forward(
         (
             x, k, v, contiguous(a.bias), to_q, to_k, to_v, to_gate,
             q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias, cos, sin, per_position, turning.positions,
-            cache.slots, cache.k, cache.k_scale, cache.v, cache.v_scale,
+            cache.slots, q_codes, q_scale, cache.k, cache.k_scale, cache.v, cache.v_scale,
         ),
         (q_norm.eps, q_norm.weight_offset, k_norm.eps, k_norm.weight_offset, magnitude),
     )  # fmt: skip

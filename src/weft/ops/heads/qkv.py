@@ -25,6 +25,9 @@ ones (127 in place of 448 for int8):
 
     scale = 1 / (448 / amax)      code = e4m3(x * (448 / amax))         `weft.quantize(x, "e4m3:row:te")` of fp32 heads
     scale given                   code = e4m3(x / scale)
+
+For attention in eight bits, q and k leave as codes with a scale for each token and head, made in the same way, and are
+not written in another form.
 """
 
 from __future__ import annotations
@@ -34,15 +37,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...quant import Copy, Format, QTensor
 from ...runtime import Backward, Gradients, Nothing, define_op
 from ..common.checks import FLOATS, check_input, check_tensor
 from .angles import Rotation, check_rotation
-from .arguments import QKV, Prepare, PrepareBackward, PrepareCached, PrepareGradients, PrepareNeeds
-from .cache import Cache, KVCache, check_cache, check_slots
-from .launch import launch_backward, launch_forward
+from .arguments import (
+    QKV,
+    Prepare,
+    PrepareBackward,
+    PrepareCached,
+    PrepareGradients,
+    PrepareNeeds,
+    PrepareQuantized,
+    Quantized,
+)
+from .cache import E4M3, INT8, Cache, KVCache, check_cache, check_slots
+from .launch import launch_backward, launch_forward, launch_quantized
 from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from .norm import HeadNorm, check_norm
-from .reference import qkv_prepare_backward_reference, qkv_prepare_cached_reference, qkv_prepare_reference
+from .reference import (
+    qkv_prepare_backward_reference,
+    qkv_prepare_cached_reference,
+    qkv_prepare_quantized_reference,
+    qkv_prepare_reference,
+)
 from .sharding import shard_prepare
 
 # ---- ops ------------------------------------------------------------------------------------------------
@@ -67,6 +85,19 @@ def _allocate(a: Prepare) -> QKV:
         v,
         torch.empty(*q_shape, dtype=dtype, device=device) if cut.gate else None,
     )
+
+
+def _allocate_quantized(a: PrepareQuantized) -> Quantized:
+    dtype = Format.of(a.format).number.dtype
+    q, k, v, gate = _allocate(a.prepare)
+
+    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x, dtype=dtype), torch.empty(
+            x.shape[:-1], dtype=torch.float32, device=x.device
+        )
+
+    (q, q_scale), (k, k_scale) = coded(q), coded(k)
+    return Quantized(q, k, q_scale, k_scale, v, gate)
 
 
 def _launch_cached(_: Nothing, a: PrepareCached) -> None:
@@ -215,6 +246,18 @@ qkv_prepare_cached_op = define_op(
 )
 
 
+qkv_prepare_quantized_op = define_op(
+    "qkv_prepare_quantized",
+    PrepareQuantized,
+    Quantized,
+    allocate=_allocate_quantized,
+    launch=launch_quantized,
+    reference=qkv_prepare_quantized_reference,
+    present=lambda a: Quantized(True, True, True, True, *_present(a.prepare)[2:]),  # type: ignore[arg-type]
+    variants=64,
+)
+
+
 # ---- public function ------------------------------------------------------------------------------------
 
 
@@ -230,6 +273,7 @@ def qkv_prepare(
     positions: Tensor | None = None,
     cache: KVCache | None = None,
     slots: Tensor | None = None,
+    quantize: Format | str | None = None,
     layout: Layout = "bshd",
     out_layout: Layout | None = None,
 ) -> QKV:
@@ -260,6 +304,10 @@ def qkv_prepare(
       holds some of each.
     - Caches have no gradients, and a call that writes to them gives none: where gradients are on and an input requires
       one, it is refused.
+
+    **Codes**, for inference: with `quantize="e4m3:row"` or "int8:row" q and k are `QTensor`s with a scale for each head
+    of a token, made of the fp32 numbers, as `weft.attention` multiplies them. Keys are not smoothed: their mean over
+    tokens is not known before the last one. v stays as it is, since its scales are those of a whole sequence.
 
     >>> import torch, weft
     >>> heads, rotation = weft.Heads(q=4, kv=2, dim=64), weft.Rotation(10000.0)
@@ -304,6 +352,8 @@ def qkv_prepare(
         check_rotation(rotation, positions, qkv, cut.dim, *sizes(qkv, cut.layout)),
         cut,
     )
+    if quantize is not None:
+        return _prepare_quantized(a, quantize, cache)
     if cache is not None:
         return _prepare_cached(a, cache, slots)
     if slots is not None:
@@ -315,20 +365,43 @@ def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
     check_cache(cache, a.x, a.cut, a.cut.packing != "apart" or a.v is not None)
     slots = check_slots(slots, a.x, a.cut.layout)
     written = cache.written
-    if torch.is_grad_enabled():
-        vectors = (a.bias, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias)
-        for t in (a.x, a.k, a.v, *vectors, *written):
-            if t is not None and t.requires_grad:
-                raise ValueError(
-                    "qkv_prepare with a cache is for inference: a gradient is wanted, which it does not give. Call it "
-                    "under torch.no_grad(), or without the cache"
-                )
+    _refuse_gradients(a, "a cache", *written)
     outputs = _allocate(a)
     scales = (None, None) if cache.scaled == "token" else (cache.k_scale, cache.v_scale)
     qkv_prepare_cached_op(
         PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], list(written))
     )
     return outputs
+
+
+def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None) -> QKV:
+    f = Format.of(format)
+    if f not in (E4M3, INT8):
+        raise ValueError(
+            f"queries and keys for attention are quantised as {E4M3.spec} or {INT8.spec}, a scale for each head of a "
+            f"token; got {f.spec}"
+        )
+    if cache is not None:
+        raise ValueError("quantize= does not go with a cache: give one of them")
+    _refuse_gradients(a, "quantize=")
+    made = qkv_prepare_quantized_op(PrepareQuantized(*a, f.spec))
+
+    def joined(codes: Tensor, scale: Tensor) -> QTensor:
+        return QTensor(codes.shape, a.x.dtype, f, Copy(codes.flatten(0, -2), scale.view(-1, 1), None))
+
+    return QKV(joined(made.q, made.q_scale), joined(made.k, made.k_scale), made.v, made.gate)
+
+
+def _refuse_gradients(a: Prepare, option: str, *written: Tensor) -> None:
+    if not torch.is_grad_enabled():
+        return
+    vectors = (a.bias, a.norm.q_weight, a.norm.k_weight, a.norm.q_bias, a.norm.k_bias)
+    for t in (a.x, a.k, a.v, *vectors, *written):
+        if t is not None and t.requires_grad:
+            raise ValueError(
+                f"qkv_prepare with {option} is for inference: a gradient is wanted, which it does not give. Call it "
+                f"under torch.no_grad(), or without {option}"
+            )
 
 
 def _cut_packed(qkv: Tensor, heads: Heads | None, layout: str, out_layout: str | None) -> Cut:

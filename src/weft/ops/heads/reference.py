@@ -7,9 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...quant import Format
+from ...quant.reference import quantize_copy
 from ..common.rows import compute_dtype
 from .angles import Turning, reference_angles
-from .arguments import QKV, Prepare, PrepareBackward, PrepareCached, PrepareGradients, Rope, Rotated
+from .arguments import (
+    QKV,
+    Prepare,
+    PrepareBackward,
+    PrepareCached,
+    PrepareGradients,
+    PrepareQuantized,
+    Quantized,
+    Rope,
+    Rotated,
+)
 from .cache import store_reference
 from .layout import Cut, Parts, canonical, laid_out, sizes, split, tokens_of
 from .norm import Norm
@@ -96,6 +108,20 @@ def qkv_prepare_cached_reference(a: PrepareCached) -> None:
         output.copy_(laid_out(value.to(a.x.dtype), a.cut.out_layout))
     assert parts.k is not None
     store_reference(a, parts.k, parts.v)
+
+
+def qkv_prepare_quantized_reference(a: PrepareQuantized) -> Quantized:
+    q, k, v, gate = _prepared(a.prepare)
+    layout = a.cut.out_layout
+    codes, scales = [], []
+    for heads in (q, k):
+        assert heads is not None
+        x = laid_out(heads.float(), layout)
+        copy = quantize_copy(x.flatten(0, -2), Format.of(a.format))
+        codes.append(copy.data.view(x.shape))
+        scales.append(copy.scale.view(x.shape[:-1]))
+    rest: Any = (None if x is None else laid_out(x.to(a.x.dtype), layout).clone() for x in (v, gate))
+    return Quantized(*codes, *scales, *rest)
 
 
 def rope_reference(a: Rope) -> Rotated:
