@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import masking_utils
 
+from tests.integrations.tiny import batch as tokens
+from tests.integrations.tiny import build, distance, step
 from weft.integrations import transformers as integration
 
 SMALL = {
@@ -137,3 +139,26 @@ def test_what_cannot_be_served_is_refused() -> None:
     holes = torch.tensor([[True, False, True, True, True, True]])
     with pytest.raises(RuntimeError, match="follow each other"):
         integration.attention_forward(torch.nn.Module(), q, q, q, holes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_by_name(name: str) -> None:
+    """Gradients beside those of transformers' own loop over the experts, eager and as one graph."""
+    integration.register()
+    model = build(name)
+    loss, gradients = step(model)
+    model.set_experts_implementation("weft")
+    mine, found = step(model)
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
+    assert distance(found, gradients) < 5e-6
+    if name == "qwen3_moe":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**tokens(), use_cache=False).loss.detach(), mine)
+
+
+def test_experts_that_weft_does_not_have_are_refused() -> None:
+    integration.register()
+    model = build("qwen3_moe", experts_implementation="weft")
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.Hardtanh()
+    with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts.*Take 'grouped_mm'"):
+        step(model)

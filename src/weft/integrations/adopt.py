@@ -53,10 +53,9 @@ def mlp_forward(module: nn.Module, options: MLPOptions, *args: Any, **named: Any
 
 
 def experts_forward(
-    module: Any, options: UnitOptions | None, hidden: Tensor, indices: Tensor, weights: Tensor
+    module: Any, options: UnitOptions, hidden: Tensor, indices: Tensor, weights: Tensor
 ) -> Tensor:
     """The forward of experts in transformers' form: tokens [T, K], the chosen experts and their weights [T, k]."""
-    unit = recognise_experts(module) if options is None else options
     up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     if module.is_transposed:
         up, down = up.mT, down.mT
@@ -65,7 +64,7 @@ def experts_forward(
         up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         down_bias = module.down_proj_bias
     return experts(
-        hidden, up, down, (weights, indices), up_bias=up_bias, down_bias=down_bias, **unit._asdict()
+        hidden, up, down, (weights, indices), up_bias=up_bias, down_bias=down_bias, **options._asdict()
     )
 
 

@@ -1,13 +1,16 @@
-"""Hugging Face transformers: attention by name.
+"""Hugging Face transformers: attention and experts by name.
 
     import weft.integrations.transformers
     weft.integrations.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="weft")
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="weft", experts_implementation="weft")
 
-`register` adds "weft" to the registries of attention functions and of masks. Models with causal or full attention,
-sliding windows, softcaps and sinks, dense or packed batches, and padding on either side are served. A model whose mask
-is something else (chunks, prefixes, images that see each other) is served by PyTorch's attention with that mask, as
-`attn_implementation="sdpa"` would, or refused where it also needs a softcap or sinks.
+`register` adds "weft" to the registries of attention functions, of masks and of experts.
+
+Models with causal or full attention, sliding windows, softcaps and sinks, dense or packed batches, and padding on
+either side are served. A model whose mask is something else (chunks, prefixes, images that see each other) is served by
+PyTorch's attention with that mask, as `attn_implementation="sdpa"` would, or refused where it also needs a softcap or
+sinks. Experts are computed by `weft.experts`; those whose gated unit Weft does not have are refused in words.
+`weft.integrations.apply` needs no names.
 """
 
 from __future__ import annotations
@@ -19,17 +22,51 @@ import torch
 from torch import Tensor
 
 from ..ops import attention
+from . import adopt
+from .recognise import LeftAlone, UnitOptions, recognise_experts
 
 NAME = "weft"
 
 
 def register(name: str = NAME) -> None:
-    """Make `attn_implementation=name` known to transformers."""
+    """Make `attn_implementation=name` and `experts_implementation=name` known to transformers."""
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    ExpertsInterface.register(name, experts_forward)
+
+
+# ---- experts --------------------------------------------------------------------------------------------
+
+
+def experts_forward(
+    module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Experts as transformers calls them: tokens [T, K], the chosen experts and their weights [T, k]."""
+    unit = getattr(module, _UNIT, None)
+    if unit is None:
+        unit = _recognise(module)
+    return adopt.experts_forward(module, unit, hidden_states, top_k_index, top_k_weights)
+
+
+_UNIT = "weft_gated_unit"  # where a module keeps what it was recognised as
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call]
+    reason="experts are recognised by trying them: call the model once before it is compiled"
+)
+def _recognise(module: torch.nn.Module) -> UnitOptions:
+    try:
+        unit = recognise_experts(module)
+    except LeftAlone as reason:
+        raise NotImplementedError(
+            f"experts_implementation='{NAME}' cannot compute {type(module).__name__}: {reason}. Take 'grouped_mm'"
+        ) from reason
+    setattr(module, _UNIT, unit)
+    return unit
 
 
 # ---- masks ----------------------------------------------------------------------------------------------
