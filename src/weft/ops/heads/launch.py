@@ -81,6 +81,10 @@ def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> La
         # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
         narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
         rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
+        if rest and choice.interleaved != choice.out_interleaved:
+            # Every number has an address of its own. With a norm, the backward spills otherwise: compiled in full tiles
+            # 32 bytes on sm_90, in halves of them 80 on sm_120.
+            rows = max(1, rows // 4)
         at_once = min(4, _tile(heads), rows)
         tokens = max(1, rows // at_once)
         num_warps = 128 // target.warp_size
