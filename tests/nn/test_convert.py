@@ -95,7 +95,7 @@ def test_compiled_checkpointed_copied_and_pickled() -> None:
     weft.nn.convert(model, "fp8_block")
     wanted = results(model, model)
     ways = {
-        "compiled": (torch.compile(model, fullgraph=True, backend="aot_eager"), model),
+        "compiled": (torch.compile(model, fullgraph=True, backend="eager"), model),
         "checkpointed": (lambda ids: checkpoint(model, ids, use_reentrant=False), model),
     }
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -129,6 +129,10 @@ def test_weft_modules_take_the_recipe() -> None:
     assert experts.recipe == "fp8_block"
     weft.nn.convert(model, None)
     assert experts.recipe is None
+    narrow = weft.nn.Experts(2, 128, 64)  # 128 rows of gate and value, but 64 inputs of the second product
+    assert weft.nn.convert(narrow, "fp8_block").left == {
+        "": "64 inputs are no multiple of 128, the recipe's block"
+    }
 
 
 def test_a_model_of_transformers() -> None:

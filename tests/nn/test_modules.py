@@ -53,11 +53,10 @@ def test_logits_and_gradients_are_those_of_transformers(pair: tuple[Any, Model])
 # ---- FP8 ------------------------------------------------------------------------------------------------
 
 
-def fp8_layer(recipe: str | None = "fp8_block") -> weft.nn.DecoderLayer:
+def decoder_layer(recipe: str | None = None, **options: Any) -> weft.nn.DecoderLayer:
     torch.manual_seed(3)
-    attention = weft.nn.Attention(
-        128, 4, 2, rotary=weft.nn.Rotary(10000.0), qk_norm=1e-6, sliding_window=8, sinks=True, recipe=recipe
-    )
+    rotary = weft.nn.Rotary(10000.0)
+    attention = weft.nn.Attention(128, 4, 2, rotary=rotary, qk_norm=1e-6, recipe=recipe, **options)
     return weft.nn.DecoderLayer(attention, weft.nn.GLU(128, 256, recipe=recipe))
 
 
@@ -71,7 +70,7 @@ def results(layer: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tenso
 def test_codes_flow_between_layers() -> None:
     """Norms, attention and the gated unit write FP8; no projection quantises its input. Results are close to those of
     fp32, and the same bits with activations computed again. Compiled, the decoder layer of the examples is tested."""
-    layer, x = fp8_layer(), torch.randn(2, 24, 128)
+    layer, x = decoder_layer("fp8_block"), torch.randn(2, 24, 128).bfloat16()
     taken: dict[str, type] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: taken.__setitem__(name, type(args[0])))
@@ -84,8 +83,8 @@ def test_codes_flow_between_layers() -> None:
     assert set(taken.values()) == {QTensor}
     for hook in hooks:
         hook.remove()
-    exact = fp8_layer(None)
-    wanted = results(exact, x, list(exact.parameters()))
+    exact = decoder_layer()
+    wanted = results(exact, x.float(), list(exact.parameters()))
     assert 0.001 < max(map(relative, found, wanted)) < 0.15
     again = results(
         lambda leaf: torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=False), x, parameters
@@ -114,7 +113,7 @@ def test_input_is_quantised_once() -> None:
 
 def test_attention_with_a_window_and_sinks() -> None:
     """Beside scores written out."""
-    layer = fp8_layer(None).self_attn
+    layer = decoder_layer(sliding_window=8, sinks=True).self_attn
     assert isinstance(layer, weft.nn.Attention)
     assert layer.sinks is not None
     assert layer.rotary_emb is not None
@@ -244,7 +243,7 @@ def test_mixture_tells_its_routing() -> None:
     assert torch.equal(y, moe(x))
     assert int(routing.counts.sum()) == 20
     assert routing.balance_loss.requires_grad
-    layer = weft.nn.DecoderLayer(weft.nn.Attention(128, 4), moe)
+    layer = weft.nn.DecoderLayer(decoder_layer().self_attn, moe)
     h, routing = layer(x, return_routing=True)
     assert torch.equal(h, layer(x))
     assert routing.balance_loss is not None

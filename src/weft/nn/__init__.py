@@ -6,7 +6,7 @@ a gated unit or attention comes before a layer with a quantised recipe, it write
 """
 
 from .attention import Attention, LatentAttention, Pages, Rotary
-from .convert import Entry, Report, convert
+from .convert import convert
 from .decoder import DecoderLayer
 from .gather import gather_quantized
 from .head import LinearCrossEntropy
@@ -14,6 +14,7 @@ from .linear import GroupedLinear, Linear, Numbers, numbers_for
 from .mlp import GLU
 from .moe import Experts, MoE, Router
 from .norm import LayerNorm, RMSNorm
+from .report import Entry, Report
 
 __all__ = [
     "GLU",

@@ -13,10 +13,11 @@ from torch import nn
 
 from ..ops import Recipe
 from ..quant import Format
+from .gather import is_gathered_quantized
 from .linear import GroupedLinear, Linear
 from .moe import Experts
+from .report import Entry, Filter, Report
 
-Filter = Callable[[str, nn.Module], bool]
 LeftOut = Callable[[str, nn.Module], str | None]  # why a module is left alone, if it is
 _OWN = (Linear, GroupedLinear, Experts)
 
@@ -26,45 +27,6 @@ KEPT = ("lm_head", "head", "output", "score", "gate", "router")
 
 class ConvertedLinear(Linear):
     """A `torch.nn.Linear` that acts as `weft.nn.Linear` until it is converted back."""
-
-
-# ---- the report -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What became of one module or parameter."""
-
-    name: str
-    kind: str  # its class
-    shape: tuple[int, ...]
-    changed: bool
-    what: str  # what it is now, or why it was left alone
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of the modules of a model; printed, a line for each."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def changed(self) -> list[str]:
-        """The names of what was changed."""
-        return [entry.name for entry in self.entries if entry.changed]
-
-    @property
-    def left(self) -> dict[str, str]:
-        """What was left alone, and why."""
-        return {entry.name: entry.what for entry in self.entries if not entry.changed}
-
-    def __str__(self) -> str:
-        width = max((len(entry.name) for entry in self.entries), default=0)
-        lines = [
-            f"{'*' if entry.changed else '-'} {entry.name:{width}}  {entry.kind} {list(entry.shape)}: {entry.what}"
-            for entry in self.entries
-        ]
-        return "\n".join([f"{len(self.changed)} of {len(self.entries)} changed", *lines])
 
 
 # ---- conversion -----------------------------------------------------------------------------------------
@@ -80,8 +42,8 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
       that of an embedding, and one that is called lm_head, head, output, score, gate or router. `filter(name, module)`
       decides in place of this rule.
 
-    Parameters stay the same objects, and keys of the state dict the same. Convert before `fully_shard`, DDP and
-    `torch.compile`; a model that was compiled before is compiled anew.
+    Parameters stay the same objects, and keys of the state dict the same. Convert before `gather_quantized`,
+    `fully_shard`, DDP and `torch.compile`; a model that was compiled before is compiled anew.
 
     Returns a `Report` with a line for each layer, and for each other module that has matrices of its own.
 
@@ -99,22 +61,26 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
     left_out = _Kept(model) if filter is None else _Filtered(filter)
     entries = []
     for name, module in model.named_modules():
-        shape = _matrix_shape(module)
-        if shape is None:
+        shapes = _matrices(module)
+        if not shapes:
             continue
         kind = type(module).__name__
-        reason = _as_it_was(module) if recipe is None else _reason(name, module, shape, found, left_out)
+        reason = _as_it_was(module) if recipe is None else _reason(name, module, shapes, found, left_out)
+        if reason is None and any(map(is_gathered_quantized, module.parameters(recurse=False))):
+            raise ValueError(
+                f"{name or kind} has a weight that FSDP gathers in the numbers of its present recipe: convert a model "
+                "before weft.nn.gather_quantized(model), or make it anew"
+            )
         changed = reason is None
-        entries.append(Entry(name, kind, shape, changed, reason or _changed(module, recipe)))
+        entries.append(Entry(name, kind, shapes[0], changed, reason or _changed(module, recipe)))
     return Report(tuple(entries))
 
 
-def _matrix_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """That of the first matrix among a module's own parameters; None for embeddings and for modules without one."""
+def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of the matrices among a module's own parameters; none for embeddings, which multiply nothing."""
     if isinstance(module, nn.Embedding):
-        return None
-    shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= 2]
-    return shapes[0] if shapes else None
+        return []
+    return [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= 2]
 
 
 def _as_it_was(module: nn.Module) -> str | None:
@@ -123,25 +89,26 @@ def _as_it_was(module: nn.Module) -> str | None:
 
 
 def _reason(
-    name: str, module: nn.Module, shape: tuple[int, ...], recipe: Recipe, left_out: LeftOut
+    name: str, module: nn.Module, shapes: list[tuple[int, ...]], recipe: Recipe, left_out: LeftOut
 ) -> str | None:
     """Why a module is left alone; None if it is not."""
     if type(module) is not nn.Linear and not isinstance(module, _OWN):
         if isinstance(module, nn.Linear):
             return "a subclass of torch.nn.Linear may compute something else"
         return "no torch.nn.Linear"
-    return left_out(name, module) or _misfit(shape, recipe)
+    return left_out(name, module) or _misfit(shapes, recipe)
 
 
-def _misfit(shape: tuple[int, ...], recipe: Recipe) -> str | None:
-    """Why matrices of this shape do not fit the blocks of a recipe."""
+def _misfit(shapes: list[tuple[int, ...]], recipe: Recipe) -> str | None:
+    """Why matrices of these shapes do not fit the blocks of a recipe."""
     if recipe.x is None or recipe.weight is None:
         return None
     # Codes with scales of rows or tensors still come in 16 bytes.
     block = max(Format.of(recipe.x).group, Format.of(recipe.weight).group) or 16
-    for number, what in zip(shape[-2:], ("outputs", "inputs"), strict=True):
-        if number % block:
-            return f"{number} {what} are no multiple of {block}, the recipe's block"
+    for shape in shapes:
+        for number, what in zip(shape[-2:], ("outputs", "inputs"), strict=True):
+            if number % block:
+                return f"{number} {what} are no multiple of {block}, the recipe's block"
     return None
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 from ..ops import Recipe, quantize
 from ..ops.product.matmul import EITHER_COPY
 from ..quant import Format, QTensor
-from .convert import Entry, Filter, Report
+from ..runtime import is_distributed, local_of
+from .report import Entry, Filter, Report
 
 aten = torch.ops.aten
 
@@ -127,6 +128,12 @@ _ALIKE = {
 
 def _plain(value: Any) -> Any:
     return value.plain if isinstance(value, GatheredWeight) else value
+
+
+def is_gathered_quantized(parameter: Tensor) -> bool:
+    """Whether FSDP gathers a parameter, or the whole one that this is a shard of, as codes."""
+    own = local_of(parameter.detach()) if is_distributed(parameter) else parameter
+    return isinstance(own, GatheredWeight)
 
 
 # ---- for a model ----------------------------------------------------------------------------------------
