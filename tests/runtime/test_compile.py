@@ -61,9 +61,9 @@ def variants_of(workload: Workload, target: str) -> list[Variant]:
 
 
 def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
-    """The distinct variants of workloads, each with the name of the first that launches it."""
+    """The distinct variants of workloads that run on a target, each with the name of the first that launches it."""
     found: dict[Variant, str] = {}
-    for workload in workloads:
+    for workload in (each for each in workloads if each.runs_on(target)):
         for variant in variants_of(workload, target):
             found.setdefault(variant, str(workload))
     return found
@@ -201,9 +201,10 @@ def fullest(variants: Iterable[Variant]) -> set[Variant]:
 
 @cache
 def representative() -> tuple[Workload, ...]:
-    """The workloads that launch the fullest variants on sm_90."""
+    """The workloads that launch the fullest variants on sm_90, and among those that run on every target."""
     variants = collected(WORKLOADS, "sm_90")
-    chosen = {variants[variant] for variant in fullest(variants)}
+    everywhere = collected((workload for workload in WORKLOADS if not workload.fp8_dot), "sm_90")
+    chosen = {variants[variant] for variant in fullest(variants) | fullest(everywhere)}
     return tuple(workload for workload in WORKLOADS if str(workload) in chosen)
 
 

@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if a workload moves more than it says."""
-    chosen = [w for w in WORKLOADS if args.filter in str(w)]
+    chosen = [w for w in WORKLOADS if args.filter in str(w) and w.runs_on(args.target)]
     moved = [
         count_traffic(w, rows_within(w, int(args.most * 1e6)), args.target)
         for w in track(chosen, "counting", transient=True, console=Console(stderr=True))

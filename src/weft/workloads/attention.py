@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "values": "e4m3",
         "return_lse": True,
     },
-    "int8": {"tokens": 60, "packed": True, "codes": "int8:row", "values": "e4m3"},
+    "packed-eight-bits": {"tokens": 60, "packed": True, "codes": "e4m3:row", "values": "e4m3"},
     "both-copies": {"tokens": 40, "packed": True, "is_causal": True, "quantize": "mx", "columnwise": True},
 }
 
@@ -54,7 +54,10 @@ _FORWARD: dict[str, tuple[str, ...]] = {
     "1x128": ("llama3-8b/heads",),
     "both-copies": ("odd/heads",),
 }
-_EIGHT_BITS: dict[str, tuple[str, ...]] = {"eight-bits": ("llama3-8b/heads",), "int8": ("odd/heads",)}
+_EIGHT_BITS: dict[str, tuple[str, ...]] = {
+    "eight-bits": ("llama3-8b/heads",),
+    "packed-eight-bits": ("odd/heads",),
+}
 _BACKWARD: dict[str, tuple[str, ...]] = {
     "causal": ("llama3-8b/heads",),
     "packed": ("qwen3-30b-a3b/heads",),
@@ -183,6 +186,7 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
             build=build,
             tags=frozenset(tags),
             settings=(("group", group), ("dim", dim), ("v_dim", v_dim)),
+            fp8_dot="codes" in OPTIONS[options],
             rereads=_TILES,
             moves=2.7,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..quant import QTensor
-from ..runtime import catalogue, recording
+from ..runtime import Capabilities, catalogue, recording
 
 Size = int | Literal["rows"]
 
@@ -99,6 +99,7 @@ class Workload:
     - `name`: the model and the place in it that the shape comes from.
     - `shape`: that of the main input; "rows" in it stands for the number of tokens, which is `rows`.
     - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
+    - `fp8_dot`: it is for targets alone that multiply e4m3.
     - `unread`: arguments whose numbers are not read, only their shape and dtype.
     - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times `least_bytes`.
     """
@@ -112,6 +113,7 @@ class Workload:
     tags: frozenset[str] = frozenset({"training"})
     dtype: torch.dtype = torch.bfloat16
     settings: tuple[tuple[str, Any], ...] = ()
+    fp8_dot: bool = False
     unread: tuple[str, ...] = ()
     rereads: str = ""
     moves: float = 1.02
@@ -124,6 +126,9 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.op}:{self.name}:{self.options}:{self.rows}"
+
+    def runs_on(self, target: str) -> bool:
+        return Capabilities.of(target).fp8_dot or not self.fp8_dot
 
     @property
     def cols(self) -> int:

@@ -188,8 +188,17 @@ def eight_bits(target: str, scores: Any, values: Any, dim: int) -> list[Variant]
     return [variant for variant in seen if variant.kernel in ("attention_kernel", "value_kernel")]
 
 
+@pytest.mark.parametrize("dim", [8, 64, 72, 80, 192])
+def test_pieces_of_codes_have_32_numbers(dim: int) -> None:
+    """Products of eight bits take as many at a time, and do not compile with fewer."""
+    tile = dict(eight_bits("sm_90", "int8", None, dim)[0].constants)["TILE"]
+    assert tile.qk.first >= 32
+    assert tile.qk.second == 0 or tile.qk.second >= 32
+    assert dim <= tile.qk.first + tile.qk.second <= max(32, dim + 31)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_in_eight_bits_compiles(target: str, dim: int) -> None:
     asked: list[tuple[str, str | None]] = [] if target == "sm_100" else [("int8", None)]

@@ -26,16 +26,17 @@ class Width:
 
     @staticmethod
     @functools.cache
-    def of(numbers: int) -> Width:
-        """
+    def of(numbers: int, least: int = 16) -> Width:
+        """No piece is below `least`.
+
         >>> Width.of(128), Width.of(192), Width.of(72)  # doctest: +NORMALIZE_WHITESPACE
         (Width(numbers=128, first=128, second=0), Width(numbers=192, first=128, second=64),
          Width(numbers=72, first=64, second=16))
         """
-        whole = max(16, 1 << (numbers - 1).bit_length())
-        if whole <= 16 or whole == numbers:
+        whole = max(least, 1 << (numbers - 1).bit_length())
+        if whole <= least or whole == numbers:
             return Width(numbers, whole, 0)
-        rest = max(16, 1 << (numbers - whole // 2 - 1).bit_length())
+        rest = max(least, 1 << (numbers - whole // 2 - 1).bit_length())
         return Width(numbers, whole // 2, rest) if rest < whole // 2 else Width(numbers, whole, 0)
 
 

@@ -154,7 +154,10 @@ def _tile(
     config = attention_config(kernel, dim, forms.v_dim, itemsize, target)
     numbers = (number for at in places for number in at)
     align = align_of(dim, forms.v_dim, *numbers, least=8 if itemsize == 1 else 16 // itemsize)
-    widths = Width.of(dim), Width.of(forms.v_dim)
+    widths = (
+        Width.of(dim, 16 if itemsize > 1 else 32),
+        Width.of(forms.v_dim),
+    )  # a step of products has 32 bytes
     tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, align)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
