@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'w
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tests.integrations import without_gpu
+from tests.integrations.page import run_script
 from tests.integrations.parity import Step, apart
 from weft.integrations import megatron as integration
 
@@ -40,30 +40,12 @@ EXPERTS = {
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
 
 
-class TorchOfCPUs:
-    """The module torch, but for devices, which are all CPUs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def device(self, name: str) -> torch.device:
-        return torch.device("cpu")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     """Megatron on a CPU. What it asks CUDA for, a device, streams and random states, are stand-ins here; and what it
     would have PyTorch compile runs as it is."""
-    stream = MagicMock()
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        patch.setattr(torch.cuda, "Stream", lambda: stream)
-        patch.setattr(torch.cuda, "current_stream", lambda: stream)
-        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        patch.setattr(token_dispatcher, "torch", TorchOfCPUs())
-        patch.setattr(
-            megatron_random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext()
-        )
+        without_gpu.for_megatron(patch.setattr)
         if not hasattr(moe_utils, "te_general_gemm"):
             # Megatron 0.16 looks this name up, and does not define it without TransformerEngine.
             patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
@@ -300,3 +282,13 @@ def test_the_balance_loss_is_megatrons(score_function: str) -> None:
         results.append((mask, loss, *torch.autograd.grad(loss, logits)))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_the_page_runs() -> None:
+    prelude = (
+        ""
+        if torch.cuda.is_available()
+        else "from tests.integrations import without_gpu; without_gpu.for_megatron()\n"
+    )
+    printed = run_script("Megatron-core", prelude)
+    assert re.match(r"loss \d\.\d{3} <class 'weft.integrations.megatron.Experts'>", printed)

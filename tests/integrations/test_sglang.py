@@ -1,31 +1,20 @@
 """Weft as the backend "plugin" of SGLang's ops beside SGLang's own."""
 
+# ruff: noqa: E402, since SGLang cannot be imported before there is a stand-in for torchvision
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from tests.integrations import without_gpu
+from tests.integrations.page import run_script
+
 pytest.importorskip("sglang.kernels.fused_op", reason="needs sglang: pip install 'weft[sglang]'")
 
-if find_spec("torchvision") is None:
-    # SGLang imports it for images that a model is shown; its wheels are made for GPUs. Transformers looks for it when
-    # it is imported, and is not to find a stand-in.
-    import_module("transformers.utils.import_utils")
-    for name in (
-        "torchvision",
-        "torchvision.io",
-        "torchvision.transforms",
-        "torchvision.transforms.functional",
-    ):
-        sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
+without_gpu.for_sglang()
 
 from sglang.kernels.spec import KernelBackend
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
@@ -91,3 +80,9 @@ def test_registering_chooses_nothing() -> None:
 def test_sglang_finds_the_entry_point() -> None:
     (found,) = (point for point in entry_points(group="sglang.srt.plugins") if point.name == "weft")
     assert found.load() is integration.register
+
+
+def test_the_page_runs() -> None:
+    assert "backend='plugin'" in run_script(
+        "SGLang", "from tests.integrations import without_gpu; without_gpu.for_sglang()\n"
+    )

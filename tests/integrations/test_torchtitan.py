@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'weft[to
 
 from torchtitan.components.loss import ChunkedLossWrapper, MSELoss
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.models.qwen3 import model_registry
 
+from tests.integrations.page import section
 from tests.integrations.parity import Step, apart
 from weft.integrations import torchtitan as integration
 
@@ -142,6 +144,15 @@ def test_what_cannot_be_overridden_is_said_before_training() -> None:
     root.loss = ChunkedLossWrapper.Config(loss_fn=MSELoss.Config())
     with pytest.raises(ValueError, match="leave the override out"):
         overridden(root, "linear_loss")
+
+
+def test_the_command_line_of_the_page_names_overrides() -> None:
+    (command,) = re.findall(r"^```text\n(.*?)^```$", section("torchtitan"), re.M | re.S)
+    words = shlex.split(command)
+    imports = parse_cli_imports(words[words.index("--override.imports") + 1 :])
+    assert len(imports) == 6
+    root = configuration("debugmodel_moe")
+    assert len(apply_overrides(OverrideConfig(imports=imports), root)) == 7 + 2 + 2 + 1 + 2 + 2 * 2
 
 
 # ---- modules --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ pytest.importorskip("vllm.ir", reason="needs vllm: pip install 'weft[vllm]'")
 from vllm.ir import ops as ir
 from vllm.plugins import load_plugins_by_group
 
+from tests.integrations.page import run_script
 from weft.integrations import vllm as integration
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -83,3 +84,7 @@ def test_registering_twice_changes_nothing_and_chooses_nothing() -> None:
 def test_vllm_finds_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "weft")
     assert load_plugins_by_group("vllm.general_plugins") == {"weft": integration.register}
+
+
+def test_the_page_runs() -> None:
+    assert run_script("vLLM") == "weft torch.Size([8, 4096])\n"

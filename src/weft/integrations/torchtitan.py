@@ -1,6 +1,6 @@
 """torchtitan: its configurations with Weft's kernels, by `--override.imports` and without a line of code.
 
-    torchtitan --module qwen3 --config qwen3_moe_debug --override.imports \\
+    torchrun --nproc-per-node 8 -m torchtitan.train --module qwen3 --config qwen3_moe_debug --override.imports \\
         weft.integrations.torchtitan.rms_norm \\
         weft.integrations.torchtitan.router \\
         'weft.integrations.torchtitan.experts={"recipe": "fp8_block"}' \\

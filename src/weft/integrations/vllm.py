@@ -1,9 +1,9 @@
 """vLLM: Weft as a provider of the ops in `vllm.ir.ops`.
 
-    vllm serve MODEL --kernel-config.ir_op_priority.rms_norm=weft --kernel-config.ir_op_priority.fused_add_rms_norm=weft
+    vllm serve MODEL --kernel-config '{"ir_op_priority": {"rms_norm": ["weft"], "fused_add_rms_norm": ["weft"]}}'
 
 vLLM loads this module's `register` in each of its processes, by the entry point group `vllm.general_plugins`. That adds
-the provider "weft" and chooses nothing: without the options above vLLM computes as before. Arguments that Weft has no
+the provider "weft" and chooses nothing: without the option above vLLM computes as before. Arguments that Weft has no
 kernel for go to the next provider of the list, which vLLM ends with its own.
 """
 

@@ -1,0 +1,48 @@
+"""Stand-ins for what frameworks ask of a GPU when they are imported or run, on a machine that has none."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+
+class TorchOfCPUs:
+    """The module torch, but for devices, which are all CPUs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, name: str) -> torch.device:
+        return torch.device("cpu")
+
+
+def for_megatron(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """CUDA's device, streams and random states."""
+    tensor_parallel = import_module("megatron.core.tensor_parallel")
+    dispatcher = import_module("megatron.core.transformer.moe.token_dispatcher")
+    stream = MagicMock()
+    replace(torch.cuda, "current_device", lambda: "cpu")
+    replace(torch.cuda, "Stream", lambda: stream)
+    replace(torch.cuda, "current_stream", lambda: stream)
+    replace(torch.cuda, "stream", contextlib.nullcontext)
+    replace(dispatcher, "torch", TorchOfCPUs())
+    replace(tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None)
+    states = tensor_parallel.random.CudaRNGStatesTracker
+    replace(states, "fork", lambda self, name=None: contextlib.nullcontext())
+
+
+def for_sglang() -> None:
+    """torchvision, which SGLang imports for images that a model is shown, and whose wheels are made for GPUs.
+    Transformers looks for it when it is imported, and is not to find the stand-in."""
+    import_module("transformers.utils.import_utils")
+    if find_spec("torchvision") is None:
+        for name in ("", ".io", ".transforms", ".transforms.functional"):
+            sys.modules[f"torchvision{name}"] = MagicMock(__spec__=ModuleSpec(f"torchvision{name}", None))
