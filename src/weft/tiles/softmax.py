@@ -3,7 +3,8 @@
 The statistics of a set of numbers z are (`largest`, `total`) with total = sum(exp(z - largest)), so that
 log(sum(exp(z))) = largest + log(total). An empty set, or one of minus infinities alone, has (LOWEST, 0). These need no
 case of their own when sets are joined: exp(LOWEST - z) is 0, and so is exp(LOWEST - LOWEST) * 0. For the entropy,
-log(total) - moment / total, there is also `moment` = sum(exp(z - largest) * (z - largest)). A NaN makes the total NaN.
+log(total) - moment / total, there is also `moment` = sum(exp(z - largest) * (z - largest)), and for the sum of squared
+probabilities, squares / total^2, there is `squares` = sum(exp(z - largest)^2). A NaN makes the total NaN.
 """
 
 from ..language import tl, triton
@@ -31,6 +32,14 @@ def add_moments(largest, total, moment, z, axis: tl.constexpr):
     moved = tl.where(total > 0.0, moment + down * total, 0.0)
     moment = moved * factor + tl.sum(tl.where(e > 0.0, e * t, 0.0), axis=axis)
     return joined, total * factor + tl.sum(e, axis=axis), moment
+
+
+@triton.jit
+def add_squares(largest, squares, z, axis: tl.constexpr):
+    """squares with z joined to them; `largest` is that of the numbers before z."""
+    joined = tl.maximum(largest, tl.max(z, axis=axis))
+    e = tl.exp(z - tl.expand_dims(joined, axis))
+    return squares * tl.exp(2.0 * (largest - joined)) + tl.sum(e * e, axis=axis)
 
 
 @triton.jit
@@ -75,3 +84,10 @@ def merge_moments(largest, total, moment, largest2, total2, moment2):
     moved = tl.where(total > 0.0, moment + down * total, 0.0) * factor
     moved2 = tl.where(total2 > 0.0, moment2 + down2 * total2, 0.0) * factor2
     return joined, total * factor + total2 * factor2, moved + moved2
+
+
+@triton.jit
+def merge_squares(largest, squares, largest2, squares2):
+    """squares of two sets joined, element by element."""
+    joined = tl.maximum(largest, largest2)
+    return squares * tl.exp(2.0 * (largest - joined)) + squares2 * tl.exp(2.0 * (largest2 - joined))

@@ -15,7 +15,7 @@ from ..ops.loss.linear_logprobs import (
     linear_logprobs_backward_op,
     linear_logprobs_op,
 )
-from ..ops.loss.statistics import Softmax, Wanted
+from ..ops.loss.statistics import Softmax, Wanted, softmax_of
 from .cross_entropy import draw_targets
 from .problem import Call, Inputs, Workload
 
@@ -32,11 +32,14 @@ HEADS: dict[str, tuple[int, int, int]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
-    "rl": {"logprobs": True, "temperature": 0.8, "return_entropy": True, "return_lse": True, "ignored": 2},
+    "rl": {
+        "logprobs": True, "temperature": 0.8, "ignored": 2, "return_entropy": True, "return_lse": True,
+        "return_accuracy": True, "return_mean_logits": True, "return_log_sum_squares": True,
+    },
     "capped": {"softcap": 30.0, "reduction": "sum", "return_accuracy": True},
     "everything": {
-        "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "temperature": 1.25, "ignored": 5, "weighted": True,
-        "biased": True, "return_lse": True, "return_entropy": True, "return_accuracy": True,
+        "label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 0.5, "softcap": 20.0, "temperature": 1.25, "ignored": 5,
+        "weighted": True, "biased": True, "return_lse": True, "return_entropy": True, "return_accuracy": True,
     },
 }  # fmt: skip
 _USED: dict[str, tuple[str, ...]] = {
@@ -54,6 +57,7 @@ SHARED = (
     "tiles of tokens share the weight, tiles of the vocabulary the hidden states; statistics of splits and the "
     "gradient of a block's logits are written and read back"
 )
+_OF_LOGITS: dict[str, Any] = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
 _CLASSES = ("ignored", "weighted", "biased", "logprobs", "vocab")
 
 
@@ -100,10 +104,10 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     """The backward of the same call, which reads statistics and the gradients of the results asked for."""
     given, options = _arguments(workload, inputs, shape), _options(workload)
     wanted = Wanted(options.get("return_entropy", False), "label_smoothing" in options, False)
-    softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
     hidden, weight, bias, target = given["hidden"], given["weight"], given.get("bias"), given["target"]
     classes = given.get("class_weight") if wanted.spread else None
-    softmax = Softmax(0, len(weight), -100, softcap, scale)
+    of_logits = (options.get(name, default) for name, default in _OF_LOGITS.items())
+    softmax = softmax_of(0, len(weight), -100, *of_logits)
     found, order = linear_logprobs_op(
         LinearLogprobsArgs(hidden, weight, bias, target, classes, None, softmax, wanted, None)
     )
@@ -125,8 +129,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "dlse": dlse if options.get("return_lse") else None,
         "dentropy": dentropy if wanted.entropy else None,
         "dspread": dspread if wanted.spread else None,
-        "softcap": softcap,
-        "scale": scale,
+        "softcap": softmax.softcap,
+        "scale": softmax.scale,
     }
     return Call(_backward, kwargs)
 

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "weighted": True,
     },
 }  # fmt: skip
+HEAD_OPTIONS = {"plain": OPTIONS["plain"], "everything": OPTIONS["everything"] | {"squares": True}}
 _USED = {
     "plain": ("qwen3-30b-a3b/vocabulary-shard",),
     "smooth": ("gpt2/last-vocabulary-shard",),
@@ -82,7 +83,8 @@ def _kind(workload: Workload) -> dict[str, Any]:
     options = dict(workload.settings)
     vocab, start, _ = options["shard"]
     asked = {name: options[name] for name in ("softcap", "scale", "entropy", "spread", "accuracy")}
-    return {"start": start, "vocab": vocab, "ignore_index": -100, **asked}
+    squares = options.get("squares", False)
+    return {"start": start, "vocab": vocab, "ignore_index": -100, **asked, "squares": squares}
 
 
 def _targets(inputs: Inputs, options: dict[str, Any], lead: list[int]) -> Tensor:
@@ -177,13 +179,13 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         shape=("rows", HEADS[name][0] if name in HEADS else SHARDS[name][2]),
         rows=HEADS[name][1] if name in HEADS else 8192,
         build=build,
-        settings=(*OPTIONS[options].items(), ("shard", HEADS[name][2] if name in HEADS else SHARDS[name])),
+        settings=(*settings[options].items(), ("shard", HEADS[name][2] if name in HEADS else SHARDS[name])),
         **_more(op, name),
     )
-    for op, build, used in (
-        ("cross_entropy_statistics", _build_rows, _USED),
-        ("sharded_logprobs", _build_join, _USED),
-        ("linear_statistics", _build_head, _USED_HEADS),
+    for op, build, used, settings in (
+        ("cross_entropy_statistics", _build_rows, _USED, OPTIONS),
+        ("sharded_logprobs", _build_join, _USED, OPTIONS),
+        ("linear_statistics", _build_head, _USED_HEADS, HEAD_OPTIONS),
     )
     for options, names in used.items()
     for name in names

@@ -33,6 +33,7 @@ SUBSET, CONSTANT = (
     f"{T}test_more_dimensions_and_constant_gradients",
 )
 GUARD = "catalogue/test_workloads.py::test_workload[guard_bands-linear_logprobs:odd/33:everything:300]"
+SCALED = f"{T}test_all_results_of_scaled_logits[None]"
 MANY = f"{T}test_more_tokens_than_are_numbered_at_a_time"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
@@ -61,6 +62,11 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("smoothing over padding", "linear_logprobs_kernel", "tl.where(real, 1.0, 0.0)", "tl.where(real, 1.0, 1.0)", (PADDING,)),
         ("the mass of the last tile", "linear_logprobs_kernel", "mass += tl.sum", "mass = tl.sum", (f"{T}test_splits_of_many_tiles", EVERYTHING)),
         ("the last of equals", "linear_logprobs_kernel", "tl.where(top > largest, at, best)", "tl.where(top >= largest, at, best)", (f"{T}test_splits_of_many_tiles", EQUALS)),
+        ("squares of the last tile", "tiles/softmax.py:add_squares", "return squares * tl.exp(2.0 * (largest - joined)) +", "return", (f"{T}test_splits_of_many_tiles", SCALED)),
+        ("squares not brought down", "tiles/softmax.py:add_squares", "squares * tl.exp(2.0 * (largest - joined))", "squares", (f"{T}test_splits_of_many_tiles", SCALED)),
+        ("no squares", "tiles/softmax.py:add_squares", "tl.sum(e * e, axis=axis)", "tl.sum(e, axis=axis)", (SCALED,)),
+        ("squares after the largest is known", "linear_logprobs_kernel", "squares = add_squares(largest, squares, z, 1)", "squares = add_squares(tl.maximum(largest, tl.max(z, axis=1)), squares, z, 1)", (f"{T}test_splits_of_many_tiles", SCALED)),
+        ("squares in another place", "linear_logprobs_kernel", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=live)", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, total, mask=live)", (SCALED,)),
         ("half of the products", f"{FILE}:_product", "range(0, cols, CUT.TILE)", "range(0, cols - CUT.TILE, CUT.TILE)", (PLAIN,)),
         ("into the next row", f"{FILE}:_product", "exists = tokens.live[:, None] & (col < cols)[None, :]", "exists = tokens.live[:, None] & (col < cols + 1)[None, :]", (STRIDES,)),
     ],

@@ -18,6 +18,7 @@ EACH, EMPTY, PADDED, SHIFTED = (
     for name in ("each token", "empty shards", "padding shard", "shifted up")
 )
 ACROSS = f"{T}test_equals_across_ranks_and_in_one"
+SCALED = f"{L}test_all_results_of_scaled_logits[None]"
 STATISTICS = (
     "catalogue/test_workloads.py::test_workload[accuracy-linear_statistics:odd/33-shard:everything:300]"
 )
@@ -47,6 +48,11 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("statistics in another order", K, "tl.store(out_ptr + 2 * rows, picked, mask=exists)", "tl.store(out_ptr + 2 * rows, total, mask=exists)", (STATISTICS,)),
         ("no moment is handed on", K, "tl.store(out_ptr + FEW * rows, moment, mask=exists)", "tl.store(out_ptr + FEW * rows, 0.0 * moment, mask=exists)", (STATISTICS,)),
         ("no best is handed on", K, "tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=exists)", "tl.store(out_ptr + (STATS - 1) * rows, (best + 1).to(tl.float32, bitcast=True), mask=exists)", (STATISTICS,)),
+        ("squares of the last part", "tiles/softmax.py:merge_squares", "return squares * tl.exp(2.0 * (largest - joined)) +", "return", (SCALED,)),
+        ("a part's squares not brought down", "tiles/softmax.py:merge_squares", "squares2 * tl.exp(2.0 * (largest2 - joined))", "squares2", (SCALED,)),
+        ("squares not brought down", "tiles/softmax.py:merge_squares", "return squares * tl.exp(2.0 * (largest - joined)) +", "return squares +", (SCALED,)),
+        ("squares of numbers that add up to more", K, "tl.log(squares) - 2.0 * log_total", "tl.log(squares) - log_total", (SCALED,)),
+        ("no squares are handed on", K, "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=exists)", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, 0.0 * squares, mask=exists)", (STATISTICS,)),
         ("smoothing without the largest", K, "spread = (mass * log_total - below) / there", "spread = (mass * log_total) / there", (EACH,)),
     ],
     "cross_entropy_kernel": [

@@ -19,6 +19,7 @@ import weft
 from weft import VocabShard
 
 ALL = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
+MORE = {"return_mean_logits": True, "return_log_sum_squares": True}  # of `linear_logprobs` alone
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ CASES: dict[str, Case] = {
     ),
     "float32, weighted": Case(weft.cross_entropy, EVERYTHING, "uneven", weighted=True),
     "float64": Case(weft.cross_entropy, EVERYTHING, "uneven", dtype=torch.float64, weighted=True),
-    "logprobs": Case(weft.linear_logprobs, {"return_entropy": True, "return_lse": True, "temperature": 0.7}, "uneven"),
+    "logprobs": Case(weft.linear_logprobs, {"temperature": 0.7, **ALL, **MORE}, "uneven"),
     "logprobs of bf16": Case(weft.linear_logprobs, {}, "uneven", dtype=torch.bfloat16, sure=2.0),
     "linear": Case(weft.linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-2}, "uneven"),
     "linear, everything": Case(weft.linear_cross_entropy, EVERYTHING, "uneven", weighted=True, shift=2.0),

@@ -89,6 +89,56 @@ def test_logprobs_entropy_and_lse(dtype: torch.dtype) -> None:
     assert (got["entropy"] >= 0).all()
 
 
+ALL = {f"return_{name}": True for name in ("lse", "entropy", "accuracy", "mean_logits", "log_sum_squares")}
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_all_results_of_scaled_logits(softcap: float | None) -> None:
+    """A scale before the softcap and one after it, columns that pad the vocabulary, tokens without a target."""
+    given = problem(150, 72, 333, sure=6.0)
+    given["target"] %= 300
+    given["target"][::7] = -100
+    bias = torch.randn(333)
+    bias[300:] = -torch.inf
+    options = {"logit_scale": 1.75, "softcap": softcap, "temperature": 0.7}
+    got = check(Call(weft.linear_logprobs, given | {"bias": bias} | options | ALL))
+    assert 0 < got["accuracy"].sum() < 150
+    assert not got["log_sum_squares"].requires_grad
+    assert (got["log_sum_squares"] >= -got["entropy"] - 1e-4).all(), "Jensen's inequality"
+    for name in ("mean_logits", "log_sum_squares"):
+        assert not got[name][::7].count_nonzero()
+
+
+def test_squares_of_tiny_and_sure_probabilities() -> None:
+    """From one column that has it all to all columns alike."""
+    weight = torch.eye(300, 64)
+    hidden = torch.zeros(3, 64)
+    hidden[0, 5], hidden[1, 5] = 200.0, 30.0
+    target = torch.tensor([5, 6, 7])
+    found = weft.linear_logprobs(hidden, weight, target, return_log_sum_squares=True, return_mean_logits=True)
+    wanted = torch.log_softmax(hidden.double() @ weight.double().T, 1)
+    torch.testing.assert_close(
+        found.log_sum_squares, torch.logsumexp(2 * wanted, 1).float(), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(found.mean_logits, (hidden @ weight.T).mean(1), rtol=1e-5, atol=1e-4)
+
+
+def test_a_logit_scale_is_a_scaled_head() -> None:
+    """By a power of two, so that the bits are the same; `cross_entropy` takes it as well."""
+    given = problem(20, 24, 140, torch.float32)
+    scaled = given | {"weight": given["weight"] * 0.25}
+    for softcap in (None, 3.0):
+        options: dict[str, Any] = {"softcap": softcap, "temperature": 0.5}
+        got, _ = run(Call(weft.linear_cross_entropy, given | options | {"logit_scale": 0.25}))
+        wanted, _ = run(Call(weft.linear_cross_entropy, scaled | options))
+        assert_same({"y": got["y"]}, {"y": wanted["y"]}, "the loss")
+        torch.testing.assert_close(got["dhidden"], wanted["dhidden"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(got["dweight"], wanted["dweight"] * 0.25, rtol=1e-5, atol=1e-7)
+        logits = given["hidden"] @ given["weight"].T
+        plain = weft.cross_entropy(logits, given["target"], logit_scale=0.25, **options)
+        torch.testing.assert_close(plain, got["y"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
 def test_operands_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     given = problem()
@@ -462,6 +512,9 @@ def test_refusals() -> None:
         ({"bias": torch.zeros(9)}, "bias must have the shape"),
         ({"softcap": 0.0}, "above 0"),
         ({"temperature": 0.0}, "above 0"),
+        ({"logit_scale": 0.0}, "logit_scale must be above 0"),
+        ({"logit_scale": 2.0**100, "temperature": 2.0**-100}, "so must logit_scale / temperature"),
+        ({"skip_below": 1e-6, "return_mean_logits": True}, "one of the two"),
         ({"skip_below": 1.5}, "probability"),
         ({"ignore_index": 2**31}, "32 bits"),
     ):
@@ -501,6 +554,7 @@ def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
     given = problem(10, 24, 600)
     check(Call(weft.linear_logprobs, given))
+    check(Call(weft.linear_logprobs, given | ALL))
     options: dict[str, Any] = {
         "label_smoothing": 0.3,
         "class_weight": torch.rand(600),

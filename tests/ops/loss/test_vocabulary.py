@@ -74,7 +74,7 @@ def of_partial_sums(case: Case, world: int) -> Tensor:
     logits = torch.cat([h @ weight[a:b].t() for h, a, b in zip(parts, cuts, cuts[1:], strict=False)], 1)
     if bias is not None:
         logits = logits + bias.double()
-    options = dict(case.options)
+    options = {name: value for name, value in case.options.items() if name not in ranks.MORE}
     if case.function is weft.linear_logprobs:
         options["reduction"] = "none"
     outputs = ranks.named(

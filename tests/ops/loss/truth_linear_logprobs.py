@@ -30,8 +30,8 @@ def _product(a: Tensor, b: Tensor) -> Near:
 
 
 def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[str, Near | Tensor]:
-    """loss or logprobs, lse, entropy and accuracy of the arguments of `linear_cross_entropy` or `linear_logprobs`, and
-    with gradients of them those of hidden, weight and bias."""
+    """loss or logprobs and all other results of the arguments of `linear_cross_entropy` or `linear_logprobs`, and with
+    gradients of them those of hidden, weight and bias."""
     names = [name for name in ("hidden", "weight", "bias") if a.get(name) is not None]
     cols, vocab = a["weight"].shape[1], a["weight"].shape[0]
     y = a["target"].reshape(-1).long()
@@ -48,18 +48,24 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
     x.retain_grad()
     there = x.detach() > -torch.inf
-    scale = 1 / a["temperature"]
-    u = x if a["softcap"] is None else torch.where(there, a["softcap"] * torch.tanh(x / a["softcap"]), x)
-    z = u * scale
+    u = x * a["logit_scale"]
+    if a["softcap"] is not None:
+        u = torch.where(there, a["softcap"] * torch.tanh(u / a["softcap"]), u)
+    z = u / a["temperature"]
+    scale = a["logit_scale"] / a["temperature"]
     of_z = scale * of_x + 4 * EPS32 * z.detach().masked_fill(~there, 0.0).abs()
     if a["softcap"] is not None:
-        of_z = of_z + 4 * EPS32 * a["softcap"] * scale
+        of_z = of_z + 4 * EPS32 * a["softcap"] / a["temperature"]
     lse = torch.logsumexp(z, 1)
     log_p = z - lse[:, None]
     p = log_p.exp()
     picked = log_p.gather(1, y[:, None])[:, 0]
     logs = log_p.masked_fill(~there, 0.0)
     entropy = -torch.where(p > 0, p * logs, 0.0).sum(1)
+    count = there.sum(1)
+    mean = torch.where(there, z, 0.0).sum(1) / count
+    squares = torch.logsumexp(2 * z, 1) - 2 * lse
+    of_mean = torch.where(there, of_z + EPS32 * z.detach().abs(), 0.0).sum(1) / count
     few = FEW * EPS32
     # Of all logits of a token together, weighted with their probabilities.
     off = (p.detach() * of_z).sum(1)
@@ -71,8 +77,18 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         "entropy": off * (1 + entropy.detach())
         + (p.detach() * logs.detach().abs() * (of_z + few)).sum(1)
         + few * (1 + entropy.detach() + lse.detach().abs()),
+        "mean_logits": of_mean + few * (1 + mean.detach().abs() + lse.detach().abs()),
+        "log_sum_squares": 2 * off
+        + 2 * (torch.softmax(2 * z.detach(), 1) * of_z).sum(1)
+        + few * (1 + squares.detach().abs()),
     }
-    values: dict[str, Tensor] = {"lse": lse, "logprobs": picked, "entropy": entropy}
+    values: dict[str, Tensor] = {
+        "lse": lse,
+        "logprobs": picked,
+        "entropy": entropy,
+        "mean_logits": mean,
+        "log_sum_squares": squares.detach(),
+    }
     accuracy = (z.detach().argmax(1) == y) & valid
     divisor = torch.ones((), dtype=torch.float64)
     share = valid.double()
@@ -120,6 +136,7 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         found["accuracy"] = reached.float()
         results["y"], found["y"] = results["loss"], found["loss"]
     else:
+        found["accuracy"] = hits.view(shape).float()
         results["y"], found["y"] = results["logprobs"], found["logprobs"]
     if not upstream:
         return found
@@ -132,7 +149,7 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     sizes = _sizes(a, upstream, divisor, p.detach(), logs.detach(), entropy.detach(), lse.detach(), y, valid)
     slope = scale * torch.ones_like(dx)
     if a["softcap"] is not None:
-        slope = slope * (1 - torch.tanh(x.detach() / a["softcap"]) ** 2) + 1e-6 * scale
+        slope = slope * (1 - torch.tanh(a["logit_scale"] * x.detach() / a["softcap"]) ** 2) + 1e-6 * scale
     of_dx = sizes * slope * spread_z
     unit = _unit(a["hidden"], a["weight"])
     if unit == 0.5 * torch.finfo(torch.float16).eps:
@@ -194,6 +211,9 @@ def _sizes(
     else:
         target = of("logprobs") + of("y")
         per_token = per_token + target
+    # The mean is the difference of lse and spread, whose gradients cancel each other up to their last column.
+    per_token = per_token + 2 * of("mean_logits")
+    everywhere = everywhere + (of("mean_logits") / vocab)[:, None]
     bend = of("entropy")[:, None] * (logs.abs() + entropy[:, None] + 1)
     sizes = p * (per_token[:, None] + bend) + everywhere
     return sizes.scatter_add(1, y[:, None], target[:, None] * p.gather(1, y[:, None]).clamp(min=1e-3))

@@ -53,6 +53,8 @@ def _statistics(call: Call, z: Tensor, of_z: Tensor, classes: Tensor | None) -> 
         found["below"] = ((w * t).sum(1), few * size + (w * off).sum(1))
         found["mass"] = (w.sum().expand(len(z)), few * w.sum().expand(len(z)))
         found["there"] = (torch.full_like(largest, cols), torch.zeros_like(largest))
+    if call["squares"]:
+        found["squares"] = ((2 * t).exp().sum(1), ((2 * t).exp() * 2 * (off + EPS32 * t.abs())).sum(1))
     empty = {"largest": LOWEST}
     near: dict[str, Near | Tensor] = {
         name: Near(torch.where(valid, value, empty.get(name, 0.0)), torch.where(valid, noise, 0.0))

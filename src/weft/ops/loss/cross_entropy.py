@@ -1,7 +1,7 @@
 """Cross entropy of logits, read once, with everything that losses of language models add to it.
 
-    u = softcap * tanh(x / softcap)            x itself without a softcap, and where x is minus infinity
-    z = scale * u                              scale = 1 / temperature
+    u = softcap * tanh(s x / softcap)          s x itself without a softcap, and where x is minus infinity
+    z = u / temperature                        s = logit_scale
     m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
     nll = (m - z_y) + log(d)
     loss = (1 - a) * w_y * nll + a / V * sum_c(w_c * (lse - z_c)) + z_loss * lse^2
@@ -14,7 +14,7 @@ divided by the sum of w_y over the tokens with a target. Let g, h and e be the g
 already divided by that sum), of its lse and of its entropy H:
 
     dz_j = p_j * (g * (A + 2 * z_loss * lse) + h - e * (log(p_j) + H)) - g * (1 - a) * w_y * [j = y] - g * a / V * w_j
-    dx_j = dz_j * scale * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
+    dx_j = dz_j * s / temperature * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
 
 If the vocabulary is sharded over ranks, an op of its own (`statistics`) reads each rank's shard once. The statistics of
 all ranks are joined into log-probabilities, from which the loss is computed. Backward runs the same kernel as without
@@ -635,6 +635,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
@@ -658,7 +659,8 @@ def cross_entropy(
     - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
       vocabulary and get none of it, where PyTorch's loss would be infinite.
     - `z_loss`: each token's loss has `z_loss * lse^2` added, with lse = log(sum(exp(z))).
-    - `softcap`: logits become softcap * tanh(logits / softcap) first; then they are divided by `temperature`.
+    - `logit_scale`: logits are multiplied by it first. `softcap`: then they become softcap * tanh(logits / softcap).
+      Last they are divided by `temperature`.
     - `reduction`: "mean" over the tokens that have a target, "sum", or "none".
     - `all_ignored`: what the mean is if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
     - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients, so that
@@ -701,7 +703,7 @@ def cross_entropy(
     if inplace:
         _check_inplace(logits)
     start, vocab = (0, cols) if shard is None else (shard.start, shard.size)
-    softmax = softmax_of(start, vocab, ignore_index, softcap, temperature)
+    softmax = softmax_of(start, vocab, ignore_index, logit_scale, softcap, temperature)
     loss = loss_options(label_smoothing, z_loss, reduction, all_ignored)
     weight = check_class_weight(class_weight, vocab, logits.device)
     wanted = Wanted(return_entropy, label_smoothing > 0.0, return_accuracy)

@@ -64,6 +64,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
@@ -94,15 +95,10 @@ def linear_cross_entropy(
     if local is not None:
         head, class_weight = Head.of_mesh(local), local.tensors["class_weight"]
     head.check(skip_below)
-    softmax = head.softmax(ignore_index, softcap, temperature)
+    softmax = head.softmax(ignore_index, logit_scale, softcap, temperature)
     loss = loss_options(label_smoothing, z_loss, reduction, all_ignored)
     classes = check_class_weight(class_weight, softmax.vocab, head.hidden.device)
     smooth = label_smoothing > 0.0
-    if smooth and skip_below is not None:
-        raise ValueError(
-            "skip_below cannot be combined with label_smoothing, whose gradient is not small in any tile: give one of "
-            "the two"
-        )
     wanted = Wanted(return_entropy, smooth, return_accuracy)
     results = head.results(classes if smooth else None, softmax, wanted, skip_below)
     of_rank = loss if local is None else loss._replace(reduction="none")

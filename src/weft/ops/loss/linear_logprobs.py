@@ -1,17 +1,20 @@
 """The loss head: log-probabilities of tokens from hidden states, without their logits ever being in memory.
 
     x = hidden @ weight^T + bias               [T, V], fp32 sums, a tile at a time
-    z = scale * cap(x)                         cap(x) = softcap * tanh(x / softcap), or x; scale = 1 / temperature
+    z = cap(logit_scale * x) / temperature     cap(x) = softcap * tanh(x / softcap), or x
     m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
     logprob = (z_y - m) - log(d)
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
     spread = sum_c(w_c * (lse - z_c)) / V      what label smoothing adds, with class weights w (1 without)
+    mean_logits = lse - spread                 without class weights
+    log_sum_squares = log(sum(p^2))            without a gradient
 
-V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). Backward needs m and d of
+V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). Kernels are given
+softcap / logit_scale and scale = logit_scale / temperature, with which z is scale * cap(x). Backward needs m and d of
 each token. With a, h, e, s the gradients of a token's logprob, lse, entropy H and spread:
 
     dz_j = p_j * (h - a + s * sum(w) / V - e * (log(p_j) + H)) + a * [j = y] - s * w_j / V
-    dx_j = dz_j * scale * (1 - (cap(x_j) / softcap)^2)
+    dx_j = dz_j * scale * (1 - tanh(logit_scale * x_j / softcap)^2)
     dhidden = dx @ weight        dweight = dx^T @ hidden        dbias = sum_t dx
 
 Forward, a program multiplies a tile of tokens with the tiles of one split of the vocabulary and joins each product's
@@ -235,10 +238,10 @@ class HeadConfig(NamedTuple):
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def choose(role: Role, whole: bool, rich: bool, target: str) -> HeadConfig:
+    def choose(role: Role, whole: bool, rich: bool, squares: bool, target: str) -> HeadConfig:
         """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and
         rows that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes
-        registers."""
+        registers; `squares`: the sum of squares is part of it."""
         if target == "cpu":
             return HeadConfig(128, 128, 64, 4, 1, split=False)
         # Operands are split into up to six products, or loaded element by element: both take registers.
@@ -253,8 +256,9 @@ class HeadConfig(NamedTuple):
                 or (role == "dhidden" and target == "sm_90")
             )
             if role == "logits" and rich and target != "sm_90":
-                # 192 registers with entropy; 8 warps would spill 32 bytes.
-                return HeadConfig(128, 64, 64, 4, 3)
+                # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, squares among them, 64
+                # columns would spill 400.
+                return HeadConfig(128, 32 if squares else 64, 64, 4, 3)
             return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
         if warp_size_of(target) == 64:
             return HeadConfig(128, 128, 32, 8, 2)
@@ -287,8 +291,8 @@ class _Operands:
         least = 4 if a.hidden.dtype is torch.float32 else 8
         self.align = align_of(self.cols, *self.strides, least=least)
 
-    def config(self, role: Role, rich: bool) -> HeadConfig:
-        return HeadConfig.choose(role, self.whole and self.align > 1, rich, self.device.target)
+    def config(self, role: Role, rich: bool, squares: bool = False) -> HeadConfig:
+        return HeadConfig.choose(role, self.whole and self.align > 1, rich, squares, self.device.target)
 
     def descriptors(self, *tensors: Tensor) -> bool:
         """Whether tiles of these tensors can be loaded by bulk copies (TMA): the target has them, and rows are
@@ -341,6 +345,7 @@ def _product_launch(c: _ProductConstants) -> Launch:
         ENTROPY=c.wanted.entropy,
         SPREAD=c.wanted.spread,
         ACCURACY=c.wanted.accuracy,
+        SQUARES=c.wanted.squares,
         SPLIT=c.config.split,
         ROWS=c.config.m,
         VOCAB=c.config.n,
@@ -357,7 +362,7 @@ def _launch_products(
     """Number the tokens, compute the statistics of each split of the vocabulary, and join those of all splits: into the
     statistics of a shard, or into results."""
     x, softmax, wanted = _Operands(a), a.softmax, a.wanted
-    config = x.config("logits", softmax.softcap is not None or True in wanted)
+    config = x.config("logits", softmax.softcap is not None or True in wanted, wanted.squares)
     _launch_order(order, x.target, softmax)
     tiles = -(-x.rows // config.m)
     splits, span = _span(x.columns, tiles, config.n, x.device)
@@ -654,6 +659,9 @@ class LogProbs(NamedTuple):
     logprobs: Tensor
     lse: Tensor | None = None
     entropy: Tensor | None = None
+    accuracy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_squares: Tensor | None = None
 
 
 class Head(NamedTuple):
@@ -671,15 +679,22 @@ class Head(NamedTuple):
             local.tensor("hidden"), local.tensor("weight"), local.tensors["bias"], local.target, local.shard
         )
 
-    def softmax(self, ignore_index: int, softcap: float | None, temperature: float) -> Softmax:
+    def softmax(
+        self, ignore_index: int, logit_scale: float, softcap: float | None, temperature: float
+    ) -> Softmax:
         shard = self.shard
         start, vocab = (0, self.weight.shape[0]) if shard is None else (shard.start, shard.size)
-        return softmax_of(start, vocab, ignore_index, softcap, temperature)
+        return softmax_of(start, vocab, ignore_index, logit_scale, softcap, temperature)
 
     def results(
         self, classes: Tensor | None, softmax: Softmax, wanted: Wanted, skip_below: float | None
     ) -> TokenResults:
         """All results of the loss head for each token. `classes` are the weights of the whole vocabulary's classes."""
+        if wanted.spread and skip_below is not None:
+            raise ValueError(
+                "skip_below cannot be combined with label_smoothing or mean_logits, whose gradients are not small in "
+                "any tile: give one of the two"
+            )
         hidden, weight, bias, target, shard = self
         hidden, weight = autocasted(hidden), autocasted(weight)
         stats = None
@@ -744,11 +759,15 @@ def linear_logprobs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+    return_mean_logits: Literal[False] = False,
+    return_log_sum_squares: Literal[False] = False,
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor: ...
@@ -761,11 +780,15 @@ def linear_logprobs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_accuracy: bool = False,
+    return_mean_logits: bool = False,
+    return_log_sum_squares: bool = False,
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> LogProbs: ...
@@ -777,11 +800,15 @@ def linear_logprobs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_accuracy: bool = False,
+    return_mean_logits: bool = False,
+    return_log_sum_squares: bool = False,
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor | LogProbs:
@@ -792,11 +819,20 @@ def linear_logprobs(
     through to what it was quantised from. target: [...] in int32 or int64. Each result of each
     token has its own gradient, so that any loss can be made of log-probabilities, entropies and lse.
 
-    - `softcap`: logits become softcap * tanh(logits / softcap); then they are divided by `temperature`.
+    - `logit_scale`: logits are multiplied by it first (Cohere, Granite, Falcon-H1). `softcap`: then they become
+      softcap * tanh(logits / softcap) (Gemma). Last they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
       read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
-    - `return_lse`, `return_entropy`: also return lse = log(sum(exp(logits))) and the entropy of the softmax, as
-      `LogProbs(logprobs, lse, entropy)`.
+    - `return_lse`, `return_entropy`, …: more results for each token, with which the result is a `LogProbs`:
+
+      | name              |                                                                                         |
+      |-------------------|-----------------------------------------------------------------------------------------|
+      | `lse`             | log(sum(exp(logits)))                                                                   |
+      | `entropy`         | of the softmax                                                                          |
+      | `accuracy`        | 1 if the target has the largest logit (of equal ones, the lowest), else 0; no gradient  |
+      | `mean_logits`     | over the vocabulary, of the logits as the softmax has them                              |
+      | `log_sum_squares` | log(sum(p^2)), for weights such as WPO's; no gradient                                   |
+
     - `skip_below`: backward treats a tile of the gradient of the logits, 64 or 128 tokens by as many columns, as zero
       if all its probabilities are below this threshold and it has no target's column. That saves the tile's share of
       two of the three products. A token's gradient loses less than V * skip_below of its size, usually far less. Off by
@@ -813,9 +849,9 @@ def linear_logprobs(
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> weight = torch.randn(1000, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> target = torch.tensor([1, 2, 3, -100, 5, 999])
-    >>> logprobs, _, entropy = weft.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
-    >>> (-logprobs.sum() - 0.01 * entropy.sum()).backward()
-    >>> logprobs.dtype, logprobs[3].item(), weight.grad.dtype
+    >>> found = weft.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
+    >>> (-found.logprobs.sum() - 0.01 * found.entropy.sum()).backward()
+    >>> found.logprobs.dtype, found.logprobs[3].item(), weight.grad.dtype
     (torch.float32, 0.0, torch.bfloat16)
     """
     head = Head(hidden, weight, bias, target, shard)
@@ -823,9 +859,17 @@ def linear_logprobs(
     if local is not None:
         head = Head.of_mesh(local)
     head.check(skip_below)
-    softmax = head.softmax(ignore_index, softcap, temperature)
-    found = head.results(None, softmax, Wanted(return_entropy, False, False), skip_below)
-    results = LogProbs(found.logprobs, found.lse if return_lse else None, found.entropy)
+    softmax = head.softmax(ignore_index, logit_scale, softcap, temperature)
+    wanted = Wanted(return_entropy, return_mean_logits, return_accuracy, return_log_sum_squares)
+    found = head.results(None, softmax, wanted, skip_below)
+    results = LogProbs(
+        logprobs=found.logprobs,
+        lse=found.lse if return_lse else None,
+        entropy=found.entropy,
+        accuracy=found.hits,
+        mean_logits=None if found.spread is None else found.lse - found.spread,
+        log_sum_squares=found.log_sum_squares,
+    )
     if local is not None:
         results = LogProbs(*(None if value is None else local.placed(value) for value in results))  # type: ignore[arg-type]
-    return results if return_lse or return_entropy else results.logprobs
+    return results if return_lse or True in wanted else results.logprobs

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap
+from ...tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
 from ...tiles.split import dot_fp32
 from .statistics import CAPPED, FEW, PLAIN, Scaling
 
@@ -148,6 +148,7 @@ def linear_logprobs_kernel(
     ENTROPY: tl.constexpr,
     SPREAD: tl.constexpr,
     ACCURACY: tl.constexpr,
+    SQUARES: tl.constexpr,
     SPLIT: tl.constexpr,  # multiply bf16 parts of fp32 operands
     ROWS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -157,7 +158,7 @@ def linear_logprobs_kernel(
     TMA: tl.constexpr,
 ):
     """Statistics of ROWS tokens over one split of the vocabulary."""
-    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     split = tl.program_id(1).to(tl.int64)
     count = tl.load(order_ptr + rows)
@@ -176,6 +177,7 @@ def linear_logprobs_kernel(
     weighted = tl.zeros((ROWS,), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     there = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)  # the first column with the largest z
     tokens, weight = Tokens(hidden_ptr, hidden_off, live), Weight(weight_ptr, weight_stride, vocab, cols)
     for start in range(first, last, VOCAB):
@@ -196,6 +198,8 @@ def linear_logprobs_kernel(
             else:
                 weighted += tl.sum(tl.where(real, z, 0.0), axis=1)
             there += tl.sum(tl.where(real, 1.0, 0.0), axis=1)
+        if SQUARES:
+            squares = add_squares(largest, squares, z, 1)
         if ENTROPY:
             largest, total, moment = add_moments(largest, total, moment, z, 1)
         else:
@@ -214,6 +218,8 @@ def linear_logprobs_kernel(
         tl.store(spread_ptr, below, mask=live)
         tl.store(spread_ptr + rows, mass, mask=live)
         tl.store(spread_ptr + 2 * rows, there, mask=live)
+    if SQUARES:
+        tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=live)
     if ACCURACY:
         best = tl.where(best < 0, best, best + start_col)
         tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live)

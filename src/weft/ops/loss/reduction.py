@@ -30,6 +30,7 @@ class LossKeywords(TypedDict, total=False):
     ignore_index: int
     label_smoothing: float
     z_loss: float
+    logit_scale: float
     softcap: float | None
     temperature: float
     reduction: Literal["mean", "sum", "none"]

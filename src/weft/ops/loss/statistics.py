@@ -5,6 +5,7 @@ For the logits z of one token over a part of the columns, with class weights w (
     largest = max(z)               total = sum(exp(z - largest))        picked = z_y, or 0 if y is another part's
     moment = sum(exp(z - largest) * (z - largest))                      if the entropy is asked for
     below = sum(w * (z - largest))   mass = sum(w)   there = sum(1)     if the spread is, over columns above -infinity
+    squares = sum(exp(z - largest)^2)                                   if the squares are
     best = the first column with the largest z                          if the accuracy is, as the bits of a float
 
 These statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank: one kernel joins
@@ -13,6 +14,7 @@ of its own when parts are joined.
 
     logprob = (picked - largest) - log(total)           lse = largest + log(total)
     entropy = log(total) - moment / total               spread = (mass * log(total) - below) / there
+    log_sum_squares = log(sum(p^2)) = log(squares) - 2 * log(total)
 
 A vocabulary that is sharded over ranks takes one collective in the forward: an all-gather of T * STATS numbers of each
 rank, which every rank joins in the same order. So all ranks have the same bits. All-reduces would add in an order that
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from ...language import tl
 from ...runtime import Launch, kernel
-from ...tiles.softmax import LOWEST, merge_moments
+from ...tiles.softmax import LOWEST, merge_moments, merge_squares
 from ..common.checks import checked_once, real, whole
 
 # What is done to logits before the softmax.
@@ -46,13 +48,13 @@ COLDEST, HOTTEST = 2.0**-126, 2.0**126
 
 class Softmax(NamedTuple):
     """The softmax over the vocabulary: which of its columns this call has, which target means "no target", and what is
-    done to logits before the softmax."""
+    done to logits x before the softmax: z = scale * cap(x), with cap(x) = softcap * tanh(x / softcap), or x."""
 
     start: int  # the first of the columns of this call
     vocab: int  # columns of the whole vocabulary
     ignore_index: int
-    softcap: float | None
-    scale: float  # 1 / temperature
+    softcap: float | None  # that of the caller / logit_scale
+    scale: float  # logit_scale / temperature
 
     @property
     def kind(self) -> int:
@@ -71,11 +73,12 @@ class Wanted(NamedTuple):
     entropy: bool
     spread: bool
     accuracy: bool
+    squares: bool = False  # which `cross_entropy` does not compute
 
     @property
     def statistics(self) -> int:
         """The number of statistics to compute for this."""
-        return 3 + self.entropy + 3 * self.spread + self.accuracy
+        return 3 + self.entropy + 3 * self.spread + self.accuracy + self.squares
 
 
 class Statistics(NamedTuple):
@@ -95,6 +98,7 @@ class TokenResults(NamedTuple):
     entropy: Tensor | None
     spread: Tensor | None
     hits: Tensor | None  # 1 where the target has the largest logit, else 0
+    log_sum_squares: Tensor | None
     largest: Tensor  # [T], for the backward
     total: Tensor  # [T]
     shares: Tensor | None  # [2, T]: sum(w) / V and 1 / V
@@ -115,6 +119,7 @@ class TokenResults(NamedTuple):
             new(shape) if wanted.entropy else None,
             new(shape) if wanted.spread else None,
             new(shape) if wanted.accuracy else None,
+            new(shape) if wanted.squares else None,
             new(rows),
             new(rows),
             new((2, rows)) if wanted.spread else None,
@@ -126,7 +131,12 @@ DIFFERENTIABLE = ("logprobs", "lse", "entropy", "spread")  # of `TokenResults`
 
 @checked_once
 def softmax_of(
-    start: int, vocab: int, ignore_index: int, softcap: float | None, temperature: float
+    start: int,
+    vocab: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
 ) -> Softmax:
     """The softmax with these options, checked."""
     if not -(2**31) <= whole("ignore_index", ignore_index) < 2**31:
@@ -140,7 +150,14 @@ def softmax_of(
         raise ValueError(
             f"temperature must be above 0 and finite, from 2^-126 to 2^126: logits are divided by it; got {temperature}"
         )
-    return Softmax(start, vocab, ignore_index, softcap, 1.0 / temperature)
+    logit_scale = real("logit_scale", logit_scale)
+    scale = logit_scale / temperature
+    if not (COLDEST <= logit_scale <= HOTTEST and COLDEST <= scale <= HOTTEST):
+        raise ValueError(
+            "logit_scale must be above 0 and finite, and so must logit_scale / temperature, from 2^-126 to 2^126; got "
+            f"{logit_scale} and {scale}"
+        )
+    return Softmax(start, vocab, ignore_index, None if softcap is None else softcap / logit_scale, scale)
 
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -197,6 +214,8 @@ def statistics_reference(
         w = torch.ones_like(z) if classes is None else classes.to(z.dtype).expand(z.shape)
         w = torch.where(there, w, 0.0)
         found += [torch.where(there, w * t, 0.0).sum(1), w.sum(1), there.sum(1).to(z.dtype)]
+    if wanted.squares:
+        found.append(e.square().sum(1))
     if wanted.accuracy:
         bits = torch.int64 if z.dtype is torch.float64 else torch.int32
         best = torch.where(z.amax(1) > -torch.inf, z.argmax(1) + start, -1)
@@ -214,6 +233,7 @@ class NamedStatistics(NamedTuple):
     below: Tensor | None = None
     mass: Tensor | None = None
     there: Tensor | None = None
+    squares: Tensor | None = None
     best: Tensor | None = None  # a column, as an integer
 
     @staticmethod
@@ -221,15 +241,17 @@ class NamedStatistics(NamedTuple):
         """The rows of stats [..., STATS, T], by name."""
         rows = list(stats.unbind(-2))
         largest, total, picked, *rows = rows
-        moment = below = mass = there = best = None
+        moment = below = mass = there = squares = best = None
         if wanted.entropy:
             moment, *rows = rows
         if wanted.spread:
             below, mass, there, *rows = rows
+        if wanted.squares:
+            squares, *rows = rows
         if wanted.accuracy:
             (best,) = rows
             best = best.contiguous().view(torch.int64 if stats.dtype is torch.float64 else torch.int32)
-        return NamedStatistics(largest, total, picked, moment, below, mass, there, best)
+        return NamedStatistics(largest, total, picked, moment, below, mass, there, squares, best)
 
 
 def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wanted) -> TokenResults:
@@ -245,7 +267,7 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
     some = parts.total > 0
     total = torch.where(some, parts.total * torch.exp(down), parts.total).sum(0)
     log_total = torch.log(total)
-    entropy = spread = hits = shares = None
+    entropy = spread = hits = log_sum_squares = shares = None
     if parts.moment is not None:
         moment = torch.where(some, (parts.moment + down * parts.total) * torch.exp(down), 0.0).sum(0)
         entropy = per_token(log_total - moment / total)
@@ -254,6 +276,9 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
         mass, there = parts.mass.sum(0), parts.there.sum(0)
         spread = per_token((mass * log_total - below) / there)
         shares = torch.where(targets.valid, torch.stack([mass / there, 1.0 / there]), 0.0)
+    if parts.squares is not None:
+        squares = torch.where(some, parts.squares * torch.exp(2.0 * down), parts.squares).sum(0)
+        log_sum_squares = per_token(torch.log(squares) - 2.0 * log_total)
     if parts.best is not None:
         # Of the parts that have the largest logit, the first one counts.
         first = (parts.largest == largest).int().argmax(0, keepdim=True)
@@ -265,6 +290,7 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
         entropy,
         spread,
         hits,
+        log_sum_squares,
         torch.where(targets.valid, largest, 0.0),
         torch.where(targets.valid, total, 1.0),
         shares,
@@ -294,6 +320,7 @@ def _join_statistics_kernel(
     entropy_ptr,
     spread_ptr,
     hit_ptr,
+    log_sum_squares_ptr,
     largest_ptr,
     total_ptr,
     shares_ptr,  # [2, rows]: sum(w) / V and 1 / V
@@ -304,10 +331,11 @@ def _join_statistics_kernel(
     ENTROPY: tl.constexpr,
     SPREAD: tl.constexpr,
     ACCURACY: tl.constexpr,
+    SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Join the statistics of all parts, in order; store them, or the results computed from them."""
-    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = number < rows
     row = number
@@ -325,6 +353,7 @@ def _join_statistics_kernel(
     below = tl.zeros((ROWS,), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     there = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)
     for part in range(parts):
         in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * rows + number
@@ -345,6 +374,9 @@ def _join_statistics_kernel(
             below += tl.where(there2 > 0.0, below2 + mass2 * (largest2 - joined), 0.0)
             mass += mass2
             there += there2
+        if SQUARES:
+            squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, mask=live, other=0.0)
+            squares = merge_squares(largest, squares, largest2, squares2)
         if ACCURACY:
             at = tl.load(in_ptr + (STATS - 1) * rows, mask=live, other=0.0).to(tl.int32, bitcast=True)
             best = tl.where(largest2 > largest, at, best)
@@ -360,6 +392,8 @@ def _join_statistics_kernel(
             tl.store(out_ptr + (FEW + ENTROPY) * rows, below, mask=exists)
             tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, mass, mask=exists)
             tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, there, mask=exists)
+        if SQUARES:
+            tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=exists)
         if ACCURACY:
             tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=exists)
     else:
@@ -374,6 +408,9 @@ def _join_statistics_kernel(
             tl.store(spread_ptr + row, tl.where(live, spread, nothing), mask=exists)
             tl.store(shares_ptr + row, tl.where(live, mass / there, 0.0), mask=exists)
             tl.store(shares_ptr + rows + row, tl.where(live, 1.0 / there, 0.0), mask=exists)
+        if SQUARES:
+            log_sum_squares = tl.log(squares) - 2.0 * log_total
+            tl.store(log_sum_squares_ptr + row, tl.where(live, log_sum_squares, nothing), mask=exists)
         if ACCURACY:
             tl.store(hit_ptr + row, tl.where(live & (best == y.to(tl.int32)), 1.0, 0.0), mask=exists)
         tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
@@ -388,6 +425,7 @@ def _join_launch(wanted: Wanted) -> Launch:
         ENTROPY=wanted.entropy,
         SPREAD=wanted.spread,
         ACCURACY=wanted.accuracy,
+        SQUARES=wanted.squares,
         ROWS=JOIN_ROWS,
     )
 
@@ -402,7 +440,7 @@ def launch_join(
 ) -> None:
     """Join stats [parts, STATS, T] into statistics or into results. `order`, if given, is the order in which stats has
     the tokens."""
-    pointers = (*o, *(None,) * 8) if isinstance(o, Statistics) else (None, *o)
+    pointers = (*o, *(None,) * len(TokenResults._fields)) if isinstance(o, Statistics) else (None, *o)
     rows = target.numel()
     _join_launch(wanted)(
         (-(-rows // JOIN_ROWS), 1, 1),
