@@ -3,6 +3,7 @@ long and is tested elsewhere, in other words, is run by night."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -116,7 +117,18 @@ SCRIPTS = [block for document in (*PAGES, WITNESS) for block in blocks(document,
 DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
 
 
-@pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in DISTRIBUTED], ids=str)
+def needs(text: str) -> list[pytest.MarkDecorator]:
+    """Of a program: what takes long, and is skipped where the framework that it is about is not installed."""
+    missing = importlib.util.find_spec("trl") is None
+    frameworks = [pytest.mark.slow, pytest.mark.skipif(missing, reason="trl is not installed")]
+    return frameworks if re.search(r"(\b|_)trl\b", text) else []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, marks=needs(block.text)) for block in SCRIPTS if block not in DISTRIBUTED],
+    ids=str,
+)
 def test_python_block_runs_by_itself(block: Block, tmp_path: Path, forks: Forks) -> None:
     # One with the imports that forks have behind them.
     printed = run_text(block.text, tmp_path, None if block is SCRIPTS[0] else forks)
@@ -173,7 +185,7 @@ BY_NIGHT = (
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=pytest.mark.slow if command.startswith(BY_NIGHT) else ())
+        pytest.param(command, marks=[pytest.mark.slow] if command.startswith(BY_NIGHT) else needs(command))
         for command in dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document))
         if command.startswith(QUICK)
     ],
