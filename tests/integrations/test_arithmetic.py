@@ -1,4 +1,4 @@
-"""The options that docs/frameworks.md names, beside the classes of transformers that they reproduce, in bf16."""
+"""The options that docs/arithmetic.md names, beside the classes of transformers that they reproduce, in bf16."""
 
 from __future__ import annotations
 
