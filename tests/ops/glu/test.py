@@ -148,8 +148,8 @@ def test_layouts_are_one_maths() -> None:
     ("gate_dtype", "up_dtype", "promoted"),
     [
         (BF16, torch.float32, torch.float32),
-        (torch.float32, BF16, torch.float32),
-        (BF16, torch.float16, torch.float32),
+        pytest.param(torch.float32, BF16, torch.float32, marks=pytest.mark.slow),
+        pytest.param(BF16, torch.float16, torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_gate_and_up_of_two_dtypes(

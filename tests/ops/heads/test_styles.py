@@ -45,7 +45,7 @@ def test_deepseek_of_hugging_face() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"rope_dim": 8},
         {"rope_dim": 10, "rope_first": False, "inverse": True},
         {"style": "neox", "out_style": "interleaved", "rope_dim": 14, "rope_first": False},
@@ -64,7 +64,11 @@ def test_one_tensor(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("target", "options"),
     [
-        ("cpu", {"qk_norm": "layer", "norm_after": True, "rope_dim": 16, "rope_first": False}),
+        pytest.param(
+            "cpu",
+            {"qk_norm": "layer", "norm_after": True, "rope_dim": 16, "rope_first": False},
+            marks=pytest.mark.slow,
+        ),
         ("sm_90", {"qk_norm": "rms", "packing": "groups", "out_layout": "bhsd"}),
         ("cpu", {"qk_norm": "rms", "norm_after": True, "base": 1e4}),
     ],

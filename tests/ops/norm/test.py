@@ -98,6 +98,7 @@ def test_promoted_is_hugging_faces() -> None:
     got = weft.rms_norm(x, weight, casting="llama", out_dtype="promote")
     assert got.dtype == torch.float32
     assert (got != weight * z).float().mean() < 1e-3  # where 1 / sqrt(…) and rsqrt round to two sides
+    x, h, weight, bias = (t.to("meta") for t in (x, h, weight, bias))
     assert weft.rms_norm(x, weight.to(BF16), out_dtype="promote").dtype == BF16
     assert weft.rms_norm(x.half(), weight.to(BF16), out_dtype="promote").dtype == torch.float32
     assert weft.layer_norm(x, weight.to(BF16), bias, out_dtype="promote").dtype == torch.float32
@@ -107,10 +108,13 @@ def test_promoted_is_hugging_faces() -> None:
         weft.rms_norm(x, quantize="1x128", out_dtype="promote")
 
 
-@pytest.mark.parametrize("casting", ["fp32", "llama"])
 @pytest.mark.parametrize(
-    ("x_dtype", "residual_dtype"),
-    [(BF16, torch.float32), (torch.float32, BF16), (BF16, torch.float16)],
+    ("x_dtype", "residual_dtype", "casting"),
+    [
+        (BF16, torch.float32, "llama"),
+        (torch.float32, BF16, "fp32"),
+        pytest.param(BF16, torch.float16, "llama", marks=pytest.mark.slow),
+    ],
 )
 def test_residual_of_another_dtype(x_dtype: torch.dtype, residual_dtype: torch.dtype, casting: Any) -> None:
     """The sum, the norm of it and all gradients are those of PyTorch's own sum, each gradient in its tensor's dtype."""
@@ -160,8 +164,18 @@ def test_unrounded_sum_is_vllms(cols: int) -> None:
     assert torch.equal(total, h)
 
 
-@pytest.mark.parametrize("over", [None, "x", "residual"])
-@pytest.mark.parametrize("format", ["1x128", "128x128", "nvfp4", "row"])
+@pytest.mark.parametrize(
+    ("format", "over"),
+    [
+        ("128x128", None),
+        ("nvfp4", None),
+        ("nvfp4", "residual"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("1x128", "x"), ("row", "x"), ("row", "residual"))
+        ),
+    ],
+)
 def test_quantised_unrounded_sum(format: str, over: str | None) -> None:
     """However many passes a format takes: the codes of the norm of the fp32 sum, also if h overwrites what it is made
     of."""

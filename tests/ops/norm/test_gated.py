@@ -90,9 +90,14 @@ def test_llama_casting_is_qwen3_nexts(weight_dtype: torch.dtype) -> None:
     "options",
     [
         {"groups": 4},
-        {"weight": False, "act": "silu"},
-        {"transpose": False, "weight_offset": 1.0},
-        {"cols": 10002},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"weight": False, "act": "silu"},
+                {"transpose": False, "weight_offset": 1.0},
+                {"cols": 10002},
+            )
+        ),
     ],
     ids=str,
 )
@@ -101,7 +106,7 @@ def test_llama_casting_with(options: dict[str, Any]) -> None:
     check(call_of(casting="llama", **options))
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("columnwise", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_codes_of_llama_casting(columnwise: bool) -> None:
     """Those of the fp32 product with the gate, whose factors are rounded."""
     call = call_of(2, 65, 96, groups=2, casting="llama")

@@ -54,7 +54,7 @@ def test_size_of_a_norm(rows: int, cols: int) -> None:
         near(got[name], wanted)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(3, 97), (5, 1100)])
+@pytest.mark.parametrize(("rows", "cols"), [pytest.param(3, 97, marks=pytest.mark.slow), (5, 1100)])
 def test_size_of_an_unrounded_sum(rows: int, cols: int) -> None:
     """Also with a gate, and with x in another dtype than the residual."""
     call = everything(rows, cols).with_(unrounded_sum=True)
