@@ -23,7 +23,13 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 # ---- transformers ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=MODELS)
+# The kernels of latents are built for the last one alone: by night.
+NIGHTLY = ("deepseek-v3",)
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in MODELS]
+)
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Model]:
     """A model of transformers, and the one of `weft.nn` that has loaded its checkpoint strictly."""
     theirs = of_transformers(request.param)
