@@ -198,7 +198,7 @@ def test_pieces_of_codes_have_32_numbers(dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_in_eight_bits_compiles(target: str, dim: int) -> None:
     asked: list[tuple[str, str | None]] = [] if target == "sm_100" else [("int8", None)]

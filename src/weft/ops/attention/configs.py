@@ -243,6 +243,8 @@ def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabi
     tiles = (_FP32 if itemsize == 4 else _HALF)[kernel]
     table = next(tiles[width] for width in tiles if max(qk, v) <= width)
     config = AttentionConfig(*(table.get(target.target) or table[""]))
+    if itemsize == 1 and target.target in ("sm_90", "sm_100", "sm_103") and max(qk, v) > 192:
+        return replace(config, m=64)  # sums are added outside of the matrix unit, which takes registers
     if itemsize == 1 and target.target in ("sm_100", "sm_103") and max(qk, v) > 64:
         return replace(config, n=64)  # the scales of codes take registers
     return config
