@@ -32,10 +32,10 @@ WHOLE = (
 
 
 def kernels() -> set[str]:
-    """The names of all kernels that the package has."""
+    """The names of all kernels that the package has. Integrations have none, and need their frameworks."""
     found = set()
     for module in pkgutil.walk_packages(weft.__path__, "weft."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and not module.name.startswith("weft.integrations."):
             values = vars(importlib.import_module(module.name)).values()
             found |= {value.name for value in values if isinstance(value, Kernel)}
     return found

@@ -227,17 +227,20 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_the_head_of_a_sharded_model_is_gathered_for_the_loss() -> None:
-    """FSDP shards norm and head as one group. Twice, since a group that has not run to its end fails in the second
-    step."""
+@pytest.mark.parametrize("apart_from_norm", [False, True])
+def test_the_head_of_a_sharded_model_is_gathered_for_the_loss(
+    apart_from_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan shards norm and head as one group. Two steps, since FSDP begins the second where the first ended."""
     from torch.distributed.fsdp import fully_shard
 
-    wanted = step(*built(configuration("debugmodel")))
-    root = configuration("debugmodel")
-    overridden(root, *DENSE)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)
+    wanted = step(*built(configuration("debugmodel_moe")))
+    root = configuration("debugmodel_moe")
+    overridden(root, "rms_norm", "linear_loss")
     with one_rank():
         model, loss = built(root)
-        fully_shard([model.tok_embeddings, model.norm, model.lm_head])
+        fully_shard(model.lm_head if apart_from_norm else [model.norm, model.lm_head])
         for layer in model.layers.values():
             fully_shard(layer)
         fully_shard(model)

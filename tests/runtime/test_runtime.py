@@ -577,6 +577,8 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_docstrings_are_true(name: str) -> None:
+    if name.startswith("weft.integrations."):
+        pytest.importorskip(name, reason="its framework is not installed", exc_type=ImportError)
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "weft": weft})
     assert result.failed == 0

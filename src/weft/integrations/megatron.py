@@ -105,7 +105,8 @@ def _unit_of(config: TransformerConfig) -> dict[str, Any] | None:
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP whose bias, activation, gate and scale of tokens are one kernel."""
+    """Megatron's MLP whose bias, activation, gate and scale of tokens are one kernel. Its tensor-parallel group is that
+    of `parallel_state`: Megatron hands the groups of a `pg_collection` to classes it knows, and warns of others."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
