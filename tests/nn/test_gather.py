@@ -45,6 +45,7 @@ def assert_one(ranks: list[dict[str, Any]], name: str) -> None:
             assert torch.equal(weight, alone["weights"][key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "codes", "codes, checkpointed", "ddp"])
 def test_two_ranks_are_one(name: str, ranks: list[dict[str, Any]]) -> None:
     assert_one(ranks, name)
@@ -66,6 +67,7 @@ def test_codes_of_fp32_weights_serve_bf16(slow_ranks: list[dict[str, Any]]) -> N
         assert error < 0.02
 
 
+@pytest.mark.slow
 def test_bytes_that_travel(ranks: list[dict[str, Any]]) -> None:
     """An all-gather of a block has one byte for a weight, and a scale for 128 x 128 of them."""
     plain, codes = 4 * (WEIGHTS + BIAS), WEIGHTS + 4 * WEIGHTS // 128**2 + 4 * BIAS
@@ -87,6 +89,7 @@ def test_other_bytes_that_travel(slow_ranks: list[dict[str, Any]]) -> None:
         assert set(found["mxfp8"]["moved"]) == {2 * (weights + weights // 32) + 4 * BIAS}
 
 
+@pytest.mark.slow
 def test_blocks_of_two_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "FSDP would cut blocks of 128 rows" in found["refused"]

@@ -73,6 +73,7 @@ def results(layer: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tenso
     return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], upstream)]
 
 
+@pytest.mark.slow
 def test_codes_flow_between_layers() -> None:
     """Norms, attention and the gated unit write FP8; no projection quantises its input. Results are close to those of
     fp32, and the same bits with activations computed again. Compiled, the decoder layer of the examples is tested."""
