@@ -10,8 +10,10 @@ import importlib, sys
 
 import weft
 
-assert not [name for name in sys.modules if name.startswith("weft.integrations.")], "imported unasked"
-for name in ("torchtitan", "megatron", "vllm", "sglang"):
+FRAMEWORKS = ("torchtitan", "megatron", "vllm", "sglang")
+for name in (*FRAMEWORKS, "transformers", "trl"):
+    assert not {name, f"weft.integrations.{name}"} & sys.modules.keys(), "imported unasked"
+for name in FRAMEWORKS:
     sys.modules[name] = None  # as if it were not installed
     try:
         importlib.import_module(f"weft.integrations.{name}")
