@@ -3,7 +3,6 @@
 import importlib
 import sys
 import warnings
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 # Importing torch where NumPy is not installed warns of that. Weft does without it, and says nothing at import. A NumPy
@@ -12,7 +11,6 @@ if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 from . import interop
-from .integrations.fusion import compile_pass
 from .ops import (
     QKV,
     Attention,
@@ -63,6 +61,7 @@ from .runtime import Capabilities, backend, catalogue, set_backend
 
 if TYPE_CHECKING:
     from . import nn
+    from .integrations.fusion import compile_pass
 
 __version__ = "0.1.0"
 
@@ -124,8 +123,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`weft.nn`, imported when it is first asked for."""
-    if name != "nn":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(".nn", __name__)
+def __getattr__(name: str) -> object:
+    """`weft.nn` and `weft.compile_pass`, imported when they are first asked for."""
+    if name == "nn":
+        return importlib.import_module(".nn", __name__)
+    if name == "compile_pass":
+        return importlib.import_module(".integrations.fusion", __name__).compile_pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
