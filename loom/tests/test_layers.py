@@ -32,6 +32,7 @@ STOREYS: list[tuple[str, ...]] = [
     ),  # neither knows the other: a kernel is text to the one, a shared object to the other
     ("witness", "explained"),
     ("driver",),
+    ("gpu",),
     ("__init__",),  # what users import
     ("compiler", "testing", "pytest_plugin", "report"),
     ("__main__",),
