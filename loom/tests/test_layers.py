@@ -19,7 +19,7 @@ from triton_loom import testing
 
 ROOT = Path(triton_loom.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-HEADERS = sorted(path.relative_to(ROOT) for path in ROOT.glob("include/*.h"))
+HEADERS = sorted(path.relative_to(ROOT) for path in (ROOT / "include").rglob("*.*") if path.is_file())
 LONGEST = 600
 
 # From the bottom to the top: a room, or a file that stands alone, imports what is in a row below its own.
@@ -30,7 +30,7 @@ STOREYS: list[tuple[str, ...]] = [
         "codegen",
         "device",
     ),  # neither knows the other: a kernel is text to the one, a shared object to the other
-    ("witness", "explained"),
+    ("witness", "explained", "gpu"),
     ("driver",),
     ("__init__",),  # what users import
     ("compiler", "testing", "pytest_plugin", "report"),
