@@ -19,7 +19,7 @@ from triton_loom import testing
 
 ROOT = Path(triton_loom.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-HEADERS = sorted(path.relative_to(ROOT) for path in ROOT.glob("include/*.h"))
+HEADERS = sorted(path.relative_to(ROOT) for path in (ROOT / "include").rglob("*.*") if path.is_file())
 LONGEST = 600
 
 # From the bottom to the top: a room, or a file that stands alone, imports what is in a row below its own.

@@ -18,6 +18,7 @@ from .errors import DeviceAssertion, Finding, Reason, SanitizerError
 
 if TYPE_CHECKING:
     from .explained import Explained
+    from .gpu.findings import HazardError
     from .gpu.scope import Gpu
     from .witness.counters import Counter
     from .witness.sanitizer import Sanitizer
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DeviceAssertion",
     "Finding",
+    "HazardError",
     "Reason",
     "SanitizerError",
     "active",
@@ -137,7 +139,7 @@ def emulate(
             kernel[grid](x, y, n, BLOCK=1024)
         print(gpu.report())
 
-    A launch in which something is found (threads that race, memory that is not the kernel's) raises `SanitizerError`
+    A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
     when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
     addresses alone are checked. Asynchronous copies arrive as late as they may, or, with `delivery="early"`, at once.
 
@@ -153,6 +155,15 @@ def emulate(
     gpu = Gpu(device_of(target), Options(checks=checks, delivery=delivery), raises)
     with driver.emulating(gpu):
         yield gpu
+
+
+def __getattr__(name: str) -> object:
+    """What is imported when it is asked for."""
+    if name == "HazardError":
+        from .gpu.findings import HazardError
+
+        return HazardError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _driver() -> ModuleType:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from triton_loom.gpu import machine
+from triton_loom.gpu.findings import Finding
 
 
 @dataclass
@@ -14,14 +15,14 @@ class Recorder:
     """Stands in for the machine: the arguments of `machine.run`, and what it answers."""
 
     launches: list[dict[str, Any]] = field(default_factory=list)
-    findings: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     error: BaseException | None = None
 
     def run(self, program: str, **launch: Any) -> machine.Outcome:
         if self.error is not None:
             raise self.error
         self.launches.append({"ptx": program, **launch})
-        return machine.Outcome(findings=self.findings)  # type: ignore[arg-type]
+        return machine.Outcome(self.findings, executed=[1, 2, 3])
 
     @property
     def last(self) -> dict[str, Any]:

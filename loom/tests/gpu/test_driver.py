@@ -21,6 +21,8 @@ from triton.runtime.errors import OutOfResources
 from triton_loom.gpu import libcuda
 from triton_loom.gpu.devices import DEVICES
 from triton_loom.gpu.driver import EmulatedDriver
+from triton_loom.gpu.findings import Access, Finding
+from triton_loom.gpu.text import Place
 
 from .conftest import Recorder
 
@@ -224,7 +226,7 @@ def test_launches_that_cuda_refuses(recorder: Recorder) -> None:
         kernel, *_ = launch_add_one()
         with pytest.raises(RuntimeError, match="clusters of 9 blocks; an sm_90 has up to 8"):
             launched_with(kernel, ctas=9)
-        with pytest.raises(NotImplementedError, match=r"clusters of \(2, 1, 1\) blocks"):
+        with pytest.raises(NotImplementedError, match=r"clusters of \(2, 1, 1\) blocks .* not emulated"):
             launched_with(kernel, ctas=2)
     with (
         triton_loom.emulate("sm_100"),
@@ -243,7 +245,7 @@ def test_no_launch_outside_of_a_block(recorder: Recorder) -> None:
 def test_a_binary_is_no_module(recorder: Recorder) -> None:
     with triton_loom.emulate(TARGET), pytest.raises(RuntimeError, match="the module is a cubin"):
         driver.active.utils.load_binary("add_one", b"\x7fELF and more", 0, 90)
-    with triton_loom.emulate(TARGET), pytest.raises(RuntimeError, match=r"has no \.target: it is not PTX"):
+    with triton_loom.emulate(TARGET), pytest.raises(RuntimeError, match=r"there is no \.entry in this PTX"):
         driver.active.utils.load_binary("add_one", b"no PTX", 0, 90)
 
 
@@ -283,17 +285,20 @@ def test_a_real_driver_is_left_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_findings_are_raised_or_collected(recorder: Recorder) -> None:
-    recorder.findings = ["a race"]
+    access = Access("st.shared.b32 [%r1], %r2", 7, Place("kernel.py", 3), (0, 0, 0), 33)
+    race = Finding("shared memory race", "add_one", access)
+    recorder.findings = [race]
     with triton_loom.emulate(TARGET) as gpu:
-        with pytest.raises(triton_loom.SanitizerError, match="a race") as error:
+        with pytest.raises(triton_loom.HazardError, match="shared memory race in add_one") as error:
             launch_add_one()
-        assert error.value.findings == ["a race"]
-    assert gpu.findings == ["a race"]
+        assert error.value.findings == [race]
+    assert gpu.findings == [race]
     with triton_loom.emulate(TARGET, raises=False) as gpu:
         launch_add_one()
         launch_add_one()
-    assert gpu.findings == ["a race", "a race"]
-    assert gpu.report().endswith("a race\na race")
+    assert gpu.findings == [race, race]
+    assert gpu.report().endswith(f"{race}\n{race}")
+    assert "12" in gpu.report()  # warp instructions of both launches
 
 
 def test_an_error_of_the_machine_is_raised_as_it_is(recorder: Recorder) -> None:

@@ -156,7 +156,23 @@ def build(source: str, arch: str = "native", quick: bool = False) -> bytes:
     return binary
 
 
-def _compile(source: str, options: list[str]) -> bytes:
+@functools.lru_cache(maxsize=128)
+def build_library(source: str, *further_options: str) -> bytes:
+    """The shared object of C++ text that is no kernel's: a part of the emulated GPU (include/gpu)."""
+    level = "-O2 -ftree-vectorize -fvect-cost-model=dynamic" if is_gcc() else "-O2"
+    options = [*f"{SEMANTICS} {flags('native')} {level} {PRODUCT}".split(), *further_options]
+    made_from = (source, options, _headers("gpu/*"), _headers(), identity())
+    file = hashlib.sha256(repr(made_from).encode()).hexdigest() + ".so"
+    directory = storage.room("loom-build")
+    if kept := storage.recall(directory, file):
+        return kept
+    binary = _compile(source, options, prepare=False)
+    with contextlib.suppress(OSError):
+        storage.keep(binary, directory, file)
+    return binary
+
+
+def _compile(source: str, options: list[str], prepare: bool = True) -> bytes:
     with tempfile.TemporaryDirectory(prefix="loom-") as directory:
         text, product = Path(directory, "kernel.cpp"), Path(directory, "kernel.so")
         text.write_text(source)
@@ -167,7 +183,7 @@ def _compile(source: str, options: list[str]) -> bytes:
             call = [*command, *prepared, *files, *LIBRARIES.split()]
             return subprocess.run(call, capture_output=True, text=True, errors="replace")
 
-        prepared = _prepared(source, options)
+        prepared = _prepared(source, options) if prepare else []
         done = run(prepared or UNPREPARED)
         if done.returncode and prepared:
             done = run(
@@ -175,7 +191,8 @@ def _compile(source: str, options: list[str]) -> bytes:
             )  # Clang refuses digested headers where GCC would read the headers themselves
         if done.returncode and "internal compiler error" in done.stderr and "-O1" not in options:
             # A bug of an optimisation: GCC 12 has one that big kernels meet.
-            return _compile(source, [*(word for word in options if not word.startswith("-O")), "-O1"])
+            less = [*(word for word in options if not word.startswith("-O")), "-O1"]
+            return _compile(source, less, prepare)
         if done.returncode or not product.exists():
             text.write_text("")
             what = (
@@ -195,9 +212,9 @@ UNPREPARED = ["-DLOOM_WITNESS_INSIDE"]
 
 
 @functools.lru_cache
-def _headers() -> str:
+def _headers(pattern: str = "*.h") -> str:
     """A hash of Loom's headers."""
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(INCLUDE.glob("*.h")))).hexdigest()
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(INCLUDE.glob(pattern)))).hexdigest()
 
 
 def _prepared(source: str, options: list[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""The emulated GPU: executes the PTX that Triton makes for NVIDIA GPUs on this machine's CPU, and checks it."""
+"""The emulated GPU: executes the PTX that Triton makes for NVIDIA GPUs on the CPU, and checks it meanwhile."""

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
-import subprocess
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..device import storage, toolchain
 from .devices import DEVICES, Device
-from .entry import Entry, entries
+from .text import Kernel, read
 
 FILE = "libcuda.so.1"
 SUCCESS, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED = 0, 218, 500, 719  # of CUresult
@@ -31,7 +31,7 @@ class Arrived:
     """A launch as it arrives at the driver, checked."""
 
     ptx: str
-    entry: Entry
+    kernel: Kernel
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
@@ -113,8 +113,8 @@ class Library:
     def __init__(self, path: str, receive: Callable[[Arrived], None]) -> None:
         self.path, self._receive = path, receive
         self._library = ctypes.CDLL(path)
-        self._modules: list[tuple[str, dict[str, Entry]]] = []
-        self._kernels: dict[int, tuple[str, Entry, _Kernel]] = {}  # by address: what Triton calls a function
+        self._modules: list[str] = []
+        self._kernels: dict[int, tuple[str, _Kernel]] = {}  # by address: what Triton calls a function
         self._failed = threading.local()
         self._devices = (_Device * len(DEVICES))(*map(_Device.of, DEVICES.values()))
         self._host = _Host(_LOAD(self._load), _FIND(self._find), _LAUNCH(self._launch))
@@ -147,31 +147,31 @@ class Library:
     def _load(self, text: bytes, module: Any) -> int:
         def load() -> None:
             ptx = text.decode()
-            self._modules.append((ptx, entries(ptx)))
+            read(ptx)  # it may be no PTX
+            self._modules.append(ptx)
             module[0] = len(self._modules)
 
         return self._guarded(INVALID_PTX, load)
 
     def _find(self, module: int, name: bytes, function: Any) -> int:
         def find() -> None:
-            ptx, known = self._modules[module - 1]
-            entry = known.get(name.decode())
-            if entry is None:
-                raise LookupError(f"the module has no kernel {name.decode()!r}; it has {', '.join(known)}")
-            kernel = _c_kernel(entry)
+            ptx = self._modules[module - 1]
+            if name.decode() != read(ptx).name:
+                raise LookupError(f"the module has no kernel {name.decode()!r}; it has {read(ptx).name!r}")
+            kernel = _c_kernel(ptx)
             function[0] = ctypes.addressof(kernel)
-            self._kernels[ctypes.addressof(kernel)] = ptx, entry, kernel
+            self._kernels[ctypes.addressof(kernel)] = ptx, kernel
 
         return self._guarded(NOT_FOUND, find)
 
     def _launch(self, launch: Any) -> int:
         def receive() -> None:
             given = launch.contents
-            ptx, entry, _ = self._kernels[given.kernel]
+            ptx, _ = self._kernels[given.kernel]
             self._receive(
                 Arrived(
                     ptx,
-                    entry,
+                    read(ptx),
                     grid=tuple(given.grid),
                     block=tuple(given.block),
                     cluster=tuple(given.cluster),
@@ -194,19 +194,24 @@ class Library:
         return SUCCESS
 
 
-def _c_kernel(entry: Entry) -> _Kernel:
-    last = entry.parameters[-1] if entry.parameters else None
+def _c_kernel(ptx: str) -> _Kernel:
+    kernel = read(ptx)
+    target = re.search(r"^\.target\s+sm_(\d+)([af]?)", ptx, re.M)
+    if target is None:
+        raise ValueError("the module's text has no .target")
+    most = re.search(r"^\.maxnreg\s+(\d+)", ptx, re.M)
+    parameters = [_Parameter(each.offset, each.size) for each in kernel.parameters.values()]
     return _Kernel(
-        name=entry.name.encode(),
-        parameters=(_Parameter * len(entry.parameters))(*(_Parameter(*each) for each in entry.parameters)),
-        parameter_count=len(entry.parameters),
-        parameter_bytes=last.offset + last.bytes if last else 0,
-        capability=entry.capability,
-        for_no_other=entry.for_no_other,
-        threads=(_i32 * 3)(*(entry.threads or (0, 0, 0))),
-        static_shared=entry.static_shared,
-        dynamic_shared=max(48 * 1024 - entry.static_shared, 0),
-        registers=entry.registers or 0,
+        name=kernel.name.encode(),
+        parameters=(_Parameter * len(parameters))(*parameters),
+        parameter_count=len(parameters),
+        parameter_bytes=kernel.parameter_bytes,
+        capability=int(target[1]),
+        for_no_other=bool(target[2]),
+        threads=(_i32 * 3)(kernel.threads, 1, 1),
+        static_shared=kernel.shared_bytes,
+        dynamic_shared=max(48 * 1024 - kernel.shared_bytes, 0),
+        registers=int(most[1]) if most else 0,
     )
 
 
@@ -245,32 +250,23 @@ def refuse_beside_a_gpu(devices: str = "/dev", loaded: str = FILE) -> None:
 
 
 def _built() -> str:
-    """The path of the library, in a directory of its own; it is built once, by what it is made from."""
+    """The path of the library, in a directory of its own."""
     from triton.backends import nvidia
 
     headers = Path(str(nvidia.__file__)).parent / "include"
     if not (headers / "cuda.h").exists():
         raise toolchain.BuildError(
-            f"this Triton comes without {headers}/cuda.h, which the emulated driver is built from"
+            f"this Triton comes without {headers}/cuda.h, which the library is built from"
         )
-    sources = toolchain.INCLUDE / "gpu"
-    options = f"{toolchain.SEMANTICS} -O1 {toolchain.PRODUCT} -fvisibility=default -Wl,-soname,{FILE}".split()
-    made_from = [(sources / name).read_bytes() for name in ("libcuda.cpp", "tensor_map.h")]
-    made_from += [(headers / "cuda.h").read_bytes(), repr((options, toolchain.identity())).encode()]
-    key = hashlib.sha256(b"\0".join(made_from)).hexdigest()
-    directory = os.path.join(storage.room("loom-build"), f"cuda-{key[:32]}")
-    path = os.path.join(directory, FILE)
-    if storage.recall(directory, FILE) is not None:
-        return path
-    own = os.path.join(storage.process_directory().name, FILE)
-    command = [*toolchain.compiler(), *options, *toolchain.LINKING.split(), f"-I{headers}"]
-    command += [str(sources / "libcuda.cpp"), "-o", own, *toolchain.LIBRARIES.split()]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise toolchain.BuildError(
-            f"the emulated driver does not compile\n{' '.join(command)}\n{done.stderr}"
-        )
+    cuda = hashlib.sha256((headers / "cuda.h").read_bytes()).hexdigest()
+    binary = toolchain.build_library(
+        f'#include "gpu/libcuda.cpp"  // with a cuda.h whose hash is {cuda}\n',
+        f"-I{headers}",
+        "-fvisibility=default",
+        f"-Wl,-soname,{FILE}",
+    )
+    own = f"cuda-{hashlib.sha256(binary).hexdigest()[:32]}"
     try:
-        return storage.keep(Path(own).read_bytes(), directory, FILE)
+        return storage.keep(binary, os.path.join(storage.room("loom"), own), FILE)
     except OSError:  # a cache that cannot be written
-        return own
+        return storage.keep(binary, os.path.join(storage.process_directory().name, own), FILE)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..device import launcher, toolchain
+from . import scalars, text
+from .findings import KINDS, Access, Finding
+from .program import NOWHERE, Flat, flatten
+
+FINDINGS_KEPT = 256
 
 
 class MemoryRange(NamedTuple):
@@ -18,7 +30,7 @@ class MemoryRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """How a launch is executed. Results do not depend on `threads`."""
+    """How a launch is executed. Results and findings do not depend on `threads`."""
 
     checks: bool = True  # hazards; without them addresses are still checked
     delivery: Literal["late", "early"] = (
@@ -27,26 +39,175 @@ class Options:
     threads: int = 0  # of the CPU; 0: as many as torch uses
 
 
+CHECKED = Options()
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch did: findings (an empty list is a clean launch), and how often each instruction was executed."""
+    """What a launch did: findings (none: it is clean), and how many warps executed each instruction of the program."""
 
-    findings: list[str] = field(
-        default_factory=list
-    )  # will be gpu.findings.Finding; str() of either is a line
-    executed: Sequence[int] = ()  # warp instructions, by their number in the program
+    findings: list[Finding]
+    executed: Sequence[int]
+    total_findings: int = 0  # also those that were not kept
+
+
+# ---- what C++ and Python both know -----------------------------------------------------------------------
+
+_INSTRUCTION = np.dtype(
+    [
+        ("handler", "u8"), ("operands", "u8"), ("immediate", "i8"), ("operand_count", "u4"), ("guard", "u4"),
+        ("flip", "u4"), ("target", "u4"), ("reconverge", "u4"), ("number", "u4"),
+    ]
+)  # fmt: skip
+_FINDING = np.dtype(
+    [
+        ("kind", "i4"), ("instruction", "u4"), ("other_instruction", "u4"), ("thread", "u4"), ("other_thread", "u4"),
+        ("block", "u4", 3), ("other_block", "u4", 3), ("padding", "u4"), ("address", "u8"), ("count", "u8"),
+        ("order", "u8"),
+    ]
+)  # fmt: skip
+_RANGE = np.dtype([("begin", "u8"), ("end", "u8"), ("writable", "u8")])
+_CONSTANT = np.dtype([("offset", "u4"), ("bytes", "u4"), ("value", "u8")])
+_SPECIAL = np.dtype([("offset", "u4"), ("kind", "u4"), ("addend", "u8")])
+_HAZARDS, _EARLY = 1, 2
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "instructions", "constants", "specials", "ranges", "parameters", "executed", "findings",
+        )),
+        ("findings_total", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in (
+            "instruction_count", "constant_count", "special_count", "range_count", "finding_capacity",
+            "finding_count", "register_bytes", "parameter_bytes", "shared_bytes", "threads",
+        )),
+        ("grid", ctypes.c_uint32 * 3),
+        ("options", ctypes.c_uint32),
+        ("workers", ctypes.c_uint32),
+        ("lock", ctypes.c_int32),
+        ("next_block", ctypes.c_uint64),
+        ("global_shadow", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+# ---- the library -----------------------------------------------------------------------------------------
+
+_MACHINE = '#include "gpu/machine.cpp"\n'
+
+
+@functools.lru_cache
+def library() -> ctypes.CDLL:
+    """The machine, apart from arithmetic."""
+    return _libraries()[0]
+
+
+@functools.lru_cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """The machine and the arithmetic that nearly every kernel has, built side by side."""
+    sources = (_MACHINE, scalars.unit(scalars.common()))
+    with ThreadPoolExecutor(len(sources)) as pool:
+        binaries = list(pool.map(toolchain.build_library, sources))
+    machine, arithmetic = (
+        _loaded(binary, name) for binary, name in zip(binaries, ("gpu-machine", "gpu-scalars"), strict=True)
+    )
+    machine.gpu_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p]
+    machine.gpu_launch.restype = None
+    machine.gpu_handler_name.restype = ctypes.c_char_p
+    sizes = (_INSTRUCTION, _FINDING, None, _RANGE, _CONSTANT, _SPECIAL)
+    for which, dtype in enumerate(sizes):
+        size = ctypes.sizeof(_Launch) if dtype is None else dtype.itemsize
+        assert machine.gpu_size(which) == size, "machine.py does not mirror machine.h"
+    return machine, arithmetic
+
+
+def _loaded(binary: bytes, name: str) -> ctypes.CDLL:
+    loaded = toolchain.load(binary, name)
+    loaded.gpu_handler.argtypes = [ctypes.c_char_p]
+    loaded.gpu_handler.restype = ctypes.c_void_p
+    return loaded
+
+
+@functools.lru_cache(maxsize=256)
+def _further_arithmetic(wanted: frozenset[scalars.Scalar]) -> ctypes.CDLL:
+    """Handlers of instructions that are rare, compiled for a kernel that has them."""
+    return _loaded(toolchain.build_library(scalars.unit(wanted)), "gpu-scalars")
+
+
+def _handlers(flat: Flat) -> dict[str, int]:
+    """The address of each handler that a program names."""
+    machine, arithmetic = _libraries()
+    libraries = [machine, arithmetic]
+    missing = frozenset(s for s in flat.scalars if not arithmetic.gpu_handler(s.handler.encode()))
+    if missing:
+        libraries.append(_further_arithmetic(missing))
+    found: dict[str, int] = {}
+    for name in {instruction.handler for instruction in flat.instructions}:
+        address = next((at for one in libraries if (at := one.gpu_handler(name.encode()))), None)
+        if address is None:
+            raise LookupError(f"the machine has no handler `{name}`: gpu/opcodes.py and include/gpu disagree")
+        found[name] = address
+    return found
+
+
+# ---- a program -------------------------------------------------------------------------------------------
 
 
 class Program:
     """A kernel, decoded from its PTX: what `run` executes. `Program.of(ptx)` keeps those that it has decoded."""
 
-    name: str
-    threads: int  # of a block: reqntid
-    parameter_bytes: int
+    def __init__(self, ptx: str) -> None:
+        self.flat = flatten(text.read(ptx))
+        kernel = self.flat.kernel
+        self.name = kernel.name
+        self.threads = kernel.threads  # of a block
+        self.parameter_bytes = kernel.parameter_bytes
+        self.static_shared_bytes = kernel.shared_bytes
+        self._symbols = {
+            name: ctypes.create_string_buffer(content) for name, content in kernel.constants.items()
+        }
+        self._fill()
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def of(cls, ptx: str) -> Program:
-        raise NotImplementedError("the machine is being written")
+        """The program of a PTX text."""
+        return cls(ptx)
+
+    def _fill(self) -> None:
+        flat, handlers = self.flat, _handlers(self.flat)
+        self._operands = np.array([k for i in flat.instructions for k in (*i.operands, 0)], np.uint32)
+        rows, at = [], self._operands.ctypes.data
+        for number, i in enumerate(flat.instructions):
+            rows.append(
+                (
+                    handlers[i.handler],
+                    at,
+                    i.immediate,
+                    len(i.operands),
+                    i.guard,
+                    i.flip,
+                    i.target,
+                    i.reconverge,
+                    number,
+                )
+            )
+            at += 4 * (len(i.operands) + 1)
+        self.instructions = np.array(rows, _INSTRUCTION)
+        addresses = [(offset, 8, ctypes.addressof(self._symbols[name])) for offset, name in flat.symbols]
+        self.constants = np.array([*flat.constants, *addresses], _CONSTANT)
+        self.specials = np.array(flat.specials, _SPECIAL)
+
+    def own_memory(self) -> list[MemoryRange]:
+        """What the kernel may read besides its arguments: initialised global memory of the module."""
+        return [
+            MemoryRange(ctypes.addressof(buffer), ctypes.addressof(buffer) + len(buffer), False, name)
+            for name, buffer in self._symbols.items()
+        ]
+
+
+# ---- a launch --------------------------------------------------------------------------------------------
 
 
 def run(
@@ -56,8 +217,118 @@ def run(
     block: int,
     shared_bytes: int,
     parameters: bytes,
-    memory: Sequence[MemoryRange],
-    options: Options,
+    memory: Iterable[MemoryRange],
+    options: Options = CHECKED,
 ) -> Outcome:
-    """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h."""
-    raise NotImplementedError("the machine is being written")
+    """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h.
+
+    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched.
+    """
+    if block != program.threads:
+        raise ValueError(
+            f"{program.name} is compiled for {program.threads} threads a block (reqntid), and is launched with {block}"
+        )
+    if len(parameters) < program.parameter_bytes:
+        raise ValueError(
+            f"{program.name} has {program.parameter_bytes} bytes of parameters, and is launched with {len(parameters)}"
+        )
+    room = ctypes.create_string_buffer(len(parameters) + 64)
+    begin = -(-ctypes.addressof(room) // 64) * 64
+    ctypes.memmove(begin, parameters, len(parameters))
+    own = [MemoryRange(begin, begin + len(parameters), False, "parameters"), *program.own_memory()]
+    named = _apart([*memory, *own])
+    ranges = np.array([(r.begin, r.end, r.writable) for r in named], _RANGE)
+    executed = np.zeros(len(program.instructions), np.uint64)
+    found = np.zeros(FINDINGS_KEPT, _FINDING)
+    launch = _Launch(
+        instructions=program.instructions.ctypes.data,
+        constants=program.constants.ctypes.data,
+        specials=program.specials.ctypes.data,
+        ranges=ranges.ctypes.data,
+        parameters=begin,
+        executed=executed.ctypes.data,
+        findings=found.ctypes.data,
+        instruction_count=len(program.instructions),
+        constant_count=len(program.constants),
+        special_count=len(program.specials),
+        range_count=len(ranges),
+        finding_capacity=FINDINGS_KEPT,
+        register_bytes=program.flat.register_bytes,
+        parameter_bytes=len(parameters),
+        shared_bytes=program.static_shared_bytes + shared_bytes,
+        threads=block,
+        options=(_HAZARDS if options.checks else 0) | (_EARLY if options.delivery == "early" else 0),
+        workers=_workers(program, grid, options),
+    )
+    launch.grid[:] = grid
+    library().gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
+    findings = [_finding(program, row, named) for row in found[: launch.finding_count]]
+    findings.sort(key=lambda f: (f.by.ptx_line, f.other.ptx_line if f.other else 0, KINDS.index(f.kind)))
+    return Outcome(findings, executed.tolist(), launch.findings_total)
+
+
+def _workers(program: Program, grid: tuple[int, int, int], options: Options) -> int:
+    from torch import get_num_threads
+
+    if program.flat.serial:
+        return 1
+    return max(1, min(options.threads or get_num_threads(), grid[0] * grid[1] * grid[2]))
+
+
+def _apart(memory: Iterable[MemoryRange]) -> list[MemoryRange]:
+    """Sorted, and cut where several overlap: views of one tensor are one piece of memory."""
+    merged: list[MemoryRange] = []
+    for one in sorted(r for r in memory if r.end > r.begin):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and one.begin < last.end
+            and (one.writable == last.writable or one.end <= last.end)
+        ):
+            merged[-1] = last._replace(end=max(last.end, one.end), writable=last.writable or one.writable)
+        elif last is not None and one.begin < last.end:
+            merged[-1] = last._replace(end=one.begin)
+            merged.append(one)
+        else:
+            merged.append(one)
+    return merged
+
+
+def _finding(program: Program, row: np.void, memory: Sequence[MemoryRange]) -> Finding:
+    kind = KINDS[row["kind"]]
+    other = None
+    if row["other_instruction"] != NOWHERE or row["other_thread"] != NOWHERE:
+        number = row["other_instruction"] if row["other_instruction"] != NOWHERE else row["instruction"]
+        other = _access(program, int(number), row["other_block"], int(row["other_thread"]))
+    address = int(row["address"]) or None
+    return Finding(
+        kind=kind,
+        kernel=program.name,
+        by=_access(program, int(row["instruction"]), row["block"], int(row["thread"])),
+        other=other,
+        address=address,
+        memory=_memory_name(kind, address, memory),
+        count=int(row["count"]),
+    )
+
+
+def _access(program: Program, number: int, block: np.ndarray, thread: int) -> Access:
+    statement = program.flat.statements[number]
+    return Access(
+        instruction=str(statement),
+        ptx_line=statement.line,
+        place=statement.place,
+        block=(int(block[0]), int(block[1]), int(block[2])),
+        thread=None if thread == NOWHERE else thread,
+    )
+
+
+def _memory_name(kind: str, address: int | None, memory: Sequence[MemoryRange]) -> str:
+    if address is None:
+        return ""
+    if "global" not in kind and "read-only" not in kind:
+        return "shared memory address" if "shared" in kind or "disagree" in kind else "address"
+    inside = [r for r in memory if r.begin <= address < r.end and r.name]
+    if inside:
+        return f"byte {address - inside[0].begin} of {inside[0].name}, address"
+    return "address"

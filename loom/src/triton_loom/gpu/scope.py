@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..errors import SanitizerError
 from ..tables import table
 from ..witness.findings import caller
 from ..witness.watched import Memory
 from . import machine
 from .devices import Device
+from .findings import Finding, HazardError
 from .libcuda import Arrived
 from .machine import MemoryRange, Options, Outcome
 
@@ -51,7 +52,7 @@ class Gpu:
         return self.device.target
 
     @property
-    def findings(self) -> list[str]:
+    def findings(self) -> list[Finding]:
         """What was found, launch by launch."""
         return [finding for launch in self.launches for finding in launch.outcome.findings]
 
@@ -69,7 +70,7 @@ class Gpu:
             kernels.setdefault(launch.kernel, []).append(launch)
         rows = [("kernel", "launches", "blocks", "warp instructions", "findings")]
         for name, launches in kernels.items():
-            blocks = sum(x * y * z for x, y, z in (launch.grid for launch in launches))
+            blocks = sum(math.prod(launch.grid) for launch in launches)
             executed = sum(sum(launch.outcome.executed) for launch in launches)
             found = sum(len(launch.outcome.findings) for launch in launches)
             rows.append((name, f"{len(launches):,}", f"{blocks:,}", f"{executed:,}", f"{found:,}"))
@@ -90,7 +91,7 @@ class Gpu:
             self._reachable.memory = before
         last: Launch | None = self._reachable.last
         if self.raises and last is not None and last.outcome.findings:
-            raise SanitizerError(last.outcome.findings)  # type: ignore[arg-type]
+            raise HazardError(last.outcome.findings)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
         """Whether an address lies in this memory, or in what is allowed."""
@@ -100,22 +101,24 @@ class Gpu:
         """Execute a launch."""
         if arrived.cluster != (1, 1, 1):
             raise NotImplementedError(
-                f"{arrived.entry.name} is launched with clusters of {arrived.cluster} blocks (num_ctas), which are not "
-                "emulated"
+                f"{arrived.kernel.name} is launched with clusters of {arrived.cluster} blocks (num_ctas), and clusters "
+                "are not emulated"
             )
         x, y, z = arrived.block
-        memory = [*getattr(self._reachable, "memory", ()), *self._allowed]
+        options = self.options
+        if arrived.cooperative:  # blocks wait for each other, so all must be under way
+            options = replace(options, threads=math.prod(arrived.grid))
         outcome = machine.run(
             machine.Program.of(arrived.ptx),
             grid=arrived.grid,
             block=x * y * z,
             shared_bytes=arrived.shared_bytes,
             parameters=arrived.parameters,
-            memory=memory,
-            options=self.options,
+            memory=[*getattr(self._reachable, "memory", ()), *self._allowed],
+            options=options,
         )
         launch = Launch(
-            kernel=arrived.entry.name,
+            kernel=arrived.kernel.name,
             grid=arrived.grid,
             threads=x * y * z,
             shared_bytes=arrived.shared_bytes,

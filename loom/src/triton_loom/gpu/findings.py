@@ -1,0 +1,91 @@
+"""What the machine has found: a hazard, where it is, and which two threads it is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .text import Place
+
+FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
+    "shared memory race",
+    "global memory race",
+    "uninitialised shared memory",
+    "shared memory out of bounds",
+    "global memory out of bounds",
+    "store to read-only memory",
+    "misaligned address",
+    "split warp",
+    "lane not there",
+    "lanes disagree",
+    "barrier not reached",
+    "deadlock",
+    "division by zero",
+    "barrier misuse",
+    "copy misuse",
+]
+KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
+
+_MEANING: dict[FindingKind, str] = {
+    "shared memory race": "two threads touch the same bytes and nothing orders them",
+    "global memory race": "two threads touch the same bytes and nothing orders them",
+    "uninitialised shared memory": "bytes are read that nobody has written",
+    "shared memory out of bounds": "the address lies outside of the block's shared memory",
+    "global memory out of bounds": "the address lies in no memory that the launch was given",
+    "store to read-only memory": "the bytes may not be written",
+    "misaligned address": "the address is no multiple of what is accessed",
+    "split warp": "an instruction for the whole warp is executed by a part of it",
+    "lane not there": "a value is taken from a lane that does not execute the instruction",
+    "lanes disagree": "lanes of one store write different values to the same bytes",
+    "barrier not reached": "some threads of the block left the kernel and never came to the barrier",
+    "deadlock": "nobody in the block can go on",
+    "division by zero": "PTX does not say what the quotient is",
+    "barrier misuse": "there is no such barrier, or it is used for another number of threads at the same time",
+    "copy misuse": "an asynchronous copy is not allowed like this",
+}
+
+
+class HazardError(RuntimeError):
+    """A launch inside `emulate()` did what it must not; `findings` says what."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings = findings
+
+
+@dataclass(frozen=True)
+class Access:
+    """An instruction and the thread that executed it."""
+
+    instruction: str
+    ptx_line: int
+    place: Place
+    block: tuple[int, int, int]
+    thread: int | None  # None: an operation of no thread's own
+
+    def __str__(self) -> str:
+        who = (
+            f"thread {self.thread} of block {self.block}"
+            if self.thread is not None
+            else f"block {self.block}"
+        )
+        return f"`{self.instruction}` by {who} ({self.place}, PTX line {self.ptx_line})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A hazard: of all its occurrences at a pair of instructions the one in the first block, and how many there are."""
+
+    kind: FindingKind
+    kernel: str
+    by: Access
+    other: Access | None = None  # what it collides with
+    address: int | None = None
+    memory: str = ""  # the name of the memory that the address lies in, or next to
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f", {self.count} times" if self.count > 1 else ""
+        where = f" at {self.memory or 'address'} {self.address:#x}" if self.address is not None else ""
+        other = f" and {self.other}" if self.other else ""
+        return f"{self.kind} in {self.kernel}{times}{where}: {self.by}{other}: {_MEANING[self.kind]}"

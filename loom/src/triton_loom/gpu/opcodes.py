@@ -1,0 +1,331 @@
+"""The table of opcodes: which instruction of PTX, with which modifiers, is which handler of the machine.
+
+Plain arithmetic is known from codegen/ptx.py; what touches memory, other lanes or the order of things has a row here.
+A pattern is written as there: `{.ftz}` may be there or not, `(u16|u32)` is one of them. A row's function gets the
+statement and says what the machine does. **What has no row is an error that names it**: no modifier is ever ignored,
+except those that a row lists because they are advice alone (caches, scopes of atomics that are indivisible anyway).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from . import scalars
+from .text import Statement, split
+
+
+class UnknownInstruction(ValueError):
+    """A kernel has an instruction, or a modifier of one, that the machine does not execute."""
+
+    def __init__(self, statement: Statement, why: str = "the emulated GPU does not know it") -> None:
+        super().__init__(f"`{statement}` (PTX line {statement.line}, {statement.place}): {why}")
+        self.opcode = statement.opcode
+
+
+class Use(NamedTuple):
+    """An operand: a register, number or symbol, and the type that the instruction has it in."""
+
+    text: str
+    type: str
+    offset: int = 0  # of a symbol or number
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a statement does: a handler, and what it is called with."""
+
+    handler: str  # by name
+    uses: tuple[Use, ...] = ()
+    immediate: int = 0
+    arithmetic: bool = (
+        False  # the handler is a name of codegen/ptx.py; which one depends on the registers as well
+    )
+    targets: tuple[str, ...] = ()  # labels
+    ends: bool = False  # no instruction follows this one unless a guard holds it back
+    serial: bool = False  # its result depends on the order of blocks
+
+
+@dataclass(frozen=True)
+class Row:
+    """Instructions that one function understands."""
+
+    pattern: str
+    operation: Callable[[Statement], Operation]
+
+    @cached_property
+    def names(self) -> re.Pattern[str]:
+        return re.compile(self.pattern.replace(".", r"\.").replace("{", "(?:").replace("}", ")?"))
+
+
+def decode(statement: Statement) -> Operation:
+    """What a statement does; raises `UnknownInstruction`."""
+    row = _row(statement.opcode)
+    if row is not None:
+        try:
+            return row.operation(statement)
+        except (IndexError, ValueError) as error:
+            if isinstance(error, UnknownInstruction):
+                raise
+            raise UnknownInstruction(statement, "its operands are not what this instruction has") from error
+    known = scalars.find(statement.opcode)
+    if known is None:
+        raise UnknownInstruction(statement)
+    return _arithmetic(statement, statement.opcode, known.writes, known.reads)
+
+
+@lru_cache(maxsize=4096)
+def _row(opcode: str) -> Row | None:
+    return next((row for row in ROWS if row.names.fullmatch(opcode)), None)
+
+
+# ---- operands --------------------------------------------------------------------------------------------
+
+
+def words(statement: Statement) -> list[str]:
+    """The opcode and its modifiers."""
+    return statement.opcode.split(".")
+
+
+def elements(text: str) -> list[str]:
+    """`{a, b}` or a single operand."""
+    inner = text.strip()
+    return list(split(inner[1:-1])) if inner.startswith("{") else [inner]
+
+
+def pair(text: str) -> tuple[str, str]:
+    """`d|p`, of which either may be left out."""
+    first, _, second = text.partition("|")
+    return first.strip(), second.strip() or "_"
+
+
+def address(text: str) -> tuple[str, int]:
+    """`[base+offset]`: a register or symbol, and a number of bytes."""
+    found = re.fullmatch(r"\[\s*([%$\w.@]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
+    if found is None:
+        raise ValueError(text)
+    if re.fullmatch(r"-?\d\w*", found[1]):
+        return "0", int(found[1], 0) + (int(found[2], 0) if found[2] else 0)
+    return found[1], int(found[2], 0) if found[2] else 0
+
+
+def _arithmetic(
+    statement: Statement, name: str, writes: tuple[str, ...], reads: tuple[str, ...]
+) -> Operation:
+    first, *read = statement.operands
+    results = list(pair(first)) if "|" in first else [first]
+    if len(results) < scalars.least_results(name) or len(results) > len(writes) or len(read) != len(reads):
+        raise UnknownInstruction(statement, "it has another number of operands")
+    types = (*writes[: len(results)], *reads)
+    uses = tuple(Use(text, type_) for text, type_ in zip([*results, *read], types, strict=True))
+    return Operation(name, uses, arithmetic=True)
+
+
+# ---- moves -----------------------------------------------------------------------------------------------
+
+
+def _move(s: Statement) -> Operation:
+    """Between registers, or of the parts of one."""
+    type_ = words(s)[1]
+    to, source = s.operands
+    if type_ == "pred":
+        return Operation("pred.mov", (Use(to, "pred"), Use(source, "pred")))
+    bits = int(type_[1:])
+    if to.startswith("{") or source.startswith("{"):
+        parts = elements(to if to.startswith("{") else source)
+        width = bits // len(parts)
+        part_uses = tuple(Use(part, f"b{width}") for part in parts)
+        if to.startswith("{"):
+            return Operation(f"unpack.{bits}.{width}", (*part_uses, Use(source, type_)))
+        return Operation(f"pack.{bits}.{width}", (Use(to, type_), *part_uses))
+    return _arithmetic(s, s.opcode, (type_,), (type_,))
+
+
+def _predicate_logic(s: Statement) -> Operation:
+    return Operation(f"pred.{words(s)[0]}", tuple(Use(text, "pred") for text in s.operands))
+
+
+def _address_space(s: Statement) -> Operation:
+    """cvta: global, parameter and generic addresses are the same numbers here."""
+    return _arithmetic(s, "mov.u64", ("u64",), ("u64",))
+
+
+def _policy(s: Statement) -> Operation:
+    """How long caches should keep something: no value that anything depends on."""
+    return Operation("mov.b64", (Use(s.operands[0], "b64"), Use("0", "b64")), arithmetic=True)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def _space(name: list[str]) -> str:
+    return next(word.split(":")[0] for word in name if word.split(":")[0] in ("global", "shared", "param"))
+
+
+def _load(s: Statement) -> Operation:
+    name = words(s)
+    space, type_ = _space(name), name[-1]
+    base, offset = address(s.operands[1])
+    results = tuple(Use(text, type_) for text in elements(s.operands[0]))
+    if space == "param":
+        return Operation("ld.param", (*results, Use(base, "param")), offset)
+    return Operation(f"ld.{space}", (*results, Use(base, "u64" if space == "global" else "u32")), offset)
+
+
+def _store(s: Statement) -> Operation:
+    name = words(s)
+    space, type_ = _space(name), name[-1]
+    base, offset = address(s.operands[0])
+    values = tuple(Use(text, type_) for text in elements(s.operands[1]))
+    return Operation(f"st.{space}", (Use(base, "u64" if space == "global" else "u32"), *values), offset)
+
+
+def _atomic(s: Statement) -> Operation:
+    """atom has the old value for a result, red none."""
+    name = words(s)
+    space = _space(name)
+    type_ = name[-1]
+    operation = next(word for word in name if word in _ATOMICS)
+    operands = list(s.operands)
+    results = elements(operands.pop(0)) if name[0] == "atom" else []
+    base, offset = address(operands[0])
+    values = [text for operand in operands[1:] for text in elements(operand)]
+    count = 1 if operation == "cas" else len(elements(operands[1]))
+    values = values[: 2 if operation == "cas" else count]  # not the cache policy
+    results = results or ["_"] * count
+    uses = [Use(text, type_) for text in results]
+    uses += [Use(base, "u64" if space == "global" else "u32")]
+    uses += [Use(text, type_) for text in values]
+    return Operation(f"atom.{space}.{operation}.{type_}", tuple(uses), offset, serial=space == "global")
+
+
+_ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+# ---- control ---------------------------------------------------------------------------------------------
+
+
+def _branch(s: Statement) -> Operation:
+    return Operation("branch", targets=(s.operands[0],), ends=True)
+
+
+def _branch_by_index(s: Statement) -> Operation:
+    index, table = s.operands
+    return Operation("branch.table", (Use(index, "u32"),), targets=(table,), ends=True)
+
+
+def _leave(s: Statement) -> Operation:
+    return Operation("leave", ends=True)
+
+
+def _nothing(s: Statement) -> Operation:
+    return Operation("nothing")
+
+
+# ---- lanes and barriers ----------------------------------------------------------------------------------
+
+
+def _shuffle(s: Statement) -> Operation:
+    result, in_range = pair(s.operands[0])
+    uses = [Use(result, "b32"), Use(in_range, "pred"), *(Use(text, "b32") for text in s.operands[1:])]
+    if len(uses) != 6:
+        raise ValueError(s)
+    return Operation(f"shfl.{words(s)[2]}", tuple(uses))
+
+
+def _vote(s: Statement) -> Operation:
+    mode = words(s)[2]
+    result, predicate, members = s.operands
+    type_ = "b32" if mode == "ballot" else "pred"
+    return Operation(f"vote.{mode}", (Use(result, type_), Use(predicate, "pred"), Use(members, "b32")))
+
+
+def _reduce(s: Statement) -> Operation:
+    name = words(s)
+    result, value, members = s.operands
+    return Operation(
+        ".".join([name[0], *name[2:]]), (Use(result, "b32"), Use(value, "b32"), Use(members, "b32"))
+    )
+
+
+def _elect(s: Statement) -> Operation:
+    leader, is_leader = pair(s.operands[0])
+    return Operation("elect", (Use(leader, "b32"), Use(is_leader, "pred"), Use(s.operands[1], "b32")))
+
+
+def _active_mask(s: Statement) -> Operation:
+    return Operation("activemask", (Use(s.operands[0], "b32"),))
+
+
+def _barrier(s: Statement) -> Operation:
+    """`bar` is `barrier.cta` with .aligned: all threads of a warp come together."""
+    name = words(s)
+    way = "sync" if "sync" in name else "arrive"
+    aligned = ".aligned" if name[0] == "bar" or "aligned" in name else ""
+    threads = s.operands[1] if len(s.operands) > 1 else "0"
+    return Operation(f"barrier.{way}{aligned}", (Use(s.operands[0], "u32"), Use(threads, "u32")))
+
+
+def _warp_barrier(s: Statement) -> Operation:
+    return Operation("bar.warp.sync", (Use(s.operands[0], "b32"),))
+
+
+# ---- the table -------------------------------------------------------------------------------------------
+
+_ANY = "(b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64)"
+_SCOPE = "{.(cta|cluster|gpu|sys)}"
+_SPACE = ".(global|shared|shared::cta)"
+_CACHE = (
+    "{.(ca|cg|cs|lu|cv|wb|wt|nc)}{.(L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|"
+    "L1::no_allocate)}{.(L2::evict_last|L2::evict_normal|L2::evict_first)}{.L2::cache_hint}"
+    "{.(L2::64B|L2::128B|L2::256B)}"
+)
+_COUNT = "{.(v2|v4|v8)}"
+_ORDER = "{.(relaxed|acquire|release|acq_rel)}"
+
+ROWS: tuple[Row, ...] = (
+    Row("mov.(pred|b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64)", _move),
+    Row("(and|or|xor|not).pred", _predicate_logic),
+    Row("cvta{.to}.(global|param).u64", _address_space),
+    Row(
+        "createpolicy.fractional.(L2::evict_last|L2::evict_first|L2::evict_normal|L2::evict_unchanged){.b64}",
+        _policy,
+    ),
+    # memory
+    Row(f"ld.param{_COUNT}.{_ANY}", _load),
+    Row(f"ld{{.(weak|volatile)}}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _load),
+    Row(f"ld.volatile{_SPACE}{_COUNT}.{_ANY}", _load),
+    Row(f"ld.(relaxed|acquire){_SCOPE}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _load),
+    Row(f"st{{.(weak|volatile)}}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _store),
+    Row(f"st.(relaxed|release){_SCOPE}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _store),
+    Row(
+        f"(atom|red){_ORDER}{_SCOPE}{_SPACE}{_ORDER}{_SCOPE}{_ORDER}.({'|'.join(_ATOMICS)})"
+        f"{{.noftz}}{{.L2::cache_hint}}{_COUNT}"
+        "{.noftz}.(b16|b32|b64|u32|s32|u64|s64|f32|f64|f16|bf16|f16x2|bf16x2)",
+        _atomic,
+    ),
+    # control
+    Row("bra{.uni}", _branch),
+    Row("brx.idx{.uni}", _branch_by_index),
+    Row("(ret|exit){.uni}", _leave),
+    Row("membar.(cta|gl|sys)", _nothing),
+    Row("fence{.(sc|acq_rel|acquire|release)}.(cta|cluster|gpu|sys)", _nothing),
+    Row("nanosleep.u32", _nothing),
+    Row("griddepcontrol.(wait|launch_dependents)", _nothing),
+    Row("prefetch{.global}.(L1|L2)", _nothing),
+    # lanes
+    Row("shfl.sync.(bfly|idx|up|down).b32", _shuffle),
+    Row("vote.sync.ballot.b32", _vote),
+    Row("vote.sync.(all|any|uni).pred", _vote),
+    Row("redux.sync.(add|min|max).(s32|u32)", _reduce),
+    Row("redux.sync.(and|or|xor).b32", _reduce),
+    Row("redux.sync.(min|max){.abs}{.NaN}.f32", _reduce),
+    Row("elect.sync", _elect),
+    Row("activemask.b32", _active_mask),
+    # barriers
+    Row("bar{.cta}.(sync|arrive)", _barrier),
+    Row("barrier{.cta}.(sync|arrive){.aligned}", _barrier),
+    Row("bar.warp.sync", _warp_barrier),
+)

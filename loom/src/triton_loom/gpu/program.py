@@ -1,0 +1,307 @@
+"""From statements to a flat program: registers numbered, branches resolved, places where parted lanes meet again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from . import opcodes, scalars
+from .opcodes import Operation, UnknownInstruction, Use
+from .text import Kernel, PtxError, Statement
+
+NOWHERE = 0xFFFFFFFF
+ALL_LANES = 0xFFFFFFFF
+
+SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
+    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
+    "%laneid", "%warpid", "%nwarpid", "parameters", "shared", "%cluster_ctarank", "%cluster_nctarank",
+    "%lanemask_lt", "%lanemask_le", "%lanemask_eq", "%lanemask_ge", "%lanemask_gt", "%clock", "%gridid",
+)  # fmt: skip
+_SAME = {f"%cluster_ctaid.{axis}": "%cluster_ctarank" for axis in "xyz"} | {
+    f"%cluster_nctaid.{axis}": "%cluster_nctarank" for axis in "xyz"
+}
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An instruction as the machine has it."""
+
+    handler: str
+    operands: tuple[int, ...]  # byte offsets into the register file; of brx.idx targets after the first
+    immediate: int
+    guard: int
+    flip: int
+    target: int
+    reconverge: int
+
+
+@dataclass
+class Flat:
+    """A kernel that is ready to be executed, apart from the addresses of its handlers."""
+
+    kernel: Kernel
+    instructions: list[Decoded] = field(default_factory=list)
+    register_bytes: int = 0
+    constants: list[tuple[int, int, int]] = field(default_factory=list)  # offset, bytes of a lane, value
+    symbols: list[tuple[int, str]] = field(default_factory=list)  # offset, name of initialised global memory
+    specials: list[tuple[int, int, int]] = field(default_factory=list)  # offset, kind, addend
+    scalars: set[scalars.Scalar] = field(default_factory=set)
+    serial: bool = False  # results depend on the order of blocks: they run one after another
+
+    @property
+    def statements(self) -> Sequence[Statement]:
+        return self.kernel.statements
+
+
+def flatten(kernel: Kernel) -> Flat:
+    """Decode every statement; raises `UnknownInstruction` for the first that is not known."""
+    return _Builder(kernel).build()
+
+
+def _align(offset: int, multiple: int) -> int:
+    return -(-offset // multiple) * multiple
+
+
+class _Builder:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.flat = Flat(kernel)
+        self.registers: dict[str, int] = {}
+        self.made: dict[tuple[object, ...], int] = {}  # constants, symbols and specials that have a register
+        for name, size in kernel.registers.items():
+            self.registers[name] = self._room(size)
+
+    def _room(self, size: int) -> int:
+        """A register of `size` bytes a lane; a predicate has a bit a lane."""
+        total = 32 * size or 4
+        offset = _align(self.flat.register_bytes, 64 if size else 4)
+        self.flat.register_bytes = offset + total
+        return offset
+
+    def build(self) -> Flat:
+        statements = self.kernel.statements
+        if not statements or opcodes.decode(statements[-1]).handler != "leave":
+            statements.append(Statement("ret", ()))  # what follows the last statement is the end
+        operations = [opcodes.decode(statement) for statement in statements]
+        numbered = enumerate(zip(operations, statements, strict=True))
+        meeting = reconvergence([self._ways(number, *both) for number, both in numbered])
+        for number, (statement, operation) in enumerate(zip(statements, operations, strict=True)):
+            try:
+                self.flat.instructions.append(self._decode(statement, operation, meeting[number]))
+            except UnknownInstruction:
+                raise
+            except (KeyError, ValueError, PtxError) as error:
+                raise UnknownInstruction(statement, f"an operand is not understood ({error})") from error
+            self.flat.serial |= operation.serial
+        return self.flat
+
+    # ---- where it goes -----------------------------------------------------------------------------------------
+
+    def _label(self, name: str) -> int:
+        if name not in self.kernel.labels:
+            raise PtxError(f"there is no label {name}")
+        return self.kernel.labels[name]
+
+    def _targets(self, operation: Operation) -> list[int]:
+        if operation.handler == "branch.table":
+            return [self._label(name) for name in self.kernel.tables[operation.targets[0]]]
+        return [self._label(name) for name in operation.targets]
+
+    def _ways(self, number: int, operation: Operation, statement: Statement) -> list[int]:
+        """The instructions that may follow; the one after the last is the end."""
+        following = self._targets(operation)
+        if operation.handler == "leave":
+            following = [len(self.kernel.statements)]
+        if not operation.ends or statement.guard:
+            following.append(number + 1)
+        return following
+
+    # ---- what it is called with --------------------------------------------------------------------------------
+
+    def _decode(self, statement: Statement, operation: Operation, reconverge: int) -> Decoded:
+        uses, immediate, handler = list(operation.uses), operation.immediate, operation.handler
+        if handler == "ld.param":
+            parameter = uses.pop().text
+            immediate += self.kernel.parameters[parameter].offset
+        offsets = [self._offset(use) for use in uses]
+        sizes = tuple(self._size(use) for use in uses)
+        if operation.arithmetic:
+            scalar = scalars.Scalar(handler, sizes)
+            self.flat.scalars.add(scalar)
+            handler = scalar.handler
+        elif handler in _BY_SIZE:
+            handler = _sized(handler, operation.uses, sizes)
+        targets = self._targets(operation)
+        if handler == "branch.table":
+            offsets += targets
+        guard = self.registers[statement.guard] if statement.guard else self._constant(ALL_LANES, 0)
+        return Decoded(
+            handler=handler,
+            operands=tuple(offsets),
+            immediate=immediate,
+            guard=guard,
+            flip=ALL_LANES if statement.negated else 0,
+            target=targets[0] if targets else NOWHERE,
+            reconverge=reconverge,
+        )
+
+    def _size(self, use: Use) -> int:
+        """Bytes of a lane of the register that an operand lies in."""
+        if use.text in self.kernel.registers:
+            return self.kernel.registers[use.text]
+        return scalars.register_bytes(use.type)
+
+    def _offset(self, use: Use) -> int:
+        text, size = use.text, scalars.register_bytes(use.type)
+        if text in self.registers:
+            have = self.kernel.registers[text]
+            if (have == 0) != (size == 0) or have < size:
+                raise PtxError(f"{text} is no register for {use.type}")
+            return self.registers[text]
+        if text == "_":
+            return self._made(("sink", size), size, lambda offset: None)
+        if text.startswith("!"):
+            raise PtxError("a negated predicate as an operand")
+        special = _SAME.get(text, text)
+        if special in SPECIALS:
+            return self._special(special, size, 0)
+        if text in self.kernel.shared:
+            return self._special("shared", size, self.kernel.shared[text])
+        if text in self.kernel.parameters:
+            return self._special("parameters", size, self.kernel.parameters[text].offset)
+        if text in self.kernel.constants:
+            key = ("symbol", text)
+            return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
+        return self._constant(number(text, use.type), size)
+
+    def _special(self, name: str, size: int, addend: int) -> int:
+        kind = SPECIALS.index(name)
+        if (size == 8 and name != "parameters") or size == 0:
+            raise PtxError(f"{name} in {8 * size} bits")
+        return self._made(
+            ("special", kind, addend), size, lambda offset: self.flat.specials.append((offset, kind, addend))
+        )
+
+    def _constant(self, value: int, size: int) -> int:
+        value &= (1 << (8 * size or 32)) - 1
+        return self._made(
+            ("constant", size, value), size, lambda offset: self.flat.constants.append((offset, size, value))
+        )
+
+    def _made(self, key: tuple[object, ...], size: int, enter: Callable[[int], None]) -> int:
+        """The register of something that is there before a block begins; entered into its list the first time."""
+        if key not in self.made:
+            self.made[key] = self._room(size)
+            enter(self.made[key])
+        return self.made[key]
+
+
+_BY_SIZE = ("ld.global", "ld.shared", "ld.param", "st.global", "st.shared")
+
+
+def _sized(handler: str, uses: Sequence[Use], sizes: Sequence[int]) -> str:
+    """The variant of a load or store for a type and the registers of its values."""
+    values = [(use, size) for use, size in zip(uses, sizes, strict=False) if use.type not in ("param",)]
+    values = (
+        values[1:] if handler.startswith("st") else values[:-1] if not handler.endswith("param") else values
+    )
+    type_ = values[0][0].type
+    registers = {size for _, size in values}
+    if len(registers) > 1:
+        raise PtxError("registers of different sizes in one vector")
+    (size,) = registers
+    bits = int(type_[1:])
+    signed = type_[0] == "s" and handler.startswith("ld") and bits < 8 * size
+    return f"{handler}.{'s' if signed else 'u'}{bits}.{size}"
+
+
+def number(text: str, type_: str) -> int:
+    """The bits of a number as PTX writes it."""
+    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+        return int(found[1], 16)
+    if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
+        return int(found[1], 16)
+    if re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)U?", text):
+        value = int(text.rstrip("U"), 0 if "x" in text.lower() else 10)
+        if type_ == "pred":
+            return ALL_LANES if value else 0
+        if type_ in ("f32", "f64"):
+            raise PtxError(f"{text} is no {type_}")
+        return value
+    raise PtxError(f"`{text}` is no number, register or symbol")
+
+
+# ---- where parted lanes meet again -----------------------------------------------------------------------
+
+
+def reconvergence(ways: Sequence[Iterable[int]]) -> list[int]:
+    """For each instruction its immediate post-dominator if it has several ways, else NOWHERE; NOWHERE is also the end.
+
+    Instructions between branches are taken together: a kernel has thousands of them and a few dozen branches.
+    """
+    end = len(ways)
+    following = [list(dict.fromkeys(after)) for after in ways]
+    begins = {0} | {to for number, after in enumerate(following) for to in after if after != [number + 1]}
+    begins |= {number + 1 for number, after in enumerate(following) if after != [number + 1]}
+    starts = sorted(b for b in begins if b < end)
+    block_of = {start: k for k, start in enumerate(starts)}
+    lasts = [after - 1 for after in [*starts[1:], end]]
+    exit_ = len(starts)
+    successors = [[block_of.get(to, exit_) for to in following[last]] for last in lasts]
+    post = _immediate_post_dominators(successors, exit_)
+    found = [NOWHERE] * end
+    for block, last in enumerate(lasts):
+        if len(following[last]) > 1 and post[block] != exit_:
+            found[last] = starts[post[block]]
+    return found
+
+
+def _immediate_post_dominators(successors: Sequence[Sequence[int]], exit_: int) -> list[int]:
+    """By Cooper, Harvey and Kennedy's iteration on the reversed graph; a block from which there is no way out has the
+    exit for one."""
+    predecessors: list[list[int]] = [[] for _ in range(exit_ + 1)]
+    for block, after in enumerate(successors):
+        for to in after:
+            predecessors[to].append(block)
+    order: list[int] = []
+    seen = {exit_}
+    stack = [(exit_, iter(predecessors[exit_]))]
+    while stack:
+        block, rest = stack[-1]
+        for before in rest:
+            if before not in seen:
+                seen.add(before)
+                stack.append((before, iter(predecessors[before])))
+                break
+        else:
+            order.append(block)
+            stack.pop()
+    height = {block: k for k, block in enumerate(order)}
+    post: list[int | None] = [None] * (exit_ + 1)
+    post[exit_] = exit_
+    changed = True
+    while changed:
+        changed = False
+        for block in reversed(order[:-1]):
+            new: int | None = None
+            for to in successors[block]:
+                if to not in height or post[to] is None:
+                    continue
+                new = to if new is None else _meet(new, to, post, height)
+            if new != post[block]:
+                post[block], changed = new, True
+    return [exit_ if found is None else found for found in post[:exit_]]
+
+
+def _meet(a: int, b: int, post: Sequence[int | None], height: dict[int, int]) -> int:
+    while a != b:
+        while height[a] < height[b]:
+            above = post[a]
+            assert above is not None
+            a = above
+        while height[b] < height[a]:
+            above = post[b]
+            assert above is not None
+            b = above
+    return a

@@ -1,0 +1,177 @@
+"""Handlers of plain arithmetic: what an instruction means in one lane (codegen/ptx.py) made a function of 32 of them.
+
+Those that Triton's PTX is full of are compiled with the machine. Any other that codegen/ptx.py knows is compiled when a
+kernel first has it; so nothing that is known is refused, and the library stays small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import product
+from typing import NamedTuple
+
+from ..codegen import ptx
+
+
+class Scalar(NamedTuple):
+    """An instruction with the registers that it is used with: bytes of a lane of each operand, 0 for a predicate.
+
+    A register may be wider than what the instruction reads or writes of it.
+    """
+
+    name: str
+    registers: tuple[int, ...]  # results, then what is read
+
+    @property
+    def handler(self) -> str:
+        return f"{self.name}|{''.join(map(str, self.registers))}"
+
+
+def find(name: str) -> ptx.Row | None:
+    """What an instruction means, its operands being registers throughout."""
+    if name == "lop3.b32":  # its table is an operand like others
+        return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
+    return ptx.find(name)
+
+
+def register_bytes(type_: str) -> int:
+    """Of a lane of the narrowest register that holds this type."""
+    bits = ptx.width(type_)
+    return 0 if bits == 1 else 8 if bits == 64 else 4
+
+
+def plain(name: str) -> Scalar:
+    """An instruction with the registers that fit its types, and without results that may be left out."""
+    row = find(name)
+    assert row is not None, name
+    types = (*row.writes[: least_results(name)], *row.reads)
+    return Scalar(name, tuple(map(register_bytes, types)))
+
+
+def least_results(name: str) -> int:
+    """The results that cannot be left out: setp's second one, the opposite of the first, can."""
+    return 2 if name.startswith("setp") and name.endswith("x2") else 1
+
+
+# ---- C++ -------------------------------------------------------------------------------------------------
+
+_HEAD = '// Made by gpu/scalars.py.\n#include "gpu/scalar.h"\nnamespace gpu {\n\n'
+_TAIL = """
+}  // namespace gpu
+
+extern "C" __attribute__((visibility("default"))) gpu::Handler gpu_handler(const char *name) {
+  for (const gpu::Named &row : gpu::TABLE)
+    if (!__builtin_strcmp(row.name, name)) return row.handler;
+  return nullptr;
+}
+"""
+
+
+def unit(scalars: Iterable[Scalar]) -> str:
+    """The text of a library with these handlers."""
+    listed = sorted(set(scalars))
+    functions = [_function(f"scalar_{number}", scalar) for number, scalar in enumerate(listed)]
+    rows = [f'  GPU_HANDLER("{s.handler}", scalar_{number})' for number, s in enumerate(listed)]
+    table = "static const Named TABLE[] = {\n" + "\n".join(rows) + "\n};\n"
+    return _HEAD + "\n".join(functions) + "\n" + table + _TAIL
+
+
+def _function(function: str, scalar: Scalar) -> str:
+    row = find(scalar.name)
+    assert row is not None, scalar.name
+    results = len(scalar.registers) - len(row.reads)
+    lanes = []
+    for number, (type_, size) in enumerate(
+        zip((*row.writes[:results], *row.reads), scalar.registers, strict=True)
+    ):
+        kind = "Flag" if size == 0 else f"Of<u{8 * size}, {ptx.C_TYPES[type_]}>"
+        lanes.append(f"{kind}(w, i.operands[{number}])")
+    parameters = ", ".join(f"{ptx.C_TYPES[type_]} _{number}" for number, type_ in enumerate(row.reads))
+    lambdas = [
+        f"[]({parameters}) LOOM_ALWAYS {{ return ({ptx.C_TYPES[type_]})({_named(meaning)}); }}"
+        for type_, meaning in zip(row.writes[:results], row.meaning, strict=False)
+    ]
+    read = ", ".join(lanes[results:])
+    body = [f"  expect_divisor(w, i, {lanes[-1]});"] if _divides(scalar.name) else []
+    if row.writes[0] == "pred":
+        # All of them before the first is written: a result may be an operand.
+        body += [
+            f"  const u32 bits_{number} = true_lanes({text}, {read});" for number, text in enumerate(lambdas)
+        ]
+        body += [f"  put_flags(w, i.operands[{number}], bits_{number});" for number in range(results)]
+    else:
+        to = lanes[0].split("(")[0]
+        body.append(f"  for_all_lanes<{to}>(w, i, {lambdas[0]}, {read});")
+    return "\n".join([f"static void {function}(Warp &w, const Instruction &i) {{", *body, "}"])
+
+
+def _named(meaning: str) -> str:
+    return re.sub(r"%(\d)", r"_\1", meaning)
+
+
+def _divides(name: str) -> bool:
+    return re.fullmatch(r"(div|rem)\.[us]\d+", name) is not None
+
+
+# ---- what nearly every kernel has ------------------------------------------------------------------------
+
+
+def _expand(pattern: str) -> list[str]:
+    """The names that a pattern of alternatives, `(a|b).{.c}d`, stands for."""
+    parts = re.split(r"\(([^()]*)\)", re.sub(r"\{([^{}]*)\}", r"(|\1)", pattern))
+    choices = [part.split("|") if number % 2 else [part] for number, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+_COMMON = (
+    "mov.(b16|b32|b64|u16|u32|u64|s32|s64|f32)",
+    "selp.(b16|b32|b64|f32|u32|s32|u64|s64|u16|s16)",
+    "(add|sub).(s16|s32|s64|u32|u64)",
+    "mul.lo.(s16|s32|s64|u32|u64)",
+    "mul.hi.(s32|u32|s64|u64)",
+    "mul.wide.(s16|u16|s32|u32)",
+    "mad.(lo|wide).(s32|u32)",
+    "mad.lo.s64",
+    "(div|rem).(s32|u32|s64|u64)",
+    "(neg|abs).(s32|s64)",
+    "(min|max).(s16|u16|s32|u32|s64|u64)",
+    "(and|or|xor|not).(b16|b32|b64)",
+    "shl.(b16|b32|b64)",
+    "shr.(s16|u16|b32|s32|u32|b64|s64|u64)",
+    "bfe.(u32|s32|u64)",
+    "(prmt|lop3|popc|clz).b32",
+    "(add|sub|mul){.rn}.f32",
+    "fma.rn{.ftz}.f32",
+    "div.(rn|full).f32",
+    "(ex2|lg2|rcp|rsqrt|sqrt).approx.ftz.f32",
+    "(ex2|lg2|rcp|rsqrt|sqrt).approx.f32",
+    "sqrt.rn.f32",
+    "(min|max){.NaN}.f32",
+    "(neg|abs).f32",
+    "setp.(eq|ne).(b16|b32|b64)",
+    "setp.(eq|ne|lt|le|gt|ge).(s32|u32|s64|u64|s16|u16)",
+    "setp.(eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan).f32",
+    "cvt.(u16|s16).(u32|s32|u64|s64|u8|s8)",
+    "cvt.(u32|s32).(u16|s16|u64|s64|u8|s8)",
+    "cvt.(u64|s64).(u32|s32|u16|s16)",
+    "cvt.(u8|s8).(u16|u32|s32)",
+    "cvt.rn.f32.(s32|u32|s64)",
+    "cvt.rzi.(s32|u32).f32",
+    "cvt.f32.(f16|bf16)",
+    "cvt.rn.(f16|bf16).f32",
+    "cvt.rn.(f16x2|bf16x2).f32",
+    "cvt.rn.satfinite.(e4m3x2|e5m2x2).f32",
+    "cvt.rn.f16x2.(e4m3x2|e5m2x2)",
+    "cvt.rna.tf32.f32",
+    "(add|mul|sub).bf16x2",
+    "fma.rn.(bf16x2|f16x2|bf16|f16)",
+    "(add|sub|mul).f32x2",
+    "(add|sub|mul|fma).rn.f32x2",
+    "(add|min|max).(s16x2|u16x2)",
+)
+
+
+def common() -> list[Scalar]:
+    """The instructions that are compiled with the machine."""
+    return [plain(name) for pattern in _COMMON for name in _expand(pattern) if find(name) is not None]

@@ -1,0 +1,276 @@
+"""PTX text: from characters to statements.
+
+A module of Triton's holds one kernel. What is read of it: the parameters and where they lie, the threads of a block,
+the registers, and the statements with their guards, labels and lines. Names that inline assembly declares in a scope of
+its own (`{ .reg .pred done; wait: ... bra wait; }`) become unique here, so that no later step knows of scopes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+# Bytes of a register of each kind; a predicate is one bit of 32 lanes.
+REGISTER_BYTES = {"pred": 0, "b16": 4, "b32": 4, "b64": 8, "b128": 16} | {
+    f"{kind}{bits}": max(bits // 8, 4) for kind in "usf" for bits in (8, 16, 32, 64)
+}
+PARAMETER_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)}
+
+
+class PtxError(ValueError):
+    """The text is not PTX of the kind that Triton makes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a statement comes from: a line of Python, and the line of the kernel that called there, if another did."""
+
+    file: str = ""
+    line: int = 0
+    outermost: str = ""  # "file.py:12", of the kernel's own text
+
+    def __str__(self) -> str:
+        inner = f"{self.file}:{self.line}" if self.line else "a line that is not known"
+        return f"{self.outermost} (in {inner})" if self.outermost else inner
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One instruction as it is written: `@!%p1 ld.global.b32 %r1, [%rd1+4];`."""
+
+    opcode: str  # with its modifiers
+    operands: tuple[str, ...]  # split at the commas outside of brackets
+    guard: str = ""  # a predicate register; the instruction does nothing where it is false
+    negated: bool = False  # of the guard
+    line: int = 0  # in the PTX
+    place: Place = Place()
+
+    def __str__(self) -> str:
+        guard = f"@{'!' if self.negated else ''}{self.guard} " if self.guard else ""
+        return f"{guard}{self.opcode} {', '.join(self.operands)}".strip()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel's parameter in the .param space."""
+
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass
+class Kernel:
+    """A kernel's text, taken apart."""
+
+    name: str
+    parameters: dict[str, Parameter]
+    threads: int  # of a block
+    registers: dict[str, int] = field(default_factory=dict)  # name to bytes of a lane, 0 for a predicate
+    statements: list[Statement] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)  # name to the number of the statement that follows
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx: labels by index
+    constants: dict[str, bytes] = field(default_factory=dict)  # of the .global space, initialised
+    shared: dict[str, int] = field(
+        default_factory=dict
+    )  # symbols of shared memory: offset from its beginning
+    shared_bytes: int = 0  # of symbols that have a size; dynamic memory begins after them
+
+    @property
+    def parameter_bytes(self) -> int:
+        return max((p.offset + p.size for p in self.parameters.values()), default=0)
+
+
+def split(text: str) -> tuple[str, ...]:
+    """At the commas that stand outside of all brackets."""
+    parts, depth, begin = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter in "{[(") - (letter in "}])")
+        if letter == "," and depth == 0:
+            parts.append(text[begin:at].strip())
+            begin = at + 1
+    parts.append(text[begin:].strip())
+    return tuple(part for part in parts if part)
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
+_INLINED = re.compile(r"^\s*\.loc[^\n]*?//.*@\[ ([^@\[\]]*):\d+ \]", re.M)
+
+
+@functools.lru_cache(maxsize=16)  # a module is read when it is loaded, and when its kernel is launched first
+def read(ptx: str) -> Kernel:
+    """The kernel of a module."""
+    outermost = {ptx.count("\n", 0, m.start()) + 1: m[1].strip() for m in _INLINED.finditer(ptx)}
+    text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
+    entry = _ENTRY.search(text)
+    if entry is None:
+        raise PtxError("there is no .entry in this PTX: nothing to execute")
+    if _ENTRY.search(text, entry.end()):
+        raise PtxError("there are several kernels in this PTX: Triton makes one a module")
+    if re.search(r"^\s*(\.\w+\s+)*\.func\b", text, re.M):
+        raise PtxError("this PTX has a .func: calls are not emulated (compile without noinline functions)")
+    threads = re.search(r"\.reqntid\s+(\d+)", entry[3])
+    if threads is None:
+        raise PtxError("the kernel has no .reqntid: how many threads a block has is not known")
+    kernel = Kernel(name=entry[1], parameters=_parameters(entry[2]), threads=int(threads[1]))
+    for size, name, content in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+()([\w$]+)\[(\d*)\]", text):
+        del size
+        kernel.shared[name] = kernel.shared_bytes
+        kernel.shared_bytes += int(content or 0)
+    for name, count, values in re.findall(
+        r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\](?:\s*=\s*\{([^}]*)\})?", text[: entry.start()]
+    ):
+        given = [int(value, 0) & 255 for value in split(values or "")]
+        kernel.constants[name] = bytes(given + [0] * (int(count) - len(given)))
+    files = {int(number): path for number, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
+    _Body(kernel, files, outermost).read(text, entry.end())
+    return kernel
+
+
+def _parameters(text: str) -> dict[str, Parameter]:
+    found, offset = {}, 0
+    for declaration in split(text.replace("\n", " ")):
+        words = re.sub(r"\[\d+\]", "", declaration).split()
+        kind = next((word[1:] for word in words if word[1:] in PARAMETER_BYTES), None)
+        if kind is None:
+            raise PtxError(f"the parameter `{declaration}` has no type that is known")
+        count = re.search(r"\[(\d+)\]", declaration)
+        size = PARAMETER_BYTES[kind] * (int(count[1]) if count else 1)
+        # `.ptr .align` is a promise about what is pointed to; of the parameter itself speaks the one before its type.
+        alignment = re.match(r"\.param\s+\.align\s+(\d+)", declaration)
+        multiple = int(alignment[1]) if alignment else PARAMETER_BYTES[kind]
+        offset = -(-offset // multiple) * multiple
+        found[words[-1]] = Parameter(words[-1], offset, size)
+        offset += size
+    return found
+
+
+# ---- the body --------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<loc>\.loc\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)|(?P<brace>[{}])|(?P<text>[^;]*);)", re.S
+)
+_GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
+_NAME = re.compile(r"[%$A-Za-z_][\w$]*")
+
+
+@dataclass
+class _Scope:
+    """Names that are declared in a pair of braces, and what they are called in the whole kernel."""
+
+    names: dict[str, str]
+    outer: _Scope | None
+
+    def find(self, name: str) -> str:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.outer
+        return name
+
+
+class _Body:
+    """Reads the statements of a kernel."""
+
+    def __init__(self, kernel: Kernel, files: Mapping[int, str], outermost: Mapping[int, str]) -> None:
+        self.kernel, self.files, self.outermost = kernel, files, outermost
+        self.scopes = 0
+        self.place = Place()
+        self.table_of = ""  # the label that a .branchtargets would belong to
+
+    def read(self, text: str, begin: int) -> None:
+        tokens = list(self._tokens(text, begin))
+        scope = _Scope({}, None)
+        open_scopes = [scope]
+        for number, (kind, content, line) in enumerate(tokens):
+            if kind == "loc":
+                self._locate(content, line)
+            elif kind == "label":
+                name = open_scopes[-1].find(content)
+                self.kernel.labels[name] = len(self.kernel.statements)
+                self.table_of = name
+            elif content == "{":
+                open_scopes.append(self._declared(tokens, number, open_scopes[-1]))
+            elif content == "}":
+                open_scopes.pop()
+            else:
+                self._statement(content, line, open_scopes[-1])
+
+    def _tokens(self, text: str, begin: int) -> Iterator[tuple[str, str, int]]:
+        depth, at = 1, begin
+        while True:
+            found = _TOKEN.match(text, at)
+            if found is None or found.lastgroup is None:
+                raise PtxError(f"line {text.count(chr(10), 0, at) + 1}: the kernel's text ends too early")
+            kind = found.lastgroup
+            content = found[kind].strip()
+            at = found.end()
+            depth += (content == "{") - (content == "}")
+            if depth == 0:
+                return
+            yield kind, content, text.count("\n", 0, found.start(kind)) + 1
+
+    def _locate(self, text: str, line: int) -> None:
+        numbers = text.replace(",", " ").split()
+        file = self.files.get(int(numbers[1]), "")
+        outermost = self.outermost.get(line, "")
+        self.place = Place(file=file, line=int(numbers[2]), outermost=outermost)
+
+    def _declared(self, tokens: list[tuple[str, str, int]], number: int, outer: _Scope) -> _Scope:
+        """The names of the scope that opens at a token: its labels and registers, up to its closing brace."""
+        names, depth = {}, 0
+        self.scopes += 1
+        for kind, content, _ in tokens[number:]:
+            depth += (content == "{") - (content == "}")
+            if depth == 0:
+                break
+            if depth == 1 and kind == "label":
+                names[content] = f"{content}@{self.scopes}"
+            if depth == 1 and content.startswith(".reg"):
+                for name in split(content.split(None, 2)[2]):
+                    names[name] = f"{name}@{self.scopes}"
+        return _Scope(names, outer)
+
+    def _statement(self, text: str, line: int, scope: _Scope) -> None:
+        if text.startswith(".reg"):
+            return self._registers(text, scope)
+        if text.startswith(".branchtargets"):
+            targets = split(text.removeprefix(".branchtargets"))
+            self.kernel.tables[self.table_of] = tuple(scope.find(target) for target in targets)
+            return None
+        if text.startswith(".pragma"):
+            return None
+        if text.startswith("."):
+            raise PtxError(f"line {line}: the directive `{text.split()[0]}` is not known")
+        guard, negated = "", False
+        if found := _GUARD.match(text):
+            guard, negated, text = scope.find(found[2]), found[1] == "!", text[found.end() :]
+        opcode, _, rest = text.strip().partition(" ") if " " in text else text.strip().partition("\t")
+        if "\t" in opcode or "\n" in opcode:
+            opcode, rest = (
+                re.split(r"\s", opcode, maxsplit=1)[0],
+                text.strip()[len(re.split(r"\s", opcode)[0]) :],
+            )
+        rest = " ".join(rest.split())
+        if scope.outer is not None:
+            rest = _NAME.sub(lambda m: scope.find(m[0]), rest)
+        operands = split(rest)
+        statement = Statement(opcode, operands, guard, negated, line, self.place)
+        self.kernel.statements.append(statement)
+        return None
+
+    def _registers(self, text: str, scope: _Scope) -> None:
+        _, kind, names = text.split(None, 2)
+        size = REGISTER_BYTES.get(kind[1:])
+        if size is None:
+            raise PtxError(f"registers of type {kind} are not known")
+        for name in split(names):
+            if many := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
+                for number in range(int(many[2])):
+                    self.kernel.registers[f"{many[1]}{number}"] = size
+            else:
+                self.kernel.registers[scope.find(name)] = size

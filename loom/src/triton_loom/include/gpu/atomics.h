@@ -1,0 +1,119 @@
+// atom and red: a lane after another, in the order of the lanes; in global memory indivisible among blocks as well.
+#pragma once
+#include "memory.h"
+
+namespace gpu {
+
+// Registers of a kind of value, and what is done with it. A packed pair is added half by half.
+template <class T> struct Raw { typedef T type; };
+template <> struct Raw<f32> { typedef u32 type; };
+template <> struct Raw<f64> { typedef u64 type; };
+
+template <class F> struct Half {  // f16 or bf16
+  u16 code;
+};
+template <class F> struct Pair {
+  u32 codes;
+};
+template <class F> struct Raw<Half<F>> { typedef u16 type; };
+template <class F> struct Raw<Pair<F>> { typedef u32 type; };
+
+template <class F> LOOM_INLINE u16 sum16(u16 a, u16 b) {
+  return ptx::close<F, false, false, false>(ptx::decode<F>(a) + ptx::decode<F>(b));
+}
+LOOM_INLINE f32 sum(f32 a, f32 b) { return ptx::canonical(a + b); }
+template <class T> LOOM_INLINE T sum(T a, T b) { return (T)(a + b); }
+template <class F> LOOM_INLINE Half<F> sum(Half<F> a, Half<F> b) { return {sum16<F>(a.code, b.code)}; }
+template <class F> LOOM_INLINE Pair<F> sum(Pair<F> a, Pair<F> b) {
+  return {ptx::pairs<u16>([](u16 x, u16 y) { return sum16<F>(x, y); }, a.codes, b.codes)};
+}
+
+struct Add { template <class T> static T of(T old, T x, T) { return sum(old, x); } };
+struct Min { template <class T> static T of(T old, T x, T) { return x < old ? x : old; } };
+struct Max { template <class T> static T of(T old, T x, T) { return x > old ? x : old; } };
+struct And { template <class T> static T of(T old, T x, T) { return old & x; } };
+struct Or { template <class T> static T of(T old, T x, T) { return old | x; } };
+struct Xor { template <class T> static T of(T old, T x, T) { return old ^ x; } };
+struct Exchange { template <class T> static T of(T, T x, T) { return x; } };
+struct Compare { template <class T> static T of(T old, T x, T y) { return old == x ? y : old; } };
+struct Increment { template <class T> static T of(T old, T x, T) { return old >= x ? 0 : old + 1; } };
+struct Decrement { template <class T> static T of(T old, T x, T) { return old == 0 || old > x ? x : old - 1; } };
+
+template <Space SPACE, class Op, class T> LOOM_INLINE typename Raw<T>::type update(u8 *at, T x, T y) {
+  typedef typename Raw<T>::type U;
+  U before = __atomic_load_n((U *)at, __ATOMIC_RELAXED);
+  for (;;) {
+    const U after = bits<U>(Op::template of<T>(bits<T>(before), x, y));
+    if constexpr (SPACE == SHARED) return *(U *)at = after, before;
+    if (__atomic_compare_exchange_n((U *)at, &before, after, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return before;
+  }
+}
+
+// Operands: old values, address, new values, and for cas what is stored after those. An instruction acts on `count`
+// neighbouring elements (.v2, .v4), each indivisible by itself. `red` has sinks for the old values.
+template <Space SPACE, class Op, class T> static void atomic(Warp &w, const Instruction &i) {
+  typedef typename Raw<T>::type U;
+  typedef integer<(sizeof(U) < 4 ? 4 : sizeof(U)), false> Slot;
+  constexpr bool compares = __is_same(Op, Compare);
+  const u32 count = compares ? 1 : (i.operand_count - 1) / 2, bytes = count * sizeof(U);
+  u64 address[LANES];
+  addresses<SPACE>(w, i, count, address);
+  u32 lanes;
+  if constexpr (SPACE == SHARED) lanes = reachable_shared(w, i, address, bytes, w.mask);
+  else lanes = reachable_global<true>(w, i, address, bytes, w.mask);
+  if (w.block->checks) {
+    if constexpr (SPACE == SHARED) update_shared(w, i, address, bytes, lanes);
+    else update_global(w, i, address, bytes, lanes);
+  }
+  w.block->happened();
+  for (u32 rest = lanes; rest; rest &= rest - 1) {
+    const u32 lane = first_lane(rest);
+    for (u32 k = 0; k < count; ++k) {
+      u8 *at = bytes_at<SPACE>(w, address[lane]) + k * sizeof(U);
+      const U x = (U)((Slot *)(w.registers + i.operands[count + 1 + k]))[lane];
+      U y = x;
+      if constexpr (compares) y = (U)((Slot *)(w.registers + i.operands[3]))[lane];
+      ((Slot *)(w.registers + i.operands[k]))[lane] = update<SPACE, Op, T>(at, bits<T>(x), bits<T>(y));
+    }
+  }
+}
+
+static const Named ATOMICS_TABLE[] = {
+#define GPU_ATOMIC(OP, TYPE, ...)                                            \
+  GPU_HANDLER("atom.global." OP "." TYPE, atomic<GLOBAL, __VA_ARGS__>)         \
+  GPU_HANDLER("atom.shared." OP "." TYPE, atomic<SHARED, __VA_ARGS__>)
+  GPU_ATOMIC("add", "u32", Add, u32)
+  GPU_ATOMIC("add", "s32", Add, u32)
+  GPU_ATOMIC("add", "u64", Add, u64)
+  GPU_ATOMIC("add", "s64", Add, u64)
+  GPU_ATOMIC("add", "f32", Add, f32)
+  GPU_ATOMIC("add", "f64", Add, f64)
+  GPU_ATOMIC("add", "f16", Add, Half<ptx::f16>)
+  GPU_ATOMIC("add", "bf16", Add, Half<ptx::bf16>)
+  GPU_ATOMIC("add", "f16x2", Add, Pair<ptx::f16>)
+  GPU_ATOMIC("add", "bf16x2", Add, Pair<ptx::bf16>)
+  GPU_ATOMIC("min", "u32", Min, u32)
+  GPU_ATOMIC("min", "s32", Min, i32)
+  GPU_ATOMIC("min", "u64", Min, u64)
+  GPU_ATOMIC("min", "s64", Min, i64)
+  GPU_ATOMIC("max", "u32", Max, u32)
+  GPU_ATOMIC("max", "s32", Max, i32)
+  GPU_ATOMIC("max", "u64", Max, u64)
+  GPU_ATOMIC("max", "s64", Max, i64)
+  GPU_ATOMIC("and", "b32", And, u32)
+  GPU_ATOMIC("and", "b64", And, u64)
+  GPU_ATOMIC("or", "b32", Or, u32)
+  GPU_ATOMIC("or", "b64", Or, u64)
+  GPU_ATOMIC("xor", "b32", Xor, u32)
+  GPU_ATOMIC("xor", "b64", Xor, u64)
+  GPU_ATOMIC("exch", "b32", Exchange, u32)
+  GPU_ATOMIC("exch", "b64", Exchange, u64)
+  GPU_ATOMIC("cas", "b16", Compare, u16)
+  GPU_ATOMIC("cas", "b32", Compare, u32)
+  GPU_ATOMIC("cas", "b64", Compare, u64)
+  GPU_ATOMIC("inc", "u32", Increment, u32)
+  GPU_ATOMIC("dec", "u32", Decrement, u32)
+#undef GPU_ATOMIC
+};
+
+}  // namespace gpu

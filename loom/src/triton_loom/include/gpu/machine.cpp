@@ -1,0 +1,249 @@
+// The machine as a shared library: blocks of a grid are taken one after another by threads of the CPU.
+#include "atomics.h"
+#include "barriers.h"
+#include "control.h"
+#include "lanes.h"
+#include "memory.h"
+#include "scalar.h"
+#include "shadow.h"
+
+namespace gpu {
+
+// ---- handlers by name -----------------------------------------------------------------------------------
+
+struct Table {
+  const Named *rows;
+  u32 count;
+};
+#define GPU_TABLE(NAME) {NAME, sizeof NAME / sizeof NAME[0]}
+static const Table TABLES[] = {
+  GPU_TABLE(SCALAR_TABLE),  GPU_TABLE(CONTROL_TABLE), GPU_TABLE(MEMORY_TABLE),
+  GPU_TABLE(ATOMICS_TABLE), GPU_TABLE(LANES_TABLE),   GPU_TABLE(BARRIERS_TABLE),
+};
+
+// ---- a block --------------------------------------------------------------------------------------------
+
+static u64 special_value(const Special &s, const Block &b, u32 warp, u32 lane) {
+  const u32 thread = warp * LANES + lane;
+  switch (s.kind) {
+    case TID_X: return thread;
+    case TID_Y: case TID_Z: return 0;
+    case NTID_X: return b.thread_count;
+    case NTID_Y: case NTID_Z: return 1;
+    case CTAID_X: case CTAID_Y: case CTAID_Z: return b.id[s.kind - CTAID_X];
+    case NCTAID_X: case NCTAID_Y: case NCTAID_Z: return b.launch->grid[s.kind - NCTAID_X];
+    case LANEID: return lane;
+    case WARPID: return warp;
+    case NWARPID: return b.warp_count;
+    case PARAMETERS: return (u64)b.launch->parameters + s.addend;
+    case DYNAMIC_SHARED: return SHARED_BASE + s.addend;
+    case CLUSTER_CTAID: return 0;
+    case CLUSTER_NCTAID: return 1;
+    case LANEMASK_EQ: return 1u << lane;
+    case LANEMASK_LT: return (1u << lane) - 1;
+    case LANEMASK_LE: return (2u << lane) - 1;
+    case LANEMASK_GE: return ~((1u << lane) - 1);
+    case LANEMASK_GT: return ~((2u << lane) - 1);
+    case CLOCK: case GRIDID: return 0;
+  }
+  return 0;
+}
+
+static void fill_specials(Block &b) {
+  const Launch &launch = *b.launch;
+  for (u32 k = 0; k < launch.special_count; ++k) {
+    const Special &s = launch.specials[k];
+    const bool wide = s.kind == PARAMETERS;
+    for (u32 warp = 0; warp < b.warp_count; ++warp)
+      for (u32 lane = 0; lane < LANES; ++lane) {
+        const u64 value = special_value(s, b, warp, lane);
+        u8 *registers = b.warps[warp].registers + s.offset;
+        if (wide) ((u64 *)registers)[lane] = value;
+        else ((u32 *)registers)[lane] = (u32)value;
+      }
+  }
+}
+
+static void enter(Block &b, u64 linear) {
+  const Launch &launch = *b.launch;
+  b.linear = linear;
+  b.id[0] = (u32)(linear % launch.grid[0]);
+  b.id[1] = (u32)(linear / launch.grid[0] % launch.grid[1]);
+  b.id[2] = (u32)(linear / launch.grid[0] / launch.grid[1]);
+  b.live_threads = b.thread_count;
+  b.pending.clear();
+  for (Barrier &barrier : b.barriers)
+    if (barrier.arrived) barrier = {};
+  for (u32 k = 0; k < b.warp_count; ++k) {
+    Warp &w = b.warps[k];
+    w.number = k;
+    w.live = w.active = FULL;
+    w.pc = 0, w.reconverge = NOWHERE, w.current = 0, w.fragments_used = 1, w.turns = 0;
+    w.fragments[0] = {0, NOWHERE, FULL, READY, NOWHERE, 0, 0};
+  }
+  fill_specials(b);
+}
+
+// ---- running --------------------------------------------------------------------------------------------
+
+LOOM_NOINLINE void run(Warp &w) {
+  const Instruction *program = w.block->launch->instructions;
+  u64 *executed = w.block->worker->executed;
+  w.running = 1, w.turns = 0;
+  resume(w, w.current);
+  do {
+    if (__builtin_expect(w.pc == w.reconverge, 0)) {
+      suspend(w);
+      finish(w);
+      continue;
+    }
+    const Instruction &i = program[w.pc];
+    ++executed[w.pc];
+    ++w.pc;
+    w.mask = w.active & (*(const u32 *)(w.registers + i.guard) ^ i.flip);
+    if (__builtin_expect(w.mask != 0, 1)) i.handler(w, i);
+  } while (w.running);
+  if (w.fragments[w.current].state == READY) suspend(w);
+}
+
+static bool is_over(const Warp &w) { return w.fragments[0].state == FREE; }
+static bool can_run(Warp &w) {
+  if (w.fragments[w.current].state == READY) return true;
+  for (u32 k = 0; k < w.fragments_used; ++k)
+    if (w.fragments[k].state == READY) return w.current = k, true;
+  return false;
+}
+
+static bool deliver_one(Block &b) {
+  if (!b.pending.count) return false;
+  Pending first = b.pending[0];
+  b.pending.remove(0);
+  first.deliver(b, first);
+  b.happened();
+  return true;
+}
+
+// Nobody can go on. Threads that have left the kernel count as having come to the barriers of the whole block, but that
+// is reported: hardware need not see it so.
+static bool open_abandoned_barrier(Block &b) {
+  for (u32 number = 0; number < BARRIERS; ++number) {
+    Barrier &barrier = b.barriers[number];
+    if (!barrier.waiting || barrier.expected || barrier.arrived < b.live_threads) continue;
+    Warp &w = b.warps[first_lane(barrier.waiting)];
+    for (u32 k = 0; k < w.fragments_used; ++k) {
+      const Fragment &f = w.fragments[k];
+      if (f.state == AT_BARRIER && f.barrier == number)
+        found(w, BARRIER_NOT_REACHED, f.pc - 1, first_lane(f.lanes));
+    }
+    open_barrier(b, number);
+    return true;
+  }
+  return false;
+}
+
+static void report_deadlock(Block &b) {
+  for (u32 k = 0; k < b.warp_count; ++k) {
+    Warp &w = b.warps[k];
+    for (u32 n = 0; n < w.fragments_used && !is_over(w); ++n) {
+      const Fragment &f = w.fragments[n];
+      if (f.state == AT_BARRIER) found(w, DEADLOCK, f.pc - 1, first_lane(f.lanes));
+      if (f.state == READY) found(w, DEADLOCK, f.pc, first_lane(f.lanes));
+    }
+  }
+}
+
+// Rounds without anything having happened in the block: all of its warps wait in loops, or compute for very long.
+constexpr u32 PATIENCE = 1 << 14;
+
+static void run_block(Block &b) {
+  u64 seen = b.events;
+  for (u32 idle = 0;;) {
+    bool over = true, ran = false;
+    for (u32 k = 0; k < b.warp_count; ++k) {
+      Warp &w = b.warps[k];
+      if (is_over(w)) continue;
+      over = false;
+      if (can_run(w)) run(w), ran = true;
+    }
+    if (over) return;
+    if (b.events != seen) {
+      seen = b.events, idle = 0;
+    } else if (!ran || ++idle >= PATIENCE) {
+      if (deliver_one(b) || open_abandoned_barrier(b)) continue;
+      return report_deadlock(b);
+    }
+  }
+}
+
+static void work(void *data) {
+  Launch &launch = *(Launch *)data;
+  Worker &worker = *(Worker *)allocate(sizeof(Worker));
+  Block &b = worker.block;
+  worker.launch = b.launch = &launch;
+  b.worker = &worker;
+  b.thread_count = launch.threads, b.warp_count = (launch.threads + LANES - 1) / LANES;
+  b.shared_bytes = launch.shared_bytes;
+  b.checks = launch.options & HAZARDS;
+  const u64 register_bytes = (launch.register_bytes + 63) / 64 * 64;
+  worker.registers = (u8 *)allocate(register_bytes * b.warp_count);
+  b.shared = worker.shared_memory = (u8 *)allocate(launch.shared_bytes + 64);
+  worker.executed = (u64 *)allocate(sizeof(u64) * launch.instruction_count);
+  Clocks *clocks = (Clocks *)allocate(sizeof(Clocks) * b.warp_count);
+  for (u32 k = 0; k < b.warp_count; ++k) {
+    Warp &w = b.warps[k];
+    w.block = &b;
+    w.registers = worker.registers + k * register_bytes;
+    w.clocks = &clocks[k];
+    for (u32 n = 0; n < launch.constant_count; ++n) {
+      const Constant &c = launch.constants[n];
+      for (u32 lane = 0; lane < (c.bytes ? LANES : 1); ++lane)
+        if (c.bytes == 8) ((u64 *)(w.registers + c.offset))[lane] = c.value;
+        else ((u32 *)(w.registers + c.offset))[lane] = (u32)c.value;
+    }
+  }
+  const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
+  for (;;) {
+    const u64 linear = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
+    if (linear >= blocks) break;
+    enter(b, linear);
+    run_block(b);
+  }
+  for (u32 k = 0; k < launch.instruction_count; ++k)
+    if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
+  b.pending.release();
+  free(clocks), free(worker.executed), free(worker.shared_memory), free(worker.registers), free(&worker);
+}
+
+}  // namespace gpu
+
+#define GPU_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The handler of this name, or null.
+GPU_EXPORT gpu::Handler gpu_handler(const char *name) {
+  for (const gpu::Table &table : gpu::TABLES)
+    for (u32 k = 0; k < table.count; ++k)
+      if (!__builtin_strcmp(table.rows[k].name, name)) return table.rows[k].handler;
+  return nullptr;
+}
+
+// The names of all handlers, one at a time; null after the last.
+GPU_EXPORT const char *gpu_handler_name(u32 number) {
+  for (const gpu::Table &table : gpu::TABLES) {
+    if (number < table.count) return table.rows[number].name;
+    number -= table.count;
+  }
+  return nullptr;
+}
+
+// The sizes of what Python mirrors: a test compares them.
+GPU_EXPORT u32 gpu_size(u32 which) {
+  const u32 sizes[] = {sizeof(gpu::Instruction), sizeof(gpu::Finding), sizeof(gpu::Launch), sizeof(gpu::Range),
+                       sizeof(gpu::Constant), sizeof(gpu::Special)};
+  return which < sizeof sizes / sizeof sizes[0] ? sizes[which] : 0;
+}
+
+GPU_EXPORT void gpu_launch(gpu::Launch *launch, void *gomp_parallel) {
+  if (launch->workers > 1 && gomp_parallel)
+    ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(gpu::work, launch, launch->workers, 0);
+  else gpu::work(launch);
+}

@@ -1,0 +1,267 @@
+// A GPU in software: what an instruction, a warp, a block and a launch are.
+//
+// Python decodes PTX to a flat array of `Instruction`s (gpu/program.py); here each one is a call of its handler, a
+// function of 32 lanes. A register is an array of 32 lanes in its warp's register file: 4 bytes a lane for %rs and %r,
+// 8 for %rd; a predicate is one u32 with a bit per lane. An operand is the byte offset of its register. Immediates,
+// special registers (%tid.x, ...) and addresses of symbols are registers as well, filled before a block begins, so that
+// handlers know one kind of operand only.
+//
+// How to add an instruction
+//   1. Write its handler `void name(Warp &w, const Instruction &i)` in the header of its subject. It acts on the lanes in
+//      `w.mask` (those that are here and whose guard holds; never none). `w.words(i, k)` and `w.longs(i, k)` are the 32
+//      lanes of operand k, `w.flags(i, k)` its predicate bits; `i.immediate` is the constant that gpu/opcodes.py gave.
+//   2. List it at the end of that header: `GPU_HANDLER("its.name", name)` in the header's table (see `memory.h`), and
+//      add the table to `TABLES` in machine.cpp if the header is new.
+//   3. Give gpu/opcodes.py a row that says which opcode with which modifiers is this handler, and what its operands are.
+//   Plain arithmetic needs none of this: codegen/ptx.py says what it means and gpu/scalars.py makes the handlers.
+//
+// How an asynchronous operation works (cp.async is the example: async.h)
+//   Who executes is an *agent*: a warp, or something that reads or writes memory on its own. An agent has a number and a
+//   clock (clocks.h). What an operation does to memory is entered into the shadow (shadow.h) as done by its agent at its
+//   clock; whoever waits for the operation gets to know that clock (`know`), and a barrier hands knowledge on. An access
+//   that meets one it does not know of is a race. So: one agent for operations that complete in order (all copies of
+//   a warp, by groups), another agent for what completes independently (the copies that one mbarrier counts).
+//   The bytes themselves move either at once (`early`), or as late as the rules allow: the operation is put into
+//   `block.pending`, and whoever waits for it calls `deliver` on it. A block in which nobody can go on delivers what is
+//   pending, one operation at a time, before it counts as deadlocked.
+//   An instruction that finds that it has to wait (mbarrier.try_wait) sets its result to false and calls
+//   `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
+#pragma once
+#include "../ptx.h"
+#include "storage.h"
+
+namespace gpu {
+
+constexpr u32 LANES = 32, WARPS = 32, FULL = ~0u, NOWHERE = ~0u;
+constexpr u32 SHARED_BASE = 1024;  // the address of the first byte of shared memory: 0 is no valid one
+
+struct Warp;
+struct Block;
+struct Worker;
+struct Launch;
+struct Instruction;
+typedef void (*Handler)(Warp &, const Instruction &);
+
+struct Instruction {  // mirrored in gpu/machine.py
+  Handler handler;
+  const u32 *operands;  // offsets into the register file
+  i64 immediate;
+  u32 operand_count;
+  u32 guard, flip;  // a predicate, of which `flip` (all ones or none) negates the bits
+  u32 target;       // of a branch
+  u32 reconverge;   // where lanes that a branch has parted meet again: its immediate post-dominator
+  u32 number;       // its own, in the program
+};
+
+// ---- what is found --------------------------------------------------------------------------------------
+
+enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
+  SHARED_RACE,
+  GLOBAL_RACE,
+  SHARED_UNINITIALISED,
+  SHARED_BOUNDS,
+  GLOBAL_BOUNDS,
+  GLOBAL_READ_ONLY,
+  MISALIGNED,
+  SPLIT_WARP,
+  LANE_NOT_THERE,
+  LANES_DISAGREE,
+  BARRIER_NOT_REACHED,
+  DEADLOCK,
+  DIVISION_BY_ZERO,
+  BARRIER_MISUSE,
+  COPY_MISUSE,
+};
+
+constexpr u32 NOBODY = ~0u;
+
+struct Finding {  // mirrored in gpu/machine.py
+  i32 kind;
+  u32 instruction, other_instruction;  // NOWHERE if there is none
+  u32 thread, other_thread;            // of the block
+  u32 block[3], other_block[3];
+  u64 address;
+  u64 count;  // how often
+  u64 order;  // of the block in the grid: of several, the first one is kept
+};
+
+// ---- a launch -------------------------------------------------------------------------------------------
+
+struct Range {
+  u64 begin, end;
+  u64 writable;
+};
+
+struct Constant {  // a register that is the same in all lanes and never written
+  u32 offset, bytes;
+  u64 value;
+};
+
+enum SpecialKind : u32 {  // in the order of SPECIALS in gpu/program.py
+  TID_X, TID_Y, TID_Z, NTID_X, NTID_Y, NTID_Z, CTAID_X, CTAID_Y, CTAID_Z, NCTAID_X, NCTAID_Y, NCTAID_Z,
+  LANEID, WARPID, NWARPID, PARAMETERS, DYNAMIC_SHARED, CLUSTER_CTAID, CLUSTER_NCTAID, LANEMASK_LT, LANEMASK_LE,
+  LANEMASK_EQ, LANEMASK_GE, LANEMASK_GT, CLOCK, GRIDID,
+};
+struct Special {
+  u32 offset, kind;
+  u64 addend;
+};
+
+enum Check : u32 { HAZARDS = 1, EARLY = 2, ALONE = 4 };
+
+struct Launch {  // mirrored in gpu/machine.py
+  const Instruction *instructions;
+  const Constant *constants;
+  const Special *specials;
+  const Range *ranges;  // sorted, apart from each other
+  const u8 *parameters;
+  u64 *executed;      // by instruction: warps that executed it
+  Finding *findings;  // sorted by nothing; one for each kind and pair of instructions
+  u64 findings_total;
+  u64 seed;
+  u32 instruction_count, constant_count, special_count, range_count;
+  u32 finding_capacity, finding_count;
+  u32 register_bytes, parameter_bytes, shared_bytes, threads;
+  u32 grid[3];
+  u32 options;  // of Check
+  u32 workers;
+  // The machine's own.
+  i32 lock;
+  u64 next_block;
+  void *global_shadow;
+};
+
+// ---- a warp ---------------------------------------------------------------------------------------------
+
+enum State : u32 { FREE, READY, FORKED, AT_BARRIER };
+
+// Lanes that go the same way. A branch that parts them makes two fragments of one, which waits where they meet again.
+struct Fragment {
+  u32 pc, reconverge, lanes;
+  State state;
+  u32 parent, children;
+  u32 barrier;
+};
+constexpr u32 FRAGMENTS = 2 * LANES;
+
+struct Warp {
+  u8 *registers;
+  u32 mask;    // the lanes of the current instruction
+  u32 active;  // the lanes of the current fragment
+  u32 pc, reconverge;
+  u32 running;  // cleared by what stops the warp for now
+  u32 number;   // in the block
+  u32 live;     // lanes that have not left the kernel
+  u32 current;  // fragment
+  u32 fragments_used;
+  u32 turns;  // backward branches since somebody else ran
+  Block *block;
+  Fragment fragments[FRAGMENTS];
+  // What the warp knows of other agents, and its own clock: clocks.h.
+  struct Clocks *clocks;
+
+  u32 *words(const Instruction &i, u32 k) { return (u32 *)(registers + i.operands[k]); }
+  u64 *longs(const Instruction &i, u32 k) { return (u64 *)(registers + i.operands[k]); }
+  u32 &flags(const Instruction &i, u32 k) { return *(u32 *)(registers + i.operands[k]); }
+  u32 thread(u32 lane) const { return number * LANES + lane; }
+  bool is_split() const { return active != live; }
+  void let_others_run() { running = 0; }
+};
+
+// ---- a block --------------------------------------------------------------------------------------------
+
+typedef u32 Time;  // clocks.h
+constexpr u32 AGENTS = 256;
+
+struct Barrier {
+  u32 arrived, expected;  // threads; 0 expected: all of them
+  u32 waiting;            // warps that cannot go on before the others have come, a bit each
+  Time known[AGENTS];     // to those who have come
+};
+constexpr u32 BARRIERS = 16;
+
+// An asynchronous operation under way. `operation` points to what its handler has put aside.
+struct Pending {
+  void (*deliver)(Block &, Pending &);
+  void *operation;
+  u32 warp;
+  u64 ticket;  // by which whoever waits finds it: a group, a barrier's address
+};
+
+struct Block {
+  Launch *launch;
+  Worker *worker;
+  u32 id[3];
+  u64 linear;
+  u8 *shared;  // shared[0] has the address SHARED_BASE
+  u32 shared_bytes, warp_count, thread_count;
+  u32 live_threads;
+  u64 events;  // counts whatever may let somebody go on who had to wait
+  Warp warps[WARPS];
+  Barrier barriers[BARRIERS];
+  Vec<Pending> pending;
+  struct Shadow *shadow;  // of shared memory: shadow.h
+  bool checks;
+
+  void happened() { ++events; }
+};
+
+// One thread of the CPU and what it keeps from block to block.
+struct Worker {
+  Launch *launch;
+  Block block;
+  u64 *executed;
+  u8 *registers;
+  u8 *shared_memory;
+  const Range *last_range;
+};
+
+// ---- findings -------------------------------------------------------------------------------------------
+
+__attribute__((cold)) LOOM_NOINLINE void report(Block &b, const Finding &found) {
+  Launch &launch = *b.launch;
+  while (__atomic_exchange_n(&launch.lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
+  ++launch.findings_total;
+  Finding *same = nullptr;
+  for (u32 k = 0; k < launch.finding_count && !same; ++k) {
+    Finding &f = launch.findings[k];
+    if (f.kind == found.kind && f.instruction == found.instruction && f.other_instruction == found.other_instruction)
+      same = &f;
+  }
+  if (same) {
+    const u64 count = same->count + 1;
+    if (found.order < same->order) *same = found;
+    same->count = count;
+  } else if (launch.finding_count < launch.finding_capacity) {
+    launch.findings[launch.finding_count] = found;
+    launch.findings[launch.finding_count++].count = 1;
+  }
+  __atomic_store_n(&launch.lock, 0, __ATOMIC_RELEASE);
+}
+
+// At an instruction of a warp, by one of its lanes.
+__attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instruction, u32 lane, u64 address = 0,
+                                               u32 other_instruction = NOWHERE, u32 other_thread = NOBODY) {
+  Block &b = *w.block;
+  Finding f = {kind, instruction, other_instruction, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
+  __builtin_memcpy(f.block, b.id, sizeof b.id);
+  __builtin_memcpy(f.other_block, b.id, sizeof b.id);
+  report(b, f);
+}
+
+LOOM_INLINE u32 first_lane(u32 lanes) { return (u32)__builtin_ctz(lanes); }
+
+// An instruction that all threads of a warp execute together, or what it does is undefined.
+LOOM_INLINE void expect_whole(Warp &w, const Instruction &i) {
+  if (__builtin_expect(w.mask != w.live, 0)) found(w, SPLIT_WARP, i.number, first_lane(w.mask));
+}
+
+// ---- the table of handlers ------------------------------------------------------------------------------
+
+struct Named {
+  const char *name;
+  Handler handler;
+};
+#define GPU_HANDLER(NAME, ...) {NAME, __VA_ARGS__},
+
+}  // namespace gpu

@@ -1,0 +1,123 @@
+// Instructions that do the same in each lane, from what they mean for one (codegen/ptx.py says it, gpu/scalars.py makes
+// the handlers).
+#pragma once
+#include "machine.h"
+
+namespace gpu {
+
+#ifdef __clang__
+#define GPU_LANES _Pragma("clang loop vectorize(assume_safety)") for (u32 lane = 0; lane < LANES; ++lane)
+#else
+#define GPU_LANES _Pragma("GCC ivdep") for (u32 lane = 0; lane < LANES; ++lane)
+#endif
+
+// An operand: lanes of `Register` in the register file, which the instruction reads or writes as a `Type`.
+template <class Register, class Type> struct Of {
+  Register *lanes;
+  Of(Warp &w, u32 offset) : lanes((Register *)(w.registers + offset)) {}
+  Type get(u32 lane) const { return ptx::as<Type>(lanes[lane]); }
+  void put(u32 lane, Type x) { lanes[lane] = ptx::raw<Register>(x); }
+  void put(u32 lane, Type x, u32 mask) { lanes[lane] = mask >> lane & 1 ? ptx::raw<Register>(x) : lanes[lane]; }
+};
+// A predicate.
+struct Flag {
+  u32 bits;
+  Flag(Warp &w, u32 offset) : bits(*(u32 *)(w.registers + offset)) {}
+  bool get(u32 lane) const { return bits >> lane & 1; }
+};
+
+template <class To, class F, class... From>
+LOOM_INLINE void for_all_lanes(Warp &w, const Instruction &i, F f, From... from) {
+  To to(w, i.operands[0]);
+  if (__builtin_expect(w.mask == FULL, 1)) {
+    GPU_LANES to.put(lane, f(from.get(lane)...));
+  } else {
+    const u32 mask = w.mask;
+    GPU_LANES to.put(lane, f(from.get(lane)...), mask);
+  }
+}
+
+template <class F, class... From> LOOM_INLINE u32 true_lanes(F f, From... from) {
+  u32 bits = 0;
+  for (u32 lane = 0; lane < LANES; ++lane) bits |= (f(from.get(lane)...) ? 1u : 0u) << lane;
+  return bits;
+}
+LOOM_INLINE void put_flags(Warp &w, u32 offset, u32 bits) {
+  u32 &to = *(u32 *)(w.registers + offset);
+  to = (to & ~w.mask) | (bits & w.mask);
+}
+
+// What a division by zero gives is not said by PTX, and Triton's optimiser takes it never to happen.
+template <class Divisor> LOOM_INLINE void expect_divisor(Warp &w, const Instruction &i, Divisor divisor) {
+  u32 zero = 0;
+  for (u32 lane = 0; lane < LANES; ++lane) zero |= (divisor.get(lane) == 0 ? 1u : 0u) << lane;
+  zero &= w.mask;
+  if (__builtin_expect(zero && w.block->checks, 0)) found(w, DIVISION_BY_ZERO, i.number, first_lane(zero));
+}
+
+// ---- what codegen/ptx.py does not have ------------------------------------------------------------------
+
+// A logical function of three registers by its table of truth, which is an operand here.
+LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c, u32 table) {
+  u32 d = 0;
+  for (u32 row = 0; row < 8; ++row)
+    d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c) & (0u - (table >> row & 1));
+  return d;
+}
+
+static void pred_move(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1)); }
+static void pred_not(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], ~w.flags(i, 1)); }
+static void pred_and(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1) & w.flags(i, 2)); }
+static void pred_or(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1) | w.flags(i, 2)); }
+static void pred_xor(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1) ^ w.flags(i, 2)); }
+
+// mov.b64 {low, high}, whole: parts of PART bits, the first the lowest.
+template <class Whole, class Part> static void unpack(Warp &w, const Instruction &i) {
+  constexpr u32 width = sizeof(Part) * 8;
+  Whole whole[LANES];
+  const Whole *from = (const Whole *)(w.registers + i.operands[i.operand_count - 1]);
+  __builtin_memcpy(whole, from, sizeof whole);
+  for (u32 k = 0; k + 1 < i.operand_count; ++k) {
+    u32 *to = w.words(i, k);
+    const u32 mask = w.mask;
+    if (mask == FULL) {
+      GPU_LANES to[lane] = (Part)(whole[lane] >> k * width);
+    } else {
+      GPU_LANES to[lane] = mask >> lane & 1 ? (Part)(whole[lane] >> k * width) : to[lane];
+    }
+  }
+}
+template <class Whole, class Part> static void pack(Warp &w, const Instruction &i) {
+  constexpr u32 width = sizeof(Part) * 8;
+  Whole whole[LANES] = {};
+  for (u32 k = 1; k < i.operand_count; ++k) {
+    const u32 *from = w.words(i, k);
+    GPU_LANES whole[lane] |= (Whole)(Part)from[lane] << (k - 1) * width;
+  }
+  Whole *to = (Whole *)(w.registers + i.operands[0]);
+  const u32 mask = w.mask;
+  GPU_LANES to[lane] = mask >> lane & 1 ? whole[lane] : to[lane];
+}
+
+static void nothing(Warp &, const Instruction &) {}
+
+static const Named SCALAR_TABLE[] = {
+  GPU_HANDLER("nothing", nothing)
+  GPU_HANDLER("pred.mov", pred_move)
+  GPU_HANDLER("pred.not", pred_not)
+  GPU_HANDLER("pred.and", pred_and)
+  GPU_HANDLER("pred.or", pred_or)
+  GPU_HANDLER("pred.xor", pred_xor)
+  GPU_HANDLER("unpack.32.16", unpack<u32, u16>)
+  GPU_HANDLER("unpack.64.32", unpack<u64, u32>)
+  GPU_HANDLER("unpack.64.16", unpack<u64, u16>)
+  GPU_HANDLER("unpack.32.8", unpack<u32, u8>)
+  GPU_HANDLER("unpack.16.8", unpack<u32, u8>)
+  GPU_HANDLER("pack.32.16", pack<u32, u16>)
+  GPU_HANDLER("pack.64.32", pack<u64, u32>)
+  GPU_HANDLER("pack.64.16", pack<u64, u16>)
+  GPU_HANDLER("pack.32.8", pack<u32, u8>)
+  GPU_HANDLER("pack.16.8", pack<u32, u8>)
+};
+
+}  // namespace gpu
