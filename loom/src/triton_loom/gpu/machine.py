@@ -218,11 +218,13 @@ def run(
     shared_bytes: int,
     parameters: bytes,
     memory: Iterable[MemoryRange],
+    cooperative: bool = False,
     options: Options = CHECKED,
 ) -> Outcome:
     """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h.
 
-    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched.
+    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched. Blocks of a
+    `cooperative` launch wait for each other, so that all are under way at once, each on a thread of its own.
     """
     if block != program.threads:
         raise ValueError(
@@ -258,7 +260,7 @@ def run(
         shared_bytes=program.static_shared_bytes + shared_bytes,
         threads=block,
         options=(_HAZARDS if options.checks else 0) | (_EARLY if options.delivery == "early" else 0),
-        workers=_workers(program, grid, options),
+        workers=grid[0] * grid[1] * grid[2] if cooperative else _workers(program, grid, options),
     )
     launch.grid[:] = grid
     library().gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..tables import table
@@ -105,9 +105,6 @@ class Gpu:
                 "are not emulated"
             )
         x, y, z = arrived.block
-        options = self.options
-        if arrived.cooperative:  # blocks wait for each other, so all must be under way
-            options = replace(options, threads=math.prod(arrived.grid))
         outcome = machine.run(
             machine.Program.of(arrived.ptx),
             grid=arrived.grid,
@@ -115,7 +112,8 @@ class Gpu:
             shared_bytes=arrived.shared_bytes,
             parameters=arrived.parameters,
             memory=[*getattr(self._reachable, "memory", ()), *self._allowed],
-            options=options,
+            cooperative=arrived.cooperative,
+            options=self.options,
         )
         launch = Launch(
             kernel=arrived.kernel.name,
