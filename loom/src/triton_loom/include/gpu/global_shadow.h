@@ -75,7 +75,7 @@ LOOM_INLINE Page *page_of(Worker &worker, u64 address) {
   return page;
 }
 
-// ---- is it known? ----------------------------------------------------------------------------------------------------------
+// ---- is it known? ---------------------------------------------------------------------------------------
 
 LOOM_INLINE bool comes_after(const Warp &w, u32 lane, const Cell &c, u32 block) {
   const Block &b = *w.block;
@@ -107,7 +107,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruc
   report(b, f);
 }
 
-// ---- one access --------------------------------------------------------------------------------------------------------------
+// ---- one access -----------------------------------------------------------------------------------------
 
 // The bytes of a word that an access from `address` to `end` has.
 LOOM_INLINE u32 bytes_in_word(u64 word, u64 address, u64 end) {
@@ -155,7 +155,7 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
     if (Page *page = page_of(*w.block->worker, word)) f(*page, word, bytes_in_word(word, address, end));
 }
 
-// ---- what the lanes of an instruction do ----------------------------------------------------------------------------------------
+// ---- what the lanes of an instruction do ----------------------------------------------------------------
 
 LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
   const u32 block = w.block->launch->first_block + (u32)w.block->linear;

@@ -1,8 +1,10 @@
 // The machine as a shared library: blocks of a grid are taken one after another by threads of the CPU.
+#include "async.h"
 #include "atomics.h"
 #include "barriers.h"
 #include "control.h"
 #include "lanes.h"
+#include "matrix.h"
 #include "memory.h"
 #include "scalar.h"
 #include "global_shadow.h"
@@ -20,6 +22,7 @@ struct Table {
 static const Table TABLES[] = {
   GPU_TABLE(SCALAR_TABLE),  GPU_TABLE(CONTROL_TABLE), GPU_TABLE(MEMORY_TABLE),
   GPU_TABLE(ATOMICS_TABLE), GPU_TABLE(LANES_TABLE),   GPU_TABLE(BARRIERS_TABLE),
+  GPU_TABLE(ASYNC_TABLE),   GPU_TABLE(MATRIX_TABLE),
 };
 
 // ---- a block --------------------------------------------------------------------------------------------

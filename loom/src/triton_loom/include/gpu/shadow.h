@@ -45,7 +45,7 @@ LOOM_NOINLINE Stamp *new_plane(Shadow &s, u32 agent) {
 }
 LOOM_INLINE Stamp *plane_of(Shadow &s, u32 agent) { return s.reads[agent] ? s.reads[agent] : new_plane(s, agent); }
 
-// ---- is it known? -----------------------------------------------------------------------------------------------------
+// ---- is it known? ---------------------------------------------------------------------------------------
 
 // Whether an access of a lane comes after what a stamp says, in every order in which the block could have run.
 LOOM_INLINE bool comes_after(const Warp &w, u32 lane, Stamp s) {
@@ -64,7 +64,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_race(Warp &w, u32 instruction, u
   found(w, one_instruction ? LANES_DISAGREE : SHARED_RACE, instruction, lane, address, instruction_of(s), thread);
 }
 
-// ---- one access ---------------------------------------------------------------------------------------------------------
+// ---- one access -----------------------------------------------------------------------------------------
 
 // A lane, or an operation that it has begun, reads `n` bytes. `as` says as whom: the agent, its time, the instruction.
 LOOM_INLINE void shadow_read(Warp &w, u32 lane, u32 address, u32 n, Stamp as, Stamp *plane) {
@@ -139,7 +139,7 @@ LOOM_INLINE void shadow_write(Warp &w, u32 lane, u32 address, const u8 *data, u3
   for (u32 k = 0; k < n; ++k) writes[k] = as;
 }
 
-// ---- what the lanes of an instruction do ----------------------------------------------------------------------------------
+// ---- what the lanes of an instruction do ----------------------------------------------------------------
 
 #define GPU_EACH_LANE(LANES_, LANE) for (u32 rest_ = LANES_, LANE; rest_ && (LANE = first_lane(rest_), true); rest_ &= rest_ - 1)
 
