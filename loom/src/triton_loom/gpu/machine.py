@@ -56,7 +56,7 @@ class Outcome:
 _INSTRUCTION = np.dtype(
     [
         ("handler", "u8"), ("operands", "u8"), ("immediate", "i8"), ("operand_count", "u4"), ("guard", "u4"),
-        ("flip", "u4"), ("target", "u4"), ("reconverge", "u4"), ("number", "u4"),
+        ("flip", "u4"), ("target", "u4"), ("reconverge", "u4"), ("number", "u4"), ("flags", "u4"), ("padding", "u4"),
     ]
 )  # fmt: skip
 _FINDING = np.dtype(
@@ -88,7 +88,8 @@ class _Launch(ctypes.Structure):
         ("workers", ctypes.c_uint32),
         ("lock", ctypes.c_int32),
         ("next_block", ctypes.c_uint64),
-        ("global_shadow", ctypes.c_void_p),
+        ("first_block", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -180,19 +181,8 @@ class Program:
         self._operands = np.array([k for i in flat.instructions for k in (*i.operands, 0)], np.uint32)
         rows, at = [], self._operands.ctypes.data
         for number, i in enumerate(flat.instructions):
-            rows.append(
-                (
-                    handlers[i.handler],
-                    at,
-                    i.immediate,
-                    len(i.operands),
-                    i.guard,
-                    i.flip,
-                    i.target,
-                    i.reconverge,
-                    number,
-                )
-            )
+            where = (i.guard, i.flip, i.target, i.reconverge, number)
+            rows.append((handlers[i.handler], at, i.immediate, len(i.operands), *where, i.flags, 0))
             at += 4 * (len(i.operands) + 1)
         self.instructions = np.array(rows, _INSTRUCTION)
         addresses = [(offset, 8, ctypes.addressof(self._symbols[name])) for offset, name in flat.symbols]

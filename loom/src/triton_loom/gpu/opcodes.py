@@ -272,15 +272,68 @@ def _warp_barrier(s: Statement) -> Operation:
     return Operation("bar.warp.sync", (Use(s.operands[0], "b32"),))
 
 
+# ---- asynchronous copies ---------------------------------------------------------------------------------
+
+
+def _copy(s: Statement) -> Operation:
+    """The size of a copy is part of its handler's name; how much of it is given may be an operand, else it is all."""
+    to, source, size, *given = s.operands
+    (to_base, to_offset), (base, offset) = address(to), address(source)
+    has_policy = "L2::cache_hint" in words(s)
+    if len(given) > 1 + has_policy:
+        raise ValueError(s)
+    amount = given[0] if len(given) > has_policy else size
+    offsets = (to_offset & 0xFFFFFFFF) | offset << 32
+    uses = (Use(to_base, "u32"), Use(base, "u64"), Use(amount, "u32"))
+    return Operation(f"cp.async.{int(size, 0)}", uses, offsets)
+
+
+def _commit(s: Statement) -> Operation:
+    return Operation("cp.async.commit_group")
+
+
+def _wait(s: Statement) -> Operation:
+    if s.operands:
+        return Operation("cp.async.wait_group", immediate=int(s.operands[0], 0))
+    return Operation("cp.async.wait_all")
+
+
+# ---- matrices --------------------------------------------------------------------------------------------
+
+
+def _load_matrix(s: Statement) -> Operation:
+    count = next(word for word in words(s) if word in ("x1", "x2", "x4"))
+    transposed = ".trans" if "trans" in words(s) else ""
+    base, offset = address(s.operands[1])
+    results = tuple(Use(text, "b32") for text in elements(s.operands[0]))
+    return Operation(f"ldmatrix.{count}{transposed}", (*results, Use(base, "u32")), offset)
+
+
+def _store_matrix(s: Statement) -> Operation:
+    count = next(word for word in words(s) if word in ("x1", "x2", "x4"))
+    transposed = ".trans" if "trans" in words(s) else ""
+    base, offset = address(s.operands[0])
+    values = tuple(Use(text, "b32") for text in elements(s.operands[1]))
+    return Operation(f"stmatrix.{count}{transposed}", (Use(base, "u32"), *values), offset)
+
+
+def _product(s: Statement) -> Operation:
+    name = [word for word in words(s) if word not in ("sync", "aligned", "row", "col")]
+    type_ = "b64" if "f64" in name else "b32"
+    uses = tuple(Use(text, type_) for operand in s.operands for text in elements(operand))
+    return Operation(".".join(name), uses)
+
+
 # ---- the table -------------------------------------------------------------------------------------------
 
 _ANY = "(b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64)"
 _SCOPE = "{.(cta|cluster|gpu|sys)}"
 _SPACE = ".(global|shared|shared::cta)"
+_PREFETCH = "{.(L2::64B|L2::128B|L2::256B)}"
 _CACHE = (
     "{.(ca|cg|cs|lu|cv|wb|wt|nc)}{.(L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|"
     "L1::no_allocate)}{.(L2::evict_last|L2::evict_normal|L2::evict_first)}{.L2::cache_hint}"
-    "{.(L2::64B|L2::128B|L2::256B)}"
+    f"{_PREFETCH}"
 )
 _COUNT = "{.(v2|v4|v8)}"
 _ORDER = "{.(relaxed|acquire|release|acq_rel)}"
@@ -328,4 +381,26 @@ ROWS: tuple[Row, ...] = (
     Row("bar{.cta}.(sync|arrive)", _barrier),
     Row("barrier{.cta}.(sync|arrive){.aligned}", _barrier),
     Row("bar.warp.sync", _warp_barrier),
+    # asynchronous copies
+    Row(f"cp.async.(ca|cg).shared{{::cta}}.global{{.L2::cache_hint}}{_PREFETCH}", _copy),
+    Row(
+        "cp.async.(commit_group|wait_group|wait_all)",
+        lambda s: _commit(s) if "commit" in s.opcode else _wait(s),
+    ),
+    # matrices
+    Row("ldmatrix.sync.aligned.m8n8.(x1|x2|x4){.trans}.shared{::cta}.b16", _load_matrix),
+    Row("stmatrix.sync.aligned.m8n8.(x1|x2|x4){.trans}.shared{::cta}.b16", _store_matrix),
+    Row("mma.sync.aligned.(m16n8k16|m16n8k8).row.col.f32.(bf16.bf16|f16.f16).f32", _product),
+    Row("mma.sync.aligned.(m16n8k16|m16n8k8).row.col.f16.f16.f16.f16", _product),
+    Row("mma.sync.aligned.(m16n8k8|m16n8k4).row.col.f32.tf32.tf32.f32", _product),
+    Row(
+        "mma.sync.aligned.m16n8k32.row.col.(f32.(e4m3|e5m2).(e4m3|e5m2).f32|f16.(e4m3|e5m2).(e4m3|e5m2).f16)",
+        _product,
+    ),
+    Row(
+        "mma.sync.aligned.m16n8k16.row.col.(f32.(e4m3.e4m3|e5m2.e5m2).f32|f16.(e4m3.e4m3|e5m2.e5m2).f16)",
+        _product,
+    ),
+    Row("mma.sync.aligned.(m16n8k32|m16n8k16).row.col{.satfinite}.s32.(s8|u8).(s8|u8).s32", _product),
+    Row("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", _product),
 )

@@ -12,6 +12,7 @@ from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
+ATOMIC = 1  # of `Flags` in include/gpu/machine.h
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
@@ -34,6 +35,7 @@ class Decoded:
     flip: int
     target: int
     reconverge: int
+    flags: int
 
 
 @dataclass
@@ -144,6 +146,7 @@ class _Builder:
             flip=ALL_LANES if statement.negated else 0,
             target=targets[0] if targets else NOWHERE,
             reconverge=reconverge,
+            flags=ATOMIC if handler.startswith("atom.") else 0,
         )
 
     def _size(self, use: Use) -> int:

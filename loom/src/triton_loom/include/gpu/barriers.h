@@ -31,8 +31,7 @@ LOOM_INLINE bool arrive(Warp &w, const Instruction &i, u32 number, u32 threads) 
   if (barrier.arrived && barrier.expected != threads) found(w, BARRIER_MISUSE, i.number, lane);
   barrier.expected = threads;
   barrier.arrived += (u32)__builtin_popcount(w.mask);
-  tick(w);
-  learn(barrier.known, w.clocks->known);
+  hand_on(w, barrier.known);
   return true;
 }
 LOOM_INLINE void open_if_all_came(Block &b, u32 number) {

@@ -6,41 +6,62 @@
 // agents are ordered if the later one's warp knows the time of the earlier one; else the order in which they happened to
 // run here is an accident.
 //
-// Clocks go on from block to block of a worker, so that nothing has to be cleared: what was done before `began` belongs to
-// blocks that are over.
+// Lanes of a warp run on their own as well: of its own deeds a warp "knows" those before its lanes last waited for each
+// other. What a lane itself did, it knows anyhow.
+//
+// Clocks go on from block to block of a worker, so that nothing has to be cleared: a time before `Block::began` belongs to
+// a block that is over.
 #pragma once
 #include "machine.h"
 
 namespace gpu {
 
-// Agents beside the warps; those with a warp's number are WHICH + number.
-constexpr u32 COPIES = 32, MATRIX_READS = 64, BULK_READS = 96, BY_BARRIER = 128;
+// Agents beside the warps; those that belong to a warp have its number added.
+constexpr u32 COPIES = 32, MATRIX_UNITS = 64, BULK_COPIES = 96, FURTHER = 128;
 
 struct Clocks {
   Time known[AGENTS];
-  Time own;     // the warp's clock; also in `known`
-  Time synced;  // the time before which all lanes of the warp know what each of them did
-  Time copies_synced;  // of its own copies, the time that all lanes know
+  Time own;            // the time of what the warp does now
+  Time copies_waited;  // of the warp's own copies: a lane knows those that it has waited for
 };
 
-LOOM_INLINE void know(Clocks &c, u32 agent, Time time) {
-  if (c.known[agent] < time) c.known[agent] = time;
+LOOM_INLINE void know(Warp &w, u32 agent, Time time) {
+  if (w.clocks->known[agent] < time) w.clocks->known[agent] = time;
 }
-// What one knows, the other knows as well from now on.
 LOOM_INLINE void learn(Time *to, const Time *from) {
   for (u32 k = 0; k < AGENTS; ++k) to[k] = to[k] > from[k] ? to[k] : from[k];
 }
-// The warp has handed on what it knows: whatever it does from here on is later.
-LOOM_INLINE void tick(Warp &w) {
+
+// The warp hands on what it knows and has done (an arrival at a barrier, a release): what it does next is later.
+LOOM_INLINE void hand_on(Warp &w, Time *to) {
   Clocks &c = *w.clocks;
-  c.known[w.number] = c.own++;
+  learn(to, c.known);
+  to[w.number] = c.own > to[w.number] ? c.own : to[w.number];
+  const u32 copies = COPIES + w.number;
+  to[copies] = c.copies_waited > to[copies] ? c.copies_waited : to[copies];
+  ++c.own;
 }
+
 // The lanes of a warp have waited for each other.
 LOOM_INLINE void sync_lanes(Warp &w) {
   Clocks &c = *w.clocks;
-  c.synced = c.own;
-  c.copies_synced = c.known[COPIES + w.number];
-  tick(w);
+  c.known[w.number] = c.own++;
+  c.known[COPIES + w.number] = c.copies_waited;
+}
+
+// A block begins: all that was done before is over, for everybody.
+static void begin_clocks(Block &b) {
+  Time latest = b.began;
+  for (u32 k = 0; k < b.warp_count; ++k) latest = b.warps[k].clocks->own > latest ? b.warps[k].clocks->own : latest;
+  for (Time time : b.agent_time) latest = time > latest ? time : latest;
+  b.began = latest + 1;
+  for (Time &time : b.agent_time) time = b.began;
+  for (u32 k = 0; k < b.warp_count; ++k) {
+    Clocks &c = *b.warps[k].clocks;
+    for (Time &known : c.known) known = b.began - 1;
+    c.own = b.began;
+    c.copies_waited = b.began - 1;
+  }
 }
 
 }  // namespace gpu

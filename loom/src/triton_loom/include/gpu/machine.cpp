@@ -1,10 +1,13 @@
 // The machine as a shared library: blocks of a grid are taken one after another by threads of the CPU.
+#include "async.h"
 #include "atomics.h"
 #include "barriers.h"
 #include "control.h"
 #include "lanes.h"
+#include "matrix.h"
 #include "memory.h"
 #include "scalar.h"
+#include "global_shadow.h"
 #include "shadow.h"
 
 namespace gpu {
@@ -19,6 +22,7 @@ struct Table {
 static const Table TABLES[] = {
   GPU_TABLE(SCALAR_TABLE),  GPU_TABLE(CONTROL_TABLE), GPU_TABLE(MEMORY_TABLE),
   GPU_TABLE(ATOMICS_TABLE), GPU_TABLE(LANES_TABLE),   GPU_TABLE(BARRIERS_TABLE),
+  GPU_TABLE(ASYNC_TABLE),   GPU_TABLE(MATRIX_TABLE),
 };
 
 // ---- a block --------------------------------------------------------------------------------------------
@@ -71,6 +75,8 @@ static void enter(Block &b, u64 linear) {
   b.id[1] = (u32)(linear / launch.grid[0] % launch.grid[1]);
   b.id[2] = (u32)(linear / launch.grid[0] / launch.grid[1]);
   b.live_threads = b.thread_count;
+  b.known_block = 0;
+  begin_clocks(b);
   b.pending.clear();
   for (Barrier &barrier : b.barriers)
     if (barrier.arrived) barrier = {};
@@ -201,6 +207,7 @@ static void work(void *data) {
         else ((u32 *)(w.registers + c.offset))[lane] = (u32)c.value;
     }
   }
+  if (b.checks) b.shadow = new_shadow(launch.shared_bytes);
   const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
   for (;;) {
     const u64 linear = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
@@ -211,6 +218,7 @@ static void work(void *data) {
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
   b.pending.release();
+  free_shadow(b.shadow);
   free(clocks), free(worker.executed), free(worker.shared_memory), free(worker.registers), free(&worker);
 }
 
@@ -243,6 +251,7 @@ GPU_EXPORT u32 gpu_size(u32 which) {
 }
 
 GPU_EXPORT void gpu_launch(gpu::Launch *launch, void *gomp_parallel) {
+  if (launch->options & gpu::HAZARDS) gpu::begin_global_shadow(*launch);
   if (launch->workers > 1 && gomp_parallel)
     ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(gpu::work, launch, launch->workers, 0);
   else gpu::work(launch);

@@ -51,7 +51,9 @@ struct Instruction {  // mirrored in gpu/machine.py
   u32 target;       // of a branch
   u32 reconverge;   // where lanes that a branch has parted meet again: its immediate post-dominator
   u32 number;       // its own, in the program
+  u32 flags;        // of Flags
 };
+enum Flags : u32 { ATOMIC = 1 };
 
 // ---- what is found --------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ struct Launch {  // mirrored in gpu/machine.py
   // The machine's own.
   i32 lock;
   u64 next_block;
-  void *global_shadow;
+  u32 first_block, reserved;  // global_shadow.h
 };
 
 // ---- a warp ---------------------------------------------------------------------------------------------
@@ -200,8 +202,11 @@ struct Block {
   Warp warps[WARPS];
   Barrier barriers[BARRIERS];
   Vec<Pending> pending;
-  struct Shadow *shadow;  // of shared memory: shadow.h
   bool checks;
+  struct Shadow *shadow;     // of shared memory: shadow.h
+  u32 known_block;           // the last block that this one is known to come after: global_shadow.h
+  Time began;                // clocks.h
+  Time agent_time[AGENTS];   // of agents that are no warps
 
   void happened() { ++events; }
 };
@@ -214,6 +219,7 @@ struct Worker {
   u8 *registers;
   u8 *shared_memory;
   const Range *last_range;
+  struct Page *last_page;
 };
 
 // ---- findings -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // Loads, stores and atomic operations: every address is looked at before it is touched.
 #pragma once
 #include "scalar.h"
-#include "shadow.h"
+#include "global_shadow.h"
 
 namespace gpu {
 
@@ -144,8 +144,8 @@ template <Space SPACE, class T, class Slot> static void store(Warp &w, const Ins
     }
   }
   if (w.block->checks) {
-    if constexpr (SPACE == SHARED) write_shared(w, i, address, &data[0][0], 32, bytes, lanes);
-    else write_global(w, i, address, &data[0][0], 32, bytes, lanes);
+    if constexpr (SPACE == SHARED) return write_shared(w, i, address, &data[0][0], 32, bytes, lanes);
+    else return write_global(w, i, address, &data[0][0], 32, bytes, lanes);
   }
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     const u32 lane = first_lane(rest);

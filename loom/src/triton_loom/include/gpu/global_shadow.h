@@ -1,0 +1,199 @@
+// The shadow of global memory: races between the threads of a block, and between the blocks of a launch.
+//
+// Of each word of four bytes the last write and the last read are kept: by which block, when, by which thread. Blocks are
+// numbered through all launches of the process, so that nothing has to be cleared in between. Between blocks only atomic
+// operations make an order: a block that updates or reads with `acquire` what another one has released before is taken to come
+// after everything that blocks up to that one have done. That is generous: it never makes an alarm of something ordered.
+#pragma once
+#include "shadow.h"
+
+namespace gpu {
+
+struct Cell {
+  u32 block;  // its number among all blocks ever
+  u32 when;   // time, and in the low four bits which bytes of the word
+  u32 who;    // instruction and thread
+  u32 first;  // of a read: the first of several blocks; of a write: nonzero if it was atomic
+};
+constexpr u32 THREAD_BITS = 10;
+LOOM_INLINE u32 who(u32 instruction, u32 thread) { return instruction << THREAD_BITS | thread; }
+
+constexpr u64 PAGE = 1 << 16, WORDS = PAGE / 4, TABLE = 1 << 14;
+
+struct Page {
+  u64 key;  // of the address, counted from 1
+  Cell *writes, *reads;
+};
+// All of it is shared by the workers; a page is entered once and stays until the table is emptied between launches.
+struct GlobalShadow {
+  Page pages[TABLE];
+  u32 used;
+  u32 lock;
+  u32 next_block;  // the number of the first block of the next launch
+};
+static GlobalShadow GLOBAL_SHADOW;
+
+static void begin_global_shadow(Launch &launch) {
+  GlobalShadow &g = GLOBAL_SHADOW;
+  const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
+  if (g.used > TABLE / 4 || g.next_block == 0 || g.next_block + blocks > 0xFFFF0000u) {
+    for (Page &page : g.pages) {
+      free(page.writes);
+      page = {};
+    }
+    g.used = 0, g.next_block = 1;
+  }
+  launch.first_block = g.next_block;
+  g.next_block += (u32)blocks;
+}
+
+LOOM_NOINLINE Page *find_page(u64 key) {
+  GlobalShadow &g = GLOBAL_SHADOW;
+  u32 at = (u32)(key * 0x9E3779B97F4A7C15ull >> 50);
+  for (u32 tries = 0; tries < TABLE / 2; ++tries, at = (at + 1) % TABLE) {
+    Page &page = g.pages[at];
+    const u64 have = __atomic_load_n(&page.key, __ATOMIC_ACQUIRE);
+    if (have == key) return &page;
+    if (have) continue;
+    while (__atomic_exchange_n(&g.lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
+    if (!page.key) {
+      page.writes = (Cell *)calloc(2 * WORDS, sizeof(Cell));
+      page.reads = page.writes + WORDS;
+      ++g.used;
+      __atomic_store_n(&page.key, key, __ATOMIC_RELEASE);
+    }
+    __atomic_store_n(&g.lock, 0, __ATOMIC_RELEASE);
+    if (page.key == key) return &page;
+  }
+  return nullptr;  // more memory than the table has room for: it is not watched
+}
+LOOM_INLINE Page *page_of(Worker &worker, u64 address) {
+  const u64 key = address / PAGE + 1;
+  if (worker.last_page && worker.last_page->key == key) return worker.last_page;
+  Page *page = find_page(key);
+  if (page) worker.last_page = page;
+  return page;
+}
+
+// ---- is it known? ---------------------------------------------------------------------------------------
+
+LOOM_INLINE bool comes_after(const Warp &w, u32 lane, const Cell &c, u32 block) {
+  const Block &b = *w.block;
+  if (c.block < b.launch->first_block) return true;
+  if (c.block != block) return c.block <= b.known_block;
+  const u32 thread = c.who & ((1u << THREAD_BITS) - 1), warp = thread / LANES;
+  return c.when >> 4 <= w.clocks->known[warp] || thread == w.thread(lane);
+}
+
+__attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruction, u32 lane, const Cell &c,
+                                                            u32 other_block, u64 address) {
+  Block &b = *w.block;
+  const Launch &launch = *b.launch;
+  const u64 linear = other_block - launch.first_block;
+  const u32 id[3] = {(u32)(linear % launch.grid[0]), (u32)(linear / launch.grid[0] % launch.grid[1]),
+                     (u32)(linear / launch.grid[0] / launch.grid[1])};
+  const bool same_who = other_block == c.block;
+  const u32 other_thread = same_who ? c.who & ((1u << THREAD_BITS) - 1) : NOBODY;
+  Finding f = {GLOBAL_RACE, instruction, c.who >> THREAD_BITS, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
+  __builtin_memcpy(f.block, b.id, sizeof b.id);
+  __builtin_memcpy(f.other_block, id, sizeof id);
+  if (linear > b.linear) {  // the later block is the one that is named first, in whichever order they ran
+    f.order = linear;
+    f.instruction = c.who >> THREAD_BITS, f.other_instruction = instruction;
+    f.thread = other_thread, f.other_thread = w.thread(lane);
+    __builtin_memcpy(f.block, id, sizeof id);
+    __builtin_memcpy(f.other_block, b.id, sizeof b.id);
+  }
+  report(b, f);
+}
+
+// ---- one access -----------------------------------------------------------------------------------------
+
+// The bytes of a word that an access from `address` to `end` has.
+LOOM_INLINE u32 bytes_in_word(u64 word, u64 address, u64 end) {
+  const u32 from = address > word ? (u32)(address - word) : 0, to = end < word + 4 ? (u32)(end - word) : 4;
+  return ((1u << to) - 1) & ~((1u << from) - 1);
+}
+
+LOOM_INLINE void read_word(Warp &w, const Instruction &i, u32 lane, Page &page, u64 word, u32 bytes, u32 block) {
+  const u32 at = (u32)(word % PAGE / 4);
+  const Cell written = page.writes[at];
+  if (__builtin_expect(!comes_after(w, lane, written, block) && written.when & bytes, 0))
+    report_global_race(w, i.number, lane, written, written.block, word);
+  Cell &read = page.reads[at];
+  const u32 first = read.block < w.block->launch->first_block ? block : read.first < block ? read.first : block;
+  read = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), first};
+}
+
+LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page, u64 word, u32 bytes, const u8 *data,
+                            u32 block) {
+  const u32 at = (u32)(word % PAGE / 4);
+  Cell &written = page.writes[at];
+  const Cell &read = page.reads[at];
+  const u32 first_block = w.block->launch->first_block;
+  const bool others_read = read.block >= first_block && read.first != block && read.first > w.block->known_block;
+  if (__builtin_expect(!comes_after(w, lane, written, block) || !comes_after(w, lane, read, block) || others_read, 0)) {
+    u32 changed = 0;
+    for (u32 k = 0; k < 4; ++k)
+      if (bytes >> k & 1 && (!data || ((const u8 *)word)[k] != data[k])) changed |= 1u << k;
+    if (!changed) return;
+    if (!comes_after(w, lane, written, block) && written.when & changed) {
+      report_global_race(w, i.number, lane, written, written.block, word);
+      if (written.block < block) return;
+    } else if (!comes_after(w, lane, read, block) && read.when & changed) {
+      report_global_race(w, i.number, lane, read, read.block, word);
+    } else if (others_read && read.when & changed) {
+      report_global_race(w, i.number, lane, read, read.first, word);
+    }
+  }
+  written = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), 0};
+}
+
+template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F f) {
+  const u64 end = address + bytes;
+  for (u64 word = address & ~3ull; word < end; word += 4)
+    if (Page *page = page_of(*w.block->worker, word)) f(*page, word, bytes_in_word(word, address, end));
+}
+
+// ---- what the lanes of an instruction do ----------------------------------------------------------------
+
+LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  const u32 block = w.block->launch->first_block + (u32)w.block->linear;
+  GPU_EACH_LANE(lanes, lane)
+    each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
+      read_word(w, i, lane, page, word, which, block);
+    });
+}
+
+// Lane after lane, each store before the next check.
+LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
+                                u32 lanes) {
+  const u32 block = w.block->launch->first_block + (u32)w.block->linear;
+  GPU_EACH_LANE(lanes, lane) {
+    const u8 *from = data + lane * stride;
+    each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
+      write_word(w, i, lane, page, word, which, from + (i64)(word - address[lane]), block);
+    });
+    __builtin_memcpy((u8 *)address[lane], from, bytes);
+  }
+}
+
+// Atomic operations of different threads do not race with each other. They hand on what their blocks did before.
+LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  Block &b = *w.block;
+  const u32 block = b.launch->first_block + (u32)b.linear;
+  GPU_EACH_LANE(lanes, lane)
+    each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
+      const u32 at = (u32)(word % PAGE / 4);
+      Cell &written = page.writes[at], &read = page.reads[at];
+      if (written.first && written.block >= b.launch->first_block && written.block > b.known_block && written.block != block)
+        b.known_block = written.block;
+      if (!written.first && !comes_after(w, lane, written, block) && written.when & which)
+        report_global_race(w, i.number, lane, written, written.block, word);
+      else if (!comes_after(w, lane, read, block) && read.when & which)
+        report_global_race(w, i.number, lane, read, read.block, word);
+      written = {block, w.clocks->own << 4 | which, who(i.number, w.thread(lane)), 1};
+    });
+}
+
+}  // namespace gpu

@@ -1,0 +1,282 @@
+// Matrices in the registers of a warp: ldmatrix, stmatrix and mma.sync.
+//
+// In a fragment lane l has row l / 4 (of A, C and D; the column of B) and the elements of column group l % 4. A product adds
+// its terms to the accumulator one at a time in the order of k, each with one rounding (a chain of FMAs in f32, or in f64 and
+// exact integers). Hardware sums blocks of k at once, with truncation that differs between generations: see docs.
+#pragma once
+#include "memory.h"
+
+namespace gpu {
+
+// ---- to and from shared memory --------------------------------------------------------------------------
+
+// The lanes 8 m to 8 m + 7 give the addresses of the eight rows of matrix m. Operands: results, address.
+template <u32 COUNT, bool TRANSPOSED> static void load_matrix(Warp &w, const Instruction &i) {
+  expect_whole(w, i);
+  constexpr u32 GIVE = COUNT == 4 ? FULL : (1u << 8 * COUNT) - 1;
+  u64 address[LANES];
+  addresses<SHARED>(w, i, COUNT, address);
+  const u32 lanes = reachable_shared(w, i, address, 16, GIVE);
+  if (w.block->checks) read_shared(w, i, address, 16, lanes);
+  u16 rows[COUNT * 8][8] = {};
+  GPU_EACH_LANE(lanes, lane) __builtin_memcpy(rows[lane], w.block->shared + (address[lane] - SHARED_BASE), 16);
+  for (u32 m = 0; m < COUNT; ++m) {
+    u32 *to = w.words(i, m);
+    for (u32 lane = 0; lane < LANES; ++lane) {
+      const u32 row = lane / 4, column = lane % 4 * 2;
+      const u16 low = TRANSPOSED ? rows[8 * m + column][row] : rows[8 * m + row][column];
+      const u16 high = TRANSPOSED ? rows[8 * m + column + 1][row] : rows[8 * m + row][column + 1];
+      if (w.mask >> lane & 1) to[lane] = low | (u32)high << 16;
+    }
+  }
+}
+
+// Operands: address, values.
+template <u32 COUNT, bool TRANSPOSED> static void store_matrix(Warp &w, const Instruction &i) {
+  expect_whole(w, i);
+  constexpr u32 GIVE = COUNT == 4 ? FULL : (1u << 8 * COUNT) - 1;
+  u64 address[LANES];
+  addresses<SHARED>(w, i, 0, address);
+  const u32 lanes = reachable_shared(w, i, address, 16, GIVE);
+  alignas(16) u16 rows[LANES][8];
+  for (u32 m = 0; m < COUNT; ++m) {
+    const u32 *from = w.words(i, 1 + m);
+    for (u32 lane = 0; lane < LANES; ++lane) {
+      const u32 row = lane / 4, column = lane % 4 * 2;
+      (TRANSPOSED ? rows[8 * m + column][row] : rows[8 * m + row][column]) = (u16)from[lane];
+      (TRANSPOSED ? rows[8 * m + column + 1][row] : rows[8 * m + row][column + 1]) = (u16)(from[lane] >> 16);
+    }
+  }
+  if (w.block->checks) return write_shared(w, i, address, (const u8 *)rows, 16, 16, lanes);
+  GPU_EACH_LANE(lanes, lane) __builtin_memcpy(w.block->shared + (address[lane] - SHARED_BASE), rows[lane], 16);
+}
+
+// ---- elements -------------------------------------------------------------------------------------------
+
+// What an element of a product is: how many lie in a register, and which number its code is.
+template <class F> struct Bytes {  // all numbers of an 8-bit format
+  f32 of[256];
+  Bytes() {
+    for (u32 code = 0; code < 256; ++code) of[code] = ptx::decode<F>(code);
+  }
+};
+static const Bytes<ptx::e4m3> E4M3_NUMBERS;
+static const Bytes<ptx::e5m2> E5M2_NUMBERS;
+
+struct Bf16 {
+  typedef f32 number;
+  static constexpr u32 bits = 16;
+  static f32 of(u32 code) { return ::bits<f32>(code << 16); }
+};
+struct F16 {
+  typedef f32 number;
+  static constexpr u32 bits = 16;
+  static f32 of(u32 code) { return f32_from_f16((u16)code); }
+};
+struct Tf32 {  // its low 13 bits do not count
+  typedef f32 number;
+  static constexpr u32 bits = 32;
+  static f32 of(u32 code) { return ::bits<f32>(code & ~0x1FFFu); }
+};
+struct E4m3 {
+  typedef f32 number;
+  static constexpr u32 bits = 8;
+  static f32 of(u32 code) { return E4M3_NUMBERS.of[code]; }
+};
+struct E5m2 {
+  typedef f32 number;
+  static constexpr u32 bits = 8;
+  static f32 of(u32 code) { return E5M2_NUMBERS.of[code]; }
+};
+struct S8 {
+  typedef i32 number;
+  static constexpr u32 bits = 8;
+  static i32 of(u32 code) { return (i8)code; }
+};
+struct U8 {
+  typedef i32 number;
+  static constexpr u32 bits = 8;
+  static i32 of(u32 code) { return (i32)code; }
+};
+
+LOOM_INLINE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+LOOM_INLINE f64 multiply_add(f64 a, f64 b, f64 c) { return __builtin_fma(a, b, c); }
+LOOM_INLINE i64 multiply_add(i32 a, i32 b, i64 c) { return c + (i64)a * b; }
+
+// ---- fragments ------------------------------------------------------------------------------------------
+
+// Which k a lane's element has: its registers cover four groups of lanes, then the next four.
+template <class E> LOOM_INLINE u32 k_of(u32 lane, u32 part, u32 element) {
+  constexpr u32 per_register = 32 / E::bits;
+  return lane % 4 * per_register + element + part * 4 * per_register;
+}
+template <class E> LOOM_INLINE typename E::number element_of(u32 word, u32 element) {
+  if constexpr (E::bits == 32) return E::of(word);
+  else return E::of(word >> element * E::bits & ((1u << E::bits) - 1));
+}
+
+// A: rows by k. Register r has row lane / 4, plus 8 if r is odd.
+template <class E, u32 K> LOOM_INLINE void open_a(Warp &w, const Instruction &i, u32 first, typename E::number (*a)[K]) {
+  constexpr u32 per_register = 32 / E::bits, registers = K / (4 * per_register) * 2;
+  for (u32 r = 0; r < registers; ++r) {
+    const u32 *from = w.words(i, first + r);
+    for (u32 lane = 0; lane < LANES; ++lane)
+      for (u32 e = 0; e < per_register; ++e)
+        a[lane / 4 + r % 2 * 8][k_of<E>(lane, r / 2, e)] = element_of<E>(from[lane], e);
+  }
+}
+// B: k by columns, so that the columns of a product are neighbours.
+template <class E, u32 K> LOOM_INLINE void open_b(Warp &w, const Instruction &i, u32 first, typename E::number (*b)[8]) {
+  constexpr u32 per_register = 32 / E::bits, registers = K / (4 * per_register);
+  for (u32 r = 0; r < registers; ++r) {
+    const u32 *from = w.words(i, first + r);
+    for (u32 lane = 0; lane < LANES; ++lane)
+      for (u32 e = 0; e < per_register; ++e) b[k_of<E>(lane, r, e)][lane / 4] = element_of<E>(from[lane], e);
+  }
+}
+
+// Accumulators: how they lie in registers. Lane l has columns 2 (l % 4) and the next one of rows l / 4 and l / 4 + 8.
+struct InF32 {
+  typedef f32 number;
+  static constexpr u32 registers = 4;
+  template <class F> static void each(Warp &w, const Instruction &i, u32 first, F f) {
+    for (u32 r = 0; r < 4; ++r) {
+      u32 *words = w.words(i, first + r);
+      for (u32 lane = 0; lane < LANES; ++lane) f(lane, lane / 4 + r / 2 * 8, lane % 4 * 2 + r % 2, words[lane]);
+    }
+  }
+  static void open(Warp &w, const Instruction &i, u32 first, f32 (*c)[8]) {
+    each(w, i, first, [&](u32, u32 row, u32 column, u32 &word) LOOM_ALWAYS { c[row][column] = bits<f32>(word); });
+  }
+  static void close(Warp &w, const Instruction &i, u32 first, const f32 (*c)[8]) {
+    each(w, i, first, [&](u32 lane, u32 row, u32 column, u32 &word) LOOM_ALWAYS {
+      if (w.mask >> lane & 1) word = bits<u32>(ptx::canonical(c[row][column]));
+    });
+  }
+};
+// The sum is made in f32 and rounded once, at the end.
+struct InF16 {
+  typedef f32 number;
+  static constexpr u32 registers = 2;
+  static void open(Warp &w, const Instruction &i, u32 first, f32 (*c)[8]) {
+    for (u32 r = 0; r < 2; ++r)
+      for (u32 lane = 0; lane < LANES; ++lane)
+        for (u32 half = 0; half < 2; ++half)
+          c[lane / 4 + r * 8][lane % 4 * 2 + half] = f32_from_f16((u16)(w.words(i, first + r)[lane] >> 16 * half));
+  }
+  static void close(Warp &w, const Instruction &i, u32 first, const f32 (*c)[8]) {
+    for (u32 r = 0; r < 2; ++r)
+      for (u32 lane = 0; lane < LANES; ++lane) {
+        if (!(w.mask >> lane & 1)) continue;
+        u32 word = 0;
+        for (u32 half = 0; half < 2; ++half) {
+          const f32 x = c[lane / 4 + r * 8][lane % 4 * 2 + half];
+          word |= ptx::encode<ptx::f16, ptx::NEAREST, false, false>(x) << 16 * half;
+        }
+        w.words(i, first + r)[lane] = word;
+      }
+  }
+};
+template <bool SATURATES> struct InS32 {
+  typedef i64 number;
+  static constexpr u32 registers = 4;
+  static void open(Warp &w, const Instruction &i, u32 first, i64 (*c)[8]) {
+    InF32::each(w, i, first, [&](u32, u32 row, u32 column, u32 &word) LOOM_ALWAYS { c[row][column] = (i32)word; });
+  }
+  static void close(Warp &w, const Instruction &i, u32 first, const i64 (*c)[8]) {
+    InF32::each(w, i, first, [&](u32 lane, u32 row, u32 column, u32 &word) LOOM_ALWAYS {
+      if (!(w.mask >> lane & 1)) return;
+      const i64 x = c[row][column];
+      word = (u32)(SATURATES ? ptx::clamp_to<i32>(x) : (i32)x);
+    });
+  }
+};
+
+// ---- products -------------------------------------------------------------------------------------------
+
+template <u32 K, class A, class B, class C> LOOM_INLINE void multiply(const A (*a)[K], const B (*b)[8], C (*c)[8]) {
+  for (u32 row = 0; row < 16; ++row) {
+    C sum[8];
+    for (u32 column = 0; column < 8; ++column) sum[column] = c[row][column];
+    for (u32 k = 0; k < K; ++k)
+      for (u32 column = 0; column < 8; ++column) sum[column] = multiply_add(a[row][k], b[k][column], sum[column]);
+    for (u32 column = 0; column < 8; ++column) c[row][column] = sum[column];
+  }
+}
+
+// D = A B + C of 16 rows and 8 columns. Operands: D, A, B, C.
+template <u32 K, class D, class A, class B> static void mma(Warp &w, const Instruction &i) {
+  expect_whole(w, i);
+  constexpr u32 a_registers = K * A::bits / 64, b_registers = K * B::bits / 128;
+  typename A::number a[16][K];
+  typename B::number b[K][8];
+  typename D::number c[16][8];
+  open_a<A, K>(w, i, D::registers, a);
+  open_b<B, K>(w, i, D::registers + a_registers, b);
+  D::open(w, i, D::registers + a_registers + b_registers, c);
+  multiply<K>(a, b, c);
+  D::close(w, i, 0, c);
+}
+
+// In f64: 8 rows, k = 4. Operands: D (2), A, B, C (2).
+static void mma_f64(Warp &w, const Instruction &i) {
+  expect_whole(w, i);
+  f64 a[8][4], b[4][8], c[8][8];
+  for (u32 lane = 0; lane < LANES; ++lane) {
+    a[lane / 4][lane % 4] = bits<f64>(w.longs(i, 2)[lane]);
+    b[lane % 4][lane / 4] = bits<f64>(w.longs(i, 3)[lane]);
+    for (u32 r = 0; r < 2; ++r) c[lane / 4][lane % 4 * 2 + r] = bits<f64>(w.longs(i, 4 + r)[lane]);
+  }
+  for (u32 row = 0; row < 8; ++row)
+    for (u32 k = 0; k < 4; ++k)
+      for (u32 column = 0; column < 8; ++column)
+        c[row][column] = multiply_add(a[row][k], b[k][column], c[row][column]);
+  GPU_EACH_LANE(w.mask, lane)
+    for (u32 r = 0; r < 2; ++r) w.longs(i, r)[lane] = bits<u64>(c[lane / 4][lane % 4 * 2 + r]);
+}
+
+static const Named MATRIX_TABLE[] = {
+  GPU_HANDLER("ldmatrix.x1", load_matrix<1, false>)
+  GPU_HANDLER("ldmatrix.x2", load_matrix<2, false>)
+  GPU_HANDLER("ldmatrix.x4", load_matrix<4, false>)
+  GPU_HANDLER("ldmatrix.x1.trans", load_matrix<1, true>)
+  GPU_HANDLER("ldmatrix.x2.trans", load_matrix<2, true>)
+  GPU_HANDLER("ldmatrix.x4.trans", load_matrix<4, true>)
+  GPU_HANDLER("stmatrix.x1", store_matrix<1, false>)
+  GPU_HANDLER("stmatrix.x2", store_matrix<2, false>)
+  GPU_HANDLER("stmatrix.x4", store_matrix<4, false>)
+  GPU_HANDLER("stmatrix.x1.trans", store_matrix<1, true>)
+  GPU_HANDLER("stmatrix.x2.trans", store_matrix<2, true>)
+  GPU_HANDLER("stmatrix.x4.trans", store_matrix<4, true>)
+  GPU_HANDLER("mma.m16n8k16.f32.bf16.bf16.f32", mma<16, InF32, Bf16, Bf16>)
+  GPU_HANDLER("mma.m16n8k8.f32.bf16.bf16.f32", mma<8, InF32, Bf16, Bf16>)
+  GPU_HANDLER("mma.m16n8k16.f32.f16.f16.f32", mma<16, InF32, F16, F16>)
+  GPU_HANDLER("mma.m16n8k8.f32.f16.f16.f32", mma<8, InF32, F16, F16>)
+  GPU_HANDLER("mma.m16n8k16.f16.f16.f16.f16", mma<16, InF16, F16, F16>)
+  GPU_HANDLER("mma.m16n8k8.f16.f16.f16.f16", mma<8, InF16, F16, F16>)
+  GPU_HANDLER("mma.m16n8k8.f32.tf32.tf32.f32", mma<8, InF32, Tf32, Tf32>)
+  GPU_HANDLER("mma.m16n8k4.f32.tf32.tf32.f32", mma<4, InF32, Tf32, Tf32>)
+#define GPU_FP8(D, ACCUMULATOR)                                                     \
+  GPU_HANDLER("mma.m16n8k32." D ".e4m3.e4m3." D, mma<32, ACCUMULATOR, E4m3, E4m3>)    \
+  GPU_HANDLER("mma.m16n8k32." D ".e4m3.e5m2." D, mma<32, ACCUMULATOR, E4m3, E5m2>)    \
+  GPU_HANDLER("mma.m16n8k32." D ".e5m2.e4m3." D, mma<32, ACCUMULATOR, E5m2, E4m3>)    \
+  GPU_HANDLER("mma.m16n8k32." D ".e5m2.e5m2." D, mma<32, ACCUMULATOR, E5m2, E5m2>)    \
+  GPU_HANDLER("mma.m16n8k16." D ".e4m3.e4m3." D, mma<16, ACCUMULATOR, E4m3, E4m3>)    \
+  GPU_HANDLER("mma.m16n8k16." D ".e5m2.e5m2." D, mma<16, ACCUMULATOR, E5m2, E5m2>)
+  GPU_FP8("f32", InF32)
+  GPU_FP8("f16", InF16)
+#undef GPU_FP8
+#define GPU_INTEGERS(A, B, TYPE_A, TYPE_B)                                                          \
+  GPU_HANDLER("mma.m16n8k32.s32." A "." B ".s32", mma<32, InS32<false>, TYPE_A, TYPE_B>)              \
+  GPU_HANDLER("mma.m16n8k32.satfinite.s32." A "." B ".s32", mma<32, InS32<true>, TYPE_A, TYPE_B>)     \
+  GPU_HANDLER("mma.m16n8k16.s32." A "." B ".s32", mma<16, InS32<false>, TYPE_A, TYPE_B>)              \
+  GPU_HANDLER("mma.m16n8k16.satfinite.s32." A "." B ".s32", mma<16, InS32<true>, TYPE_A, TYPE_B>)
+  GPU_INTEGERS("s8", "s8", S8, S8)
+  GPU_INTEGERS("s8", "u8", S8, U8)
+  GPU_INTEGERS("u8", "s8", U8, S8)
+  GPU_INTEGERS("u8", "u8", U8, U8)
+#undef GPU_INTEGERS
+  GPU_HANDLER("mma.m8n8k4.f64.f64.f64.f64", mma_f64)
+};
+
+}  // namespace gpu
