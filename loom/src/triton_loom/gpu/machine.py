@@ -69,7 +69,7 @@ _FINDING = np.dtype(
 _RANGE = np.dtype([("begin", "u8"), ("end", "u8"), ("writable", "u8")])
 _CONSTANT = np.dtype([("offset", "u4"), ("bytes", "u4"), ("value", "u8")])
 _SPECIAL = np.dtype([("offset", "u4"), ("kind", "u4"), ("addend", "u8")])
-_HAZARDS, _EARLY = 1, 2
+_HAZARDS, _EARLY, _COOPERATIVE = 1, 2, 8
 
 
 class _Launch(ctypes.Structure):
@@ -249,7 +249,9 @@ def run(
         parameter_bytes=len(parameters),
         shared_bytes=program.static_shared_bytes + shared_bytes,
         threads=block,
-        options=(_HAZARDS if options.checks else 0) | (_EARLY if options.delivery == "early" else 0),
+        options=(_HAZARDS * options.checks)
+        | (_EARLY * (options.delivery == "early"))
+        | (_COOPERATIVE * cooperative),
         workers=grid[0] * grid[1] * grid[2] if cooperative else _workers(program, grid, options),
     )
     launch.grid[:] = grid
