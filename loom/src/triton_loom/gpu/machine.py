@@ -90,43 +90,38 @@ class _Launch(ctypes.Structure):
         ("next_block", ctypes.c_uint64),
         ("first_block", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("global_shadow", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 # ---- the library -----------------------------------------------------------------------------------------
 
-_MACHINE = '#include "gpu/machine.cpp"\n'
+LIBRARIES = ("machine", "matrix")  # of include/gpu: the machine itself, and further handlers
 
 
 @functools.lru_cache
-def library() -> ctypes.CDLL:
-    """The machine, apart from arithmetic."""
-    return _libraries()[0]
-
-
-@functools.lru_cache
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The machine and the arithmetic that nearly every kernel has, built side by side."""
-    sources = (_MACHINE, scalars.unit(scalars.common()))
+def libraries() -> dict[str, ctypes.CDLL]:
+    """The machine, further handlers, and the arithmetic that nearly every kernel has: built side by side."""
+    sources = {name: f'#include "gpu/{name}.cpp"\n' for name in LIBRARIES}
+    sources["scalars"] = scalars.unit(scalars.common())
     with ThreadPoolExecutor(len(sources)) as pool:
-        binaries = list(pool.map(toolchain.build_library, sources))
-    machine, arithmetic = (
-        _loaded(binary, name) for binary, name in zip(binaries, ("gpu-machine", "gpu-scalars"), strict=True)
-    )
+        binaries = dict(zip(sources, pool.map(toolchain.build_library, sources.values()), strict=True))
+    loaded = {name: _loaded(binary, f"gpu-{name}") for name, binary in binaries.items()}
+    machine = loaded["machine"]
     machine.gpu_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p]
     machine.gpu_launch.restype = None
-    machine.gpu_handler_name.restype = ctypes.c_char_p
     sizes = (_INSTRUCTION, _FINDING, None, _RANGE, _CONSTANT, _SPECIAL)
     for which, dtype in enumerate(sizes):
         size = ctypes.sizeof(_Launch) if dtype is None else dtype.itemsize
         assert machine.gpu_size(which) == size, "machine.py does not mirror machine.h"
-    return machine, arithmetic
+    return loaded
 
 
 def _loaded(binary: bytes, name: str) -> ctypes.CDLL:
     loaded = toolchain.load(binary, name)
     loaded.gpu_handler.argtypes = [ctypes.c_char_p]
     loaded.gpu_handler.restype = ctypes.c_void_p
+    loaded.gpu_handler_name.restype = ctypes.c_char_p
     return loaded
 
 
@@ -138,14 +133,13 @@ def _further_arithmetic(wanted: frozenset[scalars.Scalar]) -> ctypes.CDLL:
 
 def _handlers(flat: Flat) -> dict[str, int]:
     """The address of each handler that a program names."""
-    machine, arithmetic = _libraries()
-    libraries = [machine, arithmetic]
-    missing = frozenset(s for s in flat.scalars if not arithmetic.gpu_handler(s.handler.encode()))
-    if missing:
-        libraries.append(_further_arithmetic(missing))
+    have = list(libraries().values())
+    known = libraries()["scalars"].gpu_handler
+    if missing := frozenset(s for s in flat.scalars if not known(s.handler.encode())):
+        have.append(_further_arithmetic(missing))
     found: dict[str, int] = {}
     for name in {instruction.handler for instruction in flat.instructions}:
-        address = next((at for one in libraries if (at := one.gpu_handler(name.encode()))), None)
+        address = next((at for one in have if (at := one.gpu_handler(name.encode()))), None)
         if address is None:
             raise LookupError(f"the machine has no handler `{name}`: gpu/opcodes.py and include/gpu disagree")
         found[name] = address
@@ -255,7 +249,7 @@ def run(
         workers=grid[0] * grid[1] * grid[2] if cooperative else _workers(program, grid, options),
     )
     launch.grid[:] = grid
-    library().gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
+    libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
     findings = [_finding(program, row, named) for row in found[: launch.finding_count]]
     findings.sort(key=lambda f: (f.by.ptx_line, f.other.ptx_line if f.other else 0, KINDS.index(f.kind)))
     return Outcome(findings, executed.tolist(), launch.findings_total)

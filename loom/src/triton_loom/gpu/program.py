@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -164,8 +165,6 @@ class _Builder:
             return self.registers[text]
         if text == "_":
             return self._made(("sink", size), size, lambda offset: None)
-        if text.startswith("!"):
-            raise PtxError("a negated predicate as an operand")
         special = _SAME.get(text, text)
         if special in SPECIALS:
             return self._special(special, size, 0)
@@ -219,20 +218,30 @@ def _sized(handler: str, uses: Sequence[Use], sizes: Sequence[int]) -> str:
     return f"{handler}.{'s' if signed else 'u'}{bits}.{size}"
 
 
+_INTEGER = re.compile(r"([+-]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|(\d+))U?")
+_BITS = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
+
+
 def number(text: str, type_: str) -> int:
     """The bits of a number as PTX writes it."""
-    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-        return int(found[1], 16)
-    if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
-        return int(found[1], 16)
-    if re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)U?", text):
-        value = int(text.rstrip("U"), 0 if "x" in text.lower() else 10)
-        if type_ == "pred":
-            return ALL_LANES if value else 0
-        if type_ in ("f32", "f64"):
-            raise PtxError(f"{text} is no {type_}")
-        return value
-    raise PtxError(f"`{text}` is no number, register or symbol")
+    if found := _BITS.fullmatch(text):
+        return int(found[1] or found[2], 16)
+    if type_ in ("f32", "f64") and re.fullmatch(r"[+-]?\d+\.\d*([eE][+-]?\d+)?", text):
+        packed = struct.pack("<f" if type_ == "f32" else "<d", float(text))
+        return int.from_bytes(packed, "little")
+    found = _INTEGER.fullmatch(text)
+    if found is None or type_ in ("f32", "f64"):
+        raise PtxError(f"`{text}` is no register, symbol or number for {type_}")
+    sign, hexadecimal, binary, decimal = found.groups()
+    if hexadecimal:
+        value = int(hexadecimal, 16)
+    elif binary:
+        value = int(binary, 2)
+    else:
+        value = int(decimal, 8 if decimal.startswith("0") else 10)  # as in C, 017 is octal
+    if type_ == "pred":
+        return ALL_LANES if value else 0
+    return -value if sign == "-" else value
 
 
 # ---- where parted lanes meet again -----------------------------------------------------------------------

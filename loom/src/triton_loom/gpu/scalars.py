@@ -60,11 +60,7 @@ _HEAD = '// Made by gpu/scalars.py.\n#include "gpu/scalar.h"\nnamespace gpu {\n\
 _TAIL = """
 }  // namespace gpu
 
-extern "C" __attribute__((visibility("default"))) gpu::Handler gpu_handler(const char *name) {
-  for (const gpu::Named &row : gpu::TABLE)
-    if (!__builtin_strcmp(row.name, name)) return row.handler;
-  return nullptr;
-}
+GPU_LIBRARY(GPU_TABLE(gpu::TABLE))
 """
 
 

@@ -116,10 +116,9 @@ def read(ptx: str) -> Kernel:
     if threads is None:
         raise PtxError("the kernel has no .reqntid: how many threads a block has is not known")
     kernel = Kernel(name=entry[1], parameters=_parameters(entry[2]), threads=int(threads[1]))
-    for size, name, content in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+()([\w$]+)\[(\d*)\]", text):
-        del size
+    for name, size in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d*)\]", text):
         kernel.shared[name] = kernel.shared_bytes
-        kernel.shared_bytes += int(content or 0)
+        kernel.shared_bytes += int(size or 0)
     for name, count, values in re.findall(
         r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\](?:\s*=\s*\{([^}]*)\})?", text[: entry.start()]
     ):
@@ -202,17 +201,19 @@ class _Body:
 
     def _tokens(self, text: str, begin: int) -> Iterator[tuple[str, str, int]]:
         depth, at = 1, begin
+        line, counted = 1, 0
         while True:
             found = _TOKEN.match(text, at)
             if found is None or found.lastgroup is None:
-                raise PtxError(f"line {text.count(chr(10), 0, at) + 1}: the kernel's text ends too early")
+                raise PtxError(f"after line {line}: the kernel's text ends too early")
             kind = found.lastgroup
             content = found[kind].strip()
             at = found.end()
             depth += (content == "{") - (content == "}")
             if depth == 0:
                 return
-            yield kind, content, text.count("\n", 0, found.start(kind)) + 1
+            line, counted = line + text.count("\n", counted, found.start(kind)), found.start(kind)
+            yield kind, content, line
 
     def _locate(self, text: str, line: int) -> None:
         numbers = text.replace(",", " ").split()
@@ -231,7 +232,7 @@ class _Body:
             if depth == 1 and kind == "label":
                 names[content] = f"{content}@{self.scopes}"
             if depth == 1 and content.startswith(".reg"):
-                for name in split(content.split(None, 2)[2]):
+                for name in _register_names(content.split(None, 2)[2]):
                     names[name] = f"{name}@{self.scopes}"
         return _Scope(names, outer)
 
@@ -249,28 +250,37 @@ class _Body:
         guard, negated = "", False
         if found := _GUARD.match(text):
             guard, negated, text = scope.find(found[2]), found[1] == "!", text[found.end() :]
-        opcode, _, rest = text.strip().partition(" ") if " " in text else text.strip().partition("\t")
-        if "\t" in opcode or "\n" in opcode:
-            opcode, rest = (
-                re.split(r"\s", opcode, maxsplit=1)[0],
-                text.strip()[len(re.split(r"\s", opcode)[0]) :],
-            )
-        rest = " ".join(rest.split())
+        opcode, *rest = text.split(None, 1)
+        arguments = " ".join(rest[0].split()) if rest else ""
         if scope.outer is not None:
-            rest = _NAME.sub(lambda m: scope.find(m[0]), rest)
-        operands = split(rest)
+            arguments = _NAME.sub(lambda m: scope.find(m[0]), arguments)
+        operands = tuple(self._plain(operand, line) for operand in split(arguments))
         statement = Statement(opcode, operands, guard, negated, line, self.place)
         self.kernel.statements.append(statement)
         return None
+
+    def _plain(self, operand: str, line: int) -> str:
+        """A negated predicate, `!%p1`, gets a register and an instruction of its own."""
+        if not operand.startswith("!"):
+            return operand
+        name = f"not {operand[1:]}"
+        self.kernel.registers[name] = 0
+        self.kernel.statements.append(Statement("not.pred", (name, operand[1:]), line=line, place=self.place))
+        return name
 
     def _registers(self, text: str, scope: _Scope) -> None:
         _, kind, names = text.split(None, 2)
         size = REGISTER_BYTES.get(kind[1:])
         if size is None:
             raise PtxError(f"registers of type {kind} are not known")
-        for name in split(names):
-            if many := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
-                for number in range(int(many[2])):
-                    self.kernel.registers[f"{many[1]}{number}"] = size
-            else:
-                self.kernel.registers[scope.find(name)] = size
+        for name in _register_names(names):
+            self.kernel.registers[scope.find(name)] = size
+
+
+def _register_names(text: str) -> Iterator[str]:
+    """`%r<3>, t` are %r0, %r1, %r2 and t."""
+    for name in split(text):
+        if many := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
+            yield from (f"{many[1]}{number}" for number in range(int(many[2])))
+        else:
+            yield name

@@ -31,10 +31,11 @@ struct GlobalShadow {
   u32 lock;
   u32 next_block;  // the number of the first block of the next launch
 };
-static GlobalShadow GLOBAL_SHADOW;
 
 static void begin_global_shadow(Launch &launch) {
-  GlobalShadow &g = GLOBAL_SHADOW;
+  static GlobalShadow process;  // launches of a process are one after another
+  GlobalShadow &g = process;
+  launch.global_shadow = &g;
   const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
   if (g.used > TABLE / 4 || g.next_block == 0 || g.next_block + blocks > 0xFFFF0000u) {
     for (Page &page : g.pages) {
@@ -47,8 +48,7 @@ static void begin_global_shadow(Launch &launch) {
   g.next_block += (u32)blocks;
 }
 
-LOOM_NOINLINE Page *find_page(u64 key) {
-  GlobalShadow &g = GLOBAL_SHADOW;
+LOOM_NOINLINE Page *find_page(GlobalShadow &g, u64 key) {
   u32 at = (u32)(key * 0x9E3779B97F4A7C15ull >> 50);
   for (u32 tries = 0; tries < TABLE / 2; ++tries, at = (at + 1) % TABLE) {
     Page &page = g.pages[at];
@@ -70,7 +70,7 @@ LOOM_NOINLINE Page *find_page(u64 key) {
 LOOM_INLINE Page *page_of(Worker &worker, u64 address) {
   const u64 key = address / PAGE + 1;
   if (worker.last_page && worker.last_page->key == key) return worker.last_page;
-  Page *page = find_page(key);
+  Page *page = find_page(*worker.launch->global_shadow, key);
   if (page) worker.last_page = page;
   return page;
 }
@@ -155,33 +155,94 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
     if (Page *page = page_of(*w.block->worker, word)) f(*page, word, bytes_in_word(word, address, end));
 }
 
-// ---- what the lanes of an instruction do ----------------------------------------------------------------
+// ---- what the lanes of an instruction do --------------------------------------------------------------------
 
-LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  const u32 block = w.block->launch->first_block + (u32)w.block->linear;
-  GPU_EACH_LANE(lanes, lane)
+LOOM_INLINE u32 number_of(const Block &b) { return b.launch->first_block + (u32)b.linear; }
+LOOM_INLINE bool in_one_page(u64 address, u32 bytes) { return address % PAGE + bytes <= PAGE; }
+
+// Whole words that nobody has written during this launch, which is what most reads meet.
+template <u32 COUNT>
+LOOM_INLINE bool read_untouched(Warp &w, const Instruction &i, u32 lane, u64 address, u32 block) {
+  Page *page = page_of(*w.block->worker, address);
+  if (!page || address % 4 || !in_one_page(address, 4 * COUNT)) return false;
+  const u32 at = (u32)(address % PAGE / 4), begun = w.block->launch->first_block;
+  const Cell *written = page->writes + at;
+  bool touched = false;
+  for (u32 k = 0; k < COUNT; ++k) touched |= written[k].block >= begun;
+  if (touched) return false;
+  Cell *read = page->reads + at;
+  const u32 when = w.clocks->own << 4 | 15, by = who(i.number, w.thread(lane));
+  for (u32 k = 0; k < COUNT; ++k) {
+    const u32 first = read[k].block < begun || read[k].first > block ? block : read[k].first;
+    read[k] = {block, when, by, first};
+  }
+  return true;
+}
+template <u32 COUNT>
+LOOM_INLINE void read_words(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  const u32 block = number_of(*w.block);
+  GPU_EACH_LANE(lanes, lane) {
+    if constexpr (COUNT != 0)
+      if (__builtin_expect(read_untouched<COUNT>(w, i, lane, address[lane], block), 1)) continue;
     each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
       read_word(w, i, lane, page, word, which, block);
     });
+  }
+}
+LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  switch (bytes) {
+    case 4: return read_words<1>(w, i, address, bytes, lanes);
+    case 8: return read_words<2>(w, i, address, bytes, lanes);
+    case 16: return read_words<4>(w, i, address, bytes, lanes);
+    default: return read_words<0>(w, i, address, bytes, lanes);
+  }
 }
 
-// Lane after lane, each store before the next check.
-LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
-                                u32 lanes) {
-  const u32 block = w.block->launch->first_block + (u32)w.block->linear;
+// Whole words that nobody has touched.
+template <u32 COUNT>
+LOOM_INLINE bool write_untouched(Warp &w, const Instruction &i, u32 lane, u64 address, u32 block) {
+  Page *page = page_of(*w.block->worker, address);
+  if (!page || address % 4 || !in_one_page(address, 4 * COUNT)) return false;
+  const u32 at = (u32)(address % PAGE / 4), begun = w.block->launch->first_block;
+  Cell *written = page->writes + at;
+  const Cell *read = page->reads + at;
+  bool touched = false;
+  for (u32 k = 0; k < COUNT; ++k) touched |= written[k].block >= begun || read[k].block >= begun;
+  if (touched) return false;
+  const u32 when = w.clocks->own << 4 | 15, by = who(i.number, w.thread(lane));
+  for (u32 k = 0; k < COUNT; ++k) written[k] = {block, when, by, 0};
+  return true;
+}
+// Lane after lane, each store before the next check: two lanes may mean the same bytes.
+template <u32 COUNT>
+LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
+                             u32 lanes) {
+  const u32 block = number_of(*w.block);
   GPU_EACH_LANE(lanes, lane) {
     const u8 *from = data + lane * stride;
-    each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
-      write_word(w, i, lane, page, word, which, from + (i64)(word - address[lane]), block);
-    });
-    __builtin_memcpy((u8 *)address[lane], from, bytes);
+    bool done = false;
+    if constexpr (COUNT != 0) done = write_untouched<COUNT>(w, i, lane, address[lane], block);
+    if (!done)
+      each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
+        write_word(w, i, lane, page, word, which, from + (i64)(word - address[lane]), block);
+      });
+    __builtin_memcpy((u8 *)address[lane], from, COUNT ? 4 * COUNT : bytes);
+  }
+}
+LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
+                                u32 lanes) {
+  switch (bytes) {
+    case 4: return write_words<1>(w, i, address, data, stride, bytes, lanes);
+    case 8: return write_words<2>(w, i, address, data, stride, bytes, lanes);
+    case 16: return write_words<4>(w, i, address, data, stride, bytes, lanes);
+    default: return write_words<0>(w, i, address, data, stride, bytes, lanes);
   }
 }
 
 // Atomic operations of different threads do not race with each other. They hand on what their blocks did before.
 LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
   Block &b = *w.block;
-  const u32 block = b.launch->first_block + (u32)b.linear;
+  const u32 block = number_of(b);
   GPU_EACH_LANE(lanes, lane)
     each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
       const u32 at = (u32)(word % PAGE / 4);

@@ -4,26 +4,12 @@
 #include "barriers.h"
 #include "control.h"
 #include "lanes.h"
-#include "matrix.h"
 #include "memory.h"
 #include "scalar.h"
 #include "global_shadow.h"
 #include "shadow.h"
 
 namespace gpu {
-
-// ---- handlers by name -----------------------------------------------------------------------------------
-
-struct Table {
-  const Named *rows;
-  u32 count;
-};
-#define GPU_TABLE(NAME) {NAME, sizeof NAME / sizeof NAME[0]}
-static const Table TABLES[] = {
-  GPU_TABLE(SCALAR_TABLE),  GPU_TABLE(CONTROL_TABLE), GPU_TABLE(MEMORY_TABLE),
-  GPU_TABLE(ATOMICS_TABLE), GPU_TABLE(LANES_TABLE),   GPU_TABLE(BARRIERS_TABLE),
-  GPU_TABLE(ASYNC_TABLE),   GPU_TABLE(MATRIX_TABLE),
-};
 
 // ---- a block --------------------------------------------------------------------------------------------
 
@@ -224,24 +210,9 @@ static void work(void *data) {
 
 }  // namespace gpu
 
-#define GPU_EXPORT extern "C" __attribute__((visibility("default")))
-
-// The handler of this name, or null.
-GPU_EXPORT gpu::Handler gpu_handler(const char *name) {
-  for (const gpu::Table &table : gpu::TABLES)
-    for (u32 k = 0; k < table.count; ++k)
-      if (!__builtin_strcmp(table.rows[k].name, name)) return table.rows[k].handler;
-  return nullptr;
-}
-
-// The names of all handlers, one at a time; null after the last.
-GPU_EXPORT const char *gpu_handler_name(u32 number) {
-  for (const gpu::Table &table : gpu::TABLES) {
-    if (number < table.count) return table.rows[number].name;
-    number -= table.count;
-  }
-  return nullptr;
-}
+GPU_LIBRARY(GPU_TABLE(gpu::SCALAR_TABLE), GPU_TABLE(gpu::CONTROL_TABLE), GPU_TABLE(gpu::MEMORY_TABLE),
+            GPU_TABLE(gpu::ATOMICS_TABLE), GPU_TABLE(gpu::LANES_TABLE), GPU_TABLE(gpu::BARRIERS_TABLE),
+            GPU_TABLE(gpu::ASYNC_TABLE))
 
 // The sizes of what Python mirrors: a test compares them.
 GPU_EXPORT u32 gpu_size(u32 which) {

@@ -10,8 +10,9 @@
 //   1. Write its handler `void name(Warp &w, const Instruction &i)` in the header of its subject. It acts on the lanes in
 //      `w.mask` (those that are here and whose guard holds; never none). `w.words(i, k)` and `w.longs(i, k)` are the 32
 //      lanes of operand k, `w.flags(i, k)` its predicate bits; `i.immediate` is the constant that gpu/opcodes.py gave.
-//   2. List it at the end of that header: `GPU_HANDLER("its.name", name)` in the header's table (see `memory.h`), and
-//      add the table to `TABLES` in machine.cpp if the header is new.
+//   2. List it at the end of that header: `GPU_HANDLER("its.name", name)` in the header's table (see `memory.h`). If the
+//      header is new, add its table to the GPU_LIBRARY of a .cpp file here; each such file is a library that
+//      gpu/machine.py builds (`LIBRARIES`), side by side with the others.
 //   3. Give gpu/opcodes.py a row that says which opcode with which modifiers is this handler, and what its operands are.
 //   Plain arithmetic needs none of this: codegen/ptx.py says what it means and gpu/scalars.py makes the handlers.
 //
@@ -131,6 +132,7 @@ struct Launch {  // mirrored in gpu/machine.py
   i32 lock;
   u64 next_block;
   u32 first_block, reserved;  // global_shadow.h
+  struct GlobalShadow *global_shadow;
 };
 
 // ---- a warp ---------------------------------------------------------------------------------------------
@@ -269,5 +271,29 @@ struct Named {
   Handler handler;
 };
 #define GPU_HANDLER(NAME, ...) {NAME, __VA_ARGS__},
+
+struct Table {
+  const Named *rows;
+  u32 count;
+};
+#define GPU_TABLE(NAME) {NAME, sizeof NAME / sizeof NAME[0]}
+#define GPU_EXPORT extern "C" __attribute__((visibility("default")))
+
+// What a library of handlers exports: the handler of a name, and all names one at a time, null after the last.
+#define GPU_LIBRARY(...)                                                                  \
+  static const gpu::Table GPU_TABLES[] = {__VA_ARGS__};                                   \
+  GPU_EXPORT gpu::Handler gpu_handler(const char *name) {                                 \
+    for (const gpu::Table &table : GPU_TABLES)                                            \
+      for (u32 k = 0; k < table.count; ++k)                                               \
+        if (!__builtin_strcmp(table.rows[k].name, name)) return table.rows[k].handler;    \
+    return nullptr;                                                                       \
+  }                                                                                       \
+  GPU_EXPORT const char *gpu_handler_name(u32 number) {                                   \
+    for (const gpu::Table &table : GPU_TABLES) {                                          \
+      if (number < table.count) return table.rows[number].name;                           \
+      number -= table.count;                                                              \
+    }                                                                                     \
+    return nullptr;                                                                       \
+  }
 
 }  // namespace gpu

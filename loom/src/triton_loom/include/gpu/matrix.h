@@ -65,36 +65,43 @@ static const Bytes<ptx::e5m2> E5M2_NUMBERS;
 
 struct Bf16 {
   typedef f32 number;
+  typedef u16 code;
   static constexpr u32 bits = 16;
   static f32 of(u32 code) { return ::bits<f32>(code << 16); }
 };
 struct F16 {
   typedef f32 number;
+  typedef u16 code;
   static constexpr u32 bits = 16;
   static f32 of(u32 code) { return f32_from_f16((u16)code); }
 };
 struct Tf32 {  // its low 13 bits do not count
   typedef f32 number;
+  typedef u32 code;
   static constexpr u32 bits = 32;
   static f32 of(u32 code) { return ::bits<f32>(code & ~0x1FFFu); }
 };
 struct E4m3 {
   typedef f32 number;
+  typedef u8 code;
   static constexpr u32 bits = 8;
   static f32 of(u32 code) { return E4M3_NUMBERS.of[code]; }
 };
 struct E5m2 {
   typedef f32 number;
+  typedef u8 code;
   static constexpr u32 bits = 8;
   static f32 of(u32 code) { return E5M2_NUMBERS.of[code]; }
 };
 struct S8 {
   typedef i32 number;
+  typedef u8 code;
   static constexpr u32 bits = 8;
   static i32 of(u32 code) { return (i8)code; }
 };
 struct U8 {
   typedef i32 number;
+  typedef u8 code;
   static constexpr u32 bits = 8;
   static i32 of(u32 code) { return (i32)code; }
 };
@@ -103,55 +110,63 @@ LOOM_INLINE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, 
 LOOM_INLINE f64 multiply_add(f64 a, f64 b, f64 c) { return __builtin_fma(a, b, c); }
 LOOM_INLINE i64 multiply_add(i32 a, i32 b, i64 c) { return c + (i64)a * b; }
 
-// ---- fragments ------------------------------------------------------------------------------------------
+// ---- fragments ----------------------------------------------------------------------------------------------
 
-// Which k a lane's element has: its registers cover four groups of lanes, then the next four.
-template <class E> LOOM_INLINE u32 k_of(u32 lane, u32 part, u32 element) {
-  constexpr u32 per_register = 32 / E::bits;
-  return lane % 4 * per_register + element + part * 4 * per_register;
-}
-template <class E> LOOM_INLINE typename E::number element_of(u32 word, u32 element) {
-  if constexpr (E::bits == 32) return E::of(word);
-  else return E::of(word >> element * E::bits & ((1u << E::bits) - 1));
-}
+// The 32 lanes of a register, as codes: eight rows (lane / 4) of what four neighbouring lanes hold, in the order of k.
+// Register r of A has k from (r / 2) * RUN on, and rows 8 to 15 if r is odd; register r of B has k from r * RUN on.
+template <class E> struct Codes {
+  static constexpr u32 RUN = 4 * 32 / E::bits;
+  typename E::code of[8][RUN];
+};
 
-// A: rows by k. Register r has row lane / 4, plus 8 if r is odd.
 template <class E, u32 K> LOOM_INLINE void open_a(Warp &w, const Instruction &i, u32 first, typename E::number (*a)[K]) {
-  constexpr u32 per_register = 32 / E::bits, registers = K / (4 * per_register) * 2;
+  constexpr u32 RUN = Codes<E>::RUN, registers = K / RUN * 2;
   for (u32 r = 0; r < registers; ++r) {
-    const u32 *from = w.words(i, first + r);
-    for (u32 lane = 0; lane < LANES; ++lane)
-      for (u32 e = 0; e < per_register; ++e)
-        a[lane / 4 + r % 2 * 8][k_of<E>(lane, r / 2, e)] = element_of<E>(from[lane], e);
+    const auto &codes = *(const Codes<E> *)w.words(i, first + r);
+    for (u32 row = 0; row < 8; ++row)
+      for (u32 k = 0; k < RUN; ++k) a[row + r % 2 * 8][k + r / 2 * RUN] = E::of(codes.of[row][k]);
   }
 }
-// B: k by columns, so that the columns of a product are neighbours.
+// k by columns, so that the columns of a product are neighbours.
 template <class E, u32 K> LOOM_INLINE void open_b(Warp &w, const Instruction &i, u32 first, typename E::number (*b)[8]) {
-  constexpr u32 per_register = 32 / E::bits, registers = K / (4 * per_register);
+  constexpr u32 RUN = Codes<E>::RUN, registers = K / RUN;
   for (u32 r = 0; r < registers; ++r) {
-    const u32 *from = w.words(i, first + r);
-    for (u32 lane = 0; lane < LANES; ++lane)
-      for (u32 e = 0; e < per_register; ++e) b[k_of<E>(lane, r, e)][lane / 4] = element_of<E>(from[lane], e);
+    const auto &codes = *(const Codes<E> *)w.words(i, first + r);
+    typename E::number numbers[8][RUN];
+    for (u32 column = 0; column < 8; ++column)
+      for (u32 k = 0; k < RUN; ++k) numbers[column][k] = E::of(codes.of[column][k]);
+    for (u32 k = 0; k < RUN; ++k)
+      for (u32 column = 0; column < 8; ++column) b[k + r * RUN][column] = numbers[column][k];
   }
 }
 
 // Accumulators: how they lie in registers. Lane l has columns 2 (l % 4) and the next one of rows l / 4 and l / 4 + 8.
+template <class T, class C> LOOM_INLINE void open_words(Warp &w, const Instruction &i, u32 first, C (*c)[8]) {
+  for (u32 r = 0; r < 4; ++r) {
+    const T *from = (const T *)w.words(i, first + r);
+    for (u32 row = 0; row < 8; ++row)
+      for (u32 pair = 0; pair < 4; ++pair) c[row + r / 2 * 8][2 * pair + r % 2] = from[4 * row + pair];
+  }
+}
+template <class T, class C, class F>
+LOOM_INLINE void close_words(Warp &w, const Instruction &i, u32 first, const C (*c)[8], F result) {
+  for (u32 r = 0; r < 4; ++r) {
+    T *to = (T *)w.words(i, first + r);
+    if (__builtin_expect(w.mask == FULL, 1)) {
+      for (u32 row = 0; row < 8; ++row)
+        for (u32 pair = 0; pair < 4; ++pair) to[4 * row + pair] = result(c[row + r / 2 * 8][2 * pair + r % 2]);
+    } else {
+      GPU_EACH_LANE(w.mask, lane) to[lane] = result(c[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2]);
+    }
+  }
+}
+
 struct InF32 {
   typedef f32 number;
   static constexpr u32 registers = 4;
-  template <class F> static void each(Warp &w, const Instruction &i, u32 first, F f) {
-    for (u32 r = 0; r < 4; ++r) {
-      u32 *words = w.words(i, first + r);
-      for (u32 lane = 0; lane < LANES; ++lane) f(lane, lane / 4 + r / 2 * 8, lane % 4 * 2 + r % 2, words[lane]);
-    }
-  }
-  static void open(Warp &w, const Instruction &i, u32 first, f32 (*c)[8]) {
-    each(w, i, first, [&](u32, u32 row, u32 column, u32 &word) LOOM_ALWAYS { c[row][column] = bits<f32>(word); });
-  }
+  static void open(Warp &w, const Instruction &i, u32 first, f32 (*c)[8]) { open_words<f32>(w, i, first, c); }
   static void close(Warp &w, const Instruction &i, u32 first, const f32 (*c)[8]) {
-    each(w, i, first, [&](u32 lane, u32 row, u32 column, u32 &word) LOOM_ALWAYS {
-      if (w.mask >> lane & 1) word = bits<u32>(ptx::canonical(c[row][column]));
-    });
+    close_words<f32>(w, i, first, c, [](f32 x) LOOM_ALWAYS { return ptx::canonical(x); });
   }
 };
 // The sum is made in f32 and rounded once, at the end.
@@ -159,36 +174,28 @@ struct InF16 {
   typedef f32 number;
   static constexpr u32 registers = 2;
   static void open(Warp &w, const Instruction &i, u32 first, f32 (*c)[8]) {
-    for (u32 r = 0; r < 2; ++r)
-      for (u32 lane = 0; lane < LANES; ++lane)
-        for (u32 half = 0; half < 2; ++half)
-          c[lane / 4 + r * 8][lane % 4 * 2 + half] = f32_from_f16((u16)(w.words(i, first + r)[lane] >> 16 * half));
+    for (u32 r = 0; r < 2; ++r) {
+      const u16 *from = (const u16 *)w.words(i, first + r);
+      for (u32 row = 0; row < 8; ++row)
+        for (u32 column = 0; column < 8; ++column) c[row + r * 8][column] = F16::of(from[8 * row + column]);
+    }
   }
   static void close(Warp &w, const Instruction &i, u32 first, const f32 (*c)[8]) {
     for (u32 r = 0; r < 2; ++r)
-      for (u32 lane = 0; lane < LANES; ++lane) {
-        if (!(w.mask >> lane & 1)) continue;
-        u32 word = 0;
-        for (u32 half = 0; half < 2; ++half) {
-          const f32 x = c[lane / 4 + r * 8][lane % 4 * 2 + half];
-          word |= ptx::encode<ptx::f16, ptx::NEAREST, false, false>(x) << 16 * half;
-        }
-        w.words(i, first + r)[lane] = word;
+      GPU_EACH_LANE(w.mask, lane) {
+        const f32 *pair = &c[lane / 4 + r * 8][lane % 4 * 2];
+        const u32 low = ptx::encode<ptx::f16, ptx::NEAREST, false, false>(pair[0]);
+        const u32 high = ptx::encode<ptx::f16, ptx::NEAREST, false, false>(pair[1]);
+        w.words(i, first + r)[lane] = low | high << 16;
       }
   }
 };
 template <bool SATURATES> struct InS32 {
   typedef i64 number;
   static constexpr u32 registers = 4;
-  static void open(Warp &w, const Instruction &i, u32 first, i64 (*c)[8]) {
-    InF32::each(w, i, first, [&](u32, u32 row, u32 column, u32 &word) LOOM_ALWAYS { c[row][column] = (i32)word; });
-  }
+  static void open(Warp &w, const Instruction &i, u32 first, i64 (*c)[8]) { open_words<i32>(w, i, first, c); }
   static void close(Warp &w, const Instruction &i, u32 first, const i64 (*c)[8]) {
-    InF32::each(w, i, first, [&](u32 lane, u32 row, u32 column, u32 &word) LOOM_ALWAYS {
-      if (!(w.mask >> lane & 1)) return;
-      const i64 x = c[row][column];
-      word = (u32)(SATURATES ? ptx::clamp_to<i32>(x) : (i32)x);
-    });
+    close_words<i32>(w, i, first, c, [](i64 x) LOOM_ALWAYS { return SATURATES ? ptx::clamp_to<i32>(x) : (i32)x; });
   }
 };
 

@@ -24,6 +24,7 @@ struct Shadow {
   Stamp *writes;
   Stamp *reads[AGENTS];  // null until the agent reads
   u32 readers[AGENTS], reader_count;
+  Time latest_read[AGENTS];  // anywhere: who knows that, knows all reads of the agent
   u32 bytes;
 };
 
@@ -43,7 +44,11 @@ LOOM_NOINLINE Stamp *new_plane(Shadow &s, u32 agent) {
   s.readers[s.reader_count++] = agent;
   return s.reads[agent] = (Stamp *)calloc(s.bytes + 64, sizeof(Stamp));
 }
-LOOM_INLINE Stamp *plane_of(Shadow &s, u32 agent) { return s.reads[agent] ? s.reads[agent] : new_plane(s, agent); }
+// The plane of an agent that is about to read.
+LOOM_INLINE Stamp *plane_of(Shadow &s, u32 agent, Time time) {
+  s.latest_read[agent] = time;
+  return s.reads[agent] ? s.reads[agent] : new_plane(s, agent);
+}
 
 // ---- is it known? ---------------------------------------------------------------------------------------
 
@@ -97,6 +102,7 @@ LOOM_INLINE bool after_reads(Warp &w, u32 lane, u32 at, u32 n, Stamp &culprit, u
   Shadow &shadow = *w.block->shadow;
   for (u32 r = 0; r < shadow.reader_count; ++r) {
     const u32 agent = shadow.readers[r];
+    if (shadow.latest_read[agent] <= w.clocks->known[agent]) continue;
     const Stamp *reads = shadow.reads[agent] + at;
     Stamp latest = 0;
     for (u32 k = 0; k < n; ++k) latest = reads[k] > latest ? reads[k] : latest;
@@ -145,13 +151,14 @@ LOOM_INLINE void shadow_write(Warp &w, u32 lane, u32 address, const u8 *data, u3
 
 template <u32 BYTES>
 LOOM_INLINE void read_shared_of(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  Stamp *plane = plane_of(*w.block->shadow, w.number);
+  Stamp *plane = plane_of(*w.block->shadow, w.number, w.clocks->own);
   const u32 n = BYTES ? BYTES : bytes;
   GPU_EACH_LANE(lanes, lane)
     shadow_read(w, lane, (u32)address[lane], n, stamp(w.clocks->own, i.number, lane, w.number), plane);
 }
 LOOM_NOINLINE void read_shared(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
   switch (bytes) {
+    case 2: return read_shared_of<2>(w, i, address, bytes, lanes);
     case 4: return read_shared_of<4>(w, i, address, bytes, lanes);
     case 16: return read_shared_of<16>(w, i, address, bytes, lanes);
     default: return read_shared_of<0>(w, i, address, bytes, lanes);
@@ -172,6 +179,7 @@ LOOM_INLINE void write_shared_of(Warp &w, const Instruction &i, const u64 *addre
 LOOM_NOINLINE void write_shared(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
                                 u32 bytes, u32 lanes) {
   switch (bytes) {
+    case 2: return write_shared_of<2>(w, i, address, data, stride, bytes, lanes);
     case 4: return write_shared_of<4>(w, i, address, data, stride, bytes, lanes);
     case 16: return write_shared_of<16>(w, i, address, data, stride, bytes, lanes);
     default: return write_shared_of<0>(w, i, address, data, stride, bytes, lanes);

@@ -1,0 +1,77 @@
+"""Small kernels in PTX for the tests of the emulated GPU: written as a body, run on NumPy arrays."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from triton_loom.gpu.machine import CHECKED, MemoryRange, Options, Outcome, Program, run
+
+Array = np.ndarray[Any, Any]
+
+HEAD = """\
+.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 smem[];
+.visible .entry kernel({parameters})
+.reqntid {threads}
+{{
+  .reg .pred %p<64>;
+  .reg .b16 %rs<64>;
+  .reg .b32 %r<256>;
+  .reg .b64 %rd<128>;
+  .loc 1 {line} 0
+"""
+LINE = 40  # of Python, that all of a body comes from
+
+
+def ptx(body: str, arrays: int = 1, threads: int = 32) -> str:
+    """A module: %rd0, %rd1, ... are the addresses of the arrays and %r0 is the number of the thread."""
+    parameters = ", ".join(f".param .u64 p{k}" for k in range(arrays))
+    loads = [f"ld.param.b64 %rd{k}, [p{k}];" for k in range(arrays)] + ["mov.u32 %r0, %tid.x;"]
+    lines = [HEAD.format(parameters=parameters, threads=threads, line=LINE), *loads, body, "ret;", "}"]
+    return "\n".join([*lines, '.file 1 "kernel.py"'])
+
+
+def launch(
+    body: str,
+    *arrays: Array,
+    threads: int = 32,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    shared: int = 0,
+    options: Options = CHECKED,
+    readable: tuple[int, ...] = (),
+) -> Outcome:
+    """Run a body on arrays, which it may write unless their numbers are in `readable`."""
+    memory = [
+        MemoryRange(a.ctypes.data, a.ctypes.data + a.nbytes, number not in readable, f"p{number}")
+        for number, a in enumerate(arrays)
+    ]
+    return run(
+        Program.of(ptx(body, len(arrays), threads)),
+        grid=grid,
+        block=threads,
+        shared_bytes=shared,
+        parameters=struct.pack(f"<{len(arrays)}Q", *(a.ctypes.data for a in arrays)),
+        memory=memory,
+        options=options,
+    )
+
+
+def words(count: int) -> Array:
+    """Room for results."""
+    return np.zeros(count, np.uint32)
+
+
+def store_results(*registers: str) -> str:
+    """Thread t of block 0 writes its registers (of 32 bits) to p0[t * n], p0[t * n + 1], ..."""
+    lines = [f"mul.wide.u32 %rd100, %r0, {4 * len(registers)};", "add.s64 %rd100, %rd0, %rd100;"]
+    lines += [f"st.global.b32 [%rd100+{4 * k}], {name};" for k, name in enumerate(registers)]
+    return "\n".join(lines)
+
+
+def kinds(outcome: Outcome) -> list[str]:
+    """What was found, each kind once."""
+    return sorted({finding.kind for finding in outcome.findings})
