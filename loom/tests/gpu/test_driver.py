@@ -320,15 +320,16 @@ def test_everything_is_as_before_after_a_block(recorder: Recorder) -> None:
         assert driver.active.get_active_torch_device() == torch.device("cpu")
         raise ZeroDivisionError
     assert (driver.active, knobs.runtime.add_stages_inspection_hook, dict(os.environ)) == before
+    assert knobs.runtime.add_stages_inspection_hook is None
 
 
 def test_blocks_inside_of_blocks(recorder: Recorder) -> None:
     with triton_loom.emulate("sm_80") as outer:
-        launch_add_one()
+        kernel, *_ = launch_add_one()
         with triton_loom.emulate("sm_90", checks=False, delivery="early") as inner:
             launch_add_one()
             with triton_loom.emulate("sm_80") as innermost:
-                launch_add_one()
+                assert launch_add_one()[0] is kernel  # it is compiled once
             launch_add_one()
             with triton_loom.active():  # Loom's own device
                 _, x, y = launch_add_one()

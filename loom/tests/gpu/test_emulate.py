@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,18 @@ def test_blocks_of_a_cooperative_launch_run_at_once() -> None:
         meet[(6,)](count, x, y, N=6, launch_cooperative_grid=True)
     assert y.tolist() == [1, 2, 3, 4, 5, 0]
     assert gpu.launches[0].cooperative
+
+
+def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = Path(__file__).parents[2] / "docs" / "emulate.md"
+    for name in (
+        "script.py",
+        "copy.py",
+    ):  # the copy's kernel is in Triton's cache, as it was in the first file
+        script = tmp_path / name
+        script.write_text(re.findall(r"^```python\n(.*?)^```$", document.read_text(), re.M | re.S)[0])
+        runpy.run_path(str(script))
+        printed = capsys.readouterr().out
+        assert printed.startswith("sm_90, emulated:\n")
+        assert "global memory race in mirrored, 64 times" in printed
+        assert f"({script}:9," in printed

@@ -14,6 +14,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource
 from triton.runtime import _allocation
 from triton.runtime import driver as drivers
 
@@ -111,6 +112,7 @@ class EmulatedLauncher(nvidia.CudaLauncher):
         super().__init__(src, metadata)
         self.name = metadata.name
         self.pointers = [field for field in fields(src.signature) if field.code == "P"]
+        self.file = src.fn.fn.__code__.co_filename if isinstance(src, ASTSource) else None
 
     def reaching(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
         """The launcher for a launch that finds the addresses of these tensors in memory."""
@@ -130,7 +132,7 @@ class EmulatedLauncher(nvidia.CudaLauncher):
 
         token = _allocation._allocator.set(allocate)
         try:
-            with gpu.launching(memory), driver_of(gpu.device).library.raising():
+            with gpu.launching(memory, self.file), driver_of(gpu.device).library.raising():
                 super().__call__(*hidden, *values)
         finally:
             _allocation._allocator.reset(token)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +46,7 @@ class Gpu:
         self.launches: list[Launch] = []
         self._allowed: list[MemoryRange] = []
         self._lock = threading.Lock()
-        self._reachable = threading.local()  # memory of the launch that a thread is about to make
+        self._here = _Here()
 
     @property
     def target(self) -> str:
@@ -80,18 +82,17 @@ class Gpu:
     # -- a launch --
 
     @contextmanager
-    def launching(self, memory: Sequence[MemoryRange]) -> Iterator[None]:
-        """A launch that this thread makes inside a `with` block may touch this memory. What is found in it is raised
-        at the end of the block."""
-        before, self._reachable.memory = getattr(self._reachable, "memory", ()), memory
-        self._reachable.last = None
+    def launching(self, memory: Sequence[MemoryRange], file: str | None) -> Iterator[None]:
+        """A launch that this thread makes inside a `with` block may touch this memory, and its kernel is in this file.
+        What is found in it is raised at the end of the block."""
+        here = self._here
+        here.memory, here.file, here.launched = memory, file, None
         try:
             yield
         finally:
-            self._reachable.memory = before
-        last: Launch | None = self._reachable.last
-        if self.raises and last is not None and last.outcome.findings:
-            raise HazardError(last.outcome.findings)
+            here.memory, here.file = (), None
+        if self.raises and here.launched is not None and here.launched.outcome.findings:
+            raise HazardError(here.launched.outcome.findings)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
         """Whether an address lies in this memory, or in what is allowed."""
@@ -106,12 +107,12 @@ class Gpu:
             )
         x, y, z = arrived.block
         outcome = machine.run(
-            machine.Program.of(arrived.ptx),
+            machine.Program.of(in_file(arrived.ptx, self._here.file)),
             grid=arrived.grid,
             block=x * y * z,
             shared_bytes=arrived.shared_bytes,
             parameters=arrived.parameters,
-            memory=[*getattr(self._reachable, "memory", ()), *self._allowed],
+            memory=[*self._here.memory, *self._allowed],
             cooperative=arrived.cooperative,
             options=self.options,
         )
@@ -125,9 +126,27 @@ class Gpu:
             outcome=outcome,
             launched_from=caller(),
         )
-        self._reachable.last = launch
+        self._here.launched = launch
         with self._lock:
             self.launches.append(launch)
+
+
+class _Here(threading.local):
+    """The launch that a thread is about to make, or has made."""
+
+    memory: Sequence[MemoryRange] = ()
+    file: str | None = None
+    launched: Launch | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def in_file(ptx: str, file: str | None) -> str:
+    """The text with the file that the kernel is in now: Triton's cache knows kernels by their text, from any file."""
+    own = re.search(r"^\s*\.loc\s+(\d+)", ptx, re.M)
+    if own is None or file is None:
+        return ptx
+    was = re.compile(rf'^(\s*\.file\s+{own[1]}\s+)"[^"]*"', re.M)
+    return was.sub(lambda found: f'{found[1]}"{file}"', ptx, count=1)
 
 
 def memory_of(tensor: torch.Tensor, name: str) -> MemoryRange:
