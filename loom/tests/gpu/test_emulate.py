@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+from triton_loom.gpu import text
 
 pytestmark = pytest.mark.compat
 
@@ -68,6 +69,31 @@ def test_blocks_of_a_cooperative_launch_run_at_once() -> None:
         meet[(6,)](count, x, y, N=6, launch_cooperative_grid=True)
     assert y.tolist() == [1, 2, 3, 4, 5, 0]
     assert gpu.launches[0].cooperative
+
+
+def test_the_line_of_inline_assembly() -> None:
+    """All of it comes from one line of Python, whatever Triton 3.8 and 3.9 say."""
+    kernel = text.read("""
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+.reqntid 32
+{
+	.loc	1 7 31                          // script.py:7:31
+	// begin inline asm
+	.loc	1 7 31                          // script.py:7:31
+	mov.u32 %r1, 0x0;
+	.loc	1 8 31                          // script.py:8:31
+	mov.u32 %r2, 0x0;
+	// end inline asm
+	mov.u32 %r3, 0x0;
+	.loc	1 9 31                          // script.py:9:31
+	ret;
+}
+	.file	1 "script.py"
+""")
+    assert [statement.place.line for statement in kernel.statements] == [7, 7, 7, 9]
+    assert [statement.line for statement in kernel.statements] == [10, 12, 14, 16]
 
 
 def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,8 +113,8 @@ class Library:
     def __init__(self, path: str, receive: Callable[[Arrived], None]) -> None:
         self.path, self._receive = path, receive
         self._library = ctypes.CDLL(path)
-        self._modules: list[str] = []
-        self._kernels: dict[int, tuple[str, _Kernel]] = {}  # by address: what Triton calls a function
+        self._modules: list[tuple[str, Kernel]] = []
+        self._kernels: dict[int, tuple[str, Kernel, _Kernel]] = {}  # by address: Triton's function
         self._failed = threading.local()
         self._devices = (_Device * len(DEVICES))(*map(_Device.of, DEVICES.values()))
         self._host = _Host(_LOAD(self._load), _FIND(self._find), _LAUNCH(self._launch))
@@ -147,31 +147,30 @@ class Library:
     def _load(self, text: bytes, module: Any) -> int:
         def load() -> None:
             ptx = text.decode()
-            read(ptx)  # it may be no PTX
-            self._modules.append(ptx)
+            self._modules.append((ptx, read(ptx)))
             module[0] = len(self._modules)
 
         return self._guarded(INVALID_PTX, load)
 
     def _find(self, module: int, name: bytes, function: Any) -> int:
         def find() -> None:
-            ptx = self._modules[module - 1]
-            if name.decode() != read(ptx).name:
-                raise LookupError(f"the module has no kernel {name.decode()!r}; it has {read(ptx).name!r}")
-            kernel = _c_kernel(ptx)
-            function[0] = ctypes.addressof(kernel)
-            self._kernels[ctypes.addressof(kernel)] = ptx, kernel
+            ptx, kernel = self._modules[module - 1]
+            if name.decode() != kernel.name:
+                raise LookupError(f"the module has no kernel {name.decode()!r}; it has {kernel.name!r}")
+            made = _c_kernel(ptx, kernel)
+            function[0] = ctypes.addressof(made)
+            self._kernels[ctypes.addressof(made)] = ptx, kernel, made
 
         return self._guarded(NOT_FOUND, find)
 
     def _launch(self, launch: Any) -> int:
         def receive() -> None:
             given = launch.contents
-            ptx, _ = self._kernels[given.kernel]
+            ptx, kernel, _ = self._kernels[given.kernel]
             self._receive(
                 Arrived(
                     ptx,
-                    read(ptx),
+                    kernel,
                     grid=tuple(given.grid),
                     block=tuple(given.block),
                     cluster=tuple(given.cluster),
@@ -194,8 +193,7 @@ class Library:
         return SUCCESS
 
 
-def _c_kernel(ptx: str) -> _Kernel:
-    kernel = read(ptx)
+def _c_kernel(ptx: str, kernel: Kernel) -> _Kernel:
     target = re.search(r"^\.target\s+sm_(\d+)([af]?)", ptx, re.M)
     if target is None:
         raise ValueError("the module's text has no .target")
