@@ -131,7 +131,8 @@ struct Launch {  // mirrored in gpu/machine.py
   // The machine's own.
   i32 lock;
   u64 next_block;
-  u32 first_block, reserved;  // global_shadow.h
+  u32 first_block;  // global_shadow.h
+  u32 waiting;      // workers whose blocks wait for what others may do
   struct GlobalShadow *global_shadow;
 };
 
@@ -159,6 +160,7 @@ struct Warp {
   u32 current;  // fragment
   u32 fragments_used;
   u32 turns;  // backward branches since somebody else ran
+  u64 state;  // a digest of its registers when it last let others run
   Block *block;
   Fragment fragments[FRAGMENTS];
   // What the warp knows of other agents, and its own clock: clocks.h.
