@@ -28,9 +28,9 @@ LINE = 40  # of Python, that all of a body comes from
 
 
 def ptx(body: str, arrays: int = 1, threads: int = 32) -> str:
-    """A module: %rd0, %rd1, ... are the addresses of the arrays and %r0 is the number of the thread."""
+    """A module: %rd0, ..., %rd15 are the addresses of the first arrays and %r0 is the number of the thread."""
     parameters = ", ".join(f".param .u64 p{k}" for k in range(arrays))
-    loads = [f"ld.param.b64 %rd{k}, [p{k}];" for k in range(arrays)] + ["mov.u32 %r0, %tid.x;"]
+    loads = [f"ld.param.b64 %rd{k}, [p{k}];" for k in range(min(arrays, 16))] + ["mov.u32 %r0, %tid.x;"]
     lines = [HEAD.format(parameters=parameters, threads=threads, line=LINE), *loads, body, "ret;", "}"]
     return "\n".join([*lines, '.file 1 "kernel.py"'])
 

@@ -89,7 +89,7 @@ class _Launch(ctypes.Structure):
         ("lock", ctypes.c_int32),
         ("next_block", ctypes.c_uint64),
         ("first_block", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("waiting", ctypes.c_uint32),
         ("global_shadow", ctypes.c_void_p),
     ]  # fmt: skip
 

@@ -115,7 +115,8 @@ def address(text: str) -> tuple[str, int]:
 def _arithmetic(
     statement: Statement, name: str, writes: tuple[str, ...], reads: tuple[str, ...]
 ) -> Operation:
-    first, *read = statement.operands
+    first, *rest = statement.operands
+    read = [text for operand in rest for text in elements(operand)]
     results = list(pair(first)) if "|" in first else [first]
     if len(results) < scalars.least_results(name) or len(results) > len(writes) or len(read) != len(reads):
         raise UnknownInstruction(statement, "it has another number of operands")

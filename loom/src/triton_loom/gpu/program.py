@@ -248,12 +248,13 @@ def number(text: str, type_: str) -> int:
 
 
 def reconvergence(ways: Sequence[Iterable[int]]) -> list[int]:
-    """For each instruction its immediate post-dominator if it has several ways, else NOWHERE; NOWHERE is also the end.
+    """For each branch its immediate post-dominator, for other instructions NOWHERE; NOWHERE is also the end.
 
-    Instructions between branches are taken together: a kernel has thousands of them and a few dozen branches.
+    Instructions between branches are taken together: a kernel has thousands of them and a few dozen branches. A way
+    that never ends does not count.
     """
     end = len(ways)
-    following = [list(dict.fromkeys(after)) for after in ways]
+    following = [list(after) for after in ways]
     begins = {0} | {to for number, after in enumerate(following) for to in after if after != [number + 1]}
     begins |= {number + 1 for number, after in enumerate(following) if after != [number + 1]}
     starts = sorted(b for b in begins if b < end)
@@ -264,14 +265,13 @@ def reconvergence(ways: Sequence[Iterable[int]]) -> list[int]:
     post = _immediate_post_dominators(successors, exit_)
     found = [NOWHERE] * end
     for block, last in enumerate(lasts):
-        if len(following[last]) > 1 and post[block] != exit_:
+        if post[block] != exit_:
             found[last] = starts[post[block]]
     return found
 
 
 def _immediate_post_dominators(successors: Sequence[Sequence[int]], exit_: int) -> list[int]:
-    """By Cooper, Harvey and Kennedy's iteration on the reversed graph; a block from which there is no way out has the
-    exit for one."""
+    """By Cooper, Harvey and Kennedy's iteration on the reversed graph."""
     predecessors: list[list[int]] = [[] for _ in range(exit_ + 1)]
     for block, after in enumerate(successors):
         for to in after:

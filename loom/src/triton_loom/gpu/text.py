@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 # Bytes of a register of each kind; a predicate is one bit of 32 lanes.
-REGISTER_BYTES = {"pred": 0, "b16": 4, "b32": 4, "b64": 8, "b128": 16} | {
+REGISTER_BYTES = {"pred": 0, "b8": 4, "b16": 4, "b32": 4, "b64": 8, "b128": 16} | {
     f"{kind}{bits}": max(bits // 8, 4) for kind in "usf" for bits in (8, 16, 32, 64)
 }
 PARAMETER_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)}

@@ -97,7 +97,8 @@ __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruc
   Finding f = {GLOBAL_RACE, instruction, c.who >> THREAD_BITS, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, id, sizeof id);
-  if (linear > b.linear) {  // the later block is the one that is named first, in whichever order they ran
+  // It is one race, whoever came second here: the later block is named first, or the later instruction.
+  if (linear > b.linear || (linear == b.linear && f.other_instruction > f.instruction)) {
     f.order = linear;
     f.instruction = c.who >> THREAD_BITS, f.other_instruction = instruction;
     f.thread = other_thread, f.other_thread = w.thread(lane);

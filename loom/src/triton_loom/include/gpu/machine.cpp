@@ -144,11 +144,42 @@ static void report_deadlock(Block &b) {
   }
 }
 
-// Rounds without anything having happened in the block: all of its warps wait in loops, or compute for very long.
-constexpr u32 PATIENCE = 1 << 14;
+// A digest of what a warp has in its registers and of where it is.
+static u64 state_of(const Warp &w) {
+  const u64 *words = (const u64 *)w.registers;
+  u64 digest = w.pc;
+  for (u32 k = 0; k < w.block->launch->register_bytes / 8; ++k) digest = (digest ^ words[k]) * 0x9E3779B97F4A7C15ull;
+  return digest;
+}
+
+// Whether all warps are where they were, with the same in their registers: they wait in loops for memory to change.
+static bool nothing_changed(Block &b) {
+  bool same = true;
+  for (u32 k = 0; k < b.warp_count; ++k) {
+    Warp &w = b.warps[k];
+    if (is_over(w)) continue;
+    const u64 state = state_of(w);
+    same &= state == w.state;
+    w.state = state;
+  }
+  return same;
+}
+
+// Other blocks may do what this one waits for, as long as some of them are not waiting themselves.
+static bool others_may_help(Launch &launch, bool &waits) {
+  if (!waits) __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);
+  waits = true;
+  sched_yield();
+  return __atomic_load_n(&launch.waiting, __ATOMIC_ACQUIRE) < launch.workers;
+}
+static void go_on(Launch &launch, bool &waits) {
+  if (waits) __atomic_fetch_sub(&launch.waiting, 1, __ATOMIC_ACQ_REL);
+  waits = false;
+}
 
 static void run_block(Block &b) {
   u64 seen = b.events;
+  bool waits = false;
   for (u32 idle = 0;;) {
     bool over = true, ran = false;
     for (u32 k = 0; k < b.warp_count; ++k) {
@@ -157,14 +188,21 @@ static void run_block(Block &b) {
       over = false;
       if (can_run(w)) run(w), ran = true;
     }
-    if (over) return;
+    if (over) break;
     if (b.events != seen) {
       seen = b.events, idle = 0;
-    } else if (!ran || ++idle >= PATIENCE) {
-      if (deliver_one(b) || open_abandoned_barrier(b)) continue;
-      return report_deadlock(b);
+      go_on(*b.launch, waits);
+    } else if (ran && !nothing_changed(b)) {
+      idle = 0;
+      go_on(*b.launch, waits);
+    } else if (deliver_one(b) || open_abandoned_barrier(b)) {
+      continue;
+    } else if (!ran || (!others_may_help(*b.launch, waits) && ++idle >= 4)) {
+      report_deadlock(b);
+      break;
     }
   }
+  go_on(*b.launch, waits);
 }
 
 static void work(void *data) {
@@ -201,6 +239,7 @@ static void work(void *data) {
     enter(b, linear);
     run_block(b);
   }
+  __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
   b.pending.release();

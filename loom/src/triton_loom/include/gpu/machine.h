@@ -131,7 +131,8 @@ struct Launch {  // mirrored in gpu/machine.py
   // The machine's own.
   i32 lock;
   u64 next_block;
-  u32 first_block, reserved;  // global_shadow.h
+  u32 first_block;  // global_shadow.h
+  u32 waiting;      // workers whose blocks wait for what others may do
   struct GlobalShadow *global_shadow;
 };
 
@@ -159,6 +160,7 @@ struct Warp {
   u32 current;  // fragment
   u32 fragments_used;
   u32 turns;  // backward branches since somebody else ran
+  u64 state;  // a digest of its registers when it last let others run
   Block *block;
   Fragment fragments[FRAGMENTS];
   // What the warp knows of other agents, and its own clock: clocks.h.
@@ -252,6 +254,8 @@ __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instructi
                                                u32 other_instruction = NOWHERE, u32 other_thread = NOBODY) {
   Block &b = *w.block;
   Finding f = {kind, instruction, other_instruction, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
+  if (kind == SHARED_RACE && other_instruction > instruction)  // it is one race, whoever came second here
+    f = {kind, other_instruction, instruction, other_thread, w.thread(lane), {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, b.id, sizeof b.id);
   report(b, f);

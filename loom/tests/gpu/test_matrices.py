@@ -1,0 +1,255 @@
+"""ldmatrix, stmatrix and mma.sync: which lane holds which element, and the arithmetic, one rounding a term in the order of k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from assembled import to_odd
+from formats import BF16, F16, SMALL, Format, small_values
+from gpu.emulated import Array, kinds, launch, words
+from triton_loom.gpu.machine import Options
+
+LANES = range(32)
+
+
+def load_words(first: str, pointer: int, count: int) -> str:
+    """Registers first0, first1, ... from p<pointer>[lane][count]."""
+    lines = [f"mul.wide.u32 %rd90, %r0, {4 * count}; add.s64 %rd90, %rd90, %rd{pointer};"]
+    return "\n".join([*lines, *(f"ld.global.b32 {first}{k}, [%rd90+{4 * k}];" for k in range(count))])
+
+
+def store_words(first: str, pointer: int, count: int) -> str:
+    lines = [f"mul.wide.u32 %rd90, %r0, {4 * count}; add.s64 %rd90, %rd90, %rd{pointer};"]
+    return "\n".join([*lines, *(f"st.global.b32 [%rd90+{4 * k}], {first}{k};" for k in range(count))])
+
+
+def listed(first: str, count: int) -> str:
+    return "{" + ", ".join(f"{first}{k}" for k in range(count)) + "}"
+
+
+# ---- to and from shared memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_of_shared_memory(count: int, transposed: bool) -> None:
+    """Rows lie anywhere; lane l gets elements 2 (l % 4) and the next one of row l / 4, or of that column."""
+    rng = np.random.default_rng(count)
+    data = np.arange(2048, dtype=np.uint16)  # every element is its index
+    rows = rng.permutation(256)[:32].astype(np.uint32) * 16
+    got, copy = words(32 * count), np.zeros(2048, np.uint16)
+    suffix = ".trans" if transposed else ""
+    body = f"""
+      mov.b32 %r1, smem; {load_words("%r2", 1, 1).replace("%r20", "%r2")}
+      mad.lo.s32 %r3, %r0, 16, %r1; mul.wide.u32 %rd5, %r0, 16; add.s64 %rd6, %rd5, %rd2;
+      mov.b32 %r4, 0;
+    fill:
+      ld.global.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd6]; st.shared.v4.b32 [%r3], {{%r5, %r6, %r7, %r8}};
+      add.s64 %rd6, %rd6, 512; add.s32 %r3, %r3, 512; add.s32 %r4, %r4, 1; setp.lt.s32 %p1, %r4, 8; @%p1 bra fill;
+      bar.sync 0; add.s32 %r2, %r2, %r1;
+      ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16 {listed("%r1", count).replace("%r1", "%r10")}, [%r2];
+      {store_words("%r10", 0, count)}
+      bar.sync 0; add.s32 %r2, %r2, 4096;
+      stmatrix.sync.aligned.m8n8.x{count}{suffix}.shared::cta.b16 [%r2], {listed("%r1", count).replace("%r1", "%r10")};
+    """
+    outcome = launch(body, got, rows, data, copy, shared=8192)
+    assert not outcome.findings
+    matrices = [data.reshape(-1, 8)[rows[8 * m : 8 * m + 8] // 16] for m in range(count)]
+    for lane in LANES:
+        for m in range(count):
+            matrix = matrices[m].T if transposed else matrices[m]
+            low, high = (int(matrix[lane // 4, lane % 4 * 2 + k]) for k in (0, 1))
+            assert got.reshape(32, count)[lane, m] == low | high << 16
+    # What stmatrix has put there, read row by row: the matrices again.
+    read = body + f"bar.sync 0; {{ .reg .pred q; setp.lt.u32 q, %r0, {8 * count}; @!q bra end;" \
+        "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [%r2]; mul.wide.u32 %rd5, %r0, 16; add.s64 %rd5, %rd5, %rd3;" \
+        "st.global.v4.b32 [%rd5], {%r5, %r6, %r7, %r8}; end: }"  # fmt: skip
+    assert not launch(read, got, rows, data, copy, shared=8192).findings
+    assert (copy[: 64 * count].reshape(count, 8, 8) == np.array(matrices)).all()
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element type: bits, and the number of each code."""
+
+    bits: int
+    numbers: Callable[[Array], Array]
+
+    def codes(self, shape: tuple[int, int], rng: np.random.Generator) -> Array:
+        """Numbers of ordinary size, as codes."""
+        raw = rng.integers(0, 1 << self.bits, (4096,), dtype=np.uint64).astype(np.uint32)
+        numbers = self.numbers(raw)
+        with np.errstate(invalid="ignore"):
+            raw = raw[(np.abs(numbers) < 300) & (np.abs(numbers) > 1e-3)]
+        return np.resize(raw, shape)
+
+
+def _small(name: str) -> Callable[[Array], Array]:
+    return lambda codes: small_values(name)[codes]
+
+
+def _half(format_: Format) -> Callable[[Array], Array]:
+    return lambda codes: format_.values[codes]
+
+
+ELEMENTS = {
+    "bf16": Element(16, _half(BF16)),
+    "f16": Element(16, _half(F16)),
+    "tf32": Element(32, lambda codes: (codes & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)),
+    "s8": Element(8, lambda codes: codes.astype(np.uint8).view(np.int8).astype(np.float64)),
+    "u8": Element(8, lambda codes: codes.astype(np.float64)),
+    "e4m3": Element(8, _small("e4m3")),
+    "e5m2": Element(8, _small("e5m2")),
+}
+
+
+def a_place(bits: int, i: int, lane: int) -> tuple[int, int]:
+    """Row and column of element a_i in the ISA's figures for m16n8k8 (tf32), m16n8k16 (16 bits) and m16n8k32 (8 bits)."""
+    g, t = lane // 4, lane % 4
+    if bits == 32:
+        return g + 8 * (i % 2), t + 4 * (i // 2)
+    if bits == 16:
+        return (g if i in (0, 1, 4, 5) else g + 8), t * 2 + (i & 1) + (8 if i >= 4 else 0)
+    return (g if i < 4 or 8 <= i < 12 else g + 8), t * 4 + (i & 3) + (16 if i >= 8 else 0)
+
+
+def b_place(bits: int, i: int, lane: int) -> tuple[int, int]:
+    g, t = lane // 4, lane % 4
+    if bits == 32:
+        return t + 4 * i, g
+    if bits == 16:
+        return t * 2 + (i & 1) + (8 if i >= 2 else 0), g
+    return t * 4 + (i & 3) + (16 if i >= 4 else 0), g
+
+
+def c_place(i: int, lane: int) -> tuple[int, int]:
+    return lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + (i & 1)
+
+
+def packed(matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int) -> Array:
+    """The registers of all lanes, with a matrix of codes in them."""
+    per_register = 32 // bits
+    out = np.zeros((32, registers), np.uint32)
+    for lane in LANES:
+        for i in range(registers * per_register):
+            code = int(matrix[place(bits, i, lane)]) & ((1 << bits) - 1)
+            out[lane, i // per_register] |= np.uint32(code << bits * (i % per_register))
+    return out
+
+
+def chain(a: Array, b: Array, c: Array) -> Array:
+    """c plus the products one after another in f32, each rounded once: a product of two short numbers is exact in f64."""
+    total = c.astype(np.float32)
+    for k in range(a.shape[1]):
+        exact = to_odd(np.multiply.outer(a[:, k], b[k]).ravel(), total.astype(np.float64).ravel())
+        total = exact.reshape(total.shape).astype(np.float32)
+    return total
+
+
+SHAPES = [
+    ("m16n8k16", "f32", "bf16", "bf16"), ("m16n8k8", "f32", "bf16", "bf16"),
+    ("m16n8k16", "f32", "f16", "f16"), ("m16n8k8", "f32", "f16", "f16"), ("m16n8k16", "f16", "f16", "f16"),
+    ("m16n8k8", "f32", "tf32", "tf32"), ("m16n8k4", "f32", "tf32", "tf32"),
+    *(("m16n8k32", d, a, b) for d in ("f32", "f16") for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")),
+    *((f"m16n8k{k}", "s32", a, b) for k in (16, 32) for a in ("s8", "u8") for b in ("s8", "u8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "to", "of_a", "of_b"), SHAPES)
+def test_product(shape: str, to: str, of_a: str, of_b: str) -> None:
+    rng = np.random.default_rng(7)
+    depth = int(shape.split("k")[1])
+    a_type, b_type = ELEMENTS[of_a], ELEMENTS[of_b]
+    a, b = a_type.codes((16, depth), rng), b_type.codes((depth, 8), rng)
+    rng.shuffle(a.ravel())
+    rng.shuffle(b.ravel())
+    bits = a_type.bits
+    a_words = packed(a, bits, a_place, depth * bits // 64)
+    b_words = packed(b, bits, b_place, depth * bits // 128)
+    if to == "s32":
+        c = rng.integers(-(1 << 20), 1 << 20, (16, 8)).astype(np.int32)
+    else:
+        c = rng.normal(0, 4, (16, 8)).astype(np.float32)
+    if to == "f16":
+        codes = c.astype(np.float16).view(np.uint16)
+        c_words = packed(codes, 16, lambda _, i, lane: c_place(i, lane), 2)
+        start = codes.view(np.float16).astype(np.float32)
+    else:
+        c_words = packed(c.view(np.uint32), 32, lambda _, i, lane: c_place(i, lane), 4)
+        start = c
+    got = np.zeros_like(c_words)
+    sizes = [c_words.shape[1], a_words.shape[1], b_words.shape[1]]
+    body = f"""
+      {load_words("%r20", 1, sizes[1])} {load_words("%r30", 2, sizes[2])} {load_words("%r40", 3, sizes[0])}
+      mma.sync.aligned.{shape}.row.col.{to}.{of_a}.{of_b}.{to} {listed("%r50", sizes[0])}, {listed("%r20", sizes[1])},
+        {listed("%r30", sizes[2])}, {listed("%r40", sizes[0])};
+      {store_words("%r50", 0, sizes[0])}
+    """
+    for name in ("%r20", "%r30", "%r40", "%r50"):
+        for k in reversed(range(8)):
+            body = body.replace(f"{name}{k}", f"%r{int(name[2:]) * 2 + k}")
+    assert not launch(body, got, a_words, b_words, c_words).findings
+    with np.errstate(invalid="ignore"):
+        numbers_a, numbers_b = a_type.numbers(a), b_type.numbers(b)
+    if to == "s32":
+        wanted = (numbers_a @ numbers_b).astype(np.int64) + start
+        result = wanted.astype(np.int32).view(np.uint32)
+        assert (got == packed(result, 32, lambda _, i, lane: c_place(i, lane), 4)).all()
+    elif to == "f16":
+        result = chain(numbers_a, numbers_b, start).astype(np.float16).view(np.uint16)
+        assert (got == packed(result, 16, lambda _, i, lane: c_place(i, lane), 2)).all()
+    else:
+        result = chain(numbers_a, numbers_b, start).view(np.uint32)
+        assert (got == packed(result, 32, lambda _, i, lane: c_place(i, lane), 4)).all()
+
+
+def test_integers_that_do_not_fit() -> None:
+    """They wrap, or with .satfinite end at the largest."""
+    a, b = np.full((32, 4), 0x7F7F7F7F, np.uint32), np.full((32, 2), 0x7F7F7F7F, np.uint32)
+    c = np.full((32, 4), 0x7FFFFFF0, np.uint32)
+    for modifier, want in (("", (0x7FFFFFF0 + 32 * 127 * 127) & 0xFFFFFFFF), (".satfinite", 0x7FFFFFFF)):
+        got = np.zeros_like(c)
+        body = f"""
+          {load_words("%r2", 1, 4)} {load_words("%r3", 2, 2)} {load_words("%r4", 3, 4)}
+          mma.sync.aligned.m16n8k32.row.col{modifier}.s32.s8.s8.s32 {listed("%r5", 4)}, {listed("%r2", 4)},
+            {listed("%r3", 2)}, {listed("%r4", 4)};
+          {store_words("%r5", 0, 4)}
+        """
+        launch(body, got, a, b, c)
+        assert (got == want).all()
+
+
+def test_product_of_doubles() -> None:
+    rng = np.random.default_rng(0)
+    a, b, c = rng.normal(size=(8, 4)), rng.normal(size=(4, 8)), rng.normal(size=(8, 8))
+    lane = np.arange(32)
+    a_lanes, b_lanes = a[lane // 4, lane % 4].copy(), b[lane % 4, lane // 4].copy()
+    c_lanes = np.stack([c[lane // 4, lane % 4 * 2], c[lane // 4, lane % 4 * 2 + 1]], 1).copy()
+    got = np.zeros_like(c_lanes)
+    body = """
+      mul.wide.u32 %rd10, %r0, 8; mul.wide.u32 %rd11, %r0, 16;
+      add.s64 %rd12, %rd1, %rd10; ld.global.b64 %rd20, [%rd12]; add.s64 %rd12, %rd2, %rd10; ld.global.b64 %rd21, [%rd12];
+      add.s64 %rd12, %rd3, %rd11; ld.global.v2.b64 {%rd22, %rd23}, [%rd12];
+      mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd24, %rd25}, {%rd20}, {%rd21}, {%rd22, %rd23};
+      add.s64 %rd12, %rd0, %rd11; st.global.v2.b64 [%rd12], {%rd24, %rd25};
+    """
+    assert not launch(body, got, a_lanes, b_lanes, c_lanes).findings
+    np.testing.assert_allclose(got[:, 0], (a @ b + c)[lane // 4, lane % 4 * 2], rtol=1e-14, atol=1e-14)
+    np.testing.assert_allclose(got[:, 1], (a @ b + c)[lane // 4, lane % 4 * 2 + 1], rtol=1e-14, atol=1e-14)
+
+
+def test_a_product_by_a_part_of_the_warp() -> None:
+    product = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r2, %r3, %r4, %r5}, {%r2, %r3, %r4, %r5}, {%r2, %r3}, "
+        "{%r2, %r3, %r4, %r5};"
+    )
+    zero = "mov.b32 %r2, 0; mov.b32 %r3, 0; mov.b32 %r4, 0; mov.b32 %r5, 0; setp.lt.u32 %p1, %r0, 3;"
+    out = words(1)
+    assert kinds(launch(f"{zero} {product}", out, options=Options())) == []
+    assert kinds(launch(f"{zero} @%p1 bra end; {product} end:", out)) == ["split warp"]
