@@ -107,5 +107,5 @@ def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureF
         runpy.run_path(str(script))
         printed = capsys.readouterr().out
         assert printed.startswith("sm_90, emulated:\n")
-        assert "global memory race in mirrored, 64 times" in printed
+        assert "global memory race in mirrored, 128 times" in printed
         assert f"({script}:9," in printed
