@@ -34,6 +34,7 @@ class Launch:
     shared_bytes: int  # dynamic shared memory of a block
     cooperative: bool  # all blocks are under way at once
     parameters: bytes  # as they lie in the .param space
+    ptx: str  # of the kernel
     outcome: Outcome
     launched_from: str  # file:line
 
@@ -123,6 +124,7 @@ class Gpu:
             shared_bytes=arrived.shared_bytes,
             cooperative=arrived.cooperative,
             parameters=arrived.parameters,
+            ptx=arrived.ptx,
             outcome=outcome,
             launched_from=caller(),
         )

@@ -1,0 +1,91 @@
+"""Every op of the catalogue as a GPU would run it: stock Triton's PTX and launcher, executed in software with every
+access to shared and global memory checked. A launch with a hazard raises an error.
+
+By day each kernel of an op is emulated on sm_80 with one workload; all sets of options and sm_90 are for the night:
+`pytest -m slow tests/catalogue/test_emulated.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import triton_loom
+from triton_loom.testing import words
+
+import weft
+from tests.catalogue.calls import few_rows, parts, results, small
+from tests.catalogue.checks import accuracy
+from weft.runtime import recording
+from weft.runtime.launch import choosing_for
+from weft.workloads import Workload, distinct, for_op
+
+TARGETS = ("sm_80", "sm_90")
+
+# Why a result may have other bits than Loom's, and how the PTX shows it.
+REASONS = {
+    "approximate instructions": r"\.approx|div\.full",
+    "matrix units": r"\b(mma|wgmma|tcgen05)\.",
+    "sums over threads": r"(?s)(shfl|redux|ld\.shared).*(add|fma)[.\w]*\.f32",
+}
+
+
+def reasons(ptx: str) -> set[str]:
+    return {reason for reason, shown in REASONS.items() if re.search(shown, ptx)}
+
+
+def by_options() -> Iterator[Workload]:
+    """A workload for each op and set of options: with rows of odd length if there are such, and short ones."""
+    seen = set()
+    for workload in sorted(distinct(), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
+        if (workload.op, workload.options) not in seen:
+            seen.add((workload.op, workload.options))
+            yield workload
+
+
+def by_kernels(op: str, target: str) -> Iterator[Workload]:
+    """Workloads of an op that together launch each of its kernels on a target, those with short rows first."""
+    seen: set[str] = set()
+    for workload in sorted(distinct(for_op(op)), key=lambda w: w.cols):
+        try:
+            with recording(target) as variants:
+                workload.make("meta", rows=few_rows(workload))()
+        except ValueError:  # a format that the target does not multiply
+            continue
+        launched = {v.kernel for v in variants}
+        if launched - seen:
+            seen |= launched
+            yield workload
+
+
+def emulated(workload: Workload, target: str) -> dict[str, float]:
+    """Emulate a workload, against float64 and against Loom; which share of each result has other bits than Loom's."""
+    call = small(workload)
+    with choosing_for(target):
+        wanted = parts(results(call))
+    with triton_loom.emulate(target) as gpu:
+        found = parts(results(call))
+        assert gpu.launches, "no launch was emulated"
+        excuses = set().union(*(reasons(launch.ptx) for launch in gpu.launches))
+        accuracy(workload)
+    differ = {
+        name: float((words(found[name]) != words(value)).float().mean())
+        for name, value in wanted.items()
+        if value.numel()
+    }
+    assert excuses or not any(differ.values()), differ
+    return differ
+
+
+@pytest.mark.parametrize("op", weft.catalogue)
+def test_every_kernel(op: str) -> None:
+    for workload in by_kernels(op, "sm_80"):
+        emulated(workload, "sm_80")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("workload", list(by_options()), ids=str)
+def test_every_set_of_options(workload: Workload, target: str) -> None:
+    emulated(workload, target)
