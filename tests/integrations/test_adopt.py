@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft.integrations
+from tests.catalogue.calls import compiled_variants
 from tests.integrations.tiny import MODELS, batch, build, distance, step
 from weft.integrations.logits import DeferredLogits
 from weft.integrations.recognise import (
@@ -289,6 +290,22 @@ def test_changed_logits_are_the_ones_that_count() -> None:
 
 
 # ---- apply and unapply ----------------------------------------------------------------------------------
+
+
+def test_new_lengths_compile_nothing() -> None:
+    model = build("qwen3_moe")
+    weft.integrations.apply(model, rope=True, router=True)
+
+    def train(samples: int, tokens: int) -> None:
+        step(model, batch(samples, tokens))
+
+    for samples, tokens in ((1, 8), (2, 24), (1, 97)):
+        train(samples, tokens)
+    before = compiled_variants()
+    assert before >= 10
+    for tokens in (8, 9, 11, 16, 31, 32, 33, 40, 63, 64, 65, 77, 100, 127, 128, 129, 160, 200, 255, 301):
+        train(1, tokens)
+    assert compiled_variants() == before
 
 
 def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
