@@ -80,8 +80,8 @@ def built(root: Root, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return model, loss
 
 
-def step(model: Any, loss: Any) -> Step:
-    generator = torch.Generator().manual_seed(1)
+def step(model: Any, loss: Any, seed: int = 0) -> Step:
+    generator = torch.Generator().manual_seed(1 + seed)
     ids = torch.randint(0, 2048, (2, TOKENS), generator=generator)
     labels = ids.roll(-1, 1)
     labels[0, -5:] = -100
@@ -229,10 +229,14 @@ def one_rank() -> Iterator[None]:
 
 def sharded(flavor: str, *, apart_from_norm: bool) -> list[float]:
     """How far the gradients of a model sharded over the ranks of this process group are from those of the whole model.
-    All ranks have the same tokens. Two steps, since FSDP begins the second where the first ended."""
+    Each rank has tokens of its own, and FSDP takes the mean over ranks. Two steps, since FSDP begins the second where
+    the first ended."""
     from torch.distributed.fsdp import fully_shard
 
-    wanted = step(*built(configuration(flavor)))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [step(*built(configuration(flavor)), seed) for seed in range(world)]
+    mean = {name: sum(one.grads[name] for one in alone) / world for name in alone[0].grads}
+    wanted = Step(alone[rank].loss, mean)
     root = configuration(flavor)
     overridden(root, "rms_norm", "linear_loss")
     model, loss = built(root)
@@ -243,7 +247,7 @@ def sharded(flavor: str, *, apart_from_norm: bool) -> list[float]:
     distances = []
     for _ in range(2):
         model.zero_grad()
-        found = step(model, loss)
+        found = step(model, loss, rank)
         grads = {name: grad.full_tensor() for name, grad in found.grads.items()}  # type: ignore[attr-defined]
         distances.append(apart(Step(found.loss, grads), wanted))
     return distances

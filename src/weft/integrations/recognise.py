@@ -346,7 +346,7 @@ def is_router(module: nn.Module) -> bool:
     return isinstance(getattr(module, "top_k", None), int) and weight is not None and weight.dim() == 2
 
 
-def recognise_router(module: nn.Module) -> RouterOptions:
+def recognise_router(module: Any) -> RouterOptions:
     """The options that reproduce a router, which returns logits [tokens, experts], weights and indices [tokens, k].
     Raises `LeftAlone` if there are none."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -396,7 +396,7 @@ def recognise_router(module: nn.Module) -> RouterOptions:
     raise LeftAlone("none of the options of route reproduces it")
 
 
-def _router_candidates(module: nn.Module, experts: int, own: tuple[bool, bool]) -> Iterator[RouterOptions]:
+def _router_candidates(module: Any, experts: int, own: tuple[bool, bool]) -> Iterator[RouterOptions]:
     numbers = [v for v in dict(_numbers(module)).values() if isinstance(v, (int, float))]
     numbers = [v for v in numbers if not isinstance(v, bool)]
     scales = [1.0, *sorted({float(v) for v in numbers if isinstance(v, float) and v > 0} - {1.0})]
@@ -409,7 +409,7 @@ def _router_candidates(module: nn.Module, experts: int, own: tuple[bool, bool]) 
         groups, ("qwen3", "gpt_oss", "deepseek_v3", "vllm"), (True, False, None), scales
     ):
         yield RouterOptions(
-            int(module.top_k),
+            module.top_k,
             convention,
             renormalize,
             scale,
