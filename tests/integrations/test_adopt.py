@@ -512,7 +512,14 @@ def attention_and_router(name: str) -> tuple[nn.Module, nn.Module]:
 def test_routers_and_rotations_are_found_by_what_they_compute() -> None:
     _, router = attention_and_router("deepseek_v3")
     assert recognise_router(router) == RouterOptions(
-        2, "deepseek_v3", True, 2.5, 4, 2, own_logits=False, own_weights=False
+        k=2,
+        convention="deepseek_v3",
+        renormalize=True,
+        scale=2.5,
+        groups=4,
+        group_topk=2,
+        own_logits=False,
+        own_weights=False,
     )
     attention, router = attention_and_router("qwen3_moe")
     router.norm_topk_prob = False  # type: ignore[assignment]

@@ -409,12 +409,12 @@ def _router_candidates(module: Any, experts: int, own: tuple[bool, bool]) -> Ite
         groups, ("qwen3", "gpt_oss", "deepseek_v3", "vllm"), (True, False, None), scales
     ):
         yield RouterOptions(
-            module.top_k,
-            convention,
-            renormalize,
-            scale,
-            number,
-            best,
+            k=module.top_k,
+            convention=convention,
+            renormalize=renormalize,
+            scale=scale,
+            groups=number,
+            group_topk=best,
             own_logits=own[0],
             own_weights=own[1],
         )
