@@ -65,6 +65,32 @@ LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c, u32 table) {
   return d;
 }
 
+LOOM_INLINE f32 f32_of_bf16(u32 code) {
+  const u32 u = code << 16;
+  return bits<f32>((u & 0x7FFFFFFF) > 0x7F800000 ? u | 0x7FFFFFFF : u);
+}
+LOOM_INLINE u32 bf16_of_f32(f32 x) {
+  const u32 u = bits<u32>(x);
+  return (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+}
+
+// a * b + c with one rounding. The product is exact in f64; the sum is rounded to odd there and on its way to f32, so that
+// the last rounding is as of the exact sum. There is no branch, so that lanes go side by side.
+LOOM_INLINE u32 fused_bf16(u32 a, u32 b, u32 c) {
+  const f64 product = (f64)f32_of_bf16(a) * (f64)f32_of_bf16(b), added = f32_of_bf16(c), sum = product + added;
+  const f64 part = sum - product, error = (product - (sum - part)) + (added - part);
+  const bool above = error > 0, below = error < 0, positive = sum > 0;
+  u64 u = bits<u64>(sum);
+  const u64 outward = u + 1, inward = u - 1;
+  u = (above | below) & !(u & 1) ? above == positive ? outward : inward : u;
+  const f64 odd = bits<f64>(u);
+  const f32 nearest = (f32)odd;
+  const f64 back = nearest;
+  const bool larger = back > odd, smaller = back < odd;
+  const u32 truncated = bits<u32>(nearest) - (u32)(positive ? larger : smaller);
+  return bf16_of_f32(bits<f32>(truncated | (u32)(larger | smaller)));
+}
+
 static void pred_move(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1)); }
 static void pred_not(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], ~w.flags(i, 1)); }
 static void pred_and(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1) & w.flags(i, 2)); }
