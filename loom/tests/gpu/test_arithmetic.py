@@ -24,7 +24,9 @@ GROUPS = {
     for module in (test_ptx_integers, test_ptx_conversions, test_ptx_floats)
     for name, group in module.GROUPS.items()
 }
-COMMON = {scalar.name for scalar in scalars.common()} | {f"{op}.pred" for op in ("mov", "and", "or", "xor", "not")}
+COMMON = {scalar.name for scalar in scalars.common()} | {
+    f"{op}.pred" for op in ("mov", "and", "or", "xor", "not")
+}
 REGISTERS = {16: "%rs", 32: "%r", 64: "%rd"}
 
 

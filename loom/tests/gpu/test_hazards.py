@@ -9,15 +9,24 @@ import pytest
 from gpu.emulated import LINE, kinds, launch, store_results, words
 from triton_loom.gpu.machine import Options
 
-SHARED = "mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; xor.b32 %r3, %r0, {other}; mad.lo.s32 %r4, %r3, 4, %r1;"
-EXCHANGE = SHARED + "st.shared.b32 [%r2], 99; bar.sync 0; st.shared.b32 [%r2], %r0; {sync} ld.shared.b32 %r5, [%r4];" + store_results("%r5")
+SHARED = (
+    "mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; xor.b32 %r3, %r0, {other}; mad.lo.s32 %r4, %r3, 4, %r1;"
+)
+EXCHANGE = (
+    SHARED
+    + "st.shared.b32 [%r2], 99; bar.sync 0; st.shared.b32 [%r2], %r0; {sync} ld.shared.b32 %r5, [%r4];"
+    + store_results("%r5")
+)
 OVERWRITE = (
     SHARED
     + "st.shared.b32 [%r2], %r0; bar.sync 0; ld.shared.b32 %r5, [%r4]; {sync} add.s32 %r6, %r0, 1; "
     + "st.shared.b32 [%r2], %r6;"
     + store_results("%r5")
 )
-ONE_PLACE = "mov.b32 %r1, smem; {value} {guard} st.shared.b32 [%r1], %r2; bar.sync 0; ld.shared.b32 %r3, [%r1];" + store_results("%r3")
+ONE_PLACE = (
+    "mov.b32 %r1, smem; {value} {guard} st.shared.b32 [%r1], %r2; bar.sync 0; ld.shared.b32 %r3, [%r1];"
+    + store_results("%r3")
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,12 @@ def test_found_where_it_is_and_only_there(name: str) -> None:
     def found(body: str, **options: int) -> list[str]:
         out = words(hazard.threads)
         outcome = launch(
-            body, out, threads=hazard.threads, shared=hazard.shared, grid=hazard.grid, options=Options(**options)
+            body,
+            out,
+            threads=hazard.threads,
+            shared=hazard.shared,
+            grid=hazard.grid,
+            options=Options(**options),
         )
         return kinds(outcome)
 
@@ -212,7 +226,10 @@ def test_a_finding_says_who_and_where() -> None:
     assert finding.kernel == "kernel"
     assert finding.other is not None
     assert {finding.by.thread // 32, finding.other.thread // 32} == {0, 1}  # type: ignore[operator]
-    assert {finding.by.instruction, finding.other.instruction} == {"ld.shared.b32 %r5, [%r4]", "st.shared.b32 [%r2], %r6"}
+    assert {finding.by.instruction, finding.other.instruction} == {
+        "ld.shared.b32 %r5, [%r4]",
+        "st.shared.b32 [%r2], %r6",
+    }
     assert (finding.by.place.file, finding.by.place.line) == ("kernel.py", LINE)
     assert finding.by.block == (0, 0, 0)
     assert finding.count == 64
@@ -252,7 +269,9 @@ def test_named_barriers_order_those_who_come() -> None:
     out = words(32)
     assert kinds(launch(body.format(arrive="barrier.arrive 4, 64;"), out, threads=128, shared=128)) == []
     assert out.tolist() == list(range(32))
-    late = body.replace("st.shared.b32 [%r4], %r0; {arrive}", "barrier.arrive 4, 64; st.shared.b32 [%r4], %r0;")
+    late = body.replace(
+        "st.shared.b32 [%r4], %r0; {arrive}", "barrier.arrive 4, 64; st.shared.b32 [%r4], %r0;"
+    )
     assert kinds(launch(late, out, threads=128, shared=128)) == ["shared memory race"]
     assert kinds(launch(body.format(arrive=""), out, threads=128, shared=128)) == ["deadlock"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from assembled import to_odd
-from formats import BF16, F16, SMALL, Format, small_values
+from formats import BF16, F16, Format, small_values
 from gpu.emulated import Array, kinds, launch, words
 from triton_loom.gpu.machine import Options
 
@@ -132,7 +132,9 @@ def c_place(i: int, lane: int) -> tuple[int, int]:
     return lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + (i & 1)
 
 
-def packed(matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int) -> Array:
+def packed(
+    matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int
+) -> Array:
     """The registers of all lanes, with a matrix of codes in them."""
     per_register = 32 // bits
     out = np.zeros((32, registers), np.uint32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..tables import table
 from ..witness.findings import caller
 from ..witness.watched import Memory
-from . import machine
+from . import exactness, machine
 from .devices import Device
 from .findings import Finding, HazardError
 from .libcuda import Arrived
@@ -37,6 +37,11 @@ class Launch:
     ptx: str  # of the kernel
     outcome: Outcome
     launched_from: str  # file:line
+
+    @property
+    def inexact(self) -> frozenset[str]:
+        """Why results may have other bits on another device, such as Loom: see `exactness`."""
+        return exactness.reasons(self.ptx)
 
 
 class Gpu:
