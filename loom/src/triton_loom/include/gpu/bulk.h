@@ -145,6 +145,8 @@ static void load_tile(Warp &w, const Instruction &i) {
       });
     }
     ++m->under_way;
+    m->copied = stamp(b.agent_time[m->agent], i.number, lane, m->agent);
+    m->copied_by = w.number;
     Pending pending = {deliver_load, copy, w.number, copy->mbarrier};
     if (b.launch->options & EARLY) deliver_load(b, pending);
     else b.pending.push(pending);
@@ -299,12 +301,16 @@ static void end_units(Block &b) {
       b.pending[others++] = p;
       continue;
     }
-    BulkCopy *copy = (BulkCopy *)p.operation;
-    if (left) found(b.warps[copy->warp], COPY_OUTLIVES_BLOCK, copy->instruction->number, copy->lane, copy->address);
-    free(copy);
+    free(p.operation);
   }
   b.pending.count = others;
-  for (MBarrier *m : units.mbarriers) free(m);
+  for (MBarrier *m : units.mbarriers) {
+    bool waited = !m->copied;
+    for (u32 k = 0; k < b.warp_count; ++k) waited |= time_of(m->copied) <= b.warps[k].clocks->known[m->agent];
+    if (left && !waited)
+      found(b.warps[m->copied_by], COPY_OUTLIVES_BLOCK, instruction_of(m->copied), lane_of(m->copied), m->address);
+    free(m);
+  }
   units.mbarriers.clear();
   units.maps.clear();
 }

@@ -122,7 +122,7 @@ static void make_mbarrier(Warp &w, const Instruction &i) {
     if (untouched && !overwritten) return;
     m->live = true;
     m->count = m->pending = count;
-    m->bytes = 0, m->phase = 0, m->under_way = 0;
+    m->bytes = 0, m->phase = 0, m->under_way = 0, m->copied = 0;
     for (u32 k = 0; k < KNOWLEDGE; ++k) m->known[k] = m->over[k] = b.began - 1;
     b.happened();
   });
