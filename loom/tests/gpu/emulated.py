@@ -60,6 +60,15 @@ def launch(
     )
 
 
+def aligned(array: Array) -> Array:
+    """A copy that begins at a multiple of 64 bytes, as tensors do."""
+    room = np.zeros(array.nbytes + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def words(count: int) -> Array:
     """Room for results."""
     return np.zeros(count, np.uint32)

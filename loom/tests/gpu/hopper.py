@@ -1,4 +1,4 @@
-"""Tensor maps and swizzled tiles for the tests of sm_90, written from the manual's rules, not from the machine's code."""
+"""Tensor maps and swizzled tiles for the tests of sm_90, from the manual and not from the machine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gpu.emulated import Array, kinds, launch, store_results, words
+from gpu.emulated import Array, aligned, kinds, launch, store_results, words
 from triton_loom.gpu.machine import Options
 
 RNG = np.random.default_rng(1)
@@ -17,8 +17,8 @@ RNG = np.random.default_rng(1)
 )
 @pytest.mark.parametrize("space", ["global", "shared"])
 def test_every_width_there_and_back(size: int, count: int, space: str) -> None:
-    data = RNG.integers(0, 256, 64 * size * count).astype(np.uint8)
-    out = np.zeros_like(data)
+    data = aligned(RNG.integers(0, 256, 64 * size * count).astype(np.uint8))
+    out = aligned(np.zeros_like(data))
     kind = {1: "%rs", 2: "%rs", 4: "%r", 8: "%rd"}[size]
     registers = "{" + ", ".join(f"{kind}{20 + k}" for k in range(count)) + "}"
     vector = f".v{count}" if count > 1 else ""

@@ -13,7 +13,7 @@ from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
-ATOMIC, UNFENCED = 1, 2  # `Flags` in include/gpu/machine.h
+ATOMIC, UNIFORM_OPERANDS, UNFENCED = 1, 2, 4  # of `Flags` in include/gpu/machine.h
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
@@ -155,8 +155,13 @@ class _Builder:
             flip=ALL_LANES if statement.negated else 0,
             target=targets[0] if targets else NOWHERE,
             reconverge=reconverge,
-            flags=ATOMIC if handler.startswith("atom.") else 0,
+            flags=self._flags(handler, uses),
         )
+
+    def _flags(self, handler: str, uses: Sequence[Use]) -> int:
+        if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
+            return UNIFORM_OPERANDS
+        return ATOMIC if handler.startswith("atom.") else 0
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -32,7 +33,19 @@ def find(name: str) -> ptx.Row | None:
     """What an instruction means, its operands being registers throughout."""
     if name == "lop3.b32":  # its table is an operand like others
         return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
-    return ptx.find(name)
+    row = ptx.find(name)
+    return replace(row, meaning=(_QUICKER[name],)) if row is not None and name in _QUICKER else row
+
+
+# The same results in fewer steps, for what every kernel on bf16 does all the time.
+_QUICKER = {
+    "cvt.f32.bf16": "gpu::f32_of_bf16(%0)",
+    "cvt.rn.bf16.f32": "(u16)gpu::bf16_of_f32(%0)",
+    "fma.rn.bf16": "(u16)gpu::fused_bf16(%0, %1, %2)",
+    "fma.rn.bf16x2": "gpu::fused_bf16(%0 & 0xFFFF, %1 & 0xFFFF, %2 & 0xFFFF) | "
+    "gpu::fused_bf16(%0 >> 16, %1 >> 16, %2 >> 16) << 16",
+    "cvt.rn.bf16x2.f32": "gpu::bf16_of_f32(%0) << 16 | gpu::bf16_of_f32(%1)",
+}
 
 
 def register_bytes(type_: str) -> int:
@@ -103,7 +116,8 @@ def _function(function: str, scalar: Scalar) -> str:
 
 
 def _named(meaning: str) -> str:
-    return re.sub(r"%(\d)", r"_\1", meaning)
+    inlined = re.sub(r"(\[\]\([^()]*\)) \{", r"\1 LOOM_ALWAYS {", meaning)  # the lanes of pairs
+    return re.sub(r"%(\d)", r"_\1", inlined)
 
 
 def _divides(name: str) -> bool:

@@ -159,32 +159,43 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
 // ---- what the lanes of an instruction do --------------------------------------------------------------------
 
 LOOM_INLINE u32 number_of(const Block &b) { return b.launch->first_block + (u32)b.linear; }
-LOOM_INLINE bool in_one_page(u64 address, u32 bytes) { return address % PAGE + bytes <= PAGE; }
-
-// Whole words that nobody has written during this launch, which is what most reads meet.
-template <u32 COUNT>
-LOOM_INLINE bool read_untouched(Warp &w, const Instruction &i, u32 lane, u64 address, u32 block) {
-  Page *page = page_of(*w.block->worker, address);
-  if (!page || address % 4 || !in_one_page(address, 4 * COUNT)) return false;
-  const u32 at = (u32)(address % PAGE / 4), begun = w.block->launch->first_block;
-  const Cell *written = page->writes + at;
-  bool touched = false;
-  for (u32 k = 0; k < COUNT; ++k) touched |= written[k].block >= begun;
-  if (touched) return false;
-  Cell *read = page->reads + at;
-  const u32 when = w.clocks->own << 4 | 15, by = who(i.number, w.thread(lane));
-  for (u32 k = 0; k < COUNT; ++k) {
-    const u32 first = read[k].block < begun || read[k].first > block ? block : read[k].first;
-    read[k] = {block, when, by, first};
+// Whole words that nobody has touched during this launch, which is what most accesses meet: one entry for all of them.
+// With READS, others may have read them before; the first of them stays known.
+template <u32 COUNT, bool READS>
+LOOM_INLINE bool enter_untouched(Cell *writes, Cell *reads, u32 at, u32 begun, u32 block, u32 when, u32 by) {
+  bool written = false, read = false;
+  for (u32 k = 0; k < COUNT; ++k) written |= writes[at + k].block >= begun, read |= reads[at + k].block >= begun;
+  if (__builtin_expect(written, 0)) return false;
+  if (!READS && read) return false;
+  const Cell cell = {block, when, by, READS ? block : 0};
+  Cell *to = READS ? reads : writes;
+  if (!read) {
+    for (u32 k = 0; k < COUNT; ++k) to[at + k] = cell;
+  } else {
+    for (u32 k = 0; k < COUNT; ++k) {
+      const bool first = reads[at + k].block < begun || reads[at + k].first > block;
+      reads[at + k] = {block, when, by, first ? block : reads[at + k].first};
+    }
   }
   return true;
 }
+
+// The page that all of the lanes access, if it is one and they access whole words.
+LOOM_INLINE Page *one_page(Warp &w, const u64 *address, u32 bytes, u32 lanes) {
+  const Extent e = extent_of(address, lanes);
+  if (e.bits & 3 || e.low / PAGE != (e.high + bytes - 1) / PAGE) return nullptr;
+  return page_of(*w.block->worker, e.low);
+}
+
 template <u32 COUNT>
 LOOM_INLINE void read_words(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  const u32 block = number_of(*w.block);
+  const u32 block = number_of(*w.block), begun = w.block->launch->first_block, when = w.clocks->own << 4 | 15;
+  Page *page = COUNT && lanes ? one_page(w, address, bytes, lanes) : nullptr;
+  Cell *writes = page ? page->writes : nullptr, *reads = page ? page->reads : nullptr;
+  const u32 by = who(i.number, w.thread(0));
   GPU_EACH_LANE(lanes, lane) {
-    if constexpr (COUNT != 0)
-      if (__builtin_expect(read_untouched<COUNT>(w, i, lane, address[lane], block), 1)) continue;
+    const u32 at = (u32)(address[lane] % PAGE / 4);
+    if (COUNT && page && enter_untouched<COUNT, true>(writes, reads, at, begun, block, when, by + lane)) continue;
     each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
       read_word(w, i, lane, page, word, which, block);
     });
@@ -199,31 +210,18 @@ LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address
   }
 }
 
-// Whole words that nobody has touched.
-template <u32 COUNT>
-LOOM_INLINE bool write_untouched(Warp &w, const Instruction &i, u32 lane, u64 address, u32 block) {
-  Page *page = page_of(*w.block->worker, address);
-  if (!page || address % 4 || !in_one_page(address, 4 * COUNT)) return false;
-  const u32 at = (u32)(address % PAGE / 4), begun = w.block->launch->first_block;
-  Cell *written = page->writes + at;
-  const Cell *read = page->reads + at;
-  bool touched = false;
-  for (u32 k = 0; k < COUNT; ++k) touched |= written[k].block >= begun || read[k].block >= begun;
-  if (touched) return false;
-  const u32 when = w.clocks->own << 4 | 15, by = who(i.number, w.thread(lane));
-  for (u32 k = 0; k < COUNT; ++k) written[k] = {block, when, by, 0};
-  return true;
-}
 // Lane after lane, each store before the next check: two lanes may mean the same bytes.
 template <u32 COUNT>
 LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
                              u32 lanes) {
-  const u32 block = number_of(*w.block);
+  const u32 block = number_of(*w.block), begun = w.block->launch->first_block, when = w.clocks->own << 4 | 15;
+  Page *page = COUNT && lanes ? one_page(w, address, bytes, lanes) : nullptr;
+  Cell *writes = page ? page->writes : nullptr, *reads = page ? page->reads : nullptr;
+  const u32 by = who(i.number, w.thread(0));
   GPU_EACH_LANE(lanes, lane) {
     const u8 *from = data + lane * stride;
-    bool done = false;
-    if constexpr (COUNT != 0) done = write_untouched<COUNT>(w, i, lane, address[lane], block);
-    if (!done)
+    const u32 at = (u32)(address[lane] % PAGE / 4);
+    if (!(COUNT && page && enter_untouched<COUNT, false>(writes, reads, at, begun, block, when, by + lane)))
       each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
         write_word(w, i, lane, page, word, which, from + (i64)(word - address[lane]), block);
       });

@@ -19,6 +19,11 @@ template <Shuffle MODE> static void shuffle(Warp &w, const Instruction &i) {
   __builtin_memcpy(value, w.words(i, 2), sizeof value);
   const u32 *which = w.words(i, 3), *limits = w.words(i, 4);
   u32 *to = w.words(i, 0);
+  if (MODE == BUTTERFLY && i.flags & UNIFORM_OPERANDS && (limits[0] & 0x1F1F) == 31 && w.mask == FULL) {
+    const u32 by = which[0] & 31;  // as in every reduction
+    for (u32 lane = 0; lane < LANES; ++lane) to[lane] = value[lane ^ by];
+    return put_flags(w, i.operands[1], FULL);
+  }
   for (u32 lane = 0; lane < LANES; ++lane) {
     const u32 by = which[lane] & 31, clamp = limits[lane] & 31, segments = limits[lane] >> 8 & 31;
     const u32 last = (lane & segments) | (clamp & ~segments), first = lane & segments;

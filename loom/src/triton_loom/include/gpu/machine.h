@@ -54,7 +54,11 @@ struct Instruction {  // mirrored in gpu/machine.py
   u32 number;       // its own, in the program
   u32 flags;        // of Flags
 };
-enum Flags : u32 { ATOMIC = 1, UNFENCED = 2 };
+enum Flags : u32 {
+  ATOMIC = 1,
+  UNIFORM_OPERANDS = 2,  // of a shuffle: the lane and the clamp are constants
+  UNFENCED = 4,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
+};
 
 // ---- what is found --------------------------------------------------------------------------------------
 
@@ -279,6 +283,23 @@ __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instructi
 }
 
 LOOM_INLINE u32 first_lane(u32 lanes) { return (u32)__builtin_ctz(lanes); }
+
+// What the addresses of some lanes span.
+struct Extent {
+  u64 low, high;  // the lowest and the highest address
+  u64 bits;       // all of the addresses, or-ed
+};
+LOOM_INLINE Extent extent_of(const u64 *address, u32 lanes) {
+  const u64 some = address[first_lane(lanes)];
+  Extent e = {some, some, 0};
+  for (u32 lane = 0; lane < LANES; ++lane) {
+    const u64 a = lanes >> lane & 1 ? address[lane] : some;
+    e.low = a < e.low ? a : e.low;
+    e.high = a > e.high ? a : e.high;
+    e.bits |= a;
+  }
+  return e;
+}
 
 // An instruction that all threads of a warp execute together, or what it does is undefined.
 LOOM_INLINE void expect_whole(Warp &w, const Instruction &i) {

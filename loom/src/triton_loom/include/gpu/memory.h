@@ -9,22 +9,6 @@ enum Space { GLOBAL, SHARED };
 
 // ---- which lanes may do what they want to do ------------------------------------------------------------
 
-struct Extent {
-  u64 low, high;  // the lowest and the highest address
-  u64 bits;       // all of the addresses, or-ed
-};
-LOOM_INLINE Extent extent_of(const u64 *address, u32 lanes) {
-  const u64 some = address[first_lane(lanes)];
-  Extent e = {some, some, 0};
-  for (u32 lane = 0; lane < LANES; ++lane) {
-    const u64 a = lanes >> lane & 1 ? address[lane] : some;
-    e.low = a < e.low ? a : e.low;
-    e.high = a > e.high ? a : e.high;
-    e.bits |= a;
-  }
-  return e;
-}
-
 LOOM_NOINLINE const Range *find_range(Worker &worker, u64 low, u64 end) {
   const Launch &launch = *worker.launch;
   u32 first = 0, last = launch.range_count;
@@ -116,13 +100,18 @@ template <Space SPACE, class T, class Slot> static void load(Warp &w, const Inst
     if constexpr (SPACE == SHARED) read_shared(w, i, address, bytes, lanes);
     else read_global(w, i, address, bytes, lanes);
   }
+  const u8 *base = SPACE == SHARED ? w.block->shared - SHARED_BASE : nullptr;
   for (u32 k = 0; k < count; ++k) {
     Slot *to = (Slot *)(w.registers + i.operands[k]);
-    for (u32 rest = lanes; rest; rest &= rest - 1) {
-      const u32 lane = first_lane(rest);
+    auto take = [&](u32 lane) LOOM_ALWAYS {
       T x;
-      __builtin_memcpy(&x, bytes_at<SPACE>(w, address[lane]) + k * sizeof(T), sizeof x);
+      __builtin_memcpy(&x, base + address[lane] + k * sizeof(T), sizeof x);
       to[lane] = (Slot)x;
+    };
+    if (__builtin_expect(lanes == FULL, 1)) {
+      for (u32 lane = 0; lane < LANES; ++lane) take(lane);
+    } else {
+      GPU_EACH_LANE(lanes, lane) take(lane);
     }
   }
 }
