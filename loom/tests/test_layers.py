@@ -30,8 +30,9 @@ STOREYS: list[tuple[str, ...]] = [
         "codegen",
         "device",
     ),  # neither knows the other: a kernel is text to the one, a shared object to the other
-    ("witness", "explained", "gpu"),
+    ("witness", "explained"),
     ("driver",),
+    ("gpu",),
     ("__init__",),  # what users import
     ("compiler", "testing", "pytest_plugin", "report"),
     ("__main__",),

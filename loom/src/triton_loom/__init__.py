@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .errors import DeviceAssertion, Finding, Reason, SanitizerError
 
 if TYPE_CHECKING:
     from .explained import Explained
+    from .gpu.findings import HazardError
+    from .gpu.scope import Gpu
     from .witness.counters import Counter
     from .witness.sanitizer import Sanitizer
 
@@ -25,10 +27,12 @@ __version__ = "0.1.0"
 __all__ = [
     "DeviceAssertion",
     "Finding",
+    "HazardError",
     "Reason",
     "SanitizerError",
     "active",
     "count",
+    "emulate",
     "explain",
     "obstacle",
     "sanitize",
@@ -118,6 +122,48 @@ def explain() -> Iterator[Explained]:
 
     with explained.explain() as scope, driver.activated(driver.LoomDriver((), explain=True)):
         yield scope
+
+
+@contextmanager
+def emulate(
+    target: str = "sm_90",
+    *,
+    checks: bool = True,
+    raises: bool = True,
+    delivery: Literal["late", "early"] = "late",
+) -> Iterator[Gpu]:
+    """Emulate an NVIDIA GPU inside a `with` block: stock Triton compiles kernels for it, and their PTX is executed on
+    this machine, on CPU tensors.
+
+        with triton_loom.emulate("sm_90") as gpu:
+            kernel[grid](x, y, n, BLOCK=1024)
+        print(gpu.report())
+
+    A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
+    when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
+    addresses alone are checked. Asynchronous copies arrive as late as they may, or, with `delivery="early"`, at once.
+
+    Targets are sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120. The choice holds for every thread of the process, and a
+    process in which a GPU was emulated cannot use a real one.
+    """
+    _driver()
+    from .gpu import driver
+    from .gpu.devices import device_of
+    from .gpu.machine import Options
+    from .gpu.scope import Gpu
+
+    gpu = Gpu(device_of(target), Options(checks=checks, delivery=delivery), raises)
+    with driver.emulating(gpu):
+        yield gpu
+
+
+def __getattr__(name: str) -> object:
+    """What is imported when it is asked for."""
+    if name == "HazardError":
+        from .gpu.findings import HazardError
+
+        return HazardError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _driver() -> ModuleType:

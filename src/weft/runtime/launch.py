@@ -382,5 +382,9 @@ def is_recording() -> bool:
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
-    """The capabilities of the device of a call, or of the target of `choosing_for` if there is one."""
-    return _chosen_target or capabilities.of_device(device)
+    """The capabilities of the device of a call: of the target of `choosing_for` if there is one, else of the GPU that
+    Triton's driver emulates (`triton_loom.emulate`), else of the device itself."""
+    if _chosen_target is not None:
+        return _chosen_target
+    emulated = getattr(drivers._active, "emulates", None) if TRITON else None
+    return capabilities.of_device(device) if emulated is None else Capabilities.of(emulated)

@@ -89,6 +89,13 @@ def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field
         yield Field(name, SCALARS[kind][0], path, convert)
 
 
+def value_at(args: Any, path: tuple[int | str, ...]) -> Any:
+    """What is at a place among nested arguments."""
+    for step in path:
+        args = getattr(args, step) if isinstance(step, str) else args[step]
+    return args
+
+
 def problem(signature: dict[str, Any], args: tuple[Any, ...]) -> str:
     """What is wrong with the arguments of a launch; empty if nothing is known to be. Constants may be left out."""
     names = [str(name) for name in signature]

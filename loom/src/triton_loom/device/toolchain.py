@@ -157,10 +157,10 @@ def build(source: str, arch: str = "native", quick: bool = False) -> bytes:
 
 
 @functools.lru_cache(maxsize=128)
-def build_library(source: str) -> bytes:
+def build_library(source: str, *further_options: str) -> bytes:
     """The shared object of C++ text that is no kernel's: a part of the emulated GPU (include/gpu)."""
     level = "-O2 -ftree-vectorize -fvect-cost-model=dynamic" if is_gcc() else "-O2"
-    options = f"{SEMANTICS} {flags('native')} {level} {PRODUCT}".split()
+    options = [*f"{SEMANTICS} {flags('native')} {level} {PRODUCT}".split(), *further_options]
     made_from = (source, options, _headers("gpu/*"), _headers(), identity())
     file = hashlib.sha256(repr(made_from).encode()).hexdigest() + ".so"
     directory = storage.room("loom-build")

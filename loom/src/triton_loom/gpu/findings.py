@@ -69,6 +69,14 @@ _MEANING: dict[FindingKind, str] = {
 }
 
 
+class HazardError(RuntimeError):
+    """A launch inside `emulate()` did what it must not; `findings` says what."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings = findings
+
+
 @dataclass(frozen=True)
 class Access:
     """An instruction and the thread that executed it."""

@@ -69,7 +69,7 @@ _FINDING = np.dtype(
 _RANGE = np.dtype([("begin", "u8"), ("end", "u8"), ("writable", "u8")])
 _CONSTANT = np.dtype([("offset", "u4"), ("bytes", "u4"), ("value", "u8")])
 _SPECIAL = np.dtype([("offset", "u4"), ("kind", "u4"), ("addend", "u8")])
-_HAZARDS, _EARLY = 1, 2
+_HAZARDS, _EARLY, _COOPERATIVE = 1, 2, 8
 
 
 class _Launch(ctypes.Structure):
@@ -209,11 +209,13 @@ def run(
     shared_bytes: int,
     parameters: bytes,
     memory: Iterable[MemoryRange],
+    cooperative: bool = False,
     options: Options = CHECKED,
 ) -> Outcome:
     """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h.
 
-    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched.
+    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched. Blocks of a
+    `cooperative` launch wait for each other, so that all are under way at once, each on a thread of its own.
     """
     if block != program.threads:
         raise ValueError(
@@ -248,8 +250,10 @@ def run(
         parameter_bytes=len(parameters),
         shared_bytes=program.static_shared_bytes + shared_bytes,
         threads=block,
-        options=(_HAZARDS if options.checks else 0) | (_EARLY if options.delivery == "early" else 0),
-        workers=_workers(program, grid, options),
+        options=(_HAZARDS * options.checks)
+        | (_EARLY * (options.delivery == "early"))
+        | (_COOPERATIVE * cooperative),
+        workers=grid[0] * grid[1] * grid[2] if cooperative else _workers(program, grid, options),
     )
     launch.grid[:] = grid
     libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())

@@ -7,6 +7,7 @@ its own (`{ .reg .pred done; wait: ... bra wait; }`) become unique here, so that
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -97,10 +98,22 @@ def split(text: str) -> tuple[str, ...]:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
 _INLINED = re.compile(r"^\s*\.loc[^\n]*?//.*@\[ ([^@\[\]]*):\d+ \]", re.M)
+_INLINE = re.compile(r"// begin inline asm\n.*?// end inline asm", re.S)
+_LOCATION = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.M)
 
 
+def _at_one_line(assembly: re.Match[str]) -> str:
+    """Inline assembly with its first .loc alone. From Triton 3.8 on, LLVM counts a line of Python on for each line of
+    the assembly, although all of it comes from one."""
+    first = _LOCATION.search(assembly[0])
+    end = first.end() if first else 0
+    return assembly[0][:end] + _LOCATION.sub("", assembly[0][end:])
+
+
+@functools.lru_cache(maxsize=16)  # a module is read when it is loaded, and when its kernel is launched first
 def read(ptx: str) -> Kernel:
     """The kernel of a module."""
+    ptx = _INLINE.sub(_at_one_line, ptx)
     outermost = {ptx.count("\n", 0, m.start()) + 1: m[1].strip() for m in _INLINED.finditer(ptx)}
     text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
     entry = _ENTRY.search(text)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..device.arguments import address, fields, problem
+from ..device.arguments import address, fields, problem, value_at
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion
 from ..features import COUNT, SANITIZE
@@ -52,7 +52,7 @@ class WatchedLauncher(LoomLauncher):
         if len(args) < len(self.names) and (wrong := problem(self.signature, args)):
             raise TypeError(f"{self.name}: {wrong}")
         modes = self.kernel.modes
-        values = [_at(args, field.path) for field in self.kernel.fields]
+        values = [value_at(args, field.path) for field in self.kernel.fields]
         watched = Watched(
             self.kernel,
             values,
@@ -100,7 +100,7 @@ class WatchedLauncher(LoomLauncher):
             if divisor > 1 and isinstance(value, int) and value % divisor:
                 yield name, f"{name} is {value}, but the kernel was compiled for multiples of {divisor}"
         for path, constant in self.constants.items():
-            value = _at(args, path) if isinstance(path, tuple) and path[0] < len(args) else constant
+            value = value_at(args, path) if isinstance(path, tuple) and path[0] < len(args) else constant
             if isinstance(constant, int) and isinstance(value, int) and value != constant:
                 name = str(self.names[path[0]])
                 yield name, f"{name} is {value}, but the kernel was compiled for {constant}"
@@ -132,16 +132,10 @@ def _text_in_cache(key: str, name: str) -> str | None:
     return Path(path).read_text() if path else None
 
 
-def _at(args: Any, path: tuple[Any, ...]) -> Any:
-    for step in path:
-        args = getattr(args, step) if isinstance(step, str) else args[step]
-    return args
-
-
 def _with(args: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy of nested arguments with another value in one place."""
     step, *rest = path
-    inner = _with(_at(args, (step,)), tuple(rest), value) if rest else value
+    inner = _with(value_at(args, (step,)), tuple(rest), value) if rest else value
     if isinstance(step, str):
         args = copy.copy(args)
         setattr(args, step, inner)

@@ -166,7 +166,8 @@ class PointerArgument:
         return text if tensor.is_contiguous() else f"{text} with strides {tuple(tensor.stride())}"
 
 
-def _tensor_and_address(argument: Any, fake: int) -> tuple[Any, int]:
+def tensor_and_address(argument: Any, fake: int = 0) -> tuple[Any, int]:
+    """The tensor of a pointer argument, None for a bare address, and where it points; `fake` for a meta tensor."""
     import torch
 
     base = getattr(argument, "base", None)
@@ -214,7 +215,7 @@ class Watched:
         self.arguments: list[PointerArgument] = []
         for field_, value in zip(kernel.fields, values, strict=True):
             if field_.code == "P":
-                tensor, address = _tensor_and_address(value, (len(self.arguments) + 1) << 44)
+                tensor, address = tensor_and_address(value, (len(self.arguments) + 1) << 44)
                 self.arguments.append(PointerArgument.of(field_.name, tensor, address))
         if any(site["argument"] < 0 for site in self.sites):
             found = {f"reached[{number}]": tensor for number, tensor in enumerate(reached)}

@@ -246,6 +246,8 @@ LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *addre
     each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
       const u32 at = (u32)(word % PAGE / 4);
       Cell &written = page.writes[at], &read = page.reads[at];
+      // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
+      if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
       if (written.first && written.block >= b.launch->first_block && written.block > b.known_block && written.block != block)
         b.known_block = written.block;
       if (!written.first && !comes_after(w, lane, written, block) && written.when & which)

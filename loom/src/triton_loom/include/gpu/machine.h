@@ -125,7 +125,7 @@ struct Special {
   u64 addend;
 };
 
-enum Check : u32 { HAZARDS = 1, EARLY = 2, ALONE = 4 };
+enum Check : u32 { HAZARDS = 1, EARLY = 2, ALONE = 4, COOPERATIVE = 8 };
 
 struct Launch {  // mirrored in gpu/machine.py
   const Instruction *instructions;

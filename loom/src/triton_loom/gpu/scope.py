@@ -1,0 +1,182 @@
+"""`emulate()`'s scope: what the launches inside of it were, and what became of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..tables import table
+from ..witness.findings import caller
+from ..witness.watched import Memory
+from . import machine
+from .devices import Device
+from .findings import Finding, HazardError
+from .libcuda import Arrived
+from .machine import MemoryRange, Options, Outcome
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was emulated."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int  # of a block
+    shared_bytes: int  # dynamic shared memory of a block
+    cooperative: bool  # all blocks are under way at once
+    parameters: bytes  # as they lie in the .param space
+    outcome: Outcome
+    launched_from: str  # file:line
+
+
+class Gpu:
+    """An emulated GPU: its launches, in order, and what was found in them."""
+
+    def __init__(self, device: Device, options: Options, raises: bool) -> None:
+        self.device, self.options, self.raises = device, options, raises
+        self.launches: list[Launch] = []
+        self._allowed: list[MemoryRange] = []
+        self._lock = threading.Lock()
+        self._here = _Here()
+
+    @property
+    def target(self) -> str:
+        """The name of the GPU's target, such as sm_90."""
+        return self.device.target
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, launch by launch."""
+        return [finding for launch in self.launches for finding in launch.outcome.findings]
+
+    def allow(self, *tensors: torch.Tensor) -> None:
+        """Tensors that kernels may reach by addresses that they find in memory or get as integers."""
+        for tensor in tensors:
+            self._allowed.append(memory_of(tensor, f"allowed[{len(self._allowed)}]"))
+
+    def report(self) -> str:
+        """What ran and what was found, as text."""
+        if not self.launches:
+            return f"{self.device.target}: no kernel was launched"
+        kernels: dict[str, list[Launch]] = {}
+        for launch in self.launches:
+            kernels.setdefault(launch.kernel, []).append(launch)
+        rows = [("kernel", "launches", "blocks", "warp instructions", "findings")]
+        for name, launches in kernels.items():
+            blocks = sum(math.prod(launch.grid) for launch in launches)
+            executed = sum(sum(launch.outcome.executed) for launch in launches)
+            found = sum(len(launch.outcome.findings) for launch in launches)
+            rows.append((name, f"{len(launches):,}", f"{blocks:,}", f"{executed:,}", f"{found:,}"))
+        title = f"{self.device.target}, emulated:"
+        return "\n".join([title, *table(rows, "<>>>>"), *map(str, self.findings)])
+
+    # -- a launch --
+
+    @contextmanager
+    def launching(self, memory: Sequence[MemoryRange], file: str | None) -> Iterator[None]:
+        """A launch that this thread makes inside a `with` block may touch this memory, and its kernel is in this file.
+        What is found in it is raised at the end of the block."""
+        here = self._here
+        here.memory, here.file, here.launched = memory, file, None
+        try:
+            yield
+        finally:
+            here.memory, here.file = (), None
+        if self.raises and here.launched is not None and here.launched.outcome.findings:
+            raise HazardError(here.launched.outcome.findings)
+
+    def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
+        """Whether an address lies in this memory, or in what is allowed."""
+        return any(each.begin <= address < each.end for each in (*memory, *self._allowed))
+
+    def receive(self, arrived: Arrived) -> None:
+        """Execute a launch."""
+        if arrived.cluster != (1, 1, 1):
+            raise NotImplementedError(
+                f"{arrived.kernel.name} is launched with clusters of {arrived.cluster} blocks (num_ctas), and clusters "
+                "are not emulated"
+            )
+        x, y, z = arrived.block
+        outcome = machine.run(
+            machine.Program.of(in_file(arrived.ptx, self._here.file)),
+            grid=arrived.grid,
+            block=x * y * z,
+            shared_bytes=arrived.shared_bytes,
+            parameters=arrived.parameters,
+            memory=[*self._here.memory, *self._allowed],
+            cooperative=arrived.cooperative,
+            options=self.options,
+        )
+        launch = Launch(
+            kernel=arrived.kernel.name,
+            grid=arrived.grid,
+            threads=x * y * z,
+            shared_bytes=arrived.shared_bytes,
+            cooperative=arrived.cooperative,
+            parameters=arrived.parameters,
+            outcome=outcome,
+            launched_from=caller(),
+        )
+        self._here.launched = launch
+        with self._lock:
+            self.launches.append(launch)
+
+
+class _Here(threading.local):
+    """The launch that a thread is about to make, or has made."""
+
+    memory: Sequence[MemoryRange] = ()
+    file: str | None = None
+    launched: Launch | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def in_file(ptx: str, file: str | None) -> str:
+    """The text with the file that the kernel is in now: Triton's cache knows kernels by their text, from any file."""
+    own = re.search(r"^\s*\.loc\s+(\d+)", ptx, re.M)
+    if own is None or file is None:
+        return ptx
+    was = re.compile(rf'^(\s*\.file\s+{own[1]}\s+)"[^"]*"', re.M)
+    return was.sub(lambda found: f'{found[1]}"{file}"', ptx, count=1)
+
+
+def memory_of(tensor: torch.Tensor, name: str) -> MemoryRange:
+    """The bytes from a tensor's first element to its last."""
+    memory = Memory.of(tensor, tensor.data_ptr())
+    return MemoryRange(memory.low, memory.high, True, name)
+
+
+# ---- the scopes that are open ---------------------------------------------------------------------------------------
+
+_open: list[Gpu] = []
+
+
+def current() -> Gpu:
+    """The GPU of the innermost block. As Triton's choice of a driver is, it is the same for every thread."""
+    if not _open:
+        raise RuntimeError("no GPU is emulated here: launch inside of `with triton_loom.emulate(...)`")
+    return _open[-1]
+
+
+@contextmanager
+def opened(gpu: Gpu) -> Iterator[None]:
+    """Makes this the GPU of all launches inside a `with` block."""
+    _open.append(gpu)
+    try:
+        yield
+    finally:
+        _open.remove(gpu)
+
+
+def receive(arrived: Arrived) -> None:
+    """Hands a launch to the GPU that it is for."""
+    current().receive(arrived)

@@ -1,0 +1,37 @@
+"""A machine that executes nothing: what arrives at it is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from triton_loom.gpu import machine
+from triton_loom.gpu.findings import Finding
+
+
+@dataclass
+class Recorder:
+    """Stands in for the machine: the arguments of `machine.run`, and what it answers."""
+
+    launches: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def run(self, program: str, **launch: Any) -> machine.Outcome:
+        if self.error is not None:
+            raise self.error
+        self.launches.append({"ptx": program, **launch})
+        return machine.Outcome(self.findings, executed=[1, 2, 3])
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.launches[-1]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(machine.Program, "of", lambda ptx: ptx)
+    monkeypatch.setattr(machine, "run", recorder.run)
+    return recorder

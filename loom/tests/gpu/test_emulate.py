@@ -1,0 +1,111 @@
+"""`emulate()` from end to end: stock Triton, its launcher, and the machine."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton_loom
+from triton_loom.gpu import text
+
+pytestmark = pytest.mark.compat
+
+
+@triton.jit
+def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    x = tl.load(x_ptr + at, mask=mask)
+    tl.store(out_ptr + at, x + tl.load(y_ptr + at, mask=mask), mask=mask)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_a_kernel_on_every_target(target: str) -> None:
+    x, y = torch.randn(2, 1000)
+    out = torch.full((1003,), torch.nan)
+    with triton_loom.emulate(target) as gpu:
+        add[(8,)](x, y, out, 1000, BLOCK=128)
+    assert torch.equal(out[:1000], x + y)
+    assert out[1000:].isnan().all()
+    assert not gpu.findings
+    (launch,) = gpu.launches
+    assert sum(launch.outcome.executed) > 8 * 4 * 5
+    assert f"{sum(launch.outcome.executed):,}" in gpu.report()
+
+
+def test_a_mask_that_lets_too_much_through() -> None:
+    memory = torch.full((1100,), torch.nan)
+    x, y, out = torch.randn(1000), torch.randn(1000), memory[:1000]
+    with pytest.raises(triton_loom.HazardError) as error, triton_loom.emulate("sm_80"):
+        add[(8,)](x, y, out, 1001, BLOCK=128)
+    assert {finding.kind for finding in error.value.findings} == {"global memory out of bounds"}
+    assert all(finding.by.block == (7, 0, 0) for finding in error.value.findings)
+    assert Path(__file__).name in str(error.value)
+    assert torch.equal(out, x + y)  # the others are right,
+    assert memory[1000:].isnan().all()  # and what is not the kernel's was left alone
+
+
+@triton.jit
+def meet(count_ptr, x_ptr, y_ptr, N: tl.constexpr):
+    """Every program waits for all others before it reads what its neighbour has written."""
+    me = tl.program_id(0)
+    tl.store(x_ptr + me, me)
+    tl.debug_barrier()
+    tl.atomic_add(count_ptr, 1)
+    while tl.atomic_add(count_ptr, 0) < N:
+        pass
+    tl.debug_barrier()
+    tl.store(y_ptr + me, tl.load(x_ptr + (me + 1) % N))
+
+
+def test_blocks_of_a_cooperative_launch_run_at_once() -> None:
+    count, (x, y) = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 6, dtype=torch.int32)
+    with triton_loom.emulate("sm_80") as gpu:
+        meet[(6,)](count, x, y, N=6, launch_cooperative_grid=True)
+    assert y.tolist() == [1, 2, 3, 4, 5, 0]
+    assert gpu.launches[0].cooperative
+
+
+def test_the_line_of_inline_assembly() -> None:
+    """All of it comes from one line of Python, whatever Triton 3.8 and 3.9 say."""
+    kernel = text.read("""
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+.reqntid 32
+{
+	.loc	1 7 31                          // script.py:7:31
+	// begin inline asm
+	.loc	1 7 31                          // script.py:7:31
+	mov.u32 %r1, 0x0;
+	.loc	1 8 31                          // script.py:8:31
+	mov.u32 %r2, 0x0;
+	// end inline asm
+	mov.u32 %r3, 0x0;
+	.loc	1 9 31                          // script.py:9:31
+	ret;
+}
+	.file	1 "script.py"
+""")
+    assert [statement.place.line for statement in kernel.statements] == [7, 7, 7, 9]
+    assert [statement.line for statement in kernel.statements] == [10, 12, 14, 16]
+
+
+def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = Path(__file__).parents[2] / "docs" / "emulate.md"
+    for name in (
+        "script.py",
+        "copy.py",
+    ):  # the copy's kernel is in Triton's cache, as it was in the first file
+        script = tmp_path / name
+        script.write_text(re.findall(r"^```python\n(.*?)^```$", document.read_text(), re.M | re.S)[0])
+        runpy.run_path(str(script))
+        printed = capsys.readouterr().out
+        assert printed.startswith("sm_90, emulated:\n")
+        assert "global memory race in mirrored, 128 times" in printed
+        assert f"({script}:9," in printed
