@@ -54,10 +54,10 @@ struct Place {
   u32 offset, bytes, given;
 };
 LOOM_INLINE Place place_of(Field field, u32 which) {
-#define GPU_FIELD(NAME, GIVEN) {(u32)__builtin_offsetof(TensorMap, NAME), sizeof(TensorMap::NAME), GIVEN}
+#define GPU_FIELD(NAME, GIVEN) {(u32)__builtin_offsetof(TensorMap, NAME), sizeof(TensorMap::NAME), TensorMap::GIVEN}
 #define GPU_FIELDS(NAME, GIVEN)                                                                     \
   {(u32)(__builtin_offsetof(TensorMap, NAME) + which * sizeof(TensorMap{}.NAME[0])), sizeof(TensorMap{}.NAME[0]), \
-   (u32)(GIVEN) << which}
+   (u32)TensorMap::GIVEN << which}
   switch (field) {
     case FIELD_ADDRESS: return GPU_FIELD(address, ADDRESS);
     case FIELD_RANK: return GPU_FIELD(last_dimension, RANK);

@@ -222,8 +222,10 @@ static void report_touched(Warp &w, const Instruction &i, const Instruction &pro
 static void touch_registers(Warp &w, const Instruction &i) {
   const Registers touched = {i.operands, i.operand_count};
   for (const OpenProduct &open : units_of(*w.block).of[w.number].products)
-    if (touched.meets(accumulators(*open.instruction)) || touched.meets(left_matrix(*open.instruction)))
+    if (touched.meets(accumulators(*open.instruction)) || touched.meets(left_matrix(*open.instruction))) {
       report_touched(w, i, *open.instruction);
+      break;
+    }
   const u64 handler = i.operands[i.operand_count] | (u64)i.operands[i.operand_count + 1] << 32;
   ((Handler)handler)(w, i);
 }
