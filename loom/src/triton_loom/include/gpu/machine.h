@@ -56,7 +56,7 @@ struct Instruction {  // mirrored in gpu/machine.py
 };
 enum Flags : u32 {
   ATOMIC = 1,
-  UNIFORM_OPERANDS = 2,  // of a shuffle: the lane and the clamp are constants
+  UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
 };
 
 // ---- what is found --------------------------------------------------------------------------------------
