@@ -25,10 +25,13 @@ def decode(statement: Statement) -> Operation:
             if isinstance(error, UnknownInstruction):
                 raise
             raise UnknownInstruction(statement, "its operands are not what this instruction has") from error
-    known = scalars.find(statement.opcode)
+    name = statement.opcode
+    if len(statement.operands) == 4:
+        name = re.sub(r"^(min|max)(?=[.\w]*\.f32$)", r"\g<1>3", name)
+    known = scalars.find(name)
     if known is None:
         raise UnknownInstruction(statement)
-    return _arithmetic(statement, statement.opcode, known.writes, known.reads)
+    return _arithmetic(statement, name, known.writes, known.reads)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
-ATOMIC, UNIFORM_OPERANDS, UNFENCED = 1, 2, 4  # of `Flags` in include/gpu/machine.h
+ATOMIC, UNFENCED, UNIFORM_OPERANDS = 1, 2, 4  # of `Flags` in include/gpu/machine.h
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),

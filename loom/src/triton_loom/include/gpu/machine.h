@@ -56,8 +56,8 @@ struct Instruction {  // mirrored in gpu/machine.py
 };
 enum Flags : u32 {
   ATOMIC = 1,
-  UNIFORM_OPERANDS = 2,  // of a shuffle: the lane and the clamp are constants
-  UNFENCED = 4,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
+  UNFENCED = 2,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
+  UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
 };
 
 // ---- what is found --------------------------------------------------------------------------------------

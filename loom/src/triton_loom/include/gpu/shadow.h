@@ -171,6 +171,24 @@ LOOM_NOINLINE void read_shared(Warp &w, const Instruction &i, const u64 *address
   }
 }
 
+// Rows of 16 bytes that the warp reads together: each goes to several lanes, whichever gave its address.
+LOOM_NOINLINE void read_shared_rows(Warp &w, const Instruction &i, const u64 *address, u32 lanes) {
+  Stamp *plane = plane_of(*w.block->shadow, w.number, w.clocks->own);
+  const Stamp as = stamp(w.clocks->own, i.number, SEVERAL_LANES, w.number);
+  Stamp known = 0;  // a write that is known to come before
+  GPU_EACH_LANE(lanes, lane) {
+    const u32 at = (u32)address[lane] - SHARED_BASE;
+    const Stamp *writes = w.block->shadow->writes + at;
+    Stamp differs = 0;
+    for (u32 k = 0; k < 16; ++k) differs |= writes[k] ^ known;
+    if (__builtin_expect(differs != 0 || known == 0, 0)) {
+      shadow_read(w, lane, (u32)address[lane], 16, as, plane);
+      known = writes[15];
+    }
+    for (u32 k = 0; k < 16; ++k) plane[at + k] = as;
+  }
+}
+
 // Lane after lane, each store before the next check: two lanes may mean the same bytes.
 template <u32 BYTES>
 LOOM_INLINE void write_shared_of(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
