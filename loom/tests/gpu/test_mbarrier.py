@@ -173,6 +173,24 @@ def test_a_wait_for_the_phase_before() -> None:
     assert found in (["shared memory race"], ["deadlock"])
 
 
+# Warp 1 stores and arrives at the barrier of the cluster; warp 0 waits and reads.
+CLUSTER = (
+    "mov.b32 %r1, smem; setp.lt.u32 %p2, %r0, 32; and.b32 %r2, %r0, 31; mad.lo.s32 %r3, %r2, 4, %r1;"
+    "@!%p2 st.shared.b32 [%r3], %r0; barrier.cluster.arrive{how}; barrier.cluster.wait.acquire.aligned; @!%p2 bra END;"
+    "ld.shared.b32 %r4, [%r3];" + store_results("%r4") + "END:"
+)
+
+
+def test_the_barrier_of_a_cluster_of_one() -> None:
+    out = words(64)
+    assert not launch(CLUSTER.format(how=".release.aligned"), out, threads=64, shared=128).findings
+    assert out[:32].tolist() == list(range(32, 64))
+    unordered = launch(CLUSTER.format(how=".relaxed.aligned"), out, threads=64, shared=128)
+    assert kinds(unordered) == ["shared memory race"]
+    nobody_came = CLUSTER.replace("barrier.cluster.arrive{how};", "@%p2 barrier.cluster.arrive;")
+    assert kinds(launch(nobody_came, out, threads=64, shared=128)) == ["deadlock"]
+
+
 # ---- misuse ----------------------------------------------------------------------------------------------
 
 ALONE = f"{HEAD} @!%p1 bra END; {{}} END:"

@@ -289,6 +289,15 @@ ORDER: dict[str, tuple[str, dict[str, str]]] = {
         {"prepare": SMALL.prepare().split("mul.wide.u32 %rd10")[0].split("ld.global")[0] + "mul.wide.u32 %rd10"
          + SMALL.prepare().split("mul.wide.u32 %rd10", 1)[1]},
     ),
+    "another descriptor in each warp": (
+        "warps disagree",
+        {"begin": "shr.u32 %r220, %r0, 5; cvt.u64.u32 %rd60, %r220; shl.b64 %rd60, %rd60, 4;"
+         "add.s64 %rd51, %rd51, %rd60;" + BEGIN},
+    ),
+    "one warp does not come": (
+        "warps disagree",
+        {"begin": "setp.lt.u32 %p6, %r0, 96; @!%p6 bra SKIP;" + BEGIN, "commit": "SKIP: " + COMMIT},
+    ),
     "a part of the warp": (
         "split warp",
         {"begin": "and.b32 %r220, %r0, 31; setp.ne.b32 %p6, %r220, 5;" + BEGIN, "product": "@%p6 " + SMALL.statement()},

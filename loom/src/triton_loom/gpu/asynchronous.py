@@ -55,6 +55,11 @@ def _wait(s: Statement) -> Operation:
     return Operation(handler, uses, offset)
 
 
+def _cluster(s: Statement) -> Operation:
+    """Of one block: clusters of several are refused at the launch."""
+    return Operation(f"barrier.cluster.{words(s)[2]}", immediate=int("relaxed" not in words(s)))
+
+
 # ---- fences ----------------------------------------------------------------------------------------------
 
 
@@ -203,6 +208,8 @@ ROWS: tuple[Row, ...] = (
     Row(f"mbarrier.arrive.expect_tx{{.release}}{_SCOPE}{_SHARED}.b64", _arrive),
     Row(f"mbarrier.(expect_tx|complete_tx){{.relaxed}}{_SCOPE}{_SHARED}.b64", _arrive),
     Row(f"mbarrier.(try_wait|test_wait){{.parity}}{{.acquire}}{_SCOPE}{_SHARED}.b64", _wait),
+    Row("barrier.cluster.arrive{.(release|relaxed)}{.aligned}", _cluster),
+    Row("barrier.cluster.wait{.acquire}{.aligned}", _cluster),
     Row("fence.mbarrier_init.release.cluster", _nothing),
     Row("fence.proxy.async{.(global|shared::cta|shared::cluster)}", _proxy_fence),
     Row("fence.proxy.tensormap::generic.acquire.(cta|cluster|gpu|sys)", _acquire_map),

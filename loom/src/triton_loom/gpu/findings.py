@@ -34,6 +34,7 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "unusable matrix descriptor",
     "product under way",
     "wgmma.fence missing",
+    "warps disagree",
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
@@ -66,6 +67,7 @@ _MEANING: dict[FindingKind, str] = {
     "unusable matrix descriptor": "bits are set that mean nothing, or that are not emulated (a base offset)",
     "product under way": "registers of a wgmma are touched before it has been waited for",
     "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence follows before it",
+    "warps disagree": "the four warps of a warp group execute different products, or one does not come to a product",
 }
 
 

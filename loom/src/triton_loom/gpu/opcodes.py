@@ -8,6 +8,7 @@ except those that a row lists because they are advice alone (caches, scopes of a
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from . import asynchronous, scalars

@@ -313,12 +313,24 @@ static void end_units(Block &b) {
   }
   units.mbarriers.clear();
   units.maps.clear();
+  for (u32 k = 0; k < WARPS; ++k) {
+    WarpGroup &group = units.groups[k / GROUP];
+    const u32 step = group.done[k % GROUP] - group.first;
+    if (left && step < group.steps.count && k < b.warp_count)
+      found(b.warps[k], WARPS_DISAGREE, group.steps[step].instruction->number, 0);
+  }
+  for (WarpGroup &group : units.groups) {
+    group.steps.clear(), group.first = 0;
+    for (u32 &done : group.done) done = 0;
+  }
+  units.cluster = {};
 }
 
 static void release_units(Block &b) {
   Units &units = *b.units;
   units.mbarriers.release(), units.maps.release();
   for (auto &own : units.of) own.stores.release(), own.products.release();
+  for (WarpGroup &group : units.groups) group.steps.release();
   free(&units);
 }
 

@@ -89,6 +89,7 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   MATRIX_OPERAND,
   PRODUCT_UNDER_WAY,
   NO_PRODUCT_FENCE,
+  WARPS_DISAGREE,
 };
 
 constexpr u32 NOBODY = ~0u;

@@ -164,6 +164,17 @@ template <Arrival HOW> static void arrive_at_mbarrier(Warp &w, const Instruction
   });
 }
 
+// The lanes execute the instruction again when something has happened in the block.
+static void look_again(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  --b.worker->executed[i.number];
+  w.pc = i.number;
+  suspend(w);
+  w.fragments[w.current].state = POLLING;
+  if (!w.polls) w.polls = 1, w.polled = b.events;
+  resume_any(w);
+}
+
 enum Naming { BY_PARITY, BY_STATE };
 
 // Operands: whether the phase is over, address, which phase (its parity, or the state that an arrival gave). `try_wait`
@@ -176,15 +187,7 @@ template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const
     const u32 phase = NAMING == BY_PARITY ? w.words(i, 2)[lane] & 1 : (u32)w.longs(i, 2)[lane] & 1;
     if (!m || !m->live || (m->phase & 1) != phase) over |= 1u << lane;
   });
-  if (over != w.mask && WAITS && w.mask == w.active) {
-    --b.worker->executed[i.number];
-    w.pc = i.number;
-    suspend(w);
-    w.fragments[w.current].state = POLLING;
-    if (!w.polls) w.polls = 1, w.polled = b.events;
-    resume_any(w);
-    return;
-  }
+  if (over != w.mask && WAITS && w.mask == w.active) return look_again(w, i);
   if (over != w.mask) w.let_others_run();
   put_flags(w, i.operands[0], over);
   const MBarrier *learnt = nullptr;
@@ -195,7 +198,28 @@ template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const
   }
 }
 
+// ---- clusters of one block ------------------------------------------------------------------------------
+
+// The immediate: whether what the threads know and have done is handed on.
+static void arrive_at_cluster(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  ClusterBarrier &barrier = units_of(b).cluster;
+  if (i.immediate) hand_on(w, barrier.known);
+  barrier.came[w.number] = barrier.phase;
+  barrier.arrived += (u32)__builtin_popcount(w.mask);
+  if (barrier.arrived < b.thread_count) return;
+  barrier.arrived = 0, ++barrier.phase;
+  b.happened();
+}
+static void wait_for_cluster(Warp &w, const Instruction &i) {
+  const ClusterBarrier &barrier = units_of(*w.block).cluster;
+  if (barrier.phase == barrier.came[w.number]) return look_again(w, i);
+  learn(w.clocks->known, barrier.known);
+}
+
 static const Named MBARRIER_TABLE[] = {
+  GPU_HANDLER("barrier.cluster.arrive", arrive_at_cluster)
+  GPU_HANDLER("barrier.cluster.wait", wait_for_cluster)
   GPU_HANDLER("mbarrier.init", make_mbarrier)
   GPU_HANDLER("mbarrier.inval", end_mbarrier)
   GPU_HANDLER("mbarrier.arrive", arrive_at_mbarrier<ARRIVE>)

@@ -58,9 +58,31 @@ struct OpenProduct {
   Time group;
 };
 
+constexpr u32 GROUP = 4;  // warps that make a product together
+
+// What the warps of a group have begun: the same products, with the same descriptors, one after another.
+struct ProductStep {
+  const Instruction *instruction;
+  u64 left, right;
+};
+struct WarpGroup {
+  Vec<ProductStep> steps;  // those that not all warps have come to
+  u32 first;               // the number of the first of them
+  u32 done[GROUP];         // by each warp
+};
+
+// The barrier of a cluster that has no other block: arrivals and waits of all threads.
+struct ClusterBarrier {
+  u32 arrived, phase;
+  u32 came[WARPS];  // the phase in which a warp arrived
+  Time known[KNOWLEDGE];
+};
+
 struct Units {
   Vec<MBarrier *> mbarriers;
   Vec<MadeMap> maps;
+  WarpGroup groups[WARPS / GROUP];
+  ClusterBarrier cluster;
   struct {
     Vec<BulkCopy *> stores;
     u32 committed[LANES];  // groups

@@ -238,6 +238,22 @@ static void check_registers(Warp &w, const Instruction &i) {
 
 // ---- the product ----------------------------------------------------------------------------------------
 
+// The warps of a group must execute the same products. Each is compared with what the first one to come there has done.
+static void compare_with_group(Warp &w, const Instruction &i, u64 left, u64 right) {
+  WarpGroup &group = units_of(*w.block).groups[w.number / GROUP];
+  const u32 step = group.done[w.number % GROUP]++ - group.first;
+  if (step == group.steps.count) group.steps.push({&i, left, right});
+  const ProductStep &first = group.steps[step];
+  if (first.instruction != &i || first.left != left || first.right != right)
+    found(w, WARPS_DISAGREE, i.number, first_lane(w.mask), 0, first.instruction->number);
+  u32 least = group.done[0];
+  for (u32 done : group.done) least = done < least ? done : least;
+  if (least - group.first < 64) return;
+  const u32 over = least - group.first;
+  for (u32 k = over; k < group.steps.count; ++k) group.steps[k - over] = group.steps[k];
+  group.steps.count -= over, group.first = least;
+}
+
 // D = A B + D, or A B. Operands: D, A (four registers, or a descriptor), descriptor of B, whether D is added.
 template <class D, class A, class B> static void product(Warp &w, const Instruction &i) {
   typedef Accumulator<D> Columns;
@@ -249,6 +265,8 @@ template <class D, class A, class B> static void product(Warp &w, const Instruct
   const u32 lane = first_lane(w.mask);
   if (i.flags & UNFENCED) found(w, NO_PRODUCT_FENCE, i.number, lane);
   check_registers(w, i);
+  const u64 described = kind.a_in_registers ? 0 : w.longs(i, registers)[lane];
+  compare_with_group(w, i, described, w.longs(i, after_a)[lane]);
   units_of(b).of[w.number].products.push({&i, b.agent_time[MATRIX_UNITS + w.number]});
 
   alignas(64) typename A::number left[16][K];
@@ -256,7 +274,7 @@ template <class D, class A, class B> static void product(Warp &w, const Instruct
   Reader reader(w, i);
   if (kind.a_in_registers) open_a<A, K>(w, i, registers, left);
   else
-    read_matrix<A>(reader, w.longs(i, registers)[lane], kind.a_mn_major, w.number % 4 * 16, 16,
+    read_matrix<A>(reader, described, kind.a_mn_major, w.number % 4 * 16, 16,
                    [&](u32 row, u32 k, typename A::number x) LOOM_ALWAYS { left[row][k] = x; });
   read_matrix<B>(reader, w.longs(i, after_a)[lane], kind.b_mn_major, 0, columns,
                  [&](u32 row, u32 k, typename B::number x) LOOM_ALWAYS { right[k][row] = x; });
