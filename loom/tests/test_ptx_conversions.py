@@ -132,13 +132,13 @@ def widening_batch(format_: Format, kind: str) -> Batch:
     ]
     cases.append(Case(f"cvt.f64.{kind} {{d}}, {{a}};", 64, lambda a: format_.values[a].view(np.uint64)))
     other, name = (BF16, "bf16") if kind == "f16" else (F16, "f16")
-    for mode in ("rn", "rz"):
+    for mode in (".rn", ".rz", *([""] if kind == "f16" else [])):
         cases.append(
             Case(
-                f"cvt.{mode}.{name}.{kind} {{d}}, {{a}};",
+                f"cvt{mode}.{name}.{kind} {{d}}, {{a}};",
                 16,
                 lambda a, mode=mode: np.where(
-                    np.isnan(format_.values[a]), NAN16, other.encode(format_.values[a], mode == "rz")
+                    np.isnan(format_.values[a]), NAN16, other.encode(format_.values[a], mode == ".rz")
                 ).astype(np.uint16),
             )
         )

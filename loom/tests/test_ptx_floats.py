@@ -457,8 +457,33 @@ def f32_pairs() -> Batch:
     return Batch(tuple(wide), tuple(cases))
 
 
+def mixed_batch(kind: str) -> Batch:
+    """f32 with operands of 16 bits: all of them but what is added."""
+    format_ = F16 if kind == "f16" else BF16
+
+    def sums(sign: int, sat: bool) -> Reference:
+        return lambda a, b, c: bits32(format_.values[a].astype(np.float32) + np.float32(sign) * f32(c), sat=sat)
+
+    def fused(sat: bool) -> Reference:
+        def reference(a: Array, b: Array, c: Array) -> Array:
+            exact = to_odd(format_.values[a] * format_.values[b], f32(c).astype(np.float64))
+            return bits32(exact.astype(np.float32), sat=sat)
+
+        return reference
+
+    cases = []
+    for sat in (False, True):
+        suffix = f"{'.sat' * sat}.f32.{kind}"
+        cases.append(Case(f"fma.rn{suffix} {{d}}, {{a}}, {{b}}, {{c}};", 32, fused(sat)))
+        for (name, sign), rn in itertools.product({"add": 1, "sub": -1}.items(), ("", ".rn")):
+            cases.append(Case(f"{name}{rn}{suffix} {{d}}, {{a}}, {{c}};", 32, sums(sign, sat)))
+    a, b, _ = half_inputs(format_)
+    return Batch((a, b, np.resize(f32_inputs()[0], len(a))), tuple(cases))
+
+
 GROUPS: dict[str, Group] = {
     "f32": lambda: [f32_arithmetic(), f32_signs_and_order(), f32_pairs()],
+    "mixed": lambda: [mixed_batch("f16"), mixed_batch("bf16")],
     "f64": lambda: [f64_arithmetic()],
     "f16": lambda: [half_batch("f16", False), half_batch("f16", True)],
     "bf16": lambda: [half_batch("bf16", False), half_batch("bf16", True)],

@@ -47,6 +47,8 @@ def integer_batch(kind: str) -> Batch:
         low, high = -(1 << 31), (1 << 31) - 1
         cases.append(case("add.sat.s32", lambda a, b: max(low, min(a + b, high)), 2))
         cases.append(case("sub.sat.s32", lambda a, b: max(low, min(a - b, high)), 2))
+        cases.append(case("min.relu.s32", lambda a, b: max(min(a, b), 0), 2))
+        cases.append(case("max.relu.s32", lambda a, b: max(a, b, 0), 2))
     return Batch(integer_inputs(bits), tuple(cases))
 
 
@@ -251,6 +253,14 @@ def word_batch() -> Batch:
                 return high << 16 | low
 
             cases.append(Case(f"{name}.{t}16x2 {{d}}, {{a}}, {{b}};", 32, of_integers(both, "u32 u32", 32)))
+
+            def without_negatives(a: int, b: int, both: Callable[[int, int], int] = both) -> int:
+                halves = [max(number(both(a, b) >> s, "s16"), 0) for s in (0, 16)]
+                return halves[1] << 16 | halves[0]
+
+            if t == "s" and name != "add":
+                of_pairs = of_integers(without_negatives, "u32 u32", 32)
+                cases.append(Case(f"{name}.relu.s16x2 {{d}}, {{a}}, {{b}};", 32, of_pairs))
     a, b, c = integer_inputs(32)
     return Batch((a, b, np.concatenate([np.arange(70, dtype=np.uint32), c])[: len(a)]), tuple(cases))
 

@@ -7,6 +7,7 @@ in the slow tests.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +16,7 @@ import pytest
 import test_ptx_conversions
 import test_ptx_floats
 import test_ptx_integers
-from assembled import Array, Batch, Case
+from assembled import Array, Batch, Case, bits32, execute
 from gpu.emulated import launch
 from triton_loom.gpu import scalars
 
@@ -86,6 +87,34 @@ def verify(batches: Sequence[Batch], everything: bool) -> int:
 @pytest.mark.parametrize("group", list(GROUPS))
 def test_what_is_compiled_with_the_machine(group: str) -> None:
     verify(GROUPS[group](), everything=False)
+
+
+def test_approximations_are_those_of_loom() -> None:
+    """Their error is known from there: here they have the same bits, 32 at a time."""
+    (batch,) = chosen([test_ptx_floats.f32_approximations()], everything=False)
+    (wanted,) = execute([batch], quick=True)
+    for case, got, want in zip(batch.cases, executed(batch), wanted, strict=True):
+        assert (got == want).all(), case.text
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_extreme_of_three(name: str) -> None:
+    """Numbers win over NaN, and -0 is less than 0."""
+    values = [0, 0x80000000, 0x3F800000, 0xC0000000, 0x7FC00001, 0x7F800000]
+    a, b, c = (np.array(column, np.uint32) for column in zip(*itertools.product(values, repeat=3), strict=True))
+
+    def of_two(x: Array, y: Array) -> Array:
+        numbers = (x.view(np.float32).astype(np.float64), y.view(np.float32).astype(np.float64))
+        return bits32(test_ptx_floats.extreme(*numbers, name, False, False).astype(np.float32))
+
+    batch = Batch((a, b, c), (Case(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", 32, lambda *_: a),))
+    assert (executed(batch)[0] == of_two(of_two(a, b), c)).all()
+
+
+def test_all_that_is_compiled_with_the_machine_is_tested() -> None:
+    batches = [batch for group in GROUPS.values() for batch in group()] + [test_ptx_floats.f32_approximations()]
+    tested = {name for batch in batches for case in batch.cases for name in opcodes(case)}
+    assert COMMON - tested == {"min3.f32", "max3.f32"}
 
 
 @pytest.mark.slow

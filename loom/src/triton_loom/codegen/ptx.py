@@ -106,6 +106,15 @@ def _extreme_integer(words: list[str]) -> Row:
     return _one(type_, [type_] * 2, f"ptx::pairs<{lane}>({choice}, %0, %1)")
 
 
+def _extreme_relu(words: list[str]) -> Row:
+    """min or max, and nothing below zero."""
+    sign = "<" if words[0] == "min" else ">"
+    choice = f"a {sign} b ? (a > 0 ? a : 0) : (b > 0 ? b : 0)"
+    if words[-1] == "s32":
+        return _one("s32", ["s32"] * 2, f"[](i32 a, i32 b) {{ return {choice}; }}(%0, %1)")
+    return _one("s16x2", ["s16x2"] * 2, f"ptx::pairs<i16>([](i16 a, i16 b) {{ return (i16)({choice}); }}, %0, %1)")
+
+
 def _add_pairs(words: list[str]) -> Row:
     add = "[](u16 a, u16 b) { return (u16)(a + b); }"
     return _one(words[-1], [words[-1]] * 2, f"ptx::pairs<u16>({add}, %0, %1)")
@@ -199,6 +208,16 @@ def _float(template: str, count: int) -> Callable[[list[str]], Row]:
         return _one(type_, [type_] * count, text)
 
     return row
+
+
+def _mixed(words: list[str]) -> Row:
+    """An f32 from operands that are f16 or bf16, apart from the last, which is added to them."""
+    sat, half = _flag(words, "sat"), words[-1]
+    factors = 2 if words[0] == "fma" else 1
+    opened = [f"ptx::open<ptx::{half}, false>(%{k})" for k in range(factors)]
+    sign = {"add": "+", "sub": "-"}.get(words[0])
+    text = f"{opened[0]} {sign} %1" if sign else f"loom_math::fma({', '.join(opened)}, %2)"
+    return _one("f32", [*[half] * factors, "f32"], f"ptx::result<false, {sat}>({text})")
 
 
 def _extreme(words: list[str]) -> Row:
@@ -423,6 +442,7 @@ FAMILIES = (
     Family("neg.(s16|s32|s64)", EXACT, _integer("-%0", 1)),
     Family("abs.(s16|s32|s64)", EXACT, _integer("%0 < 0 ? -%0 : %0", 1)),
     Family("(min|max).(u16|s16|u32|s32|u64|s64|u16x2|s16x2)", EXACT, _extreme_integer),
+    Family("(min|max).relu.(s32|s16x2)", EXACT, _extreme_relu),
     Family("(dp4a|dp2a.lo|dp2a.hi).(u32|s32).(u32|s32)", EXACT, _dot_bytes),
     # bits
     Family("(and|or|xor).(pred|b16|b32|b64)", EXACT, _logic),
@@ -441,6 +461,8 @@ FAMILIES = (
     Family("sub{.rn}{.ftz}{.sat}.f32", EXACT, _float("{a} - {b}", 2)),
     Family("mul{.rn}{.ftz}{.sat}.f32", EXACT, _float("{a} * {b}", 2)),
     Family("(fma|mad).rn{.ftz}{.sat}.f32", EXACT, _float("loom_math::fma({a}, {b}, {c})", 3)),
+    Family("(add|sub){.rn}{.sat}.f32.(f16|bf16)", EXACT, _mixed),
+    Family("fma.rn{.sat}.f32.(f16|bf16)", EXACT, _mixed),
     Family("add{.rn}{.ftz}.f32x2", EXACT, _float("{a} + {b}", 2)),
     Family("sub{.rn}{.ftz}.f32x2", EXACT, _float("{a} - {b}", 2)),
     Family("mul{.rn}{.ftz}.f32x2", EXACT, _float("{a} * {b}", 2)),
@@ -500,6 +522,7 @@ FAMILIES = (
     Family("cvt.rn{.ftz}{.sat}.f16.f32", EXACT, _to_float),
     Family("cvt.(rn|rz).(f16|bf16).f64", EXACT, _to_float),
     Family("cvt.(rn|rz).(f16.bf16|bf16.f16)", EXACT, _to_float),
+    Family("cvt.bf16.f16", "exact, to nearest", _to_float),
     Family("cvt.(rna|rn|rz).tf32.f32", EXACT, _to_tf32),
     Family("cvt.(rn|rz|rs){.relu}{.satfinite}.(f16x2|bf16x2).f32", EXACT, _to_pair),
     Family("cvt.rn.satfinite{.relu}.(e4m3x2|e5m2x2|e2m3x2|e3m2x2|e2m1x2).(f32|f16x2|bf16x2)", EXACT, _to_pair),

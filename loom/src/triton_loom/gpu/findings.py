@@ -23,6 +23,18 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "division by zero",
     "barrier misuse",
     "copy misuse",
+    "no mbarrier",
+    "mbarrier in use",
+    "mbarrier overrun",
+    "copy outlives its phase",
+    "copy outlives its block",
+    "proxy fence missing",
+    "unusable tensor map",
+    "tensor map not acquired",
+    "unusable matrix descriptor",
+    "product under way",
+    "wgmma.fence missing",
+    "warps disagree",
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
@@ -42,6 +54,20 @@ _MEANING: dict[FindingKind, str] = {
     "division by zero": "PTX does not say what the quotient is",
     "barrier misuse": "there is no such barrier, or it is used for another number of threads at the same time",
     "copy misuse": "an asynchronous copy is not allowed like this",
+    "no mbarrier": "there is no mbarrier at this address: not made, made invalid, or written over",
+    "mbarrier in use": "an mbarrier is made again, or made invalid, while it is in use",
+    "mbarrier overrun": "more arrivals or bytes come to an mbarrier than its phase can count",
+    "copy outlives its phase": "a phase of the mbarrier is over before all copies have arrived that it should count "
+    "(expect_tx is too small or missing)",
+    "copy outlives its block": "the block ends while a copy that nobody has waited for still uses its shared memory",
+    "proxy fence missing": "a bulk copy or a product of matrices reads what a thread wrote, and no fence.proxy.async "
+    "follows the write",
+    "unusable tensor map": "a field is missing or no copy can be made with it, or its kind of tile is not emulated",
+    "tensor map not acquired": "the kernel made this tensor map, and no fence.proxy.tensormap makes copies see it",
+    "unusable matrix descriptor": "bits are set that mean nothing, or that are not emulated (a base offset)",
+    "product under way": "registers of a wgmma are touched before it has been waited for",
+    "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence follows before it",
+    "warps disagree": "the four warps of a warp group execute different products, or one does not come to a product",
 }
 
 

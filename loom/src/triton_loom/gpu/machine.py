@@ -96,7 +96,7 @@ class _Launch(ctypes.Structure):
 
 # ---- the library -----------------------------------------------------------------------------------------
 
-LIBRARIES = ("machine", "matrix")  # of include/gpu: the machine itself, and further handlers
+LIBRARIES = ("machine", "matrix", "hopper")  # of include/gpu: the machine itself, and further handlers
 
 
 @functools.lru_cache
@@ -138,7 +138,7 @@ def _handlers(flat: Flat) -> dict[str, int]:
     if missing := frozenset(s for s in flat.scalars if not known(s.handler.encode())):
         have.append(_further_arithmetic(missing))
     found: dict[str, int] = {}
-    for name in {instruction.handler for instruction in flat.instructions}:
+    for name in {name for i in flat.instructions for name in (i.handler, i.behind) if name}:
         address = next((at for one in have if (at := one.gpu_handler(name.encode()))), None)
         if address is None:
             raise LookupError(f"the machine has no handler `{name}`: gpu/opcodes.py and include/gpu disagree")
@@ -172,12 +172,19 @@ class Program:
 
     def _fill(self) -> None:
         flat, handlers = self.flat, _handlers(self.flat)
-        self._operands = np.array([k for i in flat.instructions for k in (*i.operands, 0)], np.uint32)
+        # The address of a handler that another one stands in for follows the operands.
+        behind = [handlers[i.behind] if i.behind else 0 for i in flat.instructions]
+        words = [
+            word
+            for i, address in zip(flat.instructions, behind, strict=True)
+            for word in (*i.operands, address & 0xFFFFFFFF, address >> 32)
+        ]
+        self._operands = np.array(words, np.uint32)
         rows, at = [], self._operands.ctypes.data
         for number, i in enumerate(flat.instructions):
             where = (i.guard, i.flip, i.target, i.reconverge, number)
             rows.append((handlers[i.handler], at, i.immediate, len(i.operands), *where, i.flags, 0))
-            at += 4 * (len(i.operands) + 1)
+            at += 4 * (len(i.operands) + 2)
         self.instructions = np.array(rows, _INSTRUCTION)
         addresses = [(offset, 8, ctypes.addressof(self._symbols[name])) for offset, name in flat.symbols]
         self.constants = np.array([*flat.constants, *addresses], _CONSTANT)

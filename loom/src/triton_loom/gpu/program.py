@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from . import opcodes, scalars
-from .opcodes import Operation, UnknownInstruction, Use
+from . import accumulators, opcodes, scalars
+from .operations import Operation, UnknownInstruction, Use
 from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
-ATOMIC, UNIFORM_OPERANDS = 1, 2  # of `Flags` in include/gpu/machine.h
+ATOMIC, UNFENCED, UNIFORM_OPERANDS = 1, 2, 4  # of `Flags` in include/gpu/machine.h
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
@@ -37,6 +37,7 @@ class Decoded:
     target: int
     reconverge: int
     flags: int
+    behind: str = ""  # the handler that `handler` stands in for
 
 
 @dataclass
@@ -88,10 +89,17 @@ class _Builder:
             statements.append(Statement("ret", ()))  # what follows the last statement is the end
         operations = [opcodes.decode(statement) for statement in statements]
         numbered = enumerate(zip(operations, statements, strict=True))
-        meeting = reconvergence([self._ways(number, *both) for number, both in numbered])
+        ways = [self._ways(number, *both) for number, both in numbered]
+        meeting = reconvergence(ways)
+        doubtful = accumulators.doubtful(operations, ways)
         for number, (statement, operation) in enumerate(zip(statements, operations, strict=True)):
             try:
-                self.flat.instructions.append(self._decode(statement, operation, meeting[number]))
+                decoded = self._decode(statement, operation, meeting[number])
+                if number in doubtful.touching:
+                    decoded = replace(decoded, handler="wgmma.touched", behind=decoded.handler)
+                if number in doubtful.unfenced:
+                    decoded = replace(decoded, flags=decoded.flags | UNFENCED)
+                self.flat.instructions.append(decoded)
             except UnknownInstruction:
                 raise
             except (KeyError, ValueError, PtxError) as error:

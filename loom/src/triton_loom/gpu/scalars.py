@@ -33,8 +33,21 @@ def find(name: str) -> ptx.Row | None:
     """What an instruction means, its operands being registers throughout."""
     if name == "lop3.b32":  # its table is an operand like others
         return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
+    if three := _EXTREME_OF_THREE.fullmatch(name):
+        return _extreme_of_three(three[1] == "max", ".ftz" in name, ".NaN" in name)
     row = ptx.find(name)
     return replace(row, meaning=(_QUICKER[name],)) if row is not None and name in _QUICKER else row
+
+
+# `max.f32 d, a, b, c` (sm_100) is here max3.f32: a name stands for one number of operands.
+_EXTREME_OF_THREE = re.compile(r"(min|max)3(\.ftz)?(\.NaN)?\.f32")
+
+
+def _extreme_of_three(max_: bool, ftz: bool, nan: bool) -> ptx.Row:
+    flags = ", ".join(str(flag).lower() for flag in (max_, nan, False))
+    a, b, c = (f"ptx::flush<{str(ftz).lower()}>(%{k})" for k in range(3))
+    text = f"ptx::extreme<{flags}>(ptx::extreme<{flags}>({a}, {b}), {c})"
+    return ptx.Row(("f32",), ("f32",) * 3, (f"ptx::canonical({text})",))
 
 
 # The same results in fewer steps, for what every kernel on bf16 does all the time.
@@ -176,6 +189,9 @@ _COMMON = (
     "cvt.rna.tf32.f32",
     "(add|mul|sub).bf16x2",
     "fma.rn.(bf16x2|f16x2|bf16|f16)",
+    "(add|sub).rn.f32.bf16",
+    "fma.rn.f32.bf16",
+    "(min|max)3.f32",
     "(add|sub|mul).f32x2",
     "(add|sub|mul|fma).rn.f32x2",
     "(add|min|max).(s16x2|u16x2)",

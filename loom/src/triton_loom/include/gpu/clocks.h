@@ -18,18 +18,24 @@ namespace gpu {
 
 // Agents beside the warps; those that belong to a warp have its number added.
 constexpr u32 COPIES = 32, MATRIX_UNITS = 64, BULK_COPIES = 96, FURTHER = 128;
+// Warps and their copies reach memory by another way than the units after them, and what they write must be fenced before
+// those read it: FENCED + agent is the time up to which this is known to be so. LEADERS + warp is the time up to which the
+// deeds of its first lane are known, where that lane alone has handed on what it did.
+constexpr u32 FENCED = AGENTS, LEADERS = FENCED + MATRIX_UNITS;
+static_assert(LEADERS + WARPS == KNOWLEDGE, "machine.h knows how much it is");
 
 struct Clocks {
-  Time known[AGENTS];
+  Time known[KNOWLEDGE];
   Time own;            // the time of what the warp does now
   Time copies_waited;  // of the warp's own copies: a lane knows those that it has waited for
+  Time fenced[LANES];  // the time up to which a lane by itself has fenced what it wrote
 };
 
 LOOM_INLINE void know(Warp &w, u32 agent, Time time) {
   if (w.clocks->known[agent] < time) w.clocks->known[agent] = time;
 }
 LOOM_INLINE void learn(Time *to, const Time *from) {
-  for (u32 k = 0; k < AGENTS; ++k) to[k] = to[k] > from[k] ? to[k] : from[k];
+  for (u32 k = 0; k < KNOWLEDGE; ++k) to[k] = to[k] > from[k] ? to[k] : from[k];
 }
 
 // The warp hands on what it knows and has done (an arrival at a barrier, a release): what it does next is later.
@@ -61,6 +67,7 @@ static void begin_clocks(Block &b) {
     for (Time &known : c.known) known = b.began - 1;
     c.own = b.began;
     c.copies_waited = b.began - 1;
+    for (Time &fenced : c.fenced) fenced = b.began - 1;
   }
 }
 

@@ -70,7 +70,7 @@ static void enter(Block &b, u64 linear) {
     Warp &w = b.warps[k];
     w.number = k;
     w.live = w.active = FULL;
-    w.pc = 0, w.reconverge = NOWHERE, w.current = 0, w.fragments_used = 1, w.turns = 0;
+    w.pc = 0, w.reconverge = NOWHERE, w.current = 0, w.fragments_used = 1, w.turns = 0, w.polls = 0;
     w.fragments[0] = {0, NOWHERE, FULL, READY, NOWHERE, 0, 0};
   }
   fill_specials(b);
@@ -99,7 +99,14 @@ LOOM_NOINLINE void run(Warp &w) {
 }
 
 static bool is_over(const Warp &w) { return w.fragments[0].state == FREE; }
+// Something has happened in the block since the warp began to wait for it: perhaps it is what it waits for.
+static void wake(Warp &w) {
+  for (u32 k = 0; k < w.fragments_used; ++k)
+    if (w.fragments[k].state == POLLING) w.fragments[k].state = READY;
+  w.polls = 0;
+}
 static bool can_run(Warp &w) {
+  if (w.polls && w.polled != w.block->events) wake(w);
   if (w.fragments[w.current].state == READY) return true;
   for (u32 k = 0; k < w.fragments_used; ++k)
     if (w.fragments[k].state == READY) return w.current = k, true;
@@ -139,7 +146,7 @@ static void report_deadlock(Block &b) {
     for (u32 n = 0; n < w.fragments_used && !is_over(w); ++n) {
       const Fragment &f = w.fragments[n];
       if (f.state == AT_BARRIER) found(w, DEADLOCK, f.pc - 1, first_lane(f.lanes));
-      if (f.state == READY) found(w, DEADLOCK, f.pc, first_lane(f.lanes));
+      if (f.state == READY || f.state == POLLING) found(w, DEADLOCK, f.pc, first_lane(f.lanes));
     }
   }
 }
@@ -238,10 +245,12 @@ static void work(void *data) {
     if (linear >= blocks) break;
     enter(b, linear);
     run_block(b);
+    if (b.end) b.end(b);
   }
   __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
+  if (b.release) b.release(b);
   b.pending.release();
   free_shadow(b.shadow);
   free(clocks), free(worker.executed), free(worker.shared_memory), free(worker.registers), free(&worker);

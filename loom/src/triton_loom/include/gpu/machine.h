@@ -56,7 +56,8 @@ struct Instruction {  // mirrored in gpu/machine.py
 };
 enum Flags : u32 {
   ATOMIC = 1,
-  UNIFORM_OPERANDS = 2,  // of a shuffle: the lane and the clamp are constants
+  UNFENCED = 2,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
+  UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
 };
 
 // ---- what is found --------------------------------------------------------------------------------------
@@ -77,6 +78,18 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   DIVISION_BY_ZERO,
   BARRIER_MISUSE,
   COPY_MISUSE,
+  NO_MBARRIER,
+  MBARRIER_IN_USE,
+  MBARRIER_OVERRUN,
+  COPY_OUTLIVES_PHASE,
+  COPY_OUTLIVES_BLOCK,
+  NO_PROXY_FENCE,
+  TENSOR_MAP,
+  TENSOR_MAP_NOT_ACQUIRED,
+  MATRIX_OPERAND,
+  PRODUCT_UNDER_WAY,
+  NO_PRODUCT_FENCE,
+  WARPS_DISAGREE,
 };
 
 constexpr u32 NOBODY = ~0u;
@@ -141,7 +154,7 @@ struct Launch {  // mirrored in gpu/machine.py
 
 // ---- a warp ---------------------------------------------------------------------------------------------
 
-enum State : u32 { FREE, READY, FORKED, AT_BARRIER };
+enum State : u32 { FREE, READY, FORKED, AT_BARRIER, POLLING };
 
 // Lanes that go the same way. A branch that parts them makes two fragments of one, which waits where they meet again.
 struct Fragment {
@@ -164,6 +177,8 @@ struct Warp {
   u32 fragments_used;
   u32 turns;  // backward branches since somebody else ran
   u64 state;  // a digest of its registers when it last let others run
+  u32 polls;  // whether one of its fragments waits for something to happen in the block
+  u64 polled; // the block's events when it began to
   Block *block;
   Fragment fragments[FRAGMENTS];
   // What the warp knows of other agents, and its own clock: clocks.h.
@@ -181,11 +196,12 @@ struct Warp {
 
 typedef u32 Time;  // clocks.h
 constexpr u32 AGENTS = 256;
+constexpr u32 KNOWLEDGE = AGENTS + 96;  // what can be known: of each agent, and what clocks.h has beside
 
 struct Barrier {
   u32 arrived, expected;  // threads; 0 expected: all of them
   u32 waiting;            // warps that cannot go on before the others have come, a bit each
-  Time known[AGENTS];     // to those who have come
+  Time known[KNOWLEDGE];  // to those who have come
 };
 constexpr u32 BARRIERS = 16;
 
@@ -214,6 +230,9 @@ struct Block {
   u32 known_block;           // the last block that this one is known to come after: global_shadow.h
   Time began;                // clocks.h
   Time agent_time[AGENTS];   // of agents that are no warps
+  struct Units *units;       // that work beside the warps, if the kernel has used one: units.h
+  void (*end)(Block &);      // what they do when a block is over
+  void (*release)(Block &);  // and when the launch is
 
   void happened() { ++events; }
 };

@@ -17,7 +17,7 @@ template <u32 COUNT, bool TRANSPOSED> static void load_matrix(Warp &w, const Ins
   u64 address[LANES];
   addresses<SHARED>(w, i, COUNT, address);
   const u32 lanes = reachable_shared(w, i, address, 16, GIVE);
-  if (w.block->checks) read_shared(w, i, address, 16, lanes);
+  if (w.block->checks) read_shared_rows(w, i, address, lanes);
   u16 rows[COUNT * 8][8] = {};
   GPU_EACH_LANE(lanes, lane) __builtin_memcpy(rows[lane], w.block->shared + (address[lane] - SHARED_BASE), 16);
   for (u32 m = 0; m < COUNT; ++m) {

@@ -74,21 +74,24 @@ LOOM_INLINE u32 bf16_of_f32(f32 x) {
   return (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
 }
 
-// a * b + c with one rounding. The product is exact in f64; the sum is rounded to odd there and on its way to f32, so that
-// the last rounding is as of the exact sum. There is no branch, so that lanes go side by side.
+// With one rounding, and without a branch, so that lanes go side by side. An exponent's last place is 45 bits above that of
+// f64; of the subnormals it is 2^-133, to which the adder rounds when it adds 1.5 * 2^-81.
+LOOM_INLINE u32 bf16_of_f64(f64 x) {
+  const u64 u = bits<u64>(x), rounded = (u + 0xFFFFFFFFFFFull + (u >> 45 & 1)) & ~0x1FFFFFFFFFFFull;
+  const f64 small = __builtin_copysign((x + 0x1.8p-81) - 0x1.8p-81, x);
+  const f32 nearest = (f32)(__builtin_fabs(x) < 0x1p-126 ? small : bits<f64>(rounded));
+  return x != x ? 0x7FFF : bits<u32>(nearest) >> 16;
+}
+// a * b + c. The product is exact in f64. Of a term that is less than 2^-36 of the other only the side counts on which it puts
+// the sum: made 2^-36 of it, it leaves the sum exact.
 LOOM_INLINE u32 fused_bf16(u32 a, u32 b, u32 c) {
-  const f64 product = (f64)f32_of_bf16(a) * (f64)f32_of_bf16(b), added = f32_of_bf16(c), sum = product + added;
-  const f64 part = sum - product, error = (product - (sum - part)) + (added - part);
-  const bool above = error > 0, below = error < 0, positive = sum > 0;
-  u64 u = bits<u64>(sum);
-  const u64 outward = u + 1, inward = u - 1;
-  u = (above | below) & !(u & 1) ? above == positive ? outward : inward : u;
-  const f64 odd = bits<f64>(u);
-  const f32 nearest = (f32)odd;
-  const f64 back = nearest;
-  const bool larger = back > odd, smaller = back < odd;
-  const u32 truncated = bits<u32>(nearest) - (u32)(positive ? larger : smaller);
-  return bf16_of_f32(bits<f32>(truncated | (u32)(larger | smaller)));
+  const f64 product = (f64)f32_of_bf16(a) * (f64)f32_of_bf16(b), added = f32_of_bf16(c);
+  const bool product_leads = __builtin_fabs(product) >= __builtin_fabs(added);
+  const f64 large = product_leads ? product : added, small = product_leads ? added : product;
+  const f64 scaled = __builtin_fabs(large) * 0x1p-36, least = scaled < 0x1p220 ? scaled : 0x1p220;
+  const f64 side = __builtin_copysign(least, small);
+  const f64 moved = __builtin_fabs(small) < least ? side : small;
+  return bf16_of_f64(large + (small == 0 ? small : moved));
 }
 
 static void pred_move(Warp &w, const Instruction &i) { put_flags(w, i.operands[0], w.flags(i, 1)); }

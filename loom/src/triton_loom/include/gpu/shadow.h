@@ -22,7 +22,7 @@ LOOM_INLINE u32 agent_of(Stamp s) { return (u32)s & 255; }
 
 struct Shadow {
   Stamp *writes;
-  Stamp *reads[AGENTS];  // null until the agent reads
+  Stamp *reads[AGENTS];  // null until the agent reads; of units by granules, not by bytes
   u32 readers[AGENTS], reader_count;
   Time latest_read[AGENTS];  // anywhere: who knows that, knows all reads of the agent
   u32 bytes;
@@ -40,9 +40,13 @@ static void free_shadow(Shadow *s) {
   free(s->writes);
   free(s);
 }
+// Units read no less than eight bytes at a multiple of that: warps and their copies have a plane of bytes, units one of these.
+constexpr u32 GRANULE = 8;
+LOOM_INLINE u32 granule_of(u32 agent) { return agent < MATRIX_UNITS ? 1 : GRANULE; }
+
 LOOM_NOINLINE Stamp *new_plane(Shadow &s, u32 agent) {
   s.readers[s.reader_count++] = agent;
-  return s.reads[agent] = (Stamp *)calloc(s.bytes + 64, sizeof(Stamp));
+  return s.reads[agent] = (Stamp *)calloc(s.bytes / granule_of(agent) + 64, sizeof(Stamp));
 }
 // The plane of an agent that is about to read.
 LOOM_INLINE Stamp *plane_of(Shadow &s, u32 agent, Time time) {
@@ -57,6 +61,7 @@ LOOM_INLINE bool comes_after(const Warp &w, u32 lane, Stamp s) {
   const Clocks &c = *w.clocks;
   const u32 agent = agent_of(s);
   if (time_of(s) <= c.known[agent]) return true;
+  if (agent < WARPS && lane_of(s) == 0 && time_of(s) <= c.known[LEADERS + agent]) return true;
   if (lane_of(s) != lane) return false;
   return agent == w.number || (agent == COPIES + w.number && time_of(s) <= c.copies_waited);
 }
@@ -103,12 +108,13 @@ LOOM_INLINE bool after_reads(Warp &w, u32 lane, u32 at, u32 n, Stamp &culprit, u
   for (u32 r = 0; r < shadow.reader_count; ++r) {
     const u32 agent = shadow.readers[r];
     if (shadow.latest_read[agent] <= w.clocks->known[agent]) continue;
-    const Stamp *reads = shadow.reads[agent] + at;
+    const u32 granule = granule_of(agent), first = at / granule, count = (at + n - 1) / granule - first + 1;
+    const Stamp *reads = shadow.reads[agent] + first;
     Stamp latest = 0;
-    for (u32 k = 0; k < n; ++k) latest = reads[k] > latest ? reads[k] : latest;
+    for (u32 k = 0; k < count; ++k) latest = reads[k] > latest ? reads[k] : latest;
     if (time_of(latest) <= w.clocks->known[agent]) continue;
-    for (u32 k = 0; k < n; ++k)
-      if (!comes_after(w, lane, reads[k])) return culprit = reads[k], which = k, false;
+    for (u32 k = 0; k < count; ++k)
+      if (!comes_after(w, lane, reads[k])) return culprit = reads[k], which = granule == 1 ? k : 0, false;
   }
   return true;
 }
@@ -162,6 +168,24 @@ LOOM_NOINLINE void read_shared(Warp &w, const Instruction &i, const u64 *address
     case 4: return read_shared_of<4>(w, i, address, bytes, lanes);
     case 16: return read_shared_of<16>(w, i, address, bytes, lanes);
     default: return read_shared_of<0>(w, i, address, bytes, lanes);
+  }
+}
+
+// Rows of 16 bytes that the warp reads together: each goes to several lanes, whichever gave its address.
+LOOM_NOINLINE void read_shared_rows(Warp &w, const Instruction &i, const u64 *address, u32 lanes) {
+  Stamp *plane = plane_of(*w.block->shadow, w.number, w.clocks->own);
+  const Stamp as = stamp(w.clocks->own, i.number, SEVERAL_LANES, w.number);
+  Stamp known = 0;  // a write that is known to come before
+  GPU_EACH_LANE(lanes, lane) {
+    const u32 at = (u32)address[lane] - SHARED_BASE;
+    const Stamp *writes = w.block->shadow->writes + at;
+    Stamp differs = 0;
+    for (u32 k = 0; k < 16; ++k) differs |= writes[k] ^ known;
+    if (__builtin_expect(differs != 0 || known == 0, 0)) {
+      shadow_read(w, lane, (u32)address[lane], 16, as, plane);
+      known = writes[15];
+    }
+    for (u32 k = 0; k < 16; ++k) plane[at + k] = as;
   }
 }
 

@@ -1,0 +1,236 @@
+// mbarriers: barriers in shared memory that count arrivals of threads and bytes of copies.
+//
+// A phase is over when all arrivals that it waits for have come and no bytes are missing; the next begins at once. Who waits
+// names a phase by its parity: the wait ends when the phase of that parity is over, that is, when the current one has the
+// other parity. To the shadow the eight bytes are written by init and inval, and read by every use between: so a use that
+// is not ordered after the init, or an inval that is not ordered after all uses, is a race.
+#pragma once
+#include "control.h"
+#include "units.h"
+
+namespace gpu {
+
+constexpr u32 MBARRIER_BYTES = 8;
+constexpr u32 MOST_ARRIVALS = (1u << 20) - 1;
+constexpr i64 MOST_BYTES = (1 << 20) - 1;
+constexpr u32 MBARRIER_AGENTS = 120;  // those after them are for others
+
+static MBarrier *mbarrier_slot(Block &b, u32 address) {
+  for (MBarrier *m : units_of(b).mbarriers)
+    if (m->address == address) return m;
+  return nullptr;
+}
+
+// Eight bytes of shared memory for one lane, or nothing.
+LOOM_INLINE bool is_there(Warp &w, const Instruction &i, u32 lane, u32 address) {
+  u64 addresses[LANES];
+  addresses[lane] = address;
+  return reachable_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane) != 0;
+}
+LOOM_INLINE void write_image(Warp &w, const Instruction &i, u32 lane, u32 address, u64 image) {
+  u64 addresses[LANES];
+  addresses[lane] = address;
+  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)&image, 0, MBARRIER_BYTES, 1u << lane);
+  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), &image, sizeof image);
+}
+
+// Another write to one of its bytes, if there is one since it was made.
+LOOM_INLINE Stamp written_over(const Block &b, const MBarrier &m) {
+  for (u32 k = 0; k < MBARRIER_BYTES && b.checks; ++k)
+    if (const Stamp last = b.shadow->writes[m.address - SHARED_BASE + k]; last != m.made) return last;
+  return 0;
+}
+
+// The mbarrier that a lane uses, as itself or as an agent whose operation it begins. Null, and reported, if there is none:
+// not made, no longer valid, or with something else written over it.
+LOOM_NOINLINE MBarrier *mbarrier_at(Warp &w, const Instruction &i, u32 lane, u32 address, u32 agent) {
+  Block &b = *w.block;
+  if (!is_there(w, i, lane, address)) return nullptr;
+  MBarrier *m = mbarrier_slot(b, address);
+  if (!m || !m->live) return found(w, NO_MBARRIER, i.number, lane, address), nullptr;
+  if (!b.checks) return m;
+  if (const Stamp other = written_over(b, *m)) found(w, NO_MBARRIER, i.number, lane, address, instruction_of(other));
+  // The use is checked as the lane's own; that a unit has it in mind as well is noted in the unit's name.
+  u64 addresses[LANES];
+  addresses[lane] = address;
+  read_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane);
+  if (agent != w.number) {
+    const Time time = b.agent_time[agent];
+    plane_of(*b.shadow, agent, time)[(address - SHARED_BASE) / GRANULE] = stamp(time, i.number, lane, agent);
+  }
+  return m;
+}
+
+// ---- phases ---------------------------------------------------------------------------------------------
+
+static void end_phase_if_complete(Warp &w, const Instruction &i, u32 lane, MBarrier &m) {
+  if (m.pending || m.bytes) return;
+  Block &b = *w.block;
+  if (m.under_way) found(w, COPY_OUTLIVES_PHASE, i.number, lane, m.address);
+  m.known[m.agent] = b.agent_time[m.agent]++;
+  __builtin_memcpy(m.over, m.known, sizeof m.known);
+  ++m.phase;
+  m.pending = m.count;
+  b.happened();
+}
+
+static void count_bytes(Warp &w, const Instruction &i, u32 lane, MBarrier &m, i64 bytes) {
+  m.bytes += bytes;
+  if (m.bytes > MOST_BYTES || m.bytes < -MOST_BYTES) found(w, MBARRIER_OVERRUN, i.number, lane, m.address);
+}
+
+static void count_arrivals(Warp &w, const Instruction &i, u32 lane, MBarrier &m, u32 arrivals) {
+  if (arrivals > m.pending) {
+    found(w, MBARRIER_OVERRUN, i.number, lane, m.address);
+    arrivals = m.pending;
+  }
+  m.pending -= arrivals;
+  end_phase_if_complete(w, i, lane, m);
+}
+
+// ---- instructions ---------------------------------------------------------------------------------------
+
+// Each lane names an address, which is operand k plus the immediate.
+template <class F> LOOM_INLINE void each_address(Warp &w, const Instruction &i, u32 k, F f) {
+  const u32 *base = w.words(i, k);
+  GPU_EACH_LANE(w.mask, lane) f(lane, base[lane] + (u32)i.immediate);
+}
+
+// Operands: address, how many arrivals a phase takes.
+static void make_mbarrier(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  Units &units = units_of(b);
+  const u32 *counts = w.words(i, 1);
+  each_address(w, i, 0, [&](u32 lane, u32 address) {
+    const u32 count = counts[lane];
+    if (!is_there(w, i, lane, address)) return;
+    if (count == 0 || count > MOST_ARRIVALS) return found(w, MBARRIER_OVERRUN, i.number, lane, address);
+    MBarrier *m = mbarrier_slot(b, address);
+    if (!m) {
+      m = (MBarrier *)allocate(sizeof(MBarrier));
+      units.mbarriers.push(m);
+      m->agent = FURTHER + (units.mbarriers.count - 1) % MBARRIER_AGENTS;
+      m->address = address;
+      m->live = false;
+    }
+    // To make one again that nobody has used yet, in the same way, changes nothing.
+    const bool untouched = m->live && m->count == count && m->pending == count && !m->phase && !m->bytes && !m->under_way;
+    const bool overwritten = m->live && written_over(b, *m);
+    if (m->live && !untouched && !overwritten) found(w, MBARRIER_IN_USE, i.number, lane, address);
+    write_image(w, i, lane, address, 0x4D42000000000000ull | count);
+    if (b.checks) m->made = b.shadow->writes[address - SHARED_BASE];
+    if (untouched && !overwritten) return;
+    m->live = true;
+    m->count = m->pending = count;
+    m->bytes = 0, m->phase = 0, m->under_way = 0, m->copied = 0;
+    for (u32 k = 0; k < KNOWLEDGE; ++k) m->known[k] = m->over[k] = b.began - 1;
+    b.happened();
+  });
+}
+
+// Operand: address.
+static void end_mbarrier(Warp &w, const Instruction &i) {
+  each_address(w, i, 0, [&](u32 lane, u32 address) {
+    if (!is_there(w, i, lane, address)) return;
+    MBarrier *m = mbarrier_slot(*w.block, address);
+    if (!m || !m->live) return found(w, NO_MBARRIER, i.number, lane, address);
+    if (m->under_way) found(w, MBARRIER_IN_USE, i.number, lane, address);
+    write_image(w, i, lane, address, ~0ull);
+    m->live = false;
+    w.block->happened();
+  });
+}
+
+enum Arrival { ARRIVE, EXPECT_AND_ARRIVE, EXPECT, DROP, COMPLETE };
+
+// Operands: the state before (its phase), address, how many arrivals or bytes.
+template <Arrival HOW> static void arrive_at_mbarrier(Warp &w, const Instruction &i) {
+  u64 *state = w.longs(i, 0);
+  const u32 *amount = w.words(i, 2);
+  MBarrier *handed_on = nullptr;
+  each_address(w, i, 1, [&](u32 lane, u32 address) {
+    MBarrier *m = mbarrier_at(w, i, lane, address, w.number);
+    if (!m) return;
+    state[lane] = m->phase;
+    if (HOW == EXPECT) return count_bytes(w, i, lane, *m, amount[lane]);
+    if (HOW == COMPLETE) {
+      count_bytes(w, i, lane, *m, -(i64)amount[lane]);
+      return end_phase_if_complete(w, i, lane, *m);
+    }
+    if (m != handed_on) hand_on_by_lanes(w, m->known), handed_on = m;
+    if (HOW == EXPECT_AND_ARRIVE) count_bytes(w, i, lane, *m, amount[lane]);
+    if (HOW == DROP && m->count) --m->count;
+    count_arrivals(w, i, lane, *m, HOW == ARRIVE ? amount[lane] : 1);
+  });
+}
+
+// The lanes execute the instruction again when something has happened in the block.
+static void look_again(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  --b.worker->executed[i.number];
+  w.pc = i.number;
+  suspend(w);
+  w.fragments[w.current].state = POLLING;
+  if (!w.polls) w.polls = 1, w.polled = b.events;
+  resume_any(w);
+}
+
+enum Naming { BY_PARITY, BY_STATE };
+
+// Operands: whether the phase is over, address, which phase (its parity, or the state that an arrival gave). `try_wait`
+// may take its time: here it waits until something happens in the block and looks again.
+template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  u32 over = 0;
+  each_address(w, i, 1, [&](u32 lane, u32 address) {
+    const MBarrier *m = is_there(w, i, lane, address) ? mbarrier_slot(b, address) : nullptr;
+    const u32 phase = NAMING == BY_PARITY ? w.words(i, 2)[lane] & 1 : (u32)w.longs(i, 2)[lane] & 1;
+    if (!m || !m->live || (m->phase & 1) != phase) over |= 1u << lane;
+  });
+  if (over != w.mask && WAITS && w.mask == w.active) return look_again(w, i);
+  if (over != w.mask) w.let_others_run();
+  put_flags(w, i.operands[0], over);
+  const MBarrier *learnt = nullptr;
+  const u32 *base = w.words(i, 1);
+  GPU_EACH_LANE(over, lane) {
+    const MBarrier *m = mbarrier_at(w, i, lane, base[lane] + (u32)i.immediate, w.number);
+    if (m && m != learnt) learn(w.clocks->known, m->over), learnt = m;
+  }
+}
+
+// ---- clusters of one block ------------------------------------------------------------------------------
+
+// The immediate: whether what the threads know and have done is handed on.
+static void arrive_at_cluster(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  ClusterBarrier &barrier = units_of(b).cluster;
+  if (i.immediate) hand_on(w, barrier.known);
+  barrier.came[w.number] = barrier.phase;
+  barrier.arrived += (u32)__builtin_popcount(w.mask);
+  if (barrier.arrived < b.thread_count) return;
+  barrier.arrived = 0, ++barrier.phase;
+  b.happened();
+}
+static void wait_for_cluster(Warp &w, const Instruction &i) {
+  const ClusterBarrier &barrier = units_of(*w.block).cluster;
+  if (barrier.phase == barrier.came[w.number]) return look_again(w, i);
+  learn(w.clocks->known, barrier.known);
+}
+
+static const Named MBARRIER_TABLE[] = {
+  GPU_HANDLER("barrier.cluster.arrive", arrive_at_cluster)
+  GPU_HANDLER("barrier.cluster.wait", wait_for_cluster)
+  GPU_HANDLER("mbarrier.init", make_mbarrier)
+  GPU_HANDLER("mbarrier.inval", end_mbarrier)
+  GPU_HANDLER("mbarrier.arrive", arrive_at_mbarrier<ARRIVE>)
+  GPU_HANDLER("mbarrier.arrive.expect_tx", arrive_at_mbarrier<EXPECT_AND_ARRIVE>)
+  GPU_HANDLER("mbarrier.arrive_drop", arrive_at_mbarrier<DROP>)
+  GPU_HANDLER("mbarrier.expect_tx", arrive_at_mbarrier<EXPECT>)
+  GPU_HANDLER("mbarrier.complete_tx", arrive_at_mbarrier<COMPLETE>)
+  GPU_HANDLER("mbarrier.try_wait.parity", wait_at_mbarrier<true, BY_PARITY>)
+  GPU_HANDLER("mbarrier.try_wait", wait_at_mbarrier<true, BY_STATE>)
+  GPU_HANDLER("mbarrier.test_wait.parity", wait_at_mbarrier<false, BY_PARITY>)
+  GPU_HANDLER("mbarrier.test_wait", wait_at_mbarrier<false, BY_STATE>)
+};
+
+}  // namespace gpu

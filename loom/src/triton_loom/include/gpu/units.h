@@ -1,0 +1,227 @@
+// Units that work beside the warps: what they have under way, and how they reach shared memory.
+//
+// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it is
+// an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins, it
+// must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
+// gets to know the agent's time. So a hazard is found in whichever order things happen to run here.
+//
+// The units reach memory by the asynchronous proxy, threads by the generic one. What a thread has written is seen by a unit
+// only after a fence.proxy.async, by the writer or by somebody who knows of the write and hands that on.
+#pragma once
+#include "global_shadow.h"
+#include "memory.h"
+#include "tensor_map.h"
+
+namespace gpu {
+
+// A barrier in shared memory that counts arrivals of threads and bytes of copies: mbarrier.h.
+struct MBarrier {
+  u32 address;
+  bool live;
+  u32 count;      // arrivals that a phase takes
+  u32 pending;    // of which it still waits for these
+  i64 bytes;      // that copies are expected to bring, less those that they have brought
+  u32 phase;      // how many are over
+  u32 under_way;  // copies that have been begun and not arrived
+  u32 agent;      // that its copies are
+  Stamp made;     // of the write that initialised it
+  Stamp copied;   // of the last copy that it counts; 0 if there is none
+  u32 copied_by;  // the warp that began it
+  Time known[KNOWLEDGE];  // to those who have come
+  Time over[KNOWLEDGE];   // the same when the last phase was over: whoever has waited knows it
+};
+
+// A copy of a tile between global and shared memory: bulk.h.
+struct BulkCopy {
+  TensorMap map;
+  i32 at[5];    // coordinates; of a gather the column, then four rows
+  u32 address;  // in shared memory
+  u32 mbarrier;
+  u32 warp, lane;
+  const Instruction *instruction;
+  u32 group;  // of a store: of its thread's groups, from 1; 0 until it is committed
+  Time time;
+  bool scattered;  // its rows are named one by one
+};
+
+// A tensor map that was made by the kernel: maps.h.
+struct MadeMap {
+  u64 address;
+  u32 warp, instruction;
+  Time made;
+  Time acquired[WARPS];  // when a warp has fenced it; 0: it has not
+};
+
+// A product of matrices that has not been waited for: wgmma.h.
+struct OpenProduct {
+  const Instruction *instruction;
+  Time group;
+};
+
+constexpr u32 GROUP = 4;  // warps that make a product together
+
+// What the warps of a group have begun: the same products, with the same descriptors, one after another.
+struct ProductStep {
+  const Instruction *instruction;
+  u64 left, right;
+};
+struct WarpGroup {
+  Vec<ProductStep> steps;  // those that not all warps have come to
+  u32 first;               // the number of the first of them
+  u32 done[GROUP];         // by each warp
+};
+
+// The barrier of a cluster that has no other block: arrivals and waits of all threads.
+struct ClusterBarrier {
+  u32 arrived, phase;
+  u32 came[WARPS];  // the phase in which a warp arrived
+  Time known[KNOWLEDGE];
+};
+
+struct Units {
+  Vec<MBarrier *> mbarriers;
+  Vec<MadeMap> maps;
+  WarpGroup groups[WARPS / GROUP];
+  ClusterBarrier cluster;
+  struct {
+    Vec<BulkCopy *> stores;
+    u32 committed[LANES];  // groups
+    Vec<OpenProduct> products;
+  } of[WARPS];
+};
+
+// ---- what a lane alone hands on -------------------------------------------------------------------------
+
+// The lanes of the current instruction hand on what they know and have done. Where the first lane is alone, that is what
+// it knows itself and what it did itself, not what other lanes did since they last waited for each other.
+LOOM_INLINE void hand_on_by_lanes(Warp &w, Time *to) {
+  Clocks &c = *w.clocks;
+  if (w.mask != 1 || w.live == 1) return hand_on(w, to);
+  learn(to, c.known);
+  Time &leader = to[LEADERS + w.number];
+  leader = c.own > leader ? c.own : leader;
+  ++c.own;
+}
+
+// ---- the two proxies ------------------------------------------------------------------------------------
+
+// fence.proxy.async: what the threads know to be written can be seen by units.
+static void fence_proxies(Warp &w, const Instruction &) {
+  Clocks &c = *w.clocks;
+  for (u32 agent = 0; agent < MATRIX_UNITS; ++agent) know(w, FENCED + agent, c.known[agent]);
+  if (w.mask == w.live) {
+    know(w, FENCED + w.number, c.own);
+    know(w, FENCED + COPIES + w.number, c.copies_waited);
+  } else {
+    GPU_EACH_LANE(w.mask, lane) c.fenced[lane] = c.own;
+  }
+  ++c.own;
+}
+LOOM_INLINE bool is_fenced(const Warp &w, u32 lane, Stamp s) {
+  const Clocks &c = *w.clocks;
+  const u32 agent = agent_of(s);
+  if (agent >= MATRIX_UNITS || time_of(s) <= c.known[FENCED + agent]) return true;
+  return agent == w.number && lane_of(s) == lane && time_of(s) <= c.fenced[lane];
+}
+
+// ---- how units reach shared memory ----------------------------------------------------------------------
+
+constexpr u32 CHUNK = 16;  // bytes: units move no less, and no swizzle takes it apart
+
+// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp together.
+struct UnitReads {
+  Warp &w;
+  const u32 lane;
+  const bool whole_warp;
+  const Stamp as;
+  Stamp *plane;
+  Stamp good = 0;  // a write that is known to come before
+
+  UnitReads(Warp &w, const Instruction &i, u32 lane, u32 agent, Time time, bool whole_warp)
+      : w(w), lane(lane), whole_warp(whole_warp), as(stamp(time, i.number, whole_warp ? SEVERAL_LANES : lane, agent)),
+        plane(w.block->checks ? plane_of(*w.block->shadow, agent, time) : nullptr) {}
+
+  LOOM_ALWAYS void chunk(u32 address) {
+    const u32 at = address - SHARED_BASE;
+    const Stamp *writes = w.block->shadow->writes + at;
+    Stamp differs = 0;
+    for (u32 k = 0; k < CHUNK; ++k) differs |= writes[k] ^ good;
+    if (__builtin_expect(differs != 0 || good == 0, 0)) look_closely(address);
+    for (u32 k = 0; k < CHUNK / GRANULE; ++k) plane[at / GRANULE + k] = as;
+  }
+  __attribute__((noinline)) void look_closely(u32 address) {
+    const Stamp *writes = w.block->shadow->writes + (address - SHARED_BASE);
+    good = 0;
+    for (u32 k = 0; k < CHUNK; ++k) {
+      const Stamp s = writes[k];
+      const u32 agent = agent_of(s);
+      if (time_of(s) < w.block->began) return found(w, SHARED_UNINITIALISED, instruction_of(as), lane, address + k);
+      if (!(whole_warp && agent == w.number) && !comes_after(w, lane, s))
+        return report_race(w, instruction_of(as), lane, s, address + k);
+      if (!is_fenced(w, lane, s)) {
+        const u32 thread = lane_of(s) < LANES ? agent % WARPS * LANES + lane_of(s) : NOBODY;
+        return found(w, NO_PROXY_FENCE, instruction_of(as), lane, address + k, instruction_of(s), thread);
+      }
+    }
+    good = writes[CHUNK - 1];
+  }
+};
+
+// Writes of a unit that a lane has begun, chunk by chunk.
+struct UnitWrites {
+  Warp &w;
+  const u32 lane;
+  const Stamp as;
+  u32 doubtful[AGENTS], doubtful_count = 0;  // agents that may have read since the lane last heard of them
+
+  UnitWrites(Warp &w, const Instruction &i, u32 lane, u32 agent, Time time)
+      : w(w), lane(lane), as(stamp(time, i.number, lane, agent)) {
+    const Shadow &shadow = *w.block->shadow;
+    for (u32 r = 0; r < shadow.reader_count; ++r) {
+      const u32 reader = shadow.readers[r];
+      if (shadow.latest_read[reader] > w.clocks->known[reader]) doubtful[doubtful_count++] = reader;
+    }
+  }
+  LOOM_ALWAYS void chunk(u32 address) {
+    Shadow &shadow = *w.block->shadow;
+    const u32 at = address - SHARED_BASE;
+    Stamp *writes = shadow.writes + at;
+    Stamp differs = 0;
+    for (u32 k = 1; k < CHUNK; ++k) differs |= writes[k] ^ writes[0];
+    bool fine = !differs && comes_after(w, lane, writes[0]);
+    for (u32 r = 0; r < doubtful_count; ++r) {
+      const u32 granule = granule_of(doubtful[r]), count = CHUNK / granule;
+      const Stamp *reads = shadow.reads[doubtful[r]] + at / granule;
+      Stamp latest = 0;
+      for (u32 k = 0; k < count; ++k) latest = reads[k] > latest ? reads[k] : latest;
+      fine &= time_of(latest) <= w.clocks->known[doubtful[r]];
+    }
+    if (__builtin_expect(!fine, 0)) return shadow_write_slowly(w, lane, address, nullptr, CHUNK, as);
+    for (u32 k = 0; k < CHUNK; ++k) writes[k] = as;
+  }
+};
+
+// Where a chunk lies under a swizzle: bits of its absolute address are exchanged.
+LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {
+  switch (swizzle) {
+    case Swizzle::bytes32: return address ^ (address >> 7 & 1) << 4;
+    case Swizzle::bytes64: return address ^ (address >> 7 & 3) << 4;
+    case Swizzle::bytes128: return address ^ (address >> 7 & 7) << 4;
+    default: return address;
+  }
+}
+
+// ---- the units of a block -------------------------------------------------------------------------------
+
+static void end_units(Block &b);
+static void release_units(Block &b);
+
+LOOM_INLINE Units &units_of(Block &b) {
+  if (__builtin_expect(!b.units, 0)) {
+    b.units = (Units *)allocate(sizeof(Units));
+    b.end = end_units, b.release = release_units;
+  }
+  return *b.units;
+}
+
+}  // namespace gpu

@@ -1,0 +1,291 @@
+"""The test of the tester: every synchronisation of four kernels with TMA and wgmma left out in turn is reported, or it
+stands in a table of those that can be left out, with the reason.
+
+What is left out: barriers of the block and of a warp, waits for mbarriers, arrivals and expected bytes, init and inval,
+fences, and the commit and wait of groups. Copies arrive late, then early; both must report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+import torch
+import triton_loom
+from gpu.hopper_kernels import MATMULS, Case, attend
+from triton_loom.gpu import machine
+from triton_loom.gpu.machine import Program
+
+DELIVERIES: tuple[Literal["late", "early"], ...] = ("late", "early")
+KERNELS: dict[str, Case] = {
+    name: MATMULS[name]
+    for name in ("host-made descriptors", "device-made descriptors", "warp specialisation")
+} | {"attention": attend(192, causal=True)}
+
+OPERATIONS = (
+    "bar.sync", "barrier.sync", "bar.warp.sync", "mbarrier.try_wait", "mbarrier.arrive", "mbarrier.init",
+    "mbarrier.inval", "wgmma.wait_group", "wgmma.fence", "wgmma.commit_group", "fence.proxy.async",
+    "fence.proxy.tensormap", "cp.async.bulk.wait_group", "cp.async.bulk.commit_group",
+)  # fmt: skip
+_OPERATION = re.compile(rf"\s*(?:@!?%\w+ )?({'|'.join(map(re.escape, OPERATIONS))})")
+
+
+def mutants(ptx: str) -> Iterator[tuple[str, str]]:
+    """A name and the text without one of the operations: `bar.sync 3` is the third one."""
+    lines = ptx.splitlines()
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        found = _OPERATION.match(line)
+        if not found:
+            continue
+        operation = "expect_tx" if "expect_tx" in line else found[1]
+        seen[operation] = seen.get(operation, 0) + 1
+        name = f"{operation} {seen[operation]}"
+        loop = operation == "mbarrier.try_wait"  # the branch back follows it
+        yield name, "\n".join([*lines[:number], *lines[number + 1 + loop :]])
+        if operation == "expect_tx":
+            halved = re.sub(r"(\d+);", lambda bytes_: f"{int(bytes_[1]) // 2};", line)
+            arrival = re.sub(r"\.expect_tx(.*), \d+;", r"\1;", line)
+            for how, instead in (("halved", halved), ("without bytes", arrival)):
+                yield f"{name} {how}", "\n".join([*lines[:number], instead, *lines[number + 1 :]])
+
+
+# ---- what can be left out, and why ------------------------------------------------------------------------
+
+IN_A_ROW = (
+    "several barriers stand in a row, with copies between them that one thread begins: each of the others orders the "
+    "initialised mbarriers, or the buffers that have been read, just as well"
+)
+SAME_THREAD = (
+    "what stands before and after it in this way is done by the same thread; nobody else is concerned"
+)
+EACH_WAITED = (
+    "every thread has waited for the mbarrier itself before it; nothing is handed from one to another"
+)
+LOOP_HAS_MORE = (
+    "the last wait for the mbarriers, and the last use of the buffers that are written next, come before barriers in "
+    "the loop's last turn; a warp writes its rows of the result over rows of A that it alone has read"
+)
+AT_THE_END = "nothing follows that uses the memory: the kernel ends"
+EMPTY_GROUP = "no bulk copy is in the group: tensormap.cp_fenceproxy is none"
+ONE_WARP = "the descriptor is made, fenced and used by warp 0 of its partition alone"
+ALREADY_FENCED = (
+    "no copy reads what threads have written since the fence before: they have initialised mbarriers, and tiles are "
+    "written by copies"
+)
+UNUSED = "Triton initialises mbarriers that no thread uses; the memory is used for tiles later"
+BEFORE_ALL_MEET = "barrier.sync 1, at which all warps meet, follows before any other warp does anything"
+RELEASED_TOGETHER = (
+    "the consumer releases A and B after the same wgmma.wait_group; the copy of this tile comes after the producer has "
+    "waited for the other release of the same turn"
+)
+RELEASE_IS_COVERED = (
+    "the producer waits for both releases before it copies again; the barrier before the other one of the two stands "
+    "between the last read of all warps and it"
+)
+NEXT_TILE_HAS_MORE = (
+    "of the barrier after a tile's store and the one before the next tile's stores one is enough"
+)
+NOTHING_BEFORE = "since the barrier at the end of the turn before, threads have only computed addresses"
+NEVER_EXECUTED = "no warp comes there: the partition that it is for does not exist"
+
+REDUNDANT: dict[str, dict[str, str]] = {
+    "host-made descriptors": {
+        **{f"bar.sync {n}": IN_A_ROW for n in (1, 2, 3, 4, 5)},
+        "bar.sync 6": EACH_WAITED,
+        "bar.sync 8": IN_A_ROW,
+        "bar.sync 9": LOOP_HAS_MORE,
+        "bar.sync 11": AT_THE_END,
+        **{f"mbarrier.inval {n}": AT_THE_END for n in (1, 2, 3)},
+    },
+    "device-made descriptors": {
+        **{
+            f"cp.async.bulk.{what} {n}": EMPTY_GROUP
+            for what in ("commit_group", "wait_group")
+            for n in (1, 2, 3)
+        },
+        **{f"bar.sync {n}": ONE_WARP for n in (1, 2, 3, 4, 5)},
+        "bar.sync 6": LOOP_HAS_MORE,
+        "fence.proxy.async 2": ALREADY_FENCED,
+        **{f"bar.sync {n}": IN_A_ROW for n in (9, 10, 11, 12, 13, 16)},
+        "bar.sync 14": EACH_WAITED,
+        "bar.sync 17": AT_THE_END,
+    },
+    "warp specialisation": {
+        **{f"mbarrier.init {n}": UNUSED for n in range(10, 33, 2)},
+        **{f"bar.sync {n}": BEFORE_ALL_MEET for n in (1, 2, 3, 4)},
+        **{
+            f"cp.async.bulk.{what} {n}": EMPTY_GROUP
+            for what in ("commit_group", "wait_group")
+            for n in (1, 2, 3, 5)
+        },
+        **{f"bar.sync {n}": ONE_WARP for n in (5, 6, 7, 11, 18)},
+        **{f"bar.sync {n}": SAME_THREAD for n in (8, 9, 10)},
+        **{f"mbarrier.try_wait {n}": RELEASED_TOGETHER for n in (3, 4)},
+        **{f"barrier.sync {n}": NEVER_EXECUTED for n in (5, 6)},
+        **{f"bar.sync {n}": NEXT_TILE_HAS_MORE for n in (12, 14, 19, 21)},
+        **{f"bar.sync {n}": NOTHING_BEFORE for n in (15, 22)},
+        **{f"bar.sync {n}": RELEASE_IS_COVERED for n in (16, 17, 24)},
+    },
+    "attention": {
+        "mbarrier.inval 1": "nobody uses this mbarrier again; a tile is copied over it",
+        "fence.proxy.async 1": ALREADY_FENCED,
+        **{f"bar.sync {n}": IN_A_ROW for n in (3, 4, 5, 6, 7)},
+        "bar.sync 8": LOOP_HAS_MORE,
+        "bar.sync 10": AT_THE_END,
+        **{f"mbarrier.inval {n}": AT_THE_END for n in (2, 3, 4, 5)},
+    },
+}
+
+# Of these any one can be left out, but not all of them.
+TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
+    ("host-made descriptors", tuple(f"bar.sync {n}" for n in (1, 2, 3, 4, 5)), "shared memory race"),
+    ("host-made descriptors", tuple(f"bar.sync {n}" for n in (6, 7, 8)), "shared memory race"),
+    ("device-made descriptors", tuple(f"bar.sync {n}" for n in (9, 10, 11, 12, 13)), "shared memory race"),
+    ("warp specialisation", tuple(f"bar.sync {n}" for n in (12, 14, 15, 16, 17)), "shared memory race"),
+    ("warp specialisation", ("bar.sync 16", "bar.sync 17"), "shared memory race"),
+    ("warp specialisation", ("mbarrier.try_wait 2", "mbarrier.try_wait 4"), "shared memory race"),
+    ("attention", ("bar.sync 3", "bar.sync 4"), "shared memory race"),
+    ("attention", ("bar.sync 5", "bar.sync 6", "bar.sync 7"), "shared memory race"),
+]
+
+# ---- running them -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def executing(ptx: str | None) -> Iterator[None]:
+    """In place of what Triton has made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ptx is not None:
+            patch.setattr(Program, "of", lambda _: Program(ptx))
+        yield
+
+
+def run(
+    case: Case, delivery: Literal["late", "early"], ptx: str | None = None
+) -> tuple[torch.Tensor, set[str], str]:
+    """The result, the kinds of what was found, and the PTX that Triton has made."""
+    result, _, launch = case.make()
+    with triton_loom.emulate("sm_90", raises=False, delivery=delivery) as gpu, executing(ptx):
+        kernel = launch()
+    return result, {finding.kind for finding in gpu.findings}, kernel.asm["ptx"]
+
+
+def examine(name: str, wanted: Callable[[str], bool]) -> dict[str, set[str]]:
+    """What is found of each mutant that is wanted. One that is not reported must not change the result either."""
+    right, found, ptx = run(KERNELS[name], "late")
+    assert not found
+    seen: dict[str, set[str]] = {}
+    for mutant, text in mutants(ptx):
+        if not wanted(mutant):
+            continue
+        results = [run(KERNELS[name], delivery, text)[:2] for delivery in DELIVERIES]
+        reported = [kinds for _, kinds in results]
+        assert all(reported) or not any(reported), f"{mutant} depends on when copies arrive: {reported}"
+        if not any(reported):
+            assert all(torch.equal(result, right) for result, _ in results), f"{mutant} changes the result"
+        seen[mutant] = set.union(*reported)
+    return seen
+
+
+def without(ptx: str, names: tuple[str, ...]) -> str:
+    """The text without several operations, the last of them first, so that the numbers of the others hold."""
+    for name in reversed(names):
+        ptx = dict(mutants(ptx))[name]
+    return ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "together", "kind"), TOGETHER)
+def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
+    _, _, ptx = run(KERNELS[name], "late")
+    for delivery in DELIVERIES:
+        _, kinds, _ = run(KERNELS[name], delivery, without(ptx, together))
+        assert kind in kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_whatever_is_left_out_is_reported(name: str) -> None:
+    seen = examine(name, lambda mutant: True)
+    assert len(seen) > 30
+    unreported = {mutant for mutant, kinds in seen.items() if not kinds}
+    assert unreported == set(REDUNDANT[name])
+
+
+QUICK = {
+    "host-made descriptors": {
+        "bar.sync 7": "shared memory race",
+        "mbarrier.try_wait 1": "shared memory race",
+        "expect_tx 2 halved": "copy outlives its phase",
+        "wgmma.wait_group 1": "shared memory race",
+        "fence.proxy.async 1": "proxy fence missing",
+        "cp.async.bulk.wait_group 1": "copy outlives its block",
+    },
+    "warp specialisation": {
+        "mbarrier.try_wait 1": "shared memory race",
+        "mbarrier.arrive 1": "deadlock",
+        "fence.proxy.tensormap 1": "tensor map not acquired",
+        "bar.sync 23": "shared memory race",
+    },
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_some_of_it(name: str) -> None:
+    seen = examine(name, QUICK[name].__contains__)
+    assert set(seen) == set(QUICK[name])
+    for mutant, kinds in seen.items():
+        assert QUICK[name][mutant] in kinds
+
+
+# ---- other mistakes of a launch ---------------------------------------------------------------------------
+
+
+def changed(**changes: Callable[[Any], Any]) -> Callable[..., machine.Outcome]:
+    """The machine, with other arguments."""
+    original = machine.run
+
+    def run_changed(program: Program, **launch: Any) -> machine.Outcome:
+        return original(program, **{k: changes[k](v) if k in changes else v for k, v in launch.items()})
+
+    return run_changed
+
+
+def with_byte(at: int, value: int) -> Callable[[bytes], bytes]:
+    """Of the first tensor map among the parameters."""
+    return lambda parameters: parameters[:at] + bytes([value]) + parameters[at + 1 :]
+
+
+MISTAKES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "shared memory too small by a byte": (
+        "shared_bytes",
+        lambda size: size - 1,
+        "shared memory out of bounds",
+    ),
+    "a box with fewer rows": ("parameters", with_byte(90, 32), "deadlock"),
+    "a box with more rows": ("parameters", with_byte(90, 128), "shared memory race"),
+    "no swizzle": ("parameters", with_byte(10, 0), ""),
+    "another swizzle": ("parameters", with_byte(10, 2), "unusable tensor map"),
+    "a tensor map of zeros": (
+        "parameters",
+        lambda parameters: bytes(128) + parameters[128:],
+        "unusable tensor map",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reported, or (if the reason is empty) the result is wrong."""
+    argument, change, kind = MISTAKES[name]
+    right, _, _ = run(KERNELS["host-made descriptors"], "late")
+    monkeypatch.setattr(machine, "run", changed(**{argument: change}))
+    result, kinds, _ = run(KERNELS["host-made descriptors"], "late")
+    if kind:
+        assert kind in kinds
+    else:
+        assert not torch.allclose(result.float(), right.float(), atol=1)
