@@ -49,6 +49,7 @@ PLAIN_CACHE, TOKEN, PER_HEAD, PER_TENSOR, INT8 = (
     f"{D}test_caches[{coded}]" for coded in ("plain", "e4m3-token", "e4m3-head", "e4m3-tensor", "int8-token")
 )
 DECODE_WINDOW, DECODE_WINDOW_1 = f"{D}test_windows[70]", f"{D}test_windows[1]"
+WIDE_WINDOW = f"{D}test_windows[300]"  # wider than a block of keys, so that some block has its begin alone
 SMALL_PAGES, LARGE_PAGES = f"{D}test_pages_of_any_size[24]", f"{D}test_pages_of_any_size[256]"
 SEVERAL, LATENT, TWO_PIECES = (
     f"{D}test_groups_of_heads[8-1-7]",
@@ -194,7 +195,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("queries see keys after their own", f"{DECODE}:decode_kernel", "token[None, :] <= own_key[:, None]", "token[None, :] <= own_key[:, None] + 1", (PLAIN_CACHE,)),
         ("own key left out", f"{DECODE}:decode_kernel", "token[None, :] <= own_key[:, None]", "token[None, :] < own_key[:, None]", (PLAIN_CACHE,)),
         ("one key before the window", f"{DECODE}:decode_kernel", "own_key[:, None] - counts.left", "own_key[:, None] - counts.left - 1", (DECODE_WINDOW,)),
-        ("blocks at the window's begin not masked", f"{DECODE}:decode_kernel", "| (start < own + counts.queries - 1 - counts.left)", "| (start < 0)", (DECODE_WINDOW,)),
+        ("blocks at the window's begin not masked", f"{DECODE}:decode_kernel", "| (start < own + counts.queries - 1 - counts.left)", "| (start < 0)", (WIDE_WINDOW,)),
         ("blocks at the own keys not masked", f"{DECODE}:decode_kernel", "(start + N > own + 1) |", "(start < 0) |", (PLAIN_CACHE,)),
         ("keys before the window's block", f"{DECODE}:_bounds", "tl.maximum(own - counts.left.to(tl.int32), 0)", "tl.maximum(own - counts.left.to(tl.int32) + 64, 0)", (DECODE_WINDOW_1,)),
         ("own key of the first query for all", f"{DECODE}:decode_kernel", "own_key = own + rows.query", "own_key = own + rows.query * 0", (SEVERAL,)),

@@ -76,7 +76,7 @@ def test_caches(coded: Any) -> None:
     judge(problem([600, 1100, 0, 37, 512], coded=coded, queries=3), sinks=torch.randn(4))
 
 
-@pytest.mark.parametrize("window", [0, 1, 70, 5000])
+@pytest.mark.parametrize("window", [0, 1, 70, 300, 5000])
 def test_windows(window: int) -> None:
     judge(problem([600, 1100, 3, 37], queries=2), window=window)
 
