@@ -112,11 +112,12 @@ def test_groups_of_heads(heads: int, kv: int, queries: int) -> None:
 
 def test_more_queries_than_tokens() -> None:
     """Those before the first token see nothing."""
-    given = problem([2, 5], queries=4)
-    judge(given)
-    found = decode(**given)
-    assert not found.out[0, :2].count_nonzero()
-    assert (found.lse[0, :, :2] == -math.inf).all()
+    for lengths in ([2, 5], [2, 600]):  # one part, and several
+        given = problem(lengths, queries=4)
+        judge(given)
+        found = decode(**given)
+        assert not found.out[0, :2].count_nonzero()
+        assert (found.lse[0, :, :2] == -math.inf).all()
 
 
 def test_latents() -> None:
