@@ -80,6 +80,30 @@ def attention(
 
 
 @triton.jit
+def attention_by_pointers(q, k, v, o, rows, scale, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
+    """The same without descriptors, and not causal: K and V come by cp.async."""
+    head = tl.program_id(1) * rows
+    at, columns = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
+    query = tl.load(q + (head + at)[:, None] * D + columns[None, :])
+    most = tl.full((BM,), -float("inf"), tl.float32)
+    weight = tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM, D), tl.float32)
+    for n in range(0, rows, BN):
+        others = (head + n + tl.arange(0, BN))[:, None] * D + columns[None, :]
+        scores = tl.dot(query, tl.load(k + others).T) * (scale * 1.4426950408889634)
+        if n + BN > rows - BN:  # where the last tile may have less: a branch between the two products
+            scores = tl.where((n + tl.arange(0, BN) < rows)[None, :], scores, -1.0e9)
+        new = tl.maximum(most, tl.max(scores, 1))
+        factor = tl.exp2(most - new)
+        shares = tl.exp2(scores - new[:, None])
+        weight = weight * factor + tl.sum(shares, 1)
+        total = tl.dot(shares.to(q.dtype.element_ty), tl.load(v + others), total * factor[:, None])
+        most = new
+    result = (total / weight[:, None]).to(o.dtype.element_ty)
+    tl.store(o + (head + at)[:, None] * D + columns[None, :], result)
+
+
+@triton.jit
 def pointers(
     a_ptr, b_ptr, c_ptr, M, N, K, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     OUT: tl.constexpr,
@@ -183,7 +207,9 @@ def products(
     return Case(make, 0 if out == torch.int32 else 2**-7 if out == torch.float16 else 2**-9)
 
 
-def attend(rows: int, causal: bool, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
+def attend(
+    rows: int, causal: bool, dtype: torch.dtype = torch.float16, by_pointers: bool = False, **options: Any
+) -> Case:
     def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
         heads, width = 2, 64
         q, k, v = (
@@ -194,8 +220,10 @@ def attend(rows: int, causal: bool, dtype: torch.dtype = torch.float16, **option
         expected = torch.nn.functional.scaled_dot_product_attention(*split, is_causal=causal, scale=0.125)
 
         def launch() -> Any:
-            described = [TensorDescriptor.from_tensor(x, [64, width]) for x in (q, k, v, o)]
             sizes = {"BM": 64, "BN": 64, "D": width, "num_warps": 4, "num_stages": 2} | options
+            if by_pointers:
+                return attention_by_pointers[(rows // 64, heads)](q, k, v, o, rows, 0.125, **sizes)
+            described = [TensorDescriptor.from_tensor(x, [64, width]) for x in (q, k, v, o)]
             return attention[(rows // 64, heads)](*described, rows, 0.125, CAUSAL=causal, **sizes)
 
         return o, expected.reshape(heads * rows, width), launch

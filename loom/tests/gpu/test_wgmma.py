@@ -316,6 +316,24 @@ def test_what_a_product_needs(name: str, delivery: str) -> None:
     assert kind in kinds(outcome)
 
 
+@pytest.mark.parametrize(
+    ("before_the_wait", "after_the_wait", "fine"),
+    [("", "", False), ("fence.proxy.async;", "", False), ("", "fence.proxy.async;", True)],
+    ids=["no fence", "a fence before the copies have arrived", "a fence after"],
+)
+def test_what_cp_async_has_brought(before_the_wait: str, after_the_wait: str, fine: bool) -> None:
+    """What a copy writes, it has written when it is waited for: a fence before that is too early."""
+    copies = "mov.b32 %r200, smem; mad.lo.s32 %r200, %r0, 16, %r200; mul.wide.u32 %rd110, %r0, 16;"
+    copies += "add.s64 %rd110, %rd3, %rd110;"
+    for offset in range(0, ROOM, 16 * THREADS):
+        copies += f"cp.async.cg.shared.global [%r200+{offset}], [%rd110+{offset}], 16;"
+    copies += f"cp.async.commit_group; {before_the_wait} cp.async.wait_group 0; {after_the_wait}"
+    prepare = SMALL.prepare().replace(words_in(ROOM // 4, 0, "%rd3", THREADS), copies)
+    got, expected, outcome = run(SMALL, prepare=prepare, fence="bar.sync 0;")
+    assert kinds(outcome) == ([] if fine else ["proxy fence missing after cp.async"])
+    assert got.tolist() == expected.tolist()
+
+
 def test_products_may_follow_each_other() -> None:
     """Into the same accumulators, without a fence or a wait between them."""
     case = replace(SMALL, adds=True)

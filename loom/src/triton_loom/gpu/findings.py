@@ -29,6 +29,7 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "copy outlives its phase",
     "copy outlives its block",
     "proxy fence missing",
+    "proxy fence missing after cp.async",
     "unusable tensor map",
     "tensor map not acquired",
     "unusable matrix descriptor",
@@ -62,6 +63,8 @@ _MEANING: dict[FindingKind, str] = {
     "copy outlives its block": "the block ends while a copy that nobody has waited for still uses its shared memory",
     "proxy fence missing": "a bulk copy or a product of matrices reads what a thread wrote, and no fence.proxy.async "
     "follows the write",
+    "proxy fence missing after cp.async": "a bulk copy or a product of matrices reads what cp.async brought, and no "
+    "fence.proxy.async follows the wait for it",
     "unusable tensor map": "a field is missing or no copy can be made with it, or its kind of tile is not emulated",
     "tensor map not acquired": "the kernel made this tensor map, and no fence.proxy.tensormap makes copies see it",
     "unusable matrix descriptor": "bits are set that mean nothing, or that are not emulated (a base offset)",

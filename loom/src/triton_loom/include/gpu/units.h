@@ -160,7 +160,8 @@ struct UnitReads {
         return report_race(w, instruction_of(as), lane, s, address + k);
       if (!is_fenced(w, lane, s)) {
         const u32 thread = lane_of(s) < LANES ? agent % WARPS * LANES + lane_of(s) : NOBODY;
-        return found(w, NO_PROXY_FENCE, instruction_of(as), lane, address + k, instruction_of(s), thread);
+        const Kind kind = agent < COPIES ? NO_PROXY_FENCE : NO_PROXY_FENCE_AFTER_COPY;
+        return found(w, kind, instruction_of(as), lane, address + k, instruction_of(s), thread);
       }
     }
     good = writes[CHUNK - 1];
