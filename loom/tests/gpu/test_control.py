@@ -1,4 +1,4 @@
-"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; and how text becomes that."""
+"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; how text is read."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_special_registers() -> None:
         assert (out[..., column] == values).all()
 
 
-# ---- text and graph -------------------------------------------------------------------------------------------
+# ---- text and graph --------------------------------------------------------------------------------------
 
 
 def test_reconvergence() -> None:
@@ -163,7 +163,13 @@ def test_what_is_read_of_a_kernel() -> None:
     .file 2 "/x/inner.py"
     """
     kernel = text.read(module)
-    assert [(p.offset, p.size) for p in kernel.parameters.values()] == [(0, 8), (8, 1), (12, 4), (64, 128), (192, 4)]
+    assert [(p.offset, p.size) for p in kernel.parameters.values()] == [
+        (0, 8),
+        (8, 1),
+        (12, 4),
+        (64, 128),
+        (192, 4),
+    ]
     assert kernel.threads == 128
     assert kernel.constants == {"name": b"ab\0\0"}
     first, second, _ = kernel.statements

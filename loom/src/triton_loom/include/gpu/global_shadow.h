@@ -156,7 +156,7 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
     if (Page *page = page_of(*w.block->worker, word)) f(*page, word, bytes_in_word(word, address, end));
 }
 
-// ---- what the lanes of an instruction do --------------------------------------------------------------------
+// ---- what the lanes of an instruction do ----------------------------------------------------------------
 
 LOOM_INLINE u32 number_of(const Block &b) { return b.launch->first_block + (u32)b.linear; }
 // Whole words that nobody has touched during this launch, which is what most accesses meet: one entry for all of them.
