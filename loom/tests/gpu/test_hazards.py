@@ -36,6 +36,17 @@ IN_GLOBAL_MEMORY = """
 """
 
 
+# Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
+FLAG = """
+  mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; setp.ne.b32 %p2, %r0, 0; @%p2 bra end; @!%p1 bra wait;
+  st.global.b32 [%rd0+4], 7; {store}.global.b32 [%rd0], 1; bra end;
+wait:
+  {load}.global.b32 %r2, [%rd0]; setp.eq.b32 %p3, %r2, 0; @%p3 bra wait;
+  ld.global.b32 %r3, [%rd0+4]; st.global.b32 [%rd0+8], %r3;
+end:
+"""
+
+
 @dataclass(frozen=True)
 class Hazard:
     """A body with its mistake and without."""
@@ -163,6 +174,13 @@ HAZARDS = {
         "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; end:",
         threads=32,
         grid=(4, 1, 1),
+    ),
+    "a flag that is no atomic": Hazard(
+        "global memory race",
+        FLAG.format(store="st", load="ld"),
+        FLAG.format(store="st.release.gpu", load="ld.acquire.gpu"),
+        threads=32,
+        grid=(2, 1, 1),
     ),
     "a barrier in one half of a warp": Hazard(
         "split warp",
