@@ -1,4 +1,4 @@
-"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; and how text becomes that."""
+"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; how text is read."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_special_registers() -> None:
         assert (out[..., column] == values).all()
 
 
-# ---- text and graph -------------------------------------------------------------------------------------------
+# ---- text and graph --------------------------------------------------------------------------------------
 
 
 def test_reconvergence() -> None:

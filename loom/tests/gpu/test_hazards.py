@@ -29,6 +29,24 @@ ONE_PLACE = (
 )
 
 
+IN_GLOBAL_MEMORY = """
+  xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0;
+  mul.wide.u32 %rd6, %r1, 4; add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5;
+  st.global.b32 [%rd5], %r2; {sync} ld.global.b32 %r3, [%rd6];
+"""
+
+
+# Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
+FLAG = """
+  mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; setp.ne.b32 %p2, %r0, 0; @%p2 bra end; @!%p1 bra wait;
+  st.global.b32 [%rd0+4], 7; {store}.global.b32 [%rd0], 1; bra end;
+wait:
+  {load}.global.b32 %r2, [%rd0]; setp.eq.b32 %p3, %r2, 0; @%p3 bra wait;
+  ld.global.b32 %r3, [%rd0+4]; st.global.b32 [%rd0+8], %r3;
+end:
+"""
+
+
 @dataclass(frozen=True)
 class Hazard:
     """A body with its mistake and without."""
@@ -102,7 +120,8 @@ HAZARDS = {
     "before shared memory": Hazard(
         "shared memory out of bounds",
         SHARED.format(other=0) + "setp.eq.b32 %p1, %r0, 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
-        SHARED.format(other=0) + "setp.eq.b32 %p1, %r0, 1; st.shared.b32 [%r2], 0; bar.sync 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
+        SHARED.format(other=0)
+        + "setp.eq.b32 %p1, %r0, 1; st.shared.b32 [%r2], 0; bar.sync 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
     ),
     "wild address": Hazard(
         "global memory out of bounds",
@@ -123,11 +142,7 @@ HAZARDS = {
         "mov.b32 %r1, smem; mov.b32 %r2, 0; st.shared.v2.b32 [%r1+8], {%r2, %r2};",
     ),
     "threads of a block in global memory": Hazard(
-        "global memory race",
-        "xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0; mul.wide.u32 %rd6, %r1, 4; "
-        "add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5; st.global.b32 [%rd5], %r2; ld.global.b32 %r3, [%rd6];",
-        "xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0; mul.wide.u32 %rd6, %r1, 4; "
-        "add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5; st.global.b32 [%rd5], %r2; bar.sync 0; ld.global.b32 %r3, [%rd6];",
+        "global memory race", IN_GLOBAL_MEMORY.format(sync=""), IN_GLOBAL_MEMORY.format(sync="bar.sync 0;")
     ),
     "lanes in global memory": Hazard(
         "global memory race",
@@ -153,11 +168,19 @@ HAZARDS = {
         "global memory race",
         "mov.u32 %r1, %ctaid.x; ld.global.b32 %r3, [%rd0+4]; add.s32 %r3, %r3, %r1; st.global.b32 [%rd0+4], %r3; "
         "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1;",
-        "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r0, 0; @!%p1 bra end; atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; "
+        "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r0, 0; @!%p1 bra end; "
+        "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; "
         "ld.global.b32 %r3, [%rd0+4]; add.s32 %r3, %r3, %r1; st.global.b32 [%rd0+4], %r3; "
         "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; end:",
         threads=32,
         grid=(4, 1, 1),
+    ),
+    "a flag that is no atomic": Hazard(
+        "global memory race",
+        FLAG.format(store="st", load="ld"),
+        FLAG.format(store="st.release.gpu", load="ld.acquire.gpu"),
+        threads=32,
+        grid=(2, 1, 1),
     ),
     "a barrier in one half of a warp": Hazard(
         "split warp",
@@ -169,7 +192,8 @@ HAZARDS = {
         "split warp",
         SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; setp.lt.u32 %p1, %r0, 16; @%p1 bra end; "
         "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1]; end:",
-        SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1];",
+        SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; "
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1];",
         threads=32,
     ),
     "some have left": Hazard(

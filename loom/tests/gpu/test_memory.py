@@ -58,7 +58,7 @@ def test_sinks_and_offsets() -> None:
     assert out.tolist() == [data[5], data[7]] * 32
 
 
-# ---- atomic operations -----------------------------------------------------------------------------------------
+# ---- atomic operations -----------------------------------------------------------------------------------
 
 BITS = {"u32": np.uint32, "s32": np.int32, "u64": np.uint64, "s64": np.int64, "b32": np.uint32, "b64": np.uint64,
         "f32": np.float32, "f64": np.float64}  # fmt: skip
@@ -151,7 +151,7 @@ def test_atomic_sums_of_many_blocks() -> None:
     assert memory.view(np.float32).tolist() == [1280, 2560, 0, 0]
 
 
-# ---- asynchronous copies -----------------------------------------------------------------------------------------
+# ---- asynchronous copies ---------------------------------------------------------------------------------
 
 COPY = """
   mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 16, %r1;

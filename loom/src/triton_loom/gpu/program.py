@@ -155,13 +155,14 @@ class _Builder:
             flip=ALL_LANES if statement.negated else 0,
             target=targets[0] if targets else NOWHERE,
             reconverge=reconverge,
-            flags=self._flags(handler, uses),
+            flags=self._flags(statement, handler, uses),
         )
 
-    def _flags(self, handler: str, uses: Sequence[Use]) -> int:
+    def _flags(self, statement: Statement, handler: str, uses: Sequence[Use]) -> int:
         if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
             return UNIFORM_OPERANDS
-        return ATOMIC if handler.startswith("atom.") else 0
+        strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
+        return ATOMIC if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) else 0
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""
