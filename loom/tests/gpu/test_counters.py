@@ -19,6 +19,7 @@ from triton_loom.gpu.counters import (
     Counters,
     GlobalTraffic,
     InstructionClass,
+    KernelCounters,
     Line,
     Memory,
     NotCounted,
@@ -28,6 +29,7 @@ from triton_loom.gpu.counters import (
     class_of,
 )
 from triton_loom.gpu.machine import Options, Outcome
+from triton_loom.gpu.report import tables
 
 COUNTED = Options(counters=True)
 UNCHECKED = Options(checks=False, counters=True)  # shared memory may be read before it is written
@@ -388,6 +390,27 @@ def test_a_kernel_line_by_line() -> None:
     assert max(map(len, report.splitlines())) <= 100
     assert "by line of test_counters.py" in report
     assert "c = tl.dot(a, b)" in report
+
+
+def test_tables_fit_a_terminal() -> None:
+    """Of a kernel with a long name and of everything some; classes that have no room are added up."""
+    traffic = Memory(
+        GlobalTraffic(12345, 1234567, 123456, 12345),
+        shared_reads=SharedTraffic(12345, 1234567, 123456, 12345),
+    )
+    did = Counters(
+        {name: 1000 - number for number, name in enumerate(CLASSES)}, 12345, 123_456_789_012, traffic
+    )
+    lines = {Line(f"/somewhere/some_kernels_{k}.py", 100 + k): did for k in range(20)}
+    text = tables(
+        [KernelCounters("a_kernel_with_a_name_that_is_quite_long", 1234, 123456, 7, lines)], lines=True
+    )
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("a_kernel_wit…_quite_long") == 3
+    assert "  and 8 more lines" in text
+    head, shares = re.findall(r"^  kernel +integer(.*)\n  a_kernel_\S+(.*)$", text, re.M)[0]
+    assert head.endswith("rest")
+    assert abs(sum(map(float, shares.split())) - 100) < 0.5
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..tables import in_units, table
-from .counters import CLASSES, Counters, KernelCounters, Memory
+from .counters import CLASSES, Counters, InstructionClass, KernelCounters, Memory, added
 
 WIDTH = 100
 LINES_SHOWN = 12
@@ -19,9 +19,20 @@ def tables(kernels: Sequence[KernelCounters], *, lines: bool) -> str:
     return "\n\n".join("\n".join(part) for part in made if part)
 
 
-def short(number: int) -> str:
-    """In at most nine characters."""
-    return f"{number:,}" if number < 10_000_000 else f"{number / 1e6:,.0f} M"
+def short(number: float) -> str:
+    """In at most seven characters: below a million exactly, else with four digits."""
+    if number < 1_000_000:
+        return f"{number:,.0f}"
+    for unit in ("k", "M", "G"):
+        number /= 1000
+        if number < 10_000:
+            return f"{number:,.4g} {unit}"
+    return f"{number / 1000:,.4g} T"
+
+
+def fitting(name: str) -> str:
+    """A kernel's name in at most 24 characters, without its middle if it has more."""
+    return name if len(name) <= 24 else f"{name[:12]}…{name[-11:]}"
 
 
 def _kernels(kernels: Sequence[KernelCounters]) -> list[str]:
@@ -32,38 +43,46 @@ def _kernels(kernels: Sequence[KernelCounters]) -> list[str]:
         total = kernel.total
         did = (total.warp_instructions, total.barriers, total.tensor_flops)
         numbers = (kernel.launches, kernel.blocks, *did, kernel.findings)
-        rows.append((kernel.kernel, *(f"{number:,.0f}" for number in numbers)))
+        rows.append((fitting(kernel.kernel), *(short(number) for number in numbers)))
     return table(rows, "<>>>>>>")
 
 
 def _classes(kernels: Sequence[KernelCounters]) -> list[str]:
-    mixes = [(kernel.kernel, kernel.total) for kernel in kernels]
-    return ["by class of instructions, in percent:", *_mix("kernel", mixes)]
+    parts = [(fitting(kernel.kernel), kernel.total) for kernel in kernels]
+    return ["by class of instructions, in percent:", *_mix("kernel", parts)]
 
 
 def _mix(title: str, parts: Sequence[tuple[str, Counters]], whole: int = 0) -> list[str]:
-    """A row for each part, a column for each class of instructions that is in one of them. A number is a percentage of
-    the whole, or else of the part itself."""
-    columns = [name for name in CLASSES if any(name in counters.instructions for _, counters in parts)]
-    rows = [(title, *columns)]
-    for name, counters in parts:
-        share = 100 / (whole or counters.warp_instructions)
-        did = counters.instructions
-        rows.append((name, *(f"{share * did[each]:.1f}" if each in did else "" for each in columns)))
-    return table(rows, "<" + ">" * len(columns))
+    """A row for each part, a column for each class of instructions that is in one of them; if those are too many, the
+    rarest are one column together. A number is a percentage of the whole, or else of the part itself."""
+    total = added(counters for _, counters in parts).instructions
+    columns = [name for name in CLASSES if name in total]
+    rare: list[InstructionClass] = []
+    while True:
+        groups = [(name, [name]) for name in columns] + ([("rest", rare)] if rare else [])
+        rows = [(title, *(name for name, _ in groups))]
+        for part, counters in parts:
+            share = 100 / (whole or counters.warp_instructions)
+            did = [sum(counters.instructions.get(name, 0) for name in names) for _, names in groups]
+            rows.append((part, *(f"{share * number:.1f}" if number else "" for number in did)))
+        made = table(rows, "<" + ">" * len(groups))
+        if max(map(len, made)) <= WIDTH or not columns:
+            return made
+        rare.append(min(columns, key=lambda name: total[name]))
+        columns.remove(rare[-1])
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
 def _memory(kernels: Sequence[KernelCounters]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("kernel", "memory", "requests", "bytes", "moved", "", "least", "")]
+    rows: list[tuple[str, ...]] = [("kernel", "memory", "requests", "bytes", "moved", "", "least", "times")]
     for kernel in kernels:
-        name = kernel.kernel
+        name = fitting(kernel.kernel)
         for row in _directions(kernel.total.counted or Memory()):
             rows.append((name, *row))
             name = ""
-    return ["what warps asked of memory:", *table(rows, "<<>>><><")] if len(rows) > 1 else []
+    return ["what warps asked of memory:", *table(rows, "<<>>><>>")] if len(rows) > 1 else []
 
 
 def _directions(memory: Memory) -> Iterator[tuple[str, ...]]:
@@ -76,8 +95,8 @@ def _directions(memory: Memory) -> Iterator[tuple[str, ...]]:
     for units, traffic in (("sectors", of_global), ("wavefronts", of_shared)):
         for name, (requests, bytes_, moved, least) in traffic.items():
             if requests:
-                times = f"{moved / least:.2f} times the least" if moved != least else ""
-                yield name, f"{requests:,}", in_units(bytes_), f"{moved:,}", units, f"{least:,}", times
+                times = f"{moved / least:.2f}" if moved != least else ""
+                yield name, short(requests), in_units(bytes_), short(moved), units, short(least), times
 
 
 # ---- lines -------------------------------------------------------------------------------------------------------
