@@ -247,9 +247,9 @@ static void work(void *data) {
     run_block(b);
   }
   __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
+  if (worker.counts) add_counts(launch, worker.counts);
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
-  if (worker.counts) add_counts(launch, worker.counts);
   b.pending.release();
   free_shadow(b.shadow);
   free(clocks), free(worker.executed), free(worker.counts), free(worker.shared_memory), free(worker.registers);
