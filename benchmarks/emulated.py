@@ -22,6 +22,8 @@ from weft.runtime.launch import choosing_for
 from weft.workloads import Workload, distinct, for_op
 
 ROWS = 5
+# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/found.md).
+KNOWN = ("proxy fence missing after cp.async",)
 
 
 def sets_of_options(op: str) -> Iterator[Workload]:
@@ -73,7 +75,7 @@ def main(target: str, ops: list[str]) -> None:
             except ValueError:  # a format that the target does not multiply
                 left += 1
                 continue
-            with triton_loom.emulate(target) as gpu:
+            with triton_loom.emulate(target, ignore=KNOWN) as gpu:
                 found = list(tensors(call()))
             shares.append(max(map(differing, found, wanted), default=0.0))
             why |= {reason for launch in gpu.launches for reason in launch.inexact} if shares[-1] else set()

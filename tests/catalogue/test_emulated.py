@@ -23,8 +23,11 @@ from weft.workloads import Workload, distinct, for_op
 
 TARGETS = ("sm_80", "sm_90")
 
-# The truth of these is made from their own results for fp32 inputs. A GPU has other tiles for these, whose sums may differ
-# in the last bit; so results are compared with Loom's, codes to one place.
+# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/found.md).
+KNOWN = ("proxy fence missing after cp.async",)
+
+# The truth of these is made from their own results for fp32 inputs. A GPU has other tiles for these, whose sums may
+# differ in the last bit; so results are compared with Loom's, codes to one place.
 OWN_NUMBERS = ("qkv_prepare_cached",)
 
 
@@ -57,7 +60,7 @@ def emulated(workload: Workload, target: str) -> dict[str, float]:
     call = small(workload)
     with choosing_for(target):
         wanted = parts(results(call))
-    with triton_loom.emulate(target) as gpu:
+    with triton_loom.emulate(target, ignore=KNOWN) as gpu:
         found = parts(results(call))
         assert gpu.launches, "no launch was emulated"
         excuses = {reason for launch in gpu.launches for reason in launch.inexact}
