@@ -82,6 +82,14 @@ def test_products(name: str) -> None:
     check(PRODUCTS[name], known=KNOWN.get(name, frozenset()))
 
 
+def test_what_ptxas_mends_is_listed_and_not_raised() -> None:
+    _, _, launch = PRODUCTS["f16 in f16"].make()
+    with triton_loom.emulate("sm_90") as gpu:
+        launch()
+    assert {finding.kind for finding in gpu.findings} == {"product under way"}
+    assert "ptxas" in gpu.report()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16])

@@ -87,7 +87,7 @@ RELEASE_IS_COVERED = (
     "between the last read of all warps and it"
 )
 NEXT_TILE_HAS_MORE = (
-    "of the barrier after a tile's store and the one before the next tile's stores one is enough"
+    "between the wait for a tile's store and the next tile stand the barriers of its loop over k"
 )
 NOTHING_BEFORE = "since the barrier at the end of the turn before, threads have only computed addresses"
 NEVER_EXECUTED = "no warp comes there: the partition that it is for does not exist"

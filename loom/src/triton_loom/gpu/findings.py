@@ -39,6 +39,9 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
+# ptxas says so when it does it: C7514 (products are serialised), C7517 (a wait is injected), C7519 (a fence is).
+MENDED: frozenset[FindingKind] = frozenset({"product under way", "wgmma.fence missing"})
+
 _MEANING: dict[FindingKind, str] = {
     "shared memory race": "two threads touch the same bytes and nothing orders them",
     "global memory race": "two threads touch the same bytes and nothing orders them",
@@ -68,8 +71,9 @@ _MEANING: dict[FindingKind, str] = {
     "unusable tensor map": "a field is missing or no copy can be made with it, or its kind of tile is not emulated",
     "tensor map not acquired": "the kernel made this tensor map, and no fence.proxy.tensormap makes copies see it",
     "unusable matrix descriptor": "bits are set that mean nothing, or that are not emulated (a base offset)",
-    "product under way": "registers of a wgmma are touched before it has been waited for",
-    "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence follows before it",
+    "product under way": "registers of a wgmma are touched before it has been waited for; ptxas puts in a wait, which "
+    "costs time",
+    "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence stands between; ptxas puts one in",
     "warps disagree": "the four warps of a warp group execute different products, or one does not come to a product",
 }
 
@@ -112,6 +116,11 @@ class Finding:
     address: int | None = None
     memory: str = ""  # the name of the memory that the address lies in, or next to
     count: int = 1
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether ptxas sees it in the text and puts in what is missing: the result is right, and time is lost."""
+        return self.kind in MENDED
 
     def __str__(self) -> str:
         times = f", {self.count} times" if self.count > 1 else ""

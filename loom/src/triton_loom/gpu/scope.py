@@ -136,8 +136,9 @@ class Gpu:
             yield
         finally:
             here.memory, here.file = (), None
-        if self.raises and here.launched is not None and here.launched.outcome.findings:
-            raise HazardError(here.launched.outcome.findings)
+        found: list[Finding] = here.launched.outcome.findings if here.launched is not None else []
+        if self.raises and not all(finding.is_mended for finding in found):
+            raise HazardError(found)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
         """Whether an address lies in this memory, or in what is allowed."""
