@@ -143,7 +143,8 @@ def emulate(
 
     A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
     when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
-    addresses alone are checked; `ignore` names kinds of findings that are not reported. Asynchronous copies arrive as late as they may, or, with `delivery="early"`, at once.
+    addresses alone are checked; `ignore` names kinds of findings that are not reported. Asynchronous copies arrive as
+    late as they may, or, with `delivery="early"`, at once.
 
     `gpu.counters` says what each kernel did and each of its lines: instructions by class, barriers, products of
     matrices. With `counters=True` it also has what was asked of global and shared memory, beside the least for the
