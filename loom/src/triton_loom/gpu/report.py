@@ -109,7 +109,7 @@ def _lines(kernel: KernelCounters) -> Iterator[list[str]]:
     shown = list(kernel.lines.items())[:LINES_SHOWN]
     files = {line.file for line in kernel.lines}
     in_one_file = f" of {Path(*files).name}" if len(files) == 1 else ""
-    names = [str(line.number) if in_one_file else str(line) for line, _ in shown]
+    names = [str(line.number) if in_one_file and line.number else str(line) for line, _ in shown]
     whole = kernel.total.warp_instructions
     numbers = [_OF_A_LINE, *(_numbers(counters, whole) for _, counters in shown)]
     used = [column for column in zip(*numbers, strict=True) if any(column[1:])]
