@@ -73,6 +73,26 @@ def test_lanes_that_leave_early() -> None:
     assert out[1::2].tolist() == [7 if 5 <= lane <= 20 else 0 for lane in range(32)]
 
 
+def test_lanes_that_leave_on_one_way() -> None:
+    """They are not there any more where the ways meet."""
+    out = words(32)
+    body = f"""
+      setp.lt.u32 %p1, %r0, 12;
+      @!%p1 bra meet;
+      setp.lt.u32 %p2, %r0, 5;
+      @%p2 bra out;
+      mov.b32 %r2, 1;
+      bra.uni meet;
+    out:
+      ret;
+    meet:
+      activemask.b32 %r1;
+      {store_results("%r1")}
+    """
+    assert not launch(body, out).findings
+    assert out.tolist() == [0] * 5 + [0xFFFFFFE0] * 27
+
+
 @pytest.mark.parametrize("choice", ["and.b32 %r1, %r0, 3;", "mov.b32 %r1, 2;"], ids=["parted", "together"])
 def test_jump_by_index(choice: str) -> None:
     out = words(32)

@@ -203,6 +203,27 @@ def test_the_copy_of_another_lane_needs_more_than_a_wait() -> None:
     assert copied("late", "cp.async.wait_all;", "", across=16)[2] == ["shared memory race"]
 
 
+@pytest.mark.parametrize(
+    ("waits", "found"),
+    [
+        ("cp.async.commit_group; cp.async.wait_group 0;", []),
+        ("cp.async.commit_group; cp.async.wait_group 1;", ["shared memory race"]),
+        ("cp.async.wait_group 0;", ["shared memory race"]),  # it is in no group yet
+        ("cp.async.wait_all;", []),
+    ],
+)
+def test_a_wait_counts_groups(waits: str, found: list[str]) -> None:
+    data, out = RNG.integers(0, 1 << 32, 64).astype(np.uint32), words(32)
+    body = f"""
+      mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd1, %rd10;
+      cp.async.ca.shared.global [%r2+128], [%rd11+128], 4; cp.async.commit_group;
+      cp.async.ca.shared.global [%r2], [%rd11], 4; {waits}
+      ld.shared.b32 %r3, [%r2]; {store_results("%r3")}
+    """
+    assert kinds(launch(body, out, data, shared=256)) == found
+    assert (out == data[:32]).all() == (not found)
+
+
 def test_a_copy_reads_nothing_where_nothing_is_given() -> None:
     out = words(32)
     body = f"""

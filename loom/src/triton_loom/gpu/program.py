@@ -85,7 +85,7 @@ class _Builder:
 
     def build(self) -> Flat:
         statements = self.kernel.statements
-        if not statements or opcodes.decode(statements[-1]).handler != "leave":
+        if not statements or statements[-1].guard or opcodes.decode(statements[-1]).handler != "leave":
             statements.append(Statement("ret", ()))  # what follows the last statement is the end
         operations = [opcodes.decode(statement) for statement in statements]
         numbered = enumerate(zip(operations, statements, strict=True))
@@ -120,9 +120,10 @@ class _Builder:
         return [self._label(name) for name in operation.targets]
 
     def _ways(self, number: int, operation: Operation, statement: Statement) -> list[int]:
-        """The instructions that may follow; the one after the last is the end."""
+        """The instructions that may follow; the one after the last is the end. Whoever leaves the kernel before its last
+        statement is not waited for where the ways of the others meet."""
         following = self._targets(operation)
-        if operation.handler == "leave":
+        if operation.handler == "leave" and number == len(self.kernel.statements) - 1:
             following = [len(self.kernel.statements)]
         if not operation.ends or statement.guard:
             following.append(number + 1)
