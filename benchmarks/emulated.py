@@ -61,7 +61,7 @@ def differing(found: Tensor, wanted: Tensor) -> float:
 
 
 def main(target: str, ops: list[str]) -> None:
-    print("| op | options | same bits | most that differs | why | warp instructions | seconds |")
+    print("| emulated | options | same bits | most that differs | why | warp instructions | seconds |")
     print("|---|---:|---:|---:|---|---:|---:|")
     ran = same = instructions = 0
     begin = time.perf_counter()
