@@ -462,7 +462,9 @@ def mixed_batch(kind: str) -> Batch:
     format_ = F16 if kind == "f16" else BF16
 
     def sums(sign: int, sat: bool) -> Reference:
-        return lambda a, b, c: bits32(format_.values[a].astype(np.float32) + np.float32(sign) * f32(c), sat=sat)
+        return lambda a, b, c: bits32(
+            format_.values[a].astype(np.float32) + np.float32(sign) * f32(c), sat=sat
+        )
 
     def fused(sat: bool) -> Reference:
         def reference(a: Array, b: Array, c: Array) -> Array:

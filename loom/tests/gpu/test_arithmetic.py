@@ -1,8 +1,8 @@
-"""Arithmetic on 32 lanes: the tables of loom/tests/test_ptx_*.py, which hold for an instruction in one lane, on the machine.
+"""Arithmetic on 32 lanes: the tables of loom/tests/test_ptx_*.py, which hold for one lane, on the machine.
 
-Those tables are written from the ISA's rules (edges of shifts, NaN, saturation, roundings, selectors) and are exhaustive
-for conversions of 16 bits. Here they run as PTX: the instructions that are compiled with the machine always, all others
-in the slow tests.
+Those tables are written from the ISA's rules (edges of shifts, NaN, saturation, roundings, selectors) and are
+exhaustive for conversions of 16 bits. Here they run as PTX: the instructions that are compiled with the machine always,
+all others in the slow tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ GROUPS = {
     for module in (test_ptx_integers, test_ptx_conversions, test_ptx_floats)
     for name, group in module.GROUPS.items()
 }
-COMMON = {scalar.name for scalar in scalars.common()} | {f"{op}.pred" for op in ("mov", "and", "or", "xor", "not")}
+COMMON = {scalar.name for scalar in scalars.common()} | {
+    f"{op}.pred" for op in ("mov", "and", "or", "xor", "not")
+}
 REGISTERS = {16: "%rs", 32: "%r", 64: "%rd"}
 
 
@@ -99,7 +101,9 @@ def test_approximations_are_those_of_loom() -> None:
 def test_extreme_of_three(name: str) -> None:
     """Numbers win over NaN, and -0 is less than 0."""
     values = [0, 0x80000000, 0x3F800000, 0xC0000000, 0x7FC00001, 0x7F800000]
-    a, b, c = (np.array(column, np.uint32) for column in zip(*itertools.product(values, repeat=3), strict=True))
+    a, b, c = (
+        np.array(column, np.uint32) for column in zip(*itertools.product(values, repeat=3), strict=True)
+    )
 
     def of_two(x: Array, y: Array) -> Array:
         numbers = (x.view(np.float32).astype(np.float64), y.view(np.float32).astype(np.float64))
@@ -110,7 +114,9 @@ def test_extreme_of_three(name: str) -> None:
 
 
 def test_all_that_is_compiled_with_the_machine_is_tested() -> None:
-    batches = [batch for group in GROUPS.values() for batch in group()] + [test_ptx_floats.f32_approximations()]
+    batches = [batch for group in GROUPS.values() for batch in group()] + [
+        test_ptx_floats.f32_approximations()
+    ]
     tested = {name for batch in batches for case in batch.cases for name in opcodes(case)}
     assert COMMON - tested == {"min3.f32", "max3.f32"}
 

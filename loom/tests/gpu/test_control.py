@@ -1,4 +1,4 @@
-"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; and how text becomes that."""
+"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; how text is read."""
 
 from __future__ import annotations
 
@@ -73,6 +73,26 @@ def test_lanes_that_leave_early() -> None:
     assert out[1::2].tolist() == [7 if 5 <= lane <= 20 else 0 for lane in range(32)]
 
 
+def test_lanes_that_leave_on_one_way() -> None:
+    """They are not there any more where the ways meet."""
+    out = words(32)
+    body = f"""
+      setp.lt.u32 %p1, %r0, 12;
+      @!%p1 bra meet;
+      setp.lt.u32 %p2, %r0, 5;
+      @%p2 bra out;
+      mov.b32 %r2, 1;
+      bra.uni meet;
+    out:
+      ret;
+    meet:
+      activemask.b32 %r1;
+      {store_results("%r1")}
+    """
+    assert not launch(body, out).findings
+    assert out.tolist() == [0] * 5 + [0xFFFFFFE0] * 27
+
+
 @pytest.mark.parametrize("choice", ["and.b32 %r1, %r0, 3;", "mov.b32 %r1, 2;"], ids=["parted", "together"])
 def test_jump_by_index(choice: str) -> None:
     out = words(32)
@@ -131,7 +151,7 @@ def test_special_registers() -> None:
         assert (out[..., column] == values).all()
 
 
-# ---- text and graph -------------------------------------------------------------------------------------------
+# ---- text and graph --------------------------------------------------------------------------------------
 
 
 def test_reconvergence() -> None:
@@ -163,7 +183,13 @@ def test_what_is_read_of_a_kernel() -> None:
     .file 2 "/x/inner.py"
     """
     kernel = text.read(module)
-    assert [(p.offset, p.size) for p in kernel.parameters.values()] == [(0, 8), (8, 1), (12, 4), (64, 128), (192, 4)]
+    assert [(p.offset, p.size) for p in kernel.parameters.values()] == [
+        (0, 8),
+        (8, 1),
+        (12, 4),
+        (64, 128),
+        (192, 4),
+    ]
     assert kernel.threads == 128
     assert kernel.constants == {"name": b"ab\0\0"}
     first, second, _ = kernel.statements

@@ -9,15 +9,42 @@ import pytest
 from gpu.emulated import LINE, kinds, launch, store_results, words
 from triton_loom.gpu.machine import Options
 
-SHARED = "mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; xor.b32 %r3, %r0, {other}; mad.lo.s32 %r4, %r3, 4, %r1;"
-EXCHANGE = SHARED + "st.shared.b32 [%r2], 99; bar.sync 0; st.shared.b32 [%r2], %r0; {sync} ld.shared.b32 %r5, [%r4];" + store_results("%r5")
+SHARED = (
+    "mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; xor.b32 %r3, %r0, {other}; mad.lo.s32 %r4, %r3, 4, %r1;"
+)
+EXCHANGE = (
+    SHARED
+    + "st.shared.b32 [%r2], 99; bar.sync 0; st.shared.b32 [%r2], %r0; {sync} ld.shared.b32 %r5, [%r4];"
+    + store_results("%r5")
+)
 OVERWRITE = (
     SHARED
     + "st.shared.b32 [%r2], %r0; bar.sync 0; ld.shared.b32 %r5, [%r4]; {sync} add.s32 %r6, %r0, 1; "
     + "st.shared.b32 [%r2], %r6;"
     + store_results("%r5")
 )
-ONE_PLACE = "mov.b32 %r1, smem; {value} {guard} st.shared.b32 [%r1], %r2; bar.sync 0; ld.shared.b32 %r3, [%r1];" + store_results("%r3")
+ONE_PLACE = (
+    "mov.b32 %r1, smem; {value} {guard} st.shared.b32 [%r1], %r2; bar.sync 0; ld.shared.b32 %r3, [%r1];"
+    + store_results("%r3")
+)
+
+
+IN_GLOBAL_MEMORY = """
+  xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0;
+  mul.wide.u32 %rd6, %r1, 4; add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5;
+  st.global.b32 [%rd5], %r2; {sync} ld.global.b32 %r3, [%rd6];
+"""
+
+
+# Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
+FLAG = """
+  mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; setp.ne.b32 %p2, %r0, 0; @%p2 bra end; @!%p1 bra wait;
+  st.global.b32 [%rd0+4], 7; {store}.global.b32 [%rd0], 1; bra end;
+wait:
+  {load}.global.b32 %r2, [%rd0]; setp.eq.b32 %p3, %r2, 0; @%p3 bra wait;
+  ld.global.b32 %r3, [%rd0+4]; st.global.b32 [%rd0+8], %r3;
+end:
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +120,8 @@ HAZARDS = {
     "before shared memory": Hazard(
         "shared memory out of bounds",
         SHARED.format(other=0) + "setp.eq.b32 %p1, %r0, 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
-        SHARED.format(other=0) + "setp.eq.b32 %p1, %r0, 1; st.shared.b32 [%r2], 0; bar.sync 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
+        SHARED.format(other=0)
+        + "setp.eq.b32 %p1, %r0, 1; st.shared.b32 [%r2], 0; bar.sync 0; @%p1 ld.shared.b32 %r5, [%r2+-4];",
     ),
     "wild address": Hazard(
         "global memory out of bounds",
@@ -114,11 +142,7 @@ HAZARDS = {
         "mov.b32 %r1, smem; mov.b32 %r2, 0; st.shared.v2.b32 [%r1+8], {%r2, %r2};",
     ),
     "threads of a block in global memory": Hazard(
-        "global memory race",
-        "xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0; mul.wide.u32 %rd6, %r1, 4; "
-        "add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5; st.global.b32 [%rd5], %r2; ld.global.b32 %r3, [%rd6];",
-        "xor.b32 %r1, %r0, 32; mul.wide.u32 %rd5, %r0, 4; add.s64 %rd5, %rd5, %rd0; mul.wide.u32 %rd6, %r1, 4; "
-        "add.s64 %rd6, %rd6, %rd0; add.s32 %r2, %r0, 5; st.global.b32 [%rd5], %r2; bar.sync 0; ld.global.b32 %r3, [%rd6];",
+        "global memory race", IN_GLOBAL_MEMORY.format(sync=""), IN_GLOBAL_MEMORY.format(sync="bar.sync 0;")
     ),
     "lanes in global memory": Hazard(
         "global memory race",
@@ -144,11 +168,19 @@ HAZARDS = {
         "global memory race",
         "mov.u32 %r1, %ctaid.x; ld.global.b32 %r3, [%rd0+4]; add.s32 %r3, %r3, %r1; st.global.b32 [%rd0+4], %r3; "
         "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1;",
-        "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r0, 0; @!%p1 bra end; atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; "
+        "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r0, 0; @!%p1 bra end; "
+        "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; "
         "ld.global.b32 %r3, [%rd0+4]; add.s32 %r3, %r3, %r1; st.global.b32 [%rd0+4], %r3; "
         "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0], 1; end:",
         threads=32,
         grid=(4, 1, 1),
+    ),
+    "a flag that is no atomic": Hazard(
+        "global memory race",
+        FLAG.format(store="st", load="ld"),
+        FLAG.format(store="st.release.gpu", load="ld.acquire.gpu"),
+        threads=32,
+        grid=(2, 1, 1),
     ),
     "a barrier in one half of a warp": Hazard(
         "split warp",
@@ -160,7 +192,8 @@ HAZARDS = {
         "split warp",
         SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; setp.lt.u32 %p1, %r0, 16; @%p1 bra end; "
         "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1]; end:",
-        SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1];",
+        SHARED.format(other=0) + "st.shared.b32 [%r2], 0; bar.sync 0; "
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r1];",
         threads=32,
     ),
     "some have left": Hazard(
@@ -195,7 +228,12 @@ def test_found_where_it_is_and_only_there(name: str) -> None:
     def found(body: str, **options: int) -> list[str]:
         out = words(hazard.threads)
         outcome = launch(
-            body, out, threads=hazard.threads, shared=hazard.shared, grid=hazard.grid, options=Options(**options)
+            body,
+            out,
+            threads=hazard.threads,
+            shared=hazard.shared,
+            grid=hazard.grid,
+            options=Options(**options),
         )
         return kinds(outcome)
 
@@ -212,7 +250,10 @@ def test_a_finding_says_who_and_where() -> None:
     assert finding.kernel == "kernel"
     assert finding.other is not None
     assert {finding.by.thread // 32, finding.other.thread // 32} == {0, 1}  # type: ignore[operator]
-    assert {finding.by.instruction, finding.other.instruction} == {"ld.shared.b32 %r5, [%r4]", "st.shared.b32 [%r2], %r6"}
+    assert {finding.by.instruction, finding.other.instruction} == {
+        "ld.shared.b32 %r5, [%r4]",
+        "st.shared.b32 [%r2], %r6",
+    }
     assert (finding.by.place.file, finding.by.place.line) == ("kernel.py", LINE)
     assert finding.by.block == (0, 0, 0)
     assert finding.count == 64
@@ -252,7 +293,9 @@ def test_named_barriers_order_those_who_come() -> None:
     out = words(32)
     assert kinds(launch(body.format(arrive="barrier.arrive 4, 64;"), out, threads=128, shared=128)) == []
     assert out.tolist() == list(range(32))
-    late = body.replace("st.shared.b32 [%r4], %r0; {arrive}", "barrier.arrive 4, 64; st.shared.b32 [%r4], %r0;")
+    late = body.replace(
+        "st.shared.b32 [%r4], %r0; {arrive}", "barrier.arrive 4, 64; st.shared.b32 [%r4], %r0;"
+    )
     assert kinds(launch(late, out, threads=128, shared=128)) == ["shared memory race"]
     assert kinds(launch(body.format(arrive=""), out, threads=128, shared=128)) == ["deadlock"]
 

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix and mma.sync: which lane holds which element, and the arithmetic, one rounding a term in the order of k."""
+"""ldmatrix, stmatrix and mma.sync: which lane holds which element; sums with one rounding a term, in the order of k."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from assembled import to_odd
-from formats import BF16, F16, SMALL, Format, small_values
+from formats import BF16, F16, Format, small_values
 from gpu.emulated import Array, kinds, launch, words
 from triton_loom.gpu.machine import Options
 
@@ -30,7 +30,7 @@ def listed(first: str, count: int) -> str:
     return "{" + ", ".join(f"{first}{k}" for k in range(count)) + "}"
 
 
-# ---- to and from shared memory ------------------------------------------------------------------------------------
+# ---- to and from shared memory ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -71,7 +71,7 @@ def test_matrices_of_shared_memory(count: int, transposed: bool) -> None:
     assert (copy[: 64 * count].reshape(count, 8, 8) == np.array(matrices)).all()
 
 
-# ---- products ------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Element:
     def codes(self, shape: tuple[int, int], rng: np.random.Generator) -> Array:
         """Numbers of ordinary size, as codes."""
         raw = rng.integers(0, 1 << self.bits, (4096,), dtype=np.uint64).astype(np.uint32)
-        numbers = self.numbers(raw)
         with np.errstate(invalid="ignore"):
+            numbers = self.numbers(raw)
             raw = raw[(np.abs(numbers) < 300) & (np.abs(numbers) > 1e-3)]
         return np.resize(raw, shape)
 
@@ -106,17 +106,20 @@ ELEMENTS = {
     "u8": Element(8, lambda codes: codes.astype(np.float64)),
     "e4m3": Element(8, _small("e4m3")),
     "e5m2": Element(8, _small("e5m2")),
+    "e2m1": Element(4, _small("e2m1")),
 }
 
 
 def a_place(bits: int, i: int, lane: int) -> tuple[int, int]:
-    """Row and column of element a_i in the ISA's figures for m16n8k8 (tf32), m16n8k16 (16 bits) and m16n8k32 (8 bits)."""
+    """Row and column of element a_i in the ISA's figures for k = 8 (tf32), 16 (16 bits), 32 (8 bits), 64 (4 bits)."""
     g, t = lane // 4, lane % 4
     if bits == 32:
         return g + 8 * (i % 2), t + 4 * (i // 2)
     if bits == 16:
         return (g if i in (0, 1, 4, 5) else g + 8), t * 2 + (i & 1) + (8 if i >= 4 else 0)
-    return (g if i < 4 or 8 <= i < 12 else g + 8), t * 4 + (i & 3) + (16 if i >= 8 else 0)
+    if bits == 8:
+        return (g if i < 4 or 8 <= i < 12 else g + 8), t * 4 + (i & 3) + (16 if i >= 8 else 0)
+    return (g if i < 8 or 16 <= i < 24 else g + 8), t * 8 + (i & 7) + (32 if i >= 16 else 0)
 
 
 def b_place(bits: int, i: int, lane: int) -> tuple[int, int]:
@@ -125,14 +128,18 @@ def b_place(bits: int, i: int, lane: int) -> tuple[int, int]:
         return t + 4 * i, g
     if bits == 16:
         return t * 2 + (i & 1) + (8 if i >= 2 else 0), g
-    return t * 4 + (i & 3) + (16 if i >= 4 else 0), g
+    if bits == 8:
+        return t * 4 + (i & 3) + (16 if i >= 4 else 0), g
+    return t * 8 + (i & 7) + (32 if i >= 8 else 0), g
 
 
 def c_place(i: int, lane: int) -> tuple[int, int]:
     return lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + (i & 1)
 
 
-def packed(matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int) -> Array:
+def packed(
+    matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int
+) -> Array:
     """The registers of all lanes, with a matrix of codes in them."""
     per_register = 32 // bits
     out = np.zeros((32, registers), np.uint32)
@@ -144,7 +151,7 @@ def packed(matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int,
 
 
 def chain(a: Array, b: Array, c: Array) -> Array:
-    """c plus the products one after another in f32, each rounded once: a product of two short numbers is exact in f64."""
+    """c plus the products one after another in f32, each rounded once; a product of short numbers is exact in f64."""
     total = c.astype(np.float32)
     for k in range(a.shape[1]):
         exact = to_odd(np.multiply.outer(a[:, k], b[k]).ravel(), total.astype(np.float64).ravel())
@@ -202,11 +209,66 @@ def test_product(shape: str, to: str, of_a: str, of_b: str) -> None:
         result = wanted.astype(np.int32).view(np.uint32)
         assert (got == packed(result, 32, lambda _, i, lane: c_place(i, lane), 4)).all()
     elif to == "f16":
-        result = chain(numbers_a, numbers_b, start).astype(np.float16).view(np.uint16)
+        with np.errstate(over="ignore"):
+            result = chain(numbers_a, numbers_b, start).astype(np.float16).view(np.uint16)
         assert (got == packed(result, 16, lambda _, i, lane: c_place(i, lane), 2)).all()
     else:
         result = chain(numbers_a, numbers_b, start).view(np.uint32)
         assert (got == packed(result, 32, lambda _, i, lane: c_place(i, lane), 4)).all()
+
+
+SCALED = [
+    ("m16n8k32", "mxf8f6f4", 1, "e4m3", "e5m2", "ue8m0"),
+    ("m16n8k32", "mxf8f6f4", 1, "e5m2", "e4m3", "ue8m0"),
+    ("m16n8k64", "mxf4", 2, "e2m1", "e2m1", "ue8m0"),
+    ("m16n8k64", "mxf4nvf4", 2, "e2m1", "e2m1", "ue8m0"),
+    ("m16n8k64", "mxf4nvf4", 4, "e2m1", "e2m1", "ue4m3"),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind", "vector", "of_a", "of_b", "scale"), SCALED)
+@pytest.mark.parametrize("last", [False, True])
+def test_product_with_scales(
+    shape: str, kind: str, vector: int, of_a: str, of_b: str, scale: str, last: bool
+) -> None:
+    """Two lanes of a quad have the scales of its two rows of A, one has those of its column of B: which, and at which
+    byte they begin, the instruction says. Everywhere else is something that must not be read."""
+    rng = np.random.default_rng(3)
+    depth = int(shape.split("k")[1])
+    a_type, b_type = ELEMENTS[of_a], ELEMENTS[of_b]
+    a, b = a_type.codes((16, depth), rng), b_type.codes((depth, 8), rng)
+    rng.shuffle(a.ravel())
+    rng.shuffle(b.ravel())
+    codes = (120, 134) if scale == "ue8m0" else (40, 80)
+    scales_a, scales_b = (rng.integers(*codes, (size, vector)) for size in (16, 8))
+    byte, thread_a, thread_b = (4 - vector, 1, 3) if last else (0, 0, 0)
+    words_a, words_b = np.full((32, 4), 0xFF, np.uint8), np.full((32, 4), 0xFF, np.uint8)
+    for lane in LANES:
+        if lane % 4 // 2 == thread_a:
+            words_a[lane, byte : byte + vector] = scales_a[lane // 4 + 8 * (lane % 2)]
+        if lane % 4 == thread_b:
+            words_b[lane, byte : byte + vector] = scales_b[lane // 4]
+    bits = a_type.bits
+    a_words, b_words = packed(a, bits, a_place, 4), packed(b, bits, b_place, 2)
+    c = rng.normal(0, 4, (16, 8)).astype(np.float32)
+    c_words = packed(c.view(np.uint32), 32, lambda _, i, lane: c_place(i, lane), 4)
+    got = np.zeros_like(c_words)
+    body = f"""
+      {load_words("%r2", 1, 4)} {load_words("%r3", 2, 2)} {load_words("%r4", 3, 4)}
+      {load_words("%r5", 4, 1)} {load_words("%r6", 5, 1)}
+      mma.sync.aligned.{shape}.row.col.kind::{kind}.block_scale.scale_vec::{vector}X.f32.{of_a}.{of_b}.f32.{scale}
+        {listed("%r7", 4)}, {listed("%r2", 4)}, {listed("%r3", 2)}, {listed("%r4", 4)},
+        %r50, {{{byte}, {thread_a}}}, %r60, {{{byte}, {thread_b}}};
+      {store_words("%r7", 0, 4)}
+    """
+    assert not launch(body, got, a_words, b_words, c_words, words_a, words_b).findings
+
+    def scaled(numbers: Array, scales: Array) -> Array:
+        values = 2.0 ** (scales - 127.0) if scale == "ue8m0" else small_values("e4m3")[scales]
+        return numbers * np.repeat(values, depth // vector, 1)
+
+    result = chain(scaled(a_type.numbers(a), scales_a), scaled(b_type.numbers(b).T, scales_b).T, c)
+    assert (got == packed(result.view(np.uint32), 32, lambda _, i, lane: c_place(i, lane), 4)).all()
 
 
 def test_integers_that_do_not_fit() -> None:
@@ -234,7 +296,8 @@ def test_product_of_doubles() -> None:
     got = np.zeros_like(c_lanes)
     body = """
       mul.wide.u32 %rd10, %r0, 8; mul.wide.u32 %rd11, %r0, 16;
-      add.s64 %rd12, %rd1, %rd10; ld.global.b64 %rd20, [%rd12]; add.s64 %rd12, %rd2, %rd10; ld.global.b64 %rd21, [%rd12];
+      add.s64 %rd12, %rd1, %rd10; ld.global.b64 %rd20, [%rd12];
+      add.s64 %rd12, %rd2, %rd10; ld.global.b64 %rd21, [%rd12];
       add.s64 %rd12, %rd3, %rd11; ld.global.v2.b64 {%rd22, %rd23}, [%rd12];
       mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd24, %rd25}, {%rd20}, {%rd21}, {%rd22, %rd23};
       add.s64 %rd12, %rd0, %rd11; st.global.v2.b64 [%rd12], {%rd24, %rd25};

@@ -58,7 +58,7 @@ def test_sinks_and_offsets() -> None:
     assert out.tolist() == [data[5], data[7]] * 32
 
 
-# ---- atomic operations -----------------------------------------------------------------------------------------
+# ---- atomic operations -----------------------------------------------------------------------------------
 
 BITS = {"u32": np.uint32, "s32": np.int32, "u64": np.uint64, "s64": np.int64, "b32": np.uint32, "b64": np.uint64,
         "f32": np.float32, "f64": np.float64}  # fmt: skip
@@ -86,7 +86,11 @@ ATOMICS = [
 def test_atomics(operation: str, type_: str, space: str) -> None:
     """Lanes come one after another; each gets what the one before has left."""
     dtype = np.dtype(BITS[type_])
-    values = RNG.integers(-50, 50, 32).astype(dtype) if dtype.kind != "u" else RNG.integers(0, 99, 32).astype(dtype)
+    values = (
+        RNG.integers(-50, 50, 32).astype(dtype)
+        if dtype.kind != "u"
+        else RNG.integers(0, 99, 32).astype(dtype)
+    )
     memory, old = np.array([7, 0], dtype), np.zeros(32, dtype)
     size = dtype.itemsize
     at = "[%rd1]" if space == "global" else "[%r5]"
@@ -137,13 +141,17 @@ def test_atomic_sums_of_halves(name: str) -> None:
 
 def test_atomic_sums_of_many_blocks() -> None:
     memory, out = words(4), words(1)
-    body = "mov.b32 %r1, 1; mov.b32 %r2, 2; atom.global.gpu.acq_rel.add.v2.f32 {%r3, %r4}, [%rd1], {%r1, %r2};"
-    body = body.replace("mov.b32 %r1, 1", "mov.b32 %r1, 0f3F800000").replace("mov.b32 %r2, 2", "mov.b32 %r2, 0f40000000")
+    body = (
+        "mov.b32 %r1, 1; mov.b32 %r2, 2; atom.global.gpu.acq_rel.add.v2.f32 {%r3, %r4}, [%rd1], {%r1, %r2};"
+    )
+    body = body.replace("mov.b32 %r1, 1", "mov.b32 %r1, 0f3F800000").replace(
+        "mov.b32 %r2, 2", "mov.b32 %r2, 0f40000000"
+    )
     assert not launch(body, out, memory, grid=(10, 2, 1), threads=64).findings
     assert memory.view(np.float32).tolist() == [1280, 2560, 0, 0]
 
 
-# ---- asynchronous copies -----------------------------------------------------------------------------------------
+# ---- asynchronous copies ---------------------------------------------------------------------------------
 
 COPY = """
   mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 16, %r1;
@@ -193,6 +201,27 @@ def test_a_copy_that_is_not_waited_for(delivery: str) -> None:
 
 def test_the_copy_of_another_lane_needs_more_than_a_wait() -> None:
     assert copied("late", "cp.async.wait_all;", "", across=16)[2] == ["shared memory race"]
+
+
+@pytest.mark.parametrize(
+    ("waits", "found"),
+    [
+        ("cp.async.commit_group; cp.async.wait_group 0;", []),
+        ("cp.async.commit_group; cp.async.wait_group 1;", ["shared memory race"]),
+        ("cp.async.wait_group 0;", ["shared memory race"]),  # it is in no group yet
+        ("cp.async.wait_all;", []),
+    ],
+)
+def test_a_wait_counts_groups(waits: str, found: list[str]) -> None:
+    data, out = RNG.integers(0, 1 << 32, 64).astype(np.uint32), words(32)
+    body = f"""
+      mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd1, %rd10;
+      cp.async.ca.shared.global [%r2+128], [%rd11+128], 4; cp.async.commit_group;
+      cp.async.ca.shared.global [%r2], [%rd11], 4; {waits}
+      ld.shared.b32 %r3, [%r2]; {store_results("%r3")}
+    """
+    assert kinds(launch(body, out, data, shared=256)) == found
+    assert (out == data[:32]).all() == (not found)
 
 
 def test_a_copy_reads_nothing_where_nothing_is_given() -> None:

@@ -112,7 +112,9 @@ def _extreme_relu(words: list[str]) -> Row:
     choice = f"a {sign} b ? (a > 0 ? a : 0) : (b > 0 ? b : 0)"
     if words[-1] == "s32":
         return _one("s32", ["s32"] * 2, f"[](i32 a, i32 b) {{ return {choice}; }}(%0, %1)")
-    return _one("s16x2", ["s16x2"] * 2, f"ptx::pairs<i16>([](i16 a, i16 b) {{ return (i16)({choice}); }}, %0, %1)")
+    return _one(
+        "s16x2", ["s16x2"] * 2, f"ptx::pairs<i16>([](i16 a, i16 b) {{ return (i16)({choice}); }}, %0, %1)"
+    )
 
 
 def _add_pairs(words: list[str]) -> Row:

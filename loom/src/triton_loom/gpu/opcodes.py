@@ -253,6 +253,15 @@ def _product(s: Statement) -> Operation:
     return Operation(".".join(name), uses)
 
 
+def _scaled_product(s: Statement) -> Operation:
+    """Beside the matrices the scales of A and of B, each with the byte and the lane that they begin at."""
+    name = [word for word in words(s) if word not in ("sync", "aligned", "row", "col")]
+    *matrices, scales_a, place_a, scales_b, place_b = s.operands
+    uses = [Use(text, "b32") for operand in (*matrices, scales_a, scales_b) for text in elements(operand)]
+    places = [int(number, 0) for place in (place_a, place_b) for number in elements(place)]
+    return Operation(".".join(name), tuple(uses), int.from_bytes(bytes(places), "little"))
+
+
 # ---- the table -------------------------------------------------------------------------------------------
 
 _ANY = "(b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64)"
@@ -266,6 +275,9 @@ _CACHE = (
 )
 _COUNT = "{.(v2|v4|v8)}"
 _ORDER = "{.(relaxed|acquire|release|acq_rel)}"
+_ATOMIC = (
+    f"(atom|red){_ORDER}{_SCOPE}{_SPACE}{_ORDER}{_SCOPE}{_ORDER}"  # Triton writes these in another order
+)
 
 ROWS: tuple[Row, ...] = (
     Row("mov.(pred|b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64)", _move),
@@ -282,12 +294,15 @@ ROWS: tuple[Row, ...] = (
     Row(f"ld.(relaxed|acquire){_SCOPE}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _load),
     Row(f"st{{.(weak|volatile)}}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _store),
     Row(f"st.(relaxed|release){_SCOPE}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _store),
-    Row(
-        f"(atom|red){_ORDER}{_SCOPE}{_SPACE}{_ORDER}{_SCOPE}{_ORDER}.({'|'.join(_ATOMICS)})"
-        f"{{.noftz}}{{.L2::cache_hint}}{_COUNT}"
-        "{.noftz}.(b16|b32|b64|u32|s32|u64|s64|f32|f64|f16|bf16|f16x2|bf16x2)",
-        _atomic,
-    ),
+    Row(f"{_ATOMIC}.add{{.L2::cache_hint}}.(u32|s32|u64|s64|f64)", _atomic),
+    Row(f"{_ATOMIC}.add{{.L2::cache_hint}}{{.(v2|v4)}}.f32", _atomic),
+    Row(f"{_ATOMIC}.add.noftz{{.L2::cache_hint}}{_COUNT}.(f16|bf16)", _atomic),
+    Row(f"{_ATOMIC}.add.noftz{{.L2::cache_hint}}{{.(v2|v4)}}.(f16x2|bf16x2)", _atomic),
+    Row(f"{_ATOMIC}.(min|max){{.L2::cache_hint}}.(u32|s32|u64|s64)", _atomic),
+    Row(f"{_ATOMIC}.(and|or|xor){{.L2::cache_hint}}.(b32|b64)", _atomic),
+    Row(f"{_ATOMIC}.(inc|dec){{.L2::cache_hint}}.u32", _atomic),
+    Row(f"{_ATOMIC.replace('(atom|red)', 'atom')}.exch{{.L2::cache_hint}}.(b32|b64)", _atomic),
+    Row(f"{_ATOMIC.replace('(atom|red)', 'atom')}.cas{{.L2::cache_hint}}.(b16|b32|b64)", _atomic),
     # control
     Row("bra{.uni}", _branch),
     Row("brx.idx{.uni}", _branch_by_index),
@@ -332,4 +347,17 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("mma.sync.aligned.(m16n8k32|m16n8k16).row.col{.satfinite}.s32.(s8|u8).(s8|u8).s32", _product),
     Row("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", _product),
+    Row(
+        "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
+        ".f32.(e4m3|e5m2).(e4m3|e5m2).f32.ue8m0",
+        _scaled_product,
+    ),
+    Row(
+        "mma.sync.aligned.m16n8k64.row.col.kind::(mxf4|mxf4nvf4).block_scale.scale_vec::2X.f32.e2m1.e2m1.f32.ue8m0",
+        _scaled_product,
+    ),
+    Row(
+        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
+        _scaled_product,
+    ),
 )

@@ -85,7 +85,7 @@ class _Builder:
 
     def build(self) -> Flat:
         statements = self.kernel.statements
-        if not statements or opcodes.decode(statements[-1]).handler != "leave":
+        if not statements or statements[-1].guard or opcodes.decode(statements[-1]).handler != "leave":
             statements.append(Statement("ret", ()))  # what follows the last statement is the end
         operations = [opcodes.decode(statement) for statement in statements]
         numbered = enumerate(zip(operations, statements, strict=True))
@@ -120,9 +120,10 @@ class _Builder:
         return [self._label(name) for name in operation.targets]
 
     def _ways(self, number: int, operation: Operation, statement: Statement) -> list[int]:
-        """The instructions that may follow; the one after the last is the end."""
+        """The instructions that may follow; the one after the last is the end. Whoever leaves the kernel before its last
+        statement is not waited for where the ways of the others meet."""
         following = self._targets(operation)
-        if operation.handler == "leave":
+        if operation.handler == "leave" and number == len(self.kernel.statements) - 1:
             following = [len(self.kernel.statements)]
         if not operation.ends or statement.guard:
             following.append(number + 1)
@@ -155,13 +156,14 @@ class _Builder:
             flip=ALL_LANES if statement.negated else 0,
             target=targets[0] if targets else NOWHERE,
             reconverge=reconverge,
-            flags=self._flags(handler, uses),
+            flags=self._flags(statement, handler, uses),
         )
 
-    def _flags(self, handler: str, uses: Sequence[Use]) -> int:
+    def _flags(self, statement: Statement, handler: str, uses: Sequence[Use]) -> int:
         if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
             return UNIFORM_OPERANDS
-        return ATOMIC if handler.startswith("atom.") else 0
+        strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
+        return ATOMIC if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) else 0
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""

@@ -2,7 +2,7 @@
 //
 // Of each word of four bytes the last write and the last read are kept: by which block, when, by which thread. Blocks are
 // numbered through all launches of the process, so that nothing has to be cleared in between. Between blocks only atomic
-// operations make an order: a block that updates or reads with `acquire` what another one has released before is taken to come
+// operations make an order: a block that updates or reads atomically what another one has written that way is taken to come
 // after everything that blocks up to that one have done. That is generous: it never makes an alarm of something ordered.
 #pragma once
 #include "shadow.h"
@@ -156,7 +156,7 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
     if (Page *page = page_of(*w.block->worker, word)) f(*page, word, bytes_in_word(word, address, end));
 }
 
-// ---- what the lanes of an instruction do --------------------------------------------------------------------
+// ---- what the lanes of an instruction do ----------------------------------------------------------------
 
 LOOM_INLINE u32 number_of(const Block &b) { return b.launch->first_block + (u32)b.linear; }
 // Whole words that nobody has touched during this launch, which is what most accesses meet: one entry for all of them.
@@ -201,7 +201,9 @@ LOOM_INLINE void read_words(Warp &w, const Instruction &i, const u64 *address, u
     });
   }
 }
+LOOM_NOINLINE void read_global_atomically(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes);
 LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  if (__builtin_expect(i.flags & ATOMIC, 0)) return read_global_atomically(w, i, address, bytes, lanes);
   switch (bytes) {
     case 4: return read_words<1>(w, i, address, bytes, lanes);
     case 8: return read_words<2>(w, i, address, bytes, lanes);
@@ -228,8 +230,11 @@ LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, 
     __builtin_memcpy((u8 *)address[lane], from, COUNT ? 4 * COUNT : bytes);
   }
 }
+LOOM_NOINLINE void write_global_atomically(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
+                                           u32 bytes, u32 lanes);
 LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
                                 u32 lanes) {
+  if (__builtin_expect(i.flags & ATOMIC, 0)) return write_global_atomically(w, i, address, data, stride, bytes, lanes);
   switch (bytes) {
     case 4: return write_words<1>(w, i, address, data, stride, bytes, lanes);
     case 8: return write_words<2>(w, i, address, data, stride, bytes, lanes);
@@ -238,24 +243,38 @@ LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *addres
   }
 }
 
-// Atomic operations of different threads do not race with each other. They hand on what their blocks did before.
-LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+// Atomic operations, and loads and stores that are relaxed or stronger, do not race with each other. What blocks do that way
+// hands on what they did before, to whoever meets it.
+template <bool READS, bool WRITES>
+LOOM_INLINE void touch_atomically(Warp &w, const Instruction &i, u32 lane, u64 address, u32 bytes) {
   Block &b = *w.block;
   const u32 block = number_of(b);
-  GPU_EACH_LANE(lanes, lane)
-    each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
-      const u32 at = (u32)(word % PAGE / 4);
-      Cell &written = page.writes[at], &read = page.reads[at];
-      // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
-      if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
-      if (written.first && written.block >= b.launch->first_block && written.block > b.known_block && written.block != block)
-        b.known_block = written.block;
-      if (!written.first && !comes_after(w, lane, written, block) && written.when & which)
-        report_global_race(w, i.number, lane, written, written.block, word);
-      else if (!comes_after(w, lane, read, block) && read.when & which)
-        report_global_race(w, i.number, lane, read, read.block, word);
-      written = {block, w.clocks->own << 4 | which, who(i.number, w.thread(lane)), 1};
-    });
+  each_word(w, address, bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
+    const u32 at = (u32)(word % PAGE / 4);
+    Cell &written = page.writes[at], &read = page.reads[at];
+    // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
+    if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
+    const bool by_another = written.block >= b.launch->first_block && written.block != block;
+    if (READS && written.first && by_another && written.block > b.known_block) b.known_block = written.block;
+    if (!written.first && !comes_after(w, lane, written, block) && written.when & which)
+      report_global_race(w, i.number, lane, written, written.block, word);
+    else if (WRITES && !comes_after(w, lane, read, block) && read.when & which)
+      report_global_race(w, i.number, lane, read, read.block, word);
+    if (WRITES) written = {block, w.clocks->own << 4 | which, who(i.number, w.thread(lane)), 1};
+  });
+}
+LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  GPU_EACH_LANE(lanes, lane) touch_atomically<true, true>(w, i, lane, address[lane], bytes);
+}
+LOOM_NOINLINE void read_global_atomically(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  GPU_EACH_LANE(lanes, lane) touch_atomically<true, false>(w, i, lane, address[lane], bytes);
+}
+LOOM_NOINLINE void write_global_atomically(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
+                                           u32 bytes, u32 lanes) {
+  GPU_EACH_LANE(lanes, lane) {
+    touch_atomically<false, true>(w, i, lane, address[lane], bytes);
+    __builtin_memcpy((u8 *)address[lane], data + lane * stride, bytes);
+  }
 }
 
 }  // namespace gpu

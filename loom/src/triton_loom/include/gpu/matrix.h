@@ -110,7 +110,7 @@ LOOM_INLINE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, 
 LOOM_INLINE f64 multiply_add(f64 a, f64 b, f64 c) { return __builtin_fma(a, b, c); }
 LOOM_INLINE i64 multiply_add(i32 a, i32 b, i64 c) { return c + (i64)a * b; }
 
-// ---- fragments ----------------------------------------------------------------------------------------------
+// ---- fragments ------------------------------------------------------------------------------------------
 
 // The 32 lanes of a register, as codes: eight rows (lane / 4) of what four neighbouring lanes hold, in the order of k.
 // Register r of A has k from (r / 2) * RUN on, and rows 8 to 15 if r is odd; register r of B has k from r * RUN on.
@@ -242,6 +242,69 @@ static void mma_f64(Warp &w, const Instruction &i) {
     for (u32 r = 0; r < 2; ++r) w.longs(i, r)[lane] = bits<u64>(c[lane / 4][lane % 4 * 2 + r]);
 }
 
+// ---- products with scales -------------------------------------------------------------------------------
+
+struct E2m1 {  // two lie in a byte, the lower first
+  typedef f32 number;
+  static f32 of(u32 code) { return ptx::decode<ptx::e2m1>(code); }
+};
+struct Ue8m0 {
+  static f64 of(u32 code) { return code == 255 ? __builtin_nan("") : bits<f64>((u64)(code + 1023 - 127) << 52); }
+};
+struct Ue4m3 {
+  static f64 of(u32 code) { return ptx::decode<ptx::e4m3>(code & 0x7F); }
+};
+template <class E> LOOM_INLINE f32 element(const u8 *run, u32 k) {
+  if constexpr (__is_same(E, E2m1)) return E::of(run[k / 2] >> k % 2 * 4 & 15);
+  else return E::of(run[k]);
+}
+
+// With one rounding, by way of a sum in f64 that is rounded to odd; the product and its scales are exact there.
+LOOM_INLINE f32 rounded_sum(f64 term, f32 sum) {
+  const f64 a = sum, s = a + term, part = s - a, error = (a - (s - part)) + (term - part);
+  u64 u = bits<u64>(s);
+  if (!(u & 1) && (error > 0 || error < 0)) u += (error > 0) == (s > 0) ? 1 : -1;
+  return (f32)bits<f64>(u);
+}
+
+// D = (A with scales) (B with scales) + C; VECTOR scales for the K elements of a row of A or a column of B. Of four lanes that
+// have a row each of A (lane / 4, and 8 more), lane 2 * thread_a has the scales of the first and the next lane those of the
+// second; lane thread_b has those of a column of B. They begin at a byte of the register. Operands: D, A, B, C, scales of A,
+// scales of B; the immediate has byte_a, thread_a, byte_b and thread_b in a byte each.
+template <u32 K, u32 VECTOR, class A, class B, class S> static void mma_scaled(Warp &w, const Instruction &i) {
+  expect_whole(w, i);
+  const u32 byte_a = i.immediate & 0xFF, thread_a = i.immediate >> 8 & 0xFF, byte_b = i.immediate >> 16 & 0xFF,
+            thread_b = i.immediate >> 24 & 0xFF;
+  constexpr u32 run_a = __is_same(A, E2m1) ? 32 : 16, run_b = __is_same(B, E2m1) ? 32 : 16;  // elements of four lanes
+  constexpr u32 a_registers = K / run_a * 2, b_registers = K / run_b;
+  f64 a[16][K], b[8][K];
+  for (u32 r = 0; r < a_registers; ++r)
+    for (u32 row = 0; row < 8; ++row) {
+      const u8 *run = (const u8 *)w.words(i, 4 + r) + 16 * row;
+      for (u32 k = 0; k < run_a; ++k) a[row + r % 2 * 8][k + r / 2 * run_a] = element<A>(run, k);
+    }
+  for (u32 r = 0; r < b_registers; ++r)
+    for (u32 column = 0; column < 8; ++column) {
+      const u8 *run = (const u8 *)w.words(i, 4 + a_registers + r) + 16 * column;
+      for (u32 k = 0; k < run_b; ++k) b[column][k + r * run_b] = element<B>(run, k);
+    }
+  const u32 *scales_a = w.words(i, i.operand_count - 2), *scales_b = w.words(i, i.operand_count - 1);
+  for (u32 row = 0; row < 16; ++row) {
+    const u32 scales = scales_a[row % 8 * 4 + 2 * thread_a + row / 8] >> 8 * byte_a;
+    for (u32 k = 0; k < K; ++k) a[row][k] *= S::of(scales >> 8 * (k / (K / VECTOR)) & 0xFF);
+  }
+  for (u32 column = 0; column < 8; ++column) {
+    const u32 scales = scales_b[column * 4 + thread_b] >> 8 * byte_b;
+    for (u32 k = 0; k < K; ++k) b[column][k] *= S::of(scales >> 8 * (k / (K / VECTOR)) & 0xFF);
+  }
+  f32 c[16][8];
+  InF32::open(w, i, 4 + a_registers + b_registers, c);
+  for (u32 row = 0; row < 16; ++row)
+    for (u32 column = 0; column < 8; ++column)
+      for (u32 k = 0; k < K; ++k) c[row][column] = rounded_sum(a[row][k] * b[column][k], c[row][column]);
+  InF32::close(w, i, 0, c);
+}
+
 static const Named MATRIX_TABLE[] = {
   GPU_HANDLER("ldmatrix.x1", load_matrix<1, false>)
   GPU_HANDLER("ldmatrix.x2", load_matrix<2, false>)
@@ -284,6 +347,21 @@ static const Named MATRIX_TABLE[] = {
   GPU_INTEGERS("u8", "u8", U8, U8)
 #undef GPU_INTEGERS
   GPU_HANDLER("mma.m8n8k4.f64.f64.f64.f64", mma_f64)
+#define GPU_MXF8(A, B, TYPE_A, TYPE_B)                                                          \
+  GPU_HANDLER("mma.m16n8k32.kind::mxf8f6f4.block_scale.scale_vec::1X.f32." A "." B ".f32.ue8m0",  \
+              mma_scaled<32, 1, TYPE_A, TYPE_B, Ue8m0>)
+  GPU_MXF8("e4m3", "e4m3", E4m3, E4m3)
+  GPU_MXF8("e4m3", "e5m2", E4m3, E5m2)
+  GPU_MXF8("e5m2", "e4m3", E5m2, E4m3)
+  GPU_MXF8("e5m2", "e5m2", E5m2, E5m2)
+#undef GPU_MXF8
+#define GPU_MXF4(KIND, VECTOR, COUNT, SCALE, TYPE)                                                \
+  GPU_HANDLER("mma.m16n8k64.kind::" KIND ".block_scale.scale_vec::" VECTOR ".f32.e2m1.e2m1.f32." SCALE, \
+              mma_scaled<64, COUNT, E2m1, E2m1, TYPE>)
+  GPU_MXF4("mxf4", "2X", 2, "ue8m0", Ue8m0)
+  GPU_MXF4("mxf4nvf4", "2X", 2, "ue8m0", Ue8m0)
+  GPU_MXF4("mxf4nvf4", "4X", 4, "ue4m3", Ue4m3)
+#undef GPU_MXF4
 };
 
 }  // namespace gpu
