@@ -1,13 +1,14 @@
 """Every op of the catalogue as a GPU would run it: stock Triton's PTX and launcher, executed in software with every
 access to shared and global memory checked. A launch with a hazard raises an error.
 
-By day each kernel of an op is emulated on sm_80 with one workload; all sets of options and sm_90 are for the night:
+By day the kernels of one op of each family are emulated on sm_80; all ops, all sets of options and sm_90 by night:
 `pytest -m slow tests/catalogue/test_emulated.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,16 @@ def emulated(workload: Workload, target: str) -> dict[str, float]:
     return differ
 
 
-@pytest.mark.parametrize("op", weft.catalogue)
+def by_family() -> Iterator[Any]:
+    """Parameters: all ops. The first of each family runs by day, the others are slow tests."""
+    seen = set()
+    for op in weft.catalogue:
+        family = weft.catalogue[op].launch.__module__.split(".")[2]
+        yield pytest.param(op, marks=[pytest.mark.slow] if family in seen else [])
+        seen.add(family)
+
+
+@pytest.mark.parametrize("op", list(by_family()))
 def test_every_kernel(op: str) -> None:
     for workload in by_kernels(op, "sm_80"):
         emulated(workload, "sm_80")

@@ -252,6 +252,8 @@ LOOM_INLINE void touch_atomically(Warp &w, const Instruction &i, u32 lane, u64 a
   each_word(w, address, bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
     const u32 at = (u32)(word % PAGE / 4);
     Cell &written = page.writes[at], &read = page.reads[at];
+    // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
+    if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
     const bool by_another = written.block >= b.launch->first_block && written.block != block;
     // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
     if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
