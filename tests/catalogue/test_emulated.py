@@ -24,7 +24,7 @@ from weft.workloads import Workload, distinct, for_op
 
 TARGETS = ("sm_80", "sm_90")
 
-# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/found.md).
+# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/hopper.md).
 KNOWN = ("proxy fence missing after cp.async",)
 
 # The truth of these is made from their own results for fp32 inputs. A GPU has other tiles for these, whose sums may

@@ -9,6 +9,7 @@ from tests.support.examples import example
 pytest.importorskip("transformers", reason="the model is one of transformers")
 
 
+@pytest.mark.slow
 def test_served_tokens_are_those_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
     plain, fp8 = example("serve").main()
     assert plain == 1.0
