@@ -1,4 +1,4 @@
-"""Calls of ops: their results by name, their gradients, and how results are compared."""
+"""What reaches an op, what a call launches, and PyTorch's own check of an op."""
 
 from __future__ import annotations
 
@@ -9,153 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_loom.testing import assert_rounded_once, ulp, words
 
 import weft
-from tests.catalogue.families import declared
-from tests.support.truth import Near
-from weft import QTensor
-from weft.quant import Copy
+from weft.proof.calls import run
 from weft.runtime import Kernel, recording
 from weft.runtime.ops import Op
-from weft.workloads import Call, Workload
-
-
-def few_rows(workload: Workload) -> int:
-    """Tails of everything: more than a stripe of 128 rows where programs own stripes."""
-    tall = dict(workload.settings).get("columnwise") and workload.cols <= 2048
-    return 131 if tall else 3 if len(workload.shape) > 2 else 5
-
-
-def small(workload: Workload, **changed: Any) -> Call:
-    return workload.make(rows=few_rows(workload), **changed)
-
-
-# ---- results as flat lists of named tensors ------------------------------------------------------------
-
-
-def results(call: Call) -> dict[str, Tensor]:
-    """What a call returns, by name. Gradients are named d…"""
-    got = call()
-    if hasattr(got, "_fields"):
-        named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
-        gradients = call.function.__name__.endswith("_backward")
-        return {f"d{name}" if gradients else name: value for name, value in named.items()}
-    values = (got,) if isinstance(got, Tensor) else tuple(got)
-    names = ["y", *(f"output{i}" for i in range(1, len(values)))]
-    if call.function in declared("RESULTS"):
-        names = declared("RESULTS")[call.function](call)
-    return dict(zip(names, values, strict=True))
-
-
-def parts(named: dict[str, Any]) -> dict[str, Tensor]:
-    """The same with each quantised tensor taken apart."""
-    found: dict[str, Tensor] = {}
-    for name, value in named.items():
-        if isinstance(value, QTensor):
-            for side in ("rowwise", "columnwise"):
-                for field, part in zip(Copy._fields, getattr(value, side) or (), strict=False):
-                    if part is not None:
-                        found[f"{name}.{side}.{field}"] = part.detach()
-        elif value is not None:
-            found[name] = value.detach()
-    return found
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    """Bit for bit."""
-    got, wanted = parts(got), parts(wanted)
-    assert got.keys() == wanted.keys()
-    for name in got:
-        assert got[name].shape == wanted[name].shape, f"{what}: shape of {name}"
-        different = (words(got[name]) != words(wanted[name])).sum()
-        assert not different, f"{what}: {different} of {got[name].numel()} elements of {name} differ"
-
-
-# ---- gradients --------------------------------------------------------------------------------------
-
-
-def handed_through(value: Tensor) -> bool:
-    """Whether a result is part of an input, as the gate of a modulation is."""
-    base = value._base
-    return base is not None and base.is_leaf and base.requires_grad
-
-
-def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """A random gradient for each differentiable output."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(value.shape, generator=generator).to(value.dtype)
-        for name, value in outputs.items()
-        if value.requires_grad and not handed_through(value)
-    }
-
-
-def run(call: Call, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Forward and backward: outputs, and gradients named d…"""
-    call = call.requiring_grad()
-    outputs = results(call)
-    return {**outputs, **backward(call, outputs, gradients or upstreams(outputs))}
-
-
-def backward(
-    call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], **kwargs: Any
-) -> dict[str, Tensor]:
-    leaves = {name: t for name, t in call.tensors().items() if t.requires_grad}
-    dense = [o.dequantize() if isinstance(o, QTensor) else o for o in (outputs[name] for name in gradients)]
-    found = torch.autograd.grad(
-        dense, list(leaves.values()), list(gradients.values()), allow_unused=True, **kwargs
-    )
-    return {f"d{name}": grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
-
-
-def tracked(op: str, call: Call) -> bool:
-    """Whether a call's tensors are leaves of a graph; quantised ones are none."""
-    quantised = any(isinstance(value, QTensor) for value in call.kwargs.values())
-    return weft.catalogue[op].differentiable and not quantised
-
-
-_differentiable: dict[str, bool] = {}
-
-
-def differentiable(workload: Workload) -> bool:
-    if str(workload) not in _differentiable:
-        with recording("sm_90"):
-            call = workload.make("meta", rows=few_rows(workload))
-            _differentiable[str(workload)] = tracked(workload.op, call)
-    return _differentiable[str(workload)]
-
-
-# ---- numbers ----------------------------------------------------------------------------------------
-
-
-def near(got: Tensor, expected: Near) -> None:
-    """Rounded once; and where a result is more than a speck, damage of it is noticed. Infinities are exact."""
-    infinite = expected.truth.isinf()
-    if infinite.any():
-        assert torch.equal(got[infinite].double(), expected.truth[infinite])
-        rest = Near(expected.truth[~infinite], expected.noise[~infinite])
-        got, expected = got[~infinite], rest
-    budget = expected.noise + ulp(expected.truth, got.dtype) / 2
-    if (
-        got.numel() > 1
-        and got.shape[-1] > 1
-        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
-    ):
-        assert_rounded_once(got, expected.truth, expected.noise)
-    else:  # one column: everything is ±1, and its gradient the difference of equals
-        assert got.shape == expected.truth.shape
-        assert ((got.double() - expected.truth).abs() <= budget).all()
-
-
-def own_numbers(call: Call) -> dict[str, Tensor]:
-    """The fp32 numbers that quantised results are made of, from a call whose inputs are fp32."""
-    kept = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
-    floats = {name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in kept}
-    return results(Call(call.function, {**kept, **floats}))
-
-
-# ---- launches ---------------------------------------------------------------------------------------
+from weft.workloads import Call
 
 
 def arguments_of(call: Call, op: str, evaluate: Callable[[Call], Any] = run) -> list[Any]:

@@ -16,8 +16,8 @@ import triton_loom
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import few_rows, parts, results, small
-from tests.catalogue.checks import accuracy
+from weft.proof.calls import few_rows, parts, results, small
+from weft.proof.checks import accuracy
 from weft.runtime import recording
 from weft.runtime.launch import choosing_for
 from weft.workloads import Workload, distinct, for_op

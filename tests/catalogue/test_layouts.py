@@ -7,19 +7,14 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from tests.catalogue.calls import (
-    assert_same,
-    results,
-    run,
-    upstreams,
-)
-from tests.catalogue.families import declared
+from tests.catalogue.families import cases
 from tests.catalogue.layouts import LAYOUTS, odd_strides_of_one, permuted
+from weft.proof.calls import assert_same, results, run, upstreams
 from weft.workloads import Call
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("make", declared("CASES").values(), ids=declared("CASES"))
+@pytest.mark.parametrize("make", cases().values(), ids=cases())
 def test_layout_of_inputs(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) -> None:
     """Any strides give the bits of the contiguous tensor, forward and backward."""
     call = make()
@@ -33,7 +28,7 @@ def test_layout_of_inputs(make: Callable[[], Call], layout: Callable[[Tensor], T
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("make", declared("CASES").values(), ids=declared("CASES"))
+@pytest.mark.parametrize("make", cases().values(), ids=cases())
 def test_layout_of_gradients(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) -> None:
     call = make()
     gradients = upstreams(results(call.requiring_grad()))

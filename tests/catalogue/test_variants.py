@@ -14,17 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 import weft
-from tests.catalogue.calls import (
-    assert_same,
-    compiled_variants,
-    differentiable,
-    few_rows,
-    launched,
-    results,
-    run,
-    small,
-)
-from tests.catalogue.families import declared
+from tests.catalogue.calls import compiled_variants, launched
+from tests.catalogue.families import cases
+from weft.proof.calls import assert_same, differentiable, few_rows, results, run, small
 from weft.runtime import Variant, launch, recording
 from weft.workloads import Call, Inputs, distinct, for_op
 
@@ -59,7 +51,7 @@ def test_variants_are_a_small_closed_set(op: str) -> None:
         assert len(by_cols) <= limit, f"{workload}: {len(by_cols)} variants over sizes, {limit} declared"
 
 
-@pytest.mark.parametrize("make", declared("CASES").values(), ids=declared("CASES"))
+@pytest.mark.parametrize("make", cases().values(), ids=cases())
 def test_a_new_number_of_rows_compiles_nothing(make: Callable[..., Call]) -> None:
     run(make(rows=64))
     run(make(rows=63))
@@ -124,7 +116,7 @@ def test_integers_of_64_bits_change_no_result(op: str, monkeypatch: pytest.Monke
 # ---- PyTorch's dispatcher ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", declared("CASES").values(), ids=declared("CASES"))
+@pytest.mark.parametrize("make", cases().values(), ids=cases())
 def test_through_the_dispatcher(make: Callable[[], Call]) -> None:
     """`torch.ops.weft` gives the bits of the direct path that eager calls take."""
 

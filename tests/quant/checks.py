@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import weft
-from tests.quant import oracle
 from weft import Format
+from weft.proof import oracle
 
 INF, NAN = float("inf"), float("nan")
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import weft
-from tests.quant import oracle
 from tests.quant.checks import (
     BACKENDS,
     FORMATS,
@@ -40,6 +39,7 @@ from tests.quant.checks import (
     stripes,
 )
 from weft import Format
+from weft.proof import oracle
 from weft.runtime import recording
 
 

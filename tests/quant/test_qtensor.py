@@ -424,3 +424,15 @@ def test_compiled_without_a_gradient(make: Callable[..., Any]) -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(compiled(x), call(x), strict=True):
         assert torch.equal(weft.dequantize(got) if isinstance(got, QTensor) else got, wanted.to(x.dtype))
+
+
+def test_inference_mode_keeps_codes() -> None:
+    """There PyTorch does not take ops apart that are made of others: what arrives whole is taken apart here."""
+    x, weight = torch.randn(32, 256), weft.quantize(torch.randn(64, 256), "128x128")
+    rows = weft.quantize(x, "1x128")
+    wanted = torch.nn.functional.linear(rows, weight)
+    with torch.inference_mode():
+        for copied in (weight.to("cpu", copy=True), weight.to(torch.device("cpu", 0)), weight.clone()):
+            assert isinstance(copied, QTensor)
+            assert torch.equal(copied.rowwise.data.view(torch.uint8), weight.rowwise.data.view(torch.uint8))
+        assert torch.equal(torch.nn.functional.linear(rows, weight), wanted), "another product"

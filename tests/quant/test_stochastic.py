@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weft
-from tests.quant import oracle
 from tests.quant.checks import BACKENDS, INF, NAN, assert_same, decoded, expected, spread_scale
 from weft import Format, QTensor
+from weft.proof import oracle
 
 
 def philox(seed: int, row: int, col: int, which: int) -> int:

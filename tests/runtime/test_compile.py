@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import weft
-from tests.catalogue.families import declared
+from weft.proof.truths import declared
 from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
 from weft.runtime.offline import ttgir_of
 from weft.workloads import WORKLOADS, Workload

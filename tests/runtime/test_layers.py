@@ -21,10 +21,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ops/common": ("language", "tiles", "runtime", "quant"),
     "ops": ("language", "tiles", "runtime", "quant", "ops/common"),
     "workloads": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
+    "proof": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads"),
     "report": (),
     "nn": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report"),
     "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report", "nn"),
-    "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads"),
+    "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads", "proof"),
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

@@ -274,6 +274,10 @@ class QTensor(Tensor):
                 return func(*apart, **kwargs)
         if func._schema.is_mutable and any(isinstance(t, QTensor) for t in _written(func, args, kwargs)):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
+        # Under inference_mode an op that is made of others arrives whole; elsewhere its parts do.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         plain = _undecoded if func in _OF_METADATA else _decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 

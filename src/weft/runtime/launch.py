@@ -367,10 +367,11 @@ def recording(target: str) -> Iterator[list[Variant]]:
 
 
 @contextmanager
-def choosing_for(target: str) -> Iterator[None]:
+def choosing_for(target: str | Capabilities) -> Iterator[None]:
     """Launch on this machine's device what ops would launch on `target`: the same tiles and conversions."""
     global _chosen_target
-    previous, _chosen_target = _chosen_target, Capabilities.of(target)
+    chosen = Capabilities.of(target) if isinstance(target, str) else target
+    previous, _chosen_target = _chosen_target, chosen
     try:
         yield
     finally:

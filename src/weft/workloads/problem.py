@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,15 @@ class Call:
             for name, value in self.kwargs.items()
             if isinstance(value, Tensor) and not isinstance(value, QTensor)
         }
+
+    @property
+    def device(self) -> torch.device:
+        """That of its first tensor."""
+        return next(_leaves(list(self.kwargs.values()))).device
+
+    def to(self, device: torch.device | str) -> Call:
+        """The call with its tensors on a device, and with gradients that find their way back."""
+        return replace(self, kwargs=moved(self.kwargs, torch.device(device)))
 
     def with_(self, **changed: Any) -> Call:
         """The call with some arguments changed or added."""
@@ -188,3 +197,20 @@ def _leaves(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _leaves(item)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Arguments or results with all of their tensors on a device. What is there already is not copied."""
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    if hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value) if f.init}
+        )
+    return value

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import assert_same, run
-from tests.catalogue.checks import assert_accurate
 from tests.ops.attention.own import attend
-from tests.ops.attention.truth import sees
+from weft.proof.calls import assert_same, run
+from weft.proof.checks import assert_accurate
+from weft.proof.truths.attention import sees
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.checks import assert_accurate
+from weft.proof.checks import assert_accurate
 from weft.runtime import choosing_for
 from weft.workloads import Call
 from weft.workloads.decode import coded_heads, decode

@@ -14,23 +14,14 @@ from torch import Tensor
 from triton_loom.testing import EPS32, assert_not_worse, check, words
 
 import weft
-from tests.catalogue.calls import (
-    arguments_of,
-    assert_same,
-    backward,
-    near,
-    opcheck,
-    own_numbers,
-    results,
-    run,
-    upstreams,
-)
-from tests.catalogue.checks import assert_accurate
+from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
-from tests.ops.glu import truth as truth_glu
-from tests.quant.copies import assert_copies, regions
 from weft import QTensor
 from weft.ops.common.groups import real_rows_reference
+from weft.proof.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.proof.checks import assert_accurate
+from weft.proof.copies import assert_copies, regions
+from weft.proof.truths import glu as truth_glu
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

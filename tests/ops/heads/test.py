@@ -14,12 +14,13 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import arguments_of, assert_same, backward, near, opcheck, results, run, upstreams
+from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
-from tests.ops.heads.truth import TRUTHS, spelled_out, spelled_rope
-from tests.quant import oracle
 from tests.support.covering import covering
 from weft.ops.heads.layout import with_neighbours
+from weft.proof import oracle
+from weft.proof.calls import assert_same, backward, near, results, run, upstreams
+from weft.proof.truths.heads import TRUTHS, spelled_out, spelled_rope
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.catalogue.calls import arguments_of, assert_same, backward, opcheck, results, run, upstreams
+from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import constant, expanded, off_by_one, stepped
 from tests.ops.heads.test import (
     COMBINED,
@@ -26,6 +26,7 @@ from tests.ops.heads.test import (
     packed,
 )
 from tests.support.covering import covering
+from weft.proof.calls import assert_same, backward, results, run, upstreams
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from triton_loom.testing import guarded_allocations, words
 
 import weft
-from tests.catalogue.calls import arguments_of, results
+from tests.catalogue.calls import arguments_of
 from tests.ops.heads.test import apart, opcheck, packed
 from weft import QTensor
+from weft.proof.calls import results
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from tests.ops.heads.test import check, normal, packed, table
-from tests.ops.heads.truth import spelled_rope
+from weft.proof.truths.heads import spelled_rope
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

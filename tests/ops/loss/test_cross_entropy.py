@@ -14,15 +14,15 @@ from torch import Tensor
 from triton_loom.testing import EPS32, NAN, Guarded, check, ulp
 
 import weft
-from tests.catalogue.calls import assert_same, near
 from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
-from tests.ops.loss import truth_cross_entropy
 from tests.support.covering import covering
-from tests.support.truth import Near, arguments
 from weft.ops import CrossEntropy
 from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
 from weft.ops.loss.reduction import LossOptions
 from weft.ops.loss.statistics import Softmax, Wanted
+from weft.proof.calls import assert_same, near
+from weft.proof.truth import Near, arguments
+from weft.proof.truths import cross_entropy as truth_cross_entropy
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 

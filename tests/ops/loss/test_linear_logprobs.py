@@ -12,9 +12,9 @@ import triton_loom
 from torch import Tensor
 
 import weft
-from tests.catalogue.calls import assert_same, near
-from tests.ops.loss import truth_linear_logprobs
-from tests.support.truth import arguments
+from weft.proof.calls import assert_same, near
+from weft.proof.truth import arguments
+from weft.proof.truths import linear_logprobs as truth_linear_logprobs
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from triton_loom.testing import Results, results_of
 
 import weft
-from tests.catalogue.calls import assert_same, near
 from tests.ops.loss import ranks_vocabulary as ranks
-from tests.ops.loss import truth_cross_entropy, truth_linear_logprobs
 from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of
-from tests.support.truth import Near, arguments
 from weft import VocabShard
+from weft.proof.calls import assert_same, near
+from weft.proof.truth import Near, arguments
+from weft.proof.truths import cross_entropy as truth_cross_entropy
+from weft.proof.truths import linear_logprobs as truth_linear_logprobs
 from weft.workloads import Call
 
 # Two ranks with every change, the other groups for the night; three ranks are also pretended, in one process.

@@ -16,12 +16,13 @@ from torch import Tensor
 from triton_loom.testing import EPS32, check
 
 import weft
-from tests.catalogue.calls import arguments_of, assert_same, near, opcheck, results
+from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
-from tests.ops.moe import truth_permute
 from tests.support.covering import covering
 from weft import Format, QTensor, RowMap
 from weft.ops.moe.permute import UnpermuteBackwardArgs, UnpermuteNeeds
+from weft.proof.calls import assert_same, near, results
+from weft.proof.truths import permute as truth_permute
 from weft.quant import Copy
 from weft.quant.qtensor import PLAIN
 from weft.runtime import choosing_for, recording

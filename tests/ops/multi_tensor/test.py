@@ -16,10 +16,10 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.catalogue.calls import near
 from tests.catalogue.layouts import LAYOUTS
-from tests.ops.multi_tensor.truth import clipped, statistic
-from tests.support.truth import Near
+from weft.proof.calls import near
+from weft.proof.truth import Near
+from weft.proof.truths.multi_tensor import clipped, statistic
 from weft.runtime import Binary, choosing_for, compile_all, recording
 from weft.workloads.multi_tensor import STATISTICS
 

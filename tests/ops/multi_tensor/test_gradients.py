@@ -15,12 +15,12 @@ from torch import Tensor
 from triton_loom.testing import EPS32, Results, results_of
 
 import weft
-from tests.catalogue.calls import near
 from tests.ops.multi_tensor import ranks_gradients
 from tests.ops.multi_tensor.test import WHAT, draw
-from tests.ops.multi_tensor.truth import clipped, statistic
 from tests.support.covering import covering
-from tests.support.truth import Near
+from weft.proof.calls import near
+from weft.proof.truth import Near
+from weft.proof.truths.multi_tensor import clipped, statistic
 from weft.quant import Copy
 from weft.workloads.multi_tensor import STATISTICS
 from weft.workloads.problem import run_op

@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.catalogue.calls import (
-    arguments_of,
-    assert_same,
-    backward,
-    near,
-    opcheck,
-    results,
-    run,
-    upstreams,
-)
-from tests.ops.norm import truth
+from tests.catalogue.calls import arguments_of, opcheck
 from tests.ops.norm.cases import both_copies, everything, heads
 from tests.ops.quantize.cases import quantizer
+from weft.proof.calls import assert_same, backward, near, results, run, upstreams
+from weft.proof.truths import norm as truth
 from weft.workloads import Call
 
 NORMS = (weft.rms_norm, weft.layer_norm)

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton_loom.testing import Guarded, assert_rounded_once
 
 import weft
-from tests.ops.norm import truth
-from tests.quant.copies import assert_copies
 from weft import Format
 from weft.ops.common.results import ResultOptions
 from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
 from weft.ops.quantize import DequantizeArgs, QuantizeArgs
+from weft.proof.copies import assert_copies
+from weft.proof.truths import norm as truth
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

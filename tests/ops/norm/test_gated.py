@@ -13,24 +13,14 @@ from torch import Tensor
 from triton_loom.testing import assert_not_worse, words
 
 import weft
-from tests.catalogue.calls import (
-    arguments_of,
-    assert_same,
-    backward,
-    compiled_variants,
-    near,
-    opcheck,
-    own_numbers,
-    results,
-    run,
-    upstreams,
-)
+from tests.catalogue.calls import arguments_of, compiled_variants, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
-from tests.ops.norm import truth_gated as truth_gated_norm
-from tests.quant import oracle
-from tests.quant.copies import assert_copies
 from weft import Format, QTensor
 from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
+from weft.proof import oracle
+from weft.proof.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.proof.copies import assert_copies
+from weft.proof.truths import gated_norm as truth_gated_norm
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 

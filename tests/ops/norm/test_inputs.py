@@ -11,12 +11,12 @@ from torch import Tensor
 from triton_loom.testing import EPS32, words
 
 import weft
-from tests.catalogue.calls import assert_same, backward, near, results, run, small, upstreams
 from tests.catalogue.layouts import far_apart
-from tests.ops.norm import truth
 from tests.ops.norm.cases import both_copies, everything
-from tests.ops.norm.truth import own_value
 from weft import QTensor
+from weft.proof.calls import assert_same, backward, near, results, run, small, upstreams
+from weft.proof.truths import norm as truth
+from weft.proof.truths.norm import own_value
 from weft.runtime import Capabilities, choosing_for, launch
 from weft.workloads import Call, Inputs, for_op
 

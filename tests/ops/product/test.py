@@ -12,12 +12,12 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import near
 from tests.catalogue.layouts import LAYOUTS, far_apart
-from tests.ops.product.truth import matmul as truth
-from tests.ops.product.truth import numbers
 from tests.support.covering import covering
 from weft import Format, QTensor
+from weft.proof.calls import near
+from weft.proof.truths.product import matmul as truth
+from weft.proof.truths.product import numbers
 from weft.runtime import choosing_for
 from weft.workloads import Call
 from weft.workloads.matmul import PAIRS

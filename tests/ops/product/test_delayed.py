@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.catalogue.calls import near
-from tests.ops.product.truth import product
 from weft import DelayedScaling
+from weft.proof.calls import near
+from weft.proof.truths.product import product
 
 M, N, K = 24, 40, 64
 MAX = {"x": 448.0, "weight": 448.0, "grad": 57344.0}

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.catalogue.calls import near
 from tests.ops.product.test import EVERY, check, operands
 from tests.ops.product.test_grouped import problem
-from tests.ops.product.truth import grouped_matmul as grouped_truth
-from tests.ops.product.truth import matmul as truth
 from weft.ops.common.groups import Groups
 from weft.ops.common.results import Result, plain_result
 from weft.ops.product.arguments import (
@@ -41,6 +38,9 @@ from weft.ops.product.libraries import (
     scaled_operands,
 )
 from weft.ops.product.operands import Form
+from weft.proof.calls import near
+from weft.proof.truths.product import grouped_matmul as grouped_truth
+from weft.proof.truths.product import matmul as truth
 from weft.quant.copies import allocate_copies
 from weft.runtime import Capabilities, recording
 from weft.workloads import Call

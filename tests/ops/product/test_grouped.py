@@ -11,12 +11,12 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.calls import near
-from tests.ops.product.truth import grouped_matmul as truth
-from tests.ops.product.truth import grouped_wgrad as wgrad_truth
-from tests.ops.product.truth import spans
-from tests.support.truth import Near
 from weft import QTensor
+from weft.proof.calls import near
+from weft.proof.truth import Near
+from weft.proof.truths.product import grouped_matmul as truth
+from weft.proof.truths.product import grouped_wgrad as wgrad_truth
+from weft.proof.truths.product import spans
 from weft.runtime import choosing_for
 from weft.workloads import Call
 

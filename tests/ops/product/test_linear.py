@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.catalogue.calls import near
-from tests.ops.product.truth import numbers, product
 from tests.support.examples import example
 from weft import QTensor, Recipe
 from weft.ops.product.recipes import RECIPES
+from weft.proof.calls import near
+from weft.proof.truths.product import numbers, product
 
 M, N, K = 72, 128, 256
 train_moe = example("train_moe")

@@ -60,7 +60,12 @@ class Guarded:
     MARGIN = 1024
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None, fill: int = 0xA5
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+        fill: int = 0xA5,
+        device: torch.device | str = "cpu",
     ) -> None:
         shape = tuple(shape)
         if strides is None:
@@ -68,7 +73,7 @@ class Guarded:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         size = extent * dtype.itemsize + 2 * self.MARGIN
         self.fill = fill
-        self.memory = torch.full((-(-size // 64) * 64,), fill, dtype=torch.uint8)
+        self.memory = torch.full((-(-size // 64) * 64,), fill, dtype=torch.uint8, device=device)
         self.words = self.memory.view(WORDS[dtype.itemsize])
         self.words = self.words.as_strided(shape, strides, self.MARGIN // dtype.itemsize)
         self.tensor = self.words.view(dtype)
@@ -76,14 +81,15 @@ class Guarded:
     @classmethod
     def of(cls, tensor: Tensor, fill: int = 0xA5) -> Guarded:
         """A guarded copy with the same strides."""
-        guarded = cls(tensor.shape, tensor.dtype, tensor.stride(), fill)
+        guarded = cls(tensor.shape, tensor.dtype, tensor.stride(), fill, tensor.device)
         guarded.tensor.copy_(tensor)
         return guarded
 
     def check(self) -> Tensor:
         """A contiguous copy of the tensor, once all memory around it is found to be as it was."""
         kept = self.words.clone(memory_format=torch.contiguous_format)
-        self.words.copy_(torch.full((kept.element_size(),), self.fill, dtype=torch.uint8).view(kept.dtype)[0])
+        filled = torch.full((kept.element_size(),), self.fill, dtype=torch.uint8, device=kept.device)
+        self.words.copy_(filled.view(kept.dtype)[0])
         stray = (self.memory != self.fill).nonzero().flatten() - self.MARGIN
         assert not len(stray), f"bytes written outside of the tensor, at {stray[:8].tolist()}"
         self.words.copy_(kept)
@@ -91,18 +97,18 @@ class Guarded:
 
 
 @contextmanager
-def guarded_allocations(fill: int = NAN) -> Iterator[list[Guarded]]:
-    """What `torch.empty`, its relatives and `torch.zeros` make on the CPU lies between guards, collected in the
-    list. A tensor with a stride of 0, which stands for others, has none."""
+def guarded_allocations(fill: int = NAN, device: torch.device | str = "cpu") -> Iterator[list[Guarded]]:
+    """What `torch.empty`, its relatives and `torch.zeros` make on a device of this type lies between guards, collected
+    in the list. A tensor with a stride of 0, which stands for others, has none."""
     guards: list[Guarded] = []
-    zeros = torch.zeros
+    zeros, watched = torch.zeros, torch.device(device).type
 
     def guarded(value: float | None) -> Callable[..., Tensor]:
         def allocate(*shape: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
             size = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-            if torch.device(device or "cpu").type != "cpu" or 0 in size:
+            if torch.device(device or "cpu").type != watched or 0 in size:
                 return zeros(size, dtype=dtype, device=device)
-            guards.append(Guarded(size or (1,), dtype or torch.float32, fill=fill))
+            guards.append(Guarded(size or (1,), dtype or torch.float32, fill=fill, device=device or "cpu"))
             made = guards[-1].tensor.view(size)
             return made if value is None else made.fill_(value)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from tests.support.truth import Near
-from weft.workloads import Call
+from ...workloads import Call
+from ..truth import Near
 
 # Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors
 # of thousands of lanes do not all point one way. Measured: below 1 unit.

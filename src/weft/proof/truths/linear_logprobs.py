@@ -9,8 +9,9 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.support.truth import Near, arguments
-from weft.workloads import Call
+
+from ...workloads import Call
+from ..truth import Near, arguments
 
 # Of a token's own sums: exponentials, logarithms, sums over tiles and splits.
 FEW = 32
@@ -140,8 +141,8 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
         results["y"], found["y"] = results["logprobs"], found["logprobs"]
     if not upstream:
         return found
-    total = sum((results[name].nan_to_num() * g.detach().double()).sum() for name, g in upstream.items())
-    torch.autograd.backward(total)
+    terms = [(results[name].nan_to_num() * g.detach().double()).sum() for name, g in upstream.items()]
+    torch.autograd.backward(terms)
     dx = x.grad
     assert dx is not None
     # How far dx may be off in fp32, then its rounding; both nearly independent from element to element.
@@ -237,7 +238,7 @@ def _backward(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tenso
     b = arguments(Call(weft.linear_cross_entropy, given))
     b |= {"softcap": call["softcap"], "temperature": 1 / call["scale"], "class_weight": call["classes"]}
     more = head(b | {"label_smoothing": 1.0, "reduction": "none"}, {"loss": call["dspread"]})
-    both = {}
+    both: dict[str, Near | Tensor] = {}
     for name in ("dhidden", "dweight", "dbias"):
         one, two = found[name], more[name]
         assert isinstance(one, Near)
@@ -250,7 +251,7 @@ TRUTHS = {"linear_logprobs": _forward, "linear_logprobs_backward": _backward}
 
 
 # Products write another tile than they read.
-MOVED = {
+MOVED: dict[str, tuple[set[str], set[str]]] = {
     "linear_logprobs_kernel": ({"hidden_ptr"}, set()),
     "linear_dlogits_kernel": ({"hidden_ptr"}, set()),
     "linear_dweight_kernel": ({"hidden_ptr"}, set()),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from tests.support.truth import Near
+from ..truth import Near
 
 # A sum of n terms in chains of at most 64, then of the chains: the roundings of a random walk over both, with room.
 CHAIN = 64
@@ -18,7 +19,7 @@ def _noise(sizes: Tensor, terms: int) -> Tensor:
     """What adding up in fp32 may add to a sum of `terms` numbers whose squares sum up to sizes^2."""
     chains = -(-terms // CHAIN)
     # Partial sums grow like sqrt(i): their roundings add up to some sqrt(n/2) of the last one's.
-    steps = (min(terms, CHAIN) / 2 + chains / 2) ** 0.5
+    steps = math.sqrt(min(terms, CHAIN) / 2 + chains / 2)
     return 4 * EPS32 * (1 + steps) * sizes
 
 
@@ -139,7 +140,7 @@ def route(
 
 
 # Products write another tile than they read.
-MOVED = {
+MOVED: dict[str, tuple[set[str], set[str]]] = {
     "_router_linear_kernel": ({"x_ptr"}, set()),
     "_router_linear_dx_kernel": ({"dy_ptr"}, set()),
     "_router_linear_dweight_kernel": ({"x_ptr", "dy_ptr"}, set()),

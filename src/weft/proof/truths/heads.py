@@ -9,10 +9,11 @@ from torch import Tensor
 from triton_loom.testing import EPS32, ulp
 
 import weft
-from tests.quant import oracle
-from tests.support.truth import ROUNDINGS, Near, arguments
-from weft.workloads import Call
-from weft.workloads.heads import PAGE, prepare, prepare_cached, rotate
+
+from ...workloads import Call
+from ...workloads.heads import PAGE, prepare, prepare_cached, rotate
+from .. import oracle
+from ..truth import ROUNDINGS, Near, arguments
 
 FEW = ROUNDINGS * EPS32
 NAMES = ("y", "output1", "output2", "output3")
@@ -353,8 +354,10 @@ def qkv_prepare_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, 
     }
     tokens = as_canonical(a["dq"], cut.out_layout, a["batch"]).shape[1]
     x = a["dq"].new_zeros(a["batch"], tokens, cut.width) if a["x"] is None else a["x"]
-    vectors = {name: a[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias", "bias") if name in a}
-    angles = {name: a[name] for name in ("cos", "sin", "positions") if name in a}
+    vectors: dict[str, Any] = {
+        name: a[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias", "bias") if name in a
+    }
+    rotation: dict[str, Any] = {name: a[name] for name in ("cos", "sin", "positions") if name in a}
     forward = Call(
         prepare,
         {
@@ -366,7 +369,7 @@ def qkv_prepare_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, 
             "rotation": a["rotation"],
             "layouts": {"layout": cut.layout, "out_layout": cut.out_layout},
             **vectors,
-            **angles,
+            **rotation,
         },
     )
     found = qkv_prepare(forward, upstream)
@@ -421,4 +424,7 @@ TRUTHS["qkv_prepare_quantized"] = qkv_prepare  # of v: queries and keys are code
 
 
 # Tiles of tokens, heads and pairs, which `test_heads_are_moved_128_bits_at_a_time` looks at.
-MOVED = {"qkv_kernel": (set(), set()), "qkv_backward_kernel": (set(), set())}
+MOVED: dict[str, tuple[set[str], set[str]]] = {
+    "qkv_kernel": (set(), set()),
+    "qkv_backward_kernel": (set(), set()),
+}

@@ -97,14 +97,16 @@ def decode(code: Array, element: str) -> Array:
     table[: len(values)] = values
     if element == "e5m2":
         table[0x7C] = np.inf
-    return np.where(code >= sign_bit, -1.0, 1.0) * table[code % sign_bit]
+    decoded: Array = np.where(code >= sign_bit, -1.0, 1.0) * table[code % sign_bit]
+    return decoded
 
 
 def pack(code: Array) -> Array:
     """Two 4-bit codes in a byte, the even column in the low nibble; a nibble without a column is 0."""
     if code.shape[1] % 2:
         code = np.pad(code, ((0, 0), (0, 1)))
-    return (code[:, 0::2] + 16 * code[:, 1::2]).astype(np.uint8)
+    packed: Array = code[:, 0::2] + 16 * code[:, 1::2]
+    return packed.astype(np.uint8)
 
 
 def unpack(data: Array, cols: int) -> Array:
@@ -184,7 +186,8 @@ def block_amax(x: Array, block: str) -> Array:
     down, across = -(-x.shape[0] // height), -(-x.shape[1] // width)
     padded = np.zeros((down * height, across * width), dtype=F32)  # a zero never raises a maximum of |x|
     padded[: x.shape[0], : x.shape[1]] = np.abs(x)
-    return padded.reshape(down, height, across, width).max(axis=(1, 3), initial=F32(0))
+    largest: Array = padded.reshape(down, height, across, width).max(axis=(1, 3), initial=F32(0))
+    return largest
 
 
 def spread(scale: Array, shape: tuple[int, int], block: str) -> Array:

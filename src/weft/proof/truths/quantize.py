@@ -7,9 +7,10 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.quant import oracle
-from tests.support.truth import Near
-from weft.workloads import Call
+
+from ...workloads import Call
+from .. import oracle
+from ..truth import Near
 
 
 def quantize(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.glu.truth import activation
-from tests.quant import oracle
-from tests.support.truth import Near, arguments
-from weft import QTensor
-from weft.workloads import Call
+
+from ... import QTensor
+from ...workloads import Call
+from .. import oracle
+from ..truth import Near, arguments
+from .glu import activation
 
 
 def numbers(x: Tensor, *, of_b: bool = False) -> Tensor:

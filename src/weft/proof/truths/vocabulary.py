@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from tests.ops.loss.truth_linear_logprobs import FEW, _product
-from tests.support.truth import Near
-from weft.workloads import Call
+from ...workloads import Call
+from ..truth import Near
+from .linear_logprobs import FEW, _product
 
 LOWEST = float(torch.finfo(torch.float32).min)
 
@@ -132,7 +132,7 @@ def _joined(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]
         found["hits"] = (valid & (first == y)).float()
     if not upstream:
         return found
-    torch.autograd.backward(sum((told[name] * g.double()).sum() for name, g in upstream.items()))
+    torch.autograd.backward([(told[name] * g.double()).sum() for name, g in upstream.items()])
     gradient = leaf.grad
     assert gradient is not None
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments, straight
-from weft.workloads import Call
+
+from ...workloads import Call
+from ..truth import DENORMAL, ROUNDINGS, Near, arguments, straight
 
 FEW = ROUNDINGS * EPS32
 TINY = 2.0**-125  # where exp of fp32 ends

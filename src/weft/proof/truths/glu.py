@@ -16,10 +16,11 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.ops.quantize.truth import y_and_amax
-from tests.quant.copies import regions
-from tests.support.truth import ROUNDINGS, Near, arguments
-from weft.workloads import Call
+
+from ...workloads import Call
+from ..copies import regions
+from ..truth import ROUNDINGS, Near, arguments
+from .quantize import y_and_amax
 
 FEW = ROUNDINGS * EPS32
 EPS64 = torch.finfo(torch.float64).eps

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.workloads import Call
+from ..workloads import Call
 
 # The longest chain of fp32 roundings on the way to a result: a mean of up to 2^17 squares (in tiles, pairwise),
 # rsqrt, three products and two sums. Random walks of that many halves stay well below it.

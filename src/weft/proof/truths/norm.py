@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.catalogue.calls import near, results
-from tests.support.truth import DENORMAL, ROUNDINGS, Near, arguments, straight
-from weft import Format
-from weft.workloads import Call
+
+from ... import Format
+from ...workloads import Call
+from ..calls import near, results
+from ..truth import DENORMAL, ROUNDINGS, Near, arguments, straight
 
 
 def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) -> dict[str, Near]:
@@ -86,7 +87,7 @@ def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) 
         else dy.detach().double().reshape(rows, cols)
     )
     total = (y * d).sum()
-    from_residual = 0.0
+    from_residual: Tensor | float = 0.0
     if dresidual is not None:
         from_residual = dresidual.detach().double().abs()
         total = total + (h * dresidual.detach().double()).sum()
@@ -211,8 +212,7 @@ def own_value(call: Call) -> Tensor:
         Format.of(call["quantize"]).group,
     )
     choose = config.choose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "choose", staticmethod(lambda cols, _, target: choose(cols, group, target)))
+    with patch.object(config, "choose", staticmethod(lambda cols, _, target: choose(cols, group, target))):
         value = results(plain.with_(out_dtype=torch.float32))["y"]
     near(value, norm(plain)["y"])
     return value

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from tests.catalogue.calls import results
-from tests.quant import oracle
-from tests.support.truth import Near
-from weft import Format, QTensor, RowMap
-from weft.quant import Copy
-from weft.workloads import Call
+from ... import Format, QTensor, RowMap
+from ...quant import Copy
+from ...workloads import Call
+from .. import oracle
+from ..calls import results
+from ..truth import Near
 
 
 def sorted_slots(routing: Tensor, experts: int, slots: int) -> list[list[int]]:
@@ -81,9 +81,9 @@ def values_of(x: Tensor) -> Tensor:
     if isinstance(x, QTensor):
         assert x.rowwise is not None
         copy = oracle.Quantized(x.rowwise.data.view(torch.uint8), x.rowwise.scale, None)
-        return oracle.dequantize(
-            copy, block=x.format.block, element=x.format.element, shape=tuple(x.shape)
-        ).double()
+        f, (rows, cols) = x.format, x.shape
+        assert f.element is not None
+        return oracle.dequantize(copy, block=f.block, element=f.element, shape=(rows, cols)).double()
     return x.detach().double().reshape(-1, x.shape[-1])
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.quant import oracle
-from tests.support.truth import Near, arguments
-from weft.workloads import Call
+
+from ...workloads import Call
+from .. import oracle
+from ..truth import Near, arguments
 
 # Where the batch, the tokens and the heads are.
 PLACES = {"bhsd": (0, 2, 1), "bshd": (0, 1, 2), "sbhd": (1, 0, 2)}

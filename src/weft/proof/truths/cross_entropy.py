@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 import weft
-from tests.support.truth import Near, arguments
-from weft.workloads import Call
+
+from ...workloads import Call
+from ..truth import Near, arguments
 
 
 def _noise_of_sums(cols: int) -> float:
     """Relative, of a sum of exponentials: each is off by a few roundings, and lanes add up chains of them."""
-    return EPS32 * (8 + (cols / 128) ** 0.5)
+    return EPS32 * (8 + math.sqrt(cols / 128))
 
 
 def cross_entropy(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[str, Near | Tensor]:

@@ -1,0 +1,295 @@
+"""`weft verify`: the ops on a device of this machine, judged by the checks that every change to Weft goes through."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..runtime import capabilities_of, catalogue, loom, recording
+from ..runtime.launch import choosing_for
+from ..workloads import WORKLOADS, Workload, distinct, for_op
+from . import doctor
+
+SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+
+Outcome = Literal["passed", "failed", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one check of one workload."""
+
+    op: str
+    workload: str
+    check: str
+    seed: int
+    outcome: Outcome
+    seconds: float
+    message: str = ""  # what is wrong, or why there was nothing to check
+    repeat: str = ""  # the command that repeats a failure
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="run every op on a device and judge the results",
+        description="Run every op on a device and judge its results: against float64, against the bytes of an "
+        "independent quantiser, in memory full of NaN, from run to run. The exit code is 0 if nothing failed.",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    parser.add_argument(
+        "--emulate", metavar="TARGET", help="run on a GPU in software instead: sm_80, sm_90 (needs no GPU)"
+    )
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
+    )
+    parser.add_argument("--check", action="append", default=[], help="only this check; may be repeated")
+    parser.add_argument("--workload", default="", help="only workloads whose name has this in it")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="each kernel once, instead of each set of options")
+    size.add_argument("--full", action="store_true", help="every workload, on three seeds")
+    parser.add_argument("--seed", type=int, help="draw the inputs from this seed (0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a report for a bug report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a check failed, 2 if nothing could be checked."""
+    problem = _problem(args)
+    if problem:
+        Console(stderr=True).print(Text(problem, "red"))
+        return 2
+    begin = time.perf_counter()
+    verdicts = _verify(args)
+    seconds = time.perf_counter() - begin
+    if not verdicts:
+        Console(stderr=True).print(Text("no workload has that name; `weft traffic` lists all of them", "red"))
+        return 2
+    Console().print(render(verdicts, _subject(args), seconds))
+    if args.out:
+        args.out.write_text(json.dumps(report(args, verdicts, seconds), indent=1) + "\n")
+    return int(any(verdict.outcome == "failed" for verdict in verdicts))
+
+
+def _problem(args: argparse.Namespace) -> str:
+    """Why nothing can be verified, and what to do about it."""
+    if not loom.is_installed():
+        return f"`weft verify` judges with Loom's tools: {loom.install_command()}"
+    from ..proof.checks import CHECKS
+
+    for given, known, what in ((args.op, list(catalogue), "op"), (args.check, list(CHECKS), "check")):
+        wrong = [name for name in given if name not in known]
+        if wrong:
+            return f"there is no {what} {wrong[0]!r}; there are {', '.join(known)}"
+    try:
+        device = torch.device(args.device)
+        if args.emulate:
+            if device.type != "cpu":
+                return "--emulate runs in software on the CPU: leave out --device"
+            with choosing_for(args.emulate):
+                return ""
+        if device.type not in ("cpu", "cuda"):
+            return f"Weft has no kernels for {device}: use cpu or cuda"
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "PyTorch sees no GPU here; `weft doctor` says what this machine has"
+        torch.empty(1, device=device)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    reason = loom.obstacle() if device.type == "cpu" else None
+    return f"kernels cannot be built on this machine: {reason}" if reason else ""
+
+
+def _subject(args: argparse.Namespace) -> str:
+    """What is verified, as it is shown."""
+    if args.emulate:
+        return f"{args.emulate}, emulated"
+    device = torch.device(args.device)
+    return str(device) if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
+
+
+# ---- which checks -----------------------------------------------------------------------------------------
+
+
+def chosen(args: argparse.Namespace) -> list[Workload]:
+    """The workloads to verify: one for each kernel (`--quick`), for each set of options, or (`--full`) all."""
+    ops = args.op or list(catalogue)
+    if args.workload:
+        return [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
+    if args.full:
+        return [w for op in ops for w in distinct(for_op(op))]
+    pick = _by_kernels if args.quick else _by_options
+    target = args.emulate or capabilities_of(torch.device(args.device)).target
+    return [w for op in ops for w in pick(op, target)]
+
+
+def _by_options(op: str, target: str) -> Iterator[Workload]:
+    """A workload for each set of options: with rows of odd length if there are such, and short ones."""
+    seen = set()
+    for workload in sorted(distinct(for_op(op)), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
+        if workload.options not in seen and workload.runs_on(target):
+            seen.add(workload.options)
+            yield workload
+
+
+def _by_kernels(op: str, target: str) -> Iterator[Workload]:
+    """Workloads that together launch each kernel of an op on a target, those with short rows first."""
+    from ..proof.calls import few_rows
+
+    seen: set[str] = set()
+    for workload in sorted(distinct(for_op(op)), key=lambda w: w.cols):
+        try:
+            with recording(target) as variants:
+                workload.make("meta", rows=few_rows(workload))()
+        except ValueError:  # a format that the target does not multiply
+            continue
+        launched = {variant.kernel for variant in variants}
+        if launched - seen or not seen:
+            seen |= launched | {""}
+            yield workload
+
+
+def _verify(args: argparse.Namespace) -> list[Verdict]:
+    from ..proof.checks import CHECKS
+
+    first = args.seed or 0
+    seeds = range(first, first + (3 if args.full and args.seed is None else 1))
+    tasks = [
+        (workload, check, seed)
+        for workload in chosen(args)
+        for check in args.check or list(CHECKS)
+        for seed in seeds
+    ]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    verdicts = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(tasks), failed="")
+        for workload, check, seed in tasks:
+            progress.update(bar, description=f"{workload.op}: {check.replace('_', ' ')}")
+            verdicts.append(judge(workload, check, seed, args.device, args.emulate))
+            failed = sum(verdict.outcome == "failed" for verdict in verdicts)
+            progress.update(bar, advance=1, failed=f"[red]{failed} failed" if failed else "")
+    return verdicts
+
+
+def judge(workload: Workload, check: str, seed: int, device: str, emulated: str | None) -> Verdict:
+    """One check of one workload. Whatever it raises is a failure of the op."""
+    from ..proof.calls import under
+    from ..proof.checks import CHECKS, NotApplicable
+
+    begin = time.perf_counter()
+    outcome: Outcome = "passed"
+    message = repeat = ""
+    try:
+        with _device(emulated), under(device=torch.device(device), seed=seed):
+            CHECKS[check](workload)
+    except NotApplicable as reason:
+        outcome, message = "not applicable", str(reason)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        where = f"--emulate {emulated}" if emulated else f"--device {device}"
+        name = shlex.quote(str(workload))
+        outcome, message = "failed", _said(error)
+        repeat = f"weft verify {where} --workload {name} --check {check} --seed {seed}"
+    return Verdict(
+        workload.op, str(workload), check, seed, outcome, time.perf_counter() - begin, message, repeat
+    )
+
+
+def _device(emulated: str | None) -> AbstractContextManager[Any]:
+    if not emulated:
+        return nullcontext()
+    import triton_loom
+
+    return triton_loom.emulate(emulated, ignore=("proxy fence missing after cp.async",))
+
+
+def _said(error: BaseException) -> str:
+    """What an error says. Of one that is no verdict of a check, the whole story."""
+    if isinstance(error, AssertionError):
+        return str(error) or traceback.format_exc(limit=-1)
+    return "".join(traceback.format_exception(error))
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------
+
+
+def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
+    """A row for each op, a column for each check that had something to look at, and the failures below."""
+    checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, title=f"Weft on {subject}"
+    )
+    table.add_column("op", no_wrap=True)
+    for check in checks:
+        table.add_column(check.replace("_", " "), justify="right")
+    for op in dict.fromkeys(verdict.op for verdict in verdicts):
+        cells = [[v for v in verdicts if v.op == op and v.check == check] for check in checks]
+        table.add_row(op, *map(_cell, cells))
+    failures = [verdict for verdict in verdicts if verdict.outcome == "failed"]
+    passed = sum(verdict.outcome == "passed" for verdict in verdicts)
+    parts: list[Any] = [table, Text()]
+    for failure in failures:
+        parts += [
+            Text(f"{failure.workload}: {failure.check.replace('_', ' ')}, seed {failure.seed}", "bold red"),
+            Text(failure.message.rstrip()),
+            Text(failure.repeat, "bold"),
+            Text(),
+        ]
+    parts.append(
+        Text(
+            f"{passed} checks passed, {len(failures)} failed, {seconds:.0f} s", "red" if failures else "green"
+        )
+    )
+    return Group(*parts)
+
+
+def _cell(verdicts: Sequence[Verdict]) -> Text:
+    failed = sum(verdict.outcome == "failed" for verdict in verdicts)
+    passed = sum(verdict.outcome == "passed" for verdict in verdicts)
+    if failed:
+        return Text(f"{failed} of {failed + passed} failed", "red")
+    return Text(str(passed), "green") if passed else Text("-", "dim")
+
+
+def report(args: argparse.Namespace, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
+    """What a bug report needs: the machine, what was asked for, and every verdict."""
+    machine = doctor.examine()
+    outcomes = [verdict.outcome for verdict in verdicts]
+    return {
+        "report": "weft verify",
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "subject": _subject(args),
+        "machine": {
+            "weft": machine.weft,
+            "facts": {fact.name: fact.value for fact in machine.facts},
+            "devices": [asdict(device) for device in machine.devices],
+            "environment": machine.environment,
+        },
+        "passed": outcomes.count("passed"),
+        "failed": outcomes.count("failed"),
+        "seconds": round(seconds, 1),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
