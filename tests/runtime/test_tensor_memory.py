@@ -11,7 +11,7 @@ import torch
 import triton
 
 import weft
-from tests.runtime.test_compile import collected
+from weft.proof.binaries import collected
 from weft.runtime import Variant, recording
 from weft.runtime.offline import ttgir_of
 from weft.runtime.tensor_memory import early_accesses

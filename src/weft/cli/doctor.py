@@ -33,6 +33,7 @@ from ..language import INTERPRETED, TRITON
 from ..ops.attention.engines import attention_on
 from ..ops.product.engines import products_on
 from ..runtime import capabilities_of, launch_device, loom
+from .screen import plain_table
 
 T = TypeVar("T")
 
@@ -549,7 +550,7 @@ def _capabilities(devices: list[Device]) -> Table:
 
 
 def _table(*headers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = plain_table()
     for header in headers:
         table.add_column(header, overflow="fold")
     return table

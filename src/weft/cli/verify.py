@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import time
@@ -16,14 +17,13 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from ..runtime import capabilities_of, catalogue, loom, recording
 from ..runtime.launch import choosing_for
 from ..workloads import WORKLOADS, Workload, distinct, for_op
 from . import doctor
+from .screen import complain, plain_table, progress_bar
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
 
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
     """1 if a check failed, 2 if nothing could be checked."""
     problem = _problem(args)
     if problem:
-        Console(stderr=True).print(Text(problem, "red"))
+        complain(problem)
         return 2
     begin = time.perf_counter()
     verdicts = _verify(args)
     seconds = time.perf_counter() - begin
     if not verdicts:
-        Console(stderr=True).print(Text("no workload has that name; `weft traffic` lists all of them", "red"))
+        complain("no workload has that name; `weft traffic` lists all of them")
         return 2
     Console().print(render(verdicts, _subject(args), seconds))
     if args.out:
@@ -90,6 +90,8 @@ def _problem(args: argparse.Namespace) -> str:
     """Why nothing can be verified, and what to do about it."""
     if not loom.is_installed():
         return f"`weft verify` judges with Loom's tools: {loom.install_command()}"
+    if importlib.util.find_spec("numpy") is None:
+        return f"`weft verify` computes what bytes must be with NumPy: {loom.pip()} install numpy"
     from ..proof.checks import CHECKS
 
     for given, known, what in ((args.op, list(catalogue), "op"), (args.check, list(CHECKS), "check")):
@@ -174,21 +176,15 @@ def _verify(args: argparse.Namespace) -> list[Verdict]:
         for check in args.check or list(CHECKS)
         for seed in seeds
     ]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[failed]}"),
-    )
-    verdicts = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(tasks), failed="")
+    verdicts: list[Verdict] = []
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(tasks))
         for workload, check, seed in tasks:
-            progress.update(bar, description=f"{workload.op}: {check.replace('_', ' ')}")
-            verdicts.append(judge(workload, check, seed, args.device, args.emulate))
             failed = sum(verdict.outcome == "failed" for verdict in verdicts)
-            progress.update(bar, advance=1, failed=f"[red]{failed} failed" if failed else "")
+            trouble = f"[red]{failed} failed[/], " if failed else ""
+            progress.update(bar, description=f"{trouble}{workload.op}: {check.replace('_', ' ')}")
+            verdicts.append(judge(workload, check, seed, args.device, args.emulate))
+            progress.advance(bar)
     return verdicts
 
 
@@ -238,9 +234,7 @@ def _said(error: BaseException) -> str:
 def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
     """A row for each op, a column for each check that had something to look at, and the failures below."""
     checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, title=f"Weft on {subject}"
-    )
+    table = plain_table(f"Weft on {subject}")
     table.add_column("op", no_wrap=True)
     for check in checks:
         table.add_column(check.replace("_", " "), justify="right")

@@ -1,7 +1,7 @@
 """The problems that every op is judged on: shapes of real models, their inputs, the bytes that must move.
 
 One registry. Tests, benchmarks, audits, the ahead-of-time builder and the docs iterate over it; a new op adds a
-file of workloads here and inherits every check.
+file of workloads here and inherits every check. `FLOPS` in such a file says how many operations its products have.
 
 >>> from weft.workloads import for_op
 >>> str(for_op("norm", "inference")[0])
@@ -13,10 +13,17 @@ from importlib import import_module
 
 from .problem import Call, Inputs, Workload
 
-__all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "for_op"]
+__all__ = ["WORKLOADS", "Call", "Inputs", "Workload", "distinct", "flops_of", "for_op"]
 
 _MODULES = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 WORKLOADS: tuple[Workload, ...] = tuple(w for module in _MODULES for w in getattr(module, "WORKLOADS", ()))
+
+_FLOPS = {op: count for module in _MODULES for op, count in getattr(module, "FLOPS", {}).items()}
+
+
+def flops_of(workload: Workload) -> int | None:
+    """The floating-point operations of the products of a workload; None if it has no products."""
+    return _FLOPS[workload.op](workload) if workload.op in _FLOPS else None
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:

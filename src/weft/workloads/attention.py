@@ -201,3 +201,15 @@ WORKLOADS: tuple[Workload, ...] = (
     *_workloads("attention", _EIGHT_BITS, _build, "inference"),
     *_workloads("attention_backward", _BACKWARD, _build_backward, "training", "backward"),
 )
+
+
+def _flops(workload: Workload) -> int:
+    """Of two products, with half of the pairs if later keys are not seen; windows and lengths are left out."""
+    options = OPTIONS[workload.options]
+    heads, _, dim, v_dim = _heads(workload, workload.cols)
+    pairs = workload.rows * heads * options["tokens"] * options.get("keys", options["tokens"])
+    return int(2 * pairs * (dim + v_dim) // (2 if options.get("is_causal") else 1))
+
+
+# Backward has the scores once more, and the gradients of scores, queries, keys and values: seven products for two.
+FLOPS = {"attention": _flops, "attention_backward": lambda workload: _flops(workload) * 7 // 2}

@@ -109,3 +109,10 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for name in names
     for groups, n, k in (LAYERS[name],)
 )
+
+
+def _flops(workload: Workload) -> int:
+    return int(2 * workload.rows * dict(workload.settings)["columns"] * workload.cols)
+
+
+FLOPS = {"grouped_matmul": _flops, "grouped_wgrad": _flops}

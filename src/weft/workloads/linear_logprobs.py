@@ -157,3 +157,11 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for options, names in used.items()
     for name in names
 )
+
+
+def _flops(workload: Workload) -> int:
+    return int(2 * workload.rows * dict(workload.settings)["vocab"] * workload.cols)
+
+
+# Backward has the logits once more, and two gradients.
+FLOPS = {"linear_logprobs": _flops, "linear_logprobs_backward": lambda workload: 3 * _flops(workload)}

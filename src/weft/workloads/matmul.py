@@ -102,3 +102,11 @@ WORKLOADS: tuple[Workload, ...] = (
     *_workloads(_MANY, 512, "training"),
     *_workloads(dict.fromkeys(PAIRS, ("qwen3-30b-a3b/key",)), 16, "inference"),
 )
+
+
+def _flops(workload: Workload) -> int:
+    n = dict(workload.settings)["columns"] * (2 if "glu" in dict(workload.settings) else 1)
+    return int(2 * workload.rows * n * workload.cols)
+
+
+FLOPS = {"matmul": _flops}

@@ -173,11 +173,6 @@ class Workload:
             moved += -_bytes(tensor) if tensor.untyped_storage()._cdata in held else _bytes(tensor)
         return moved
 
-    @property
-    def flops(self) -> int | None:
-        """The floating-point operations of a call whose time they decide; None if memory decides it."""
-        return None
-
 
 def _bytes(tensor: Tensor) -> int:
     """The bytes of distinct elements: an expanded dimension counts once."""

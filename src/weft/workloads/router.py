@@ -232,3 +232,10 @@ WORKLOADS: tuple[Workload, ...] = (
     *_route(_SERVED, (1, 64), "inference"),
     *_route(_TRAINED, (8192,), "training", "backward"),
 )
+
+
+def _flops(workload: Workload) -> int:
+    return int(2 * workload.rows * dict(workload.settings)["experts"] * workload.cols)
+
+
+FLOPS = {"router_linear": _flops, "router_linear_backward": lambda workload: 2 * _flops(workload)}
