@@ -124,9 +124,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`weft.nn` and `weft.compile_pass`, imported when they are first asked for."""
-    if name == "nn":
-        return importlib.import_module(".nn", __name__)
+    """`weft.nn`, `weft.aot` and `weft.compile_pass`, imported when they are first asked for."""
+    if name in ("nn", "aot"):
+        return importlib.import_module(f".{name}", __name__)
     if name == "compile_pass":
         return importlib.import_module(".integrations.fusion", __name__).compile_pass
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,7 +77,6 @@ def test_a_broken_kernel_is_named_and_its_report_repeats_the_failure(tmp_path: P
 def test_what_cannot_be_verified_is_refused_in_words(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["verify", *arguments]) == 2
     assert said in capsys.readouterr().err

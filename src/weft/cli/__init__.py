@@ -10,7 +10,7 @@ from .. import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import audit, doctor, published, traffic, verify
+    from . import aot, audit, doctor, published, traffic, verify
 
     parser = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_command(commands)
     verify.add_command(commands)
     audit.add_command(commands)
+    aot.add_command(commands)
     traffic.add_command(commands)
     published.add_command(commands)
     args = parser.parse_args(argv)

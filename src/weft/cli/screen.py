@@ -27,4 +27,4 @@ def progress_bar() -> Progress:
 
 def complain(text: str) -> None:
     """Say on stderr why a command does nothing."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False)
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

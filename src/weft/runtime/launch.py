@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..language import TRITON
-from . import capabilities
+from . import bundle, capabilities
 from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
 from .notice import NOTICE
@@ -84,16 +84,28 @@ class Kernel:
         key = (variant, f"{target}/{index}")
         with self._lock:
             if key not in self.variants:
-                if os.environ.get("WEFT_NO_JIT") == "1":
-                    raise RuntimeError(
-                        f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling "
-                        f"one: {variant}"
-                    )
+                compiled = bundle.find(self.fn, variant, target)
+                if compiled is None and os.environ.get("WEFT_NO_JIT") == "1":
+                    raise RuntimeError(self._missing(variant, target))
                 with NOTICE.building():
-                    compiled = build(self.fn, variant, target)
+                    if compiled is None:
+                        compiled = build(self.fn, variant, target)
                     compiled._init_handles()
                 self.variants[key] = compiled
             return self.variants[key]
+
+    def _missing(self, variant: Variant, target: Any) -> str:
+        """What to say where nothing may be compiled."""
+        from .ops import catalogue  # which knows this module
+
+        family = self.module.rpartition(".")[0]
+        ops = [name for name, op in catalogue.items() if op.launch.__module__.startswith(family)]
+        options = " ".join(f"--op {name}" for name in ops)
+        return (
+            f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling one. Its key is "
+            f"{bundle.key_of(variant)[:16]}, of {variant}. To compile what the workloads of its ops launch: `weft aot "
+            f"build --target {bundle.name_of(target)} {options} --out FILE`; for other calls see `help(weft.aot)`."
+        )
 
 
 def _on_device(index: int | None) -> Any:

@@ -323,7 +323,12 @@ def build(kernel: Any, variant: Variant, target: Any) -> Any:
     """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here."""
     import triton
 
-    return triton.compile(_source(kernel, variant, target), target=target, options=_options(variant))
+    return triton.compile(source_of(kernel, variant, target), target=target, options=_options(variant))
+
+
+def build_variant(variant: Variant, target: Any) -> Any:
+    """Compile a variant, whose kernel is found by its name, for Triton's target in this process."""
+    return build(_kernel(variant), variant, target)
 
 
 def ttgir_of(variant: Variant, target: str) -> str:
@@ -331,8 +336,8 @@ def ttgir_of(variant: Variant, target: str) -> str:
     from triton._C.libtriton import ir
     from triton.compiler import make_backend
 
-    gpu = _gpu(target)
-    source = _source(_kernel(variant), variant, gpu)
+    gpu = triton_target(target)
+    source = source_of(_kernel(variant), variant, gpu)
     backend = make_backend(gpu)
     options = backend.parse_options(_options(variant))
     stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
@@ -347,7 +352,8 @@ def ttgir_of(variant: Variant, target: str) -> str:
     return str(module)
 
 
-def _source(kernel: Any, variant: Variant, target: Any) -> Any:
+def source_of(kernel: Any, variant: Variant, target: Any) -> Any:
+    """What Triton's compiler and launchers take for the source of a kernel: the JITFunction and what is known of it."""
     from triton.compiler import ASTSource
 
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -369,9 +375,17 @@ def _options(variant: Variant) -> dict[str, Any]:
     return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **dict(variant.options)}
 
 
-def _gpu(target: str) -> Any:
+def triton_target(target: str) -> Any:
+    """Triton's own object for a target."""
     from triton.backends.compiler import GPUTarget
 
+    if target == "cpu":
+        import triton_loom
+
+        with triton_loom.active():
+            from triton.runtime import driver
+
+            return driver.active.get_current_target()
     return (
         GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
     )
@@ -399,7 +413,7 @@ def _compile(variant: Variant, target: str) -> Binary:
         raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
     if wrong := set(variant.divisible) - set(types):
         raise ValueError(f"the kernel has no integer parameters {sorted(wrong)} that could be divisible")
-    gpu = _gpu(target)
+    gpu = triton_target(target)
     compiled = build(kernel, variant, gpu)
     if gpu.backend == "cuda":
         found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, _options(variant))

@@ -1,0 +1,119 @@
+"""Kernels compiled ahead of time: `weft aot build` here or on any machine, `weft.aot.load` where they run.
+
+    weft aot build --target sm_90 --workload deepseek-v3 --out deepseek.weft     # needs no GPU
+    WEFT_BUNDLE=deepseek.weft WEFT_NO_JIT=1 python serve.py
+
+With `WEFT_NO_JIT=1` nothing is ever compiled: a kernel that is in no bundle is an error that says how to add it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .runtime import Variant, compile_all, recording
+from .runtime.bundle import SCHEMA, Bundle, BundleError, key_of, load, platform_of, sources, unload
+from .runtime.offline import TARGETS, Binary, build_variant, triton_target
+from .workloads import Workload
+
+__all__ = ["ROWS", "Bundle", "BundleError", "build", "load", "unload", "variants_of"]
+
+# The numbers of rows that a workload is called with, besides its own: tiles depend on it in steps.
+ROWS = (1, 16, 64, 512, 4096)
+
+
+def variants_of(calls: Iterable[Callable[[], Any]], target: str) -> list[Variant]:
+    """What the calls would launch on a target, each variant once. Nothing is launched; tensors may be on `meta`."""
+    with recording(target) as variants:
+        for call in calls:
+            call()
+    return list(dict.fromkeys(variants))
+
+
+def calls_of(workloads: Iterable[Workload], target: str) -> Iterable[Callable[[], Any]]:
+    """Calls of workloads with several numbers of rows, and of those that train with gradients too."""
+    for workload in workloads:
+        for rows in sorted({*ROWS, workload.rows}):
+            try:
+                with recording(target):
+                    call = workload.make("meta", rows=rows)
+                    call()
+            except ValueError:  # a format that the target does not multiply
+                continue
+            yield call
+            if "training" in workload.tags:
+                yield call.requiring_grad()
+
+
+def build(
+    path: str | os.PathLike[str],
+    target: str,
+    variants: Iterable[Variant],
+    *,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Bundle:
+    """Compile variants for a target and write them to a bundle, which takes the place of an older one at once."""
+    import triton
+
+    chosen = list(variants)
+    if target != "cpu":
+        if target not in TARGETS:
+            raise ValueError(f"unknown target {target!r}; known: cpu, {', '.join(TARGETS)}")
+        # In children, several at once: what they compile is then found in Triton's cache.
+        jobs = [(variant, target) for variant in chosen]
+        for result in compile_all(
+            jobs, workers=workers, progress=lambda done, total, _: progress(done, total)
+        ):
+            if not isinstance(result, Binary):
+                raise result
+    gpu = triton_target(target)
+    kernels: dict[str, Any] = {}
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+            for number, variant in enumerate(chosen, 1):
+                compiled = build_variant(variant, gpu)
+                if target == "cpu":
+                    progress(number, len(chosen))
+                key = key_of(variant)
+                files = {f"{key[:16]}/{name}": content for name, content in _files(compiled).items()}
+                for name, content in files.items():
+                    file.writestr(name, content)
+                kernels[key] = {
+                    "kernel": variant.kernel,
+                    "variant": repr(variant),
+                    "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+                }
+            manifest = {
+                "schema": SCHEMA,
+                "weft": __version__,
+                "triton": triton.__version__,
+                "target": target,
+                "platform": platform_of(gpu),
+                "sources": sources(),
+                "kernels": kernels,
+            }
+            file.writestr("manifest.json", json.dumps(manifest, indent=1))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Bundle.open(path)
+
+
+def _files(compiled: Any) -> dict[str, bytes]:
+    """The binary of a compiled kernel and its metadata, by the names of Triton's files."""
+    from triton.compiler import make_backend
+
+    wanted = ("json", make_backend(compiled.metadata.target).binary_ext)
+    found = {Path(path).name: Path(path).read_bytes() for path in compiled.metadata_group.values()}
+    return {
+        name: content for name, content in found.items() if name.endswith(wanted) and "__grp__" not in name
+    }

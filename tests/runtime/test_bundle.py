@@ -1,0 +1,176 @@
+"""Bundles of compiled kernels: served without a compiler, refused in words when they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton_loom.testing import Forks, launching_nothing
+
+import weft
+from tests.support import IMPORTED
+from weft import aot
+from weft.cli import main
+from weft.runtime import bundle as bundles
+from weft.runtime import choosing_for, launch
+from weft.runtime.offline import triton_target
+from weft.workloads import for_op
+
+SERVE = """
+import os, sys, torch, triton, weft
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a kernel is compiled")
+
+triton.compile = refuse
+y = weft.quantize(torch.arange(256.0).view(2, 128), "1x128")
+torch.save(y.rowwise, sys.argv[1])
+print(*os.listdir(os.environ["TRITON_CACHE_DIR"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle for the CPU with what one call launches."""
+    path = tmp_path_factory.mktemp("bundle") / "quantize.weft"
+    x = torch.empty(2, 128, device="meta")
+    aot.build(path, "cpu", aot.variants_of([lambda: weft.quantize(x, "1x128")], "cpu"))
+    path.chmod(0o444)
+    return path
+
+
+def test_a_fresh_process_compiles_nothing(made: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "serve.py").write_text(SERVE)
+    (cache := tmp_path / "cache").mkdir()
+    environment = {"WEFT_BUNDLE": str(made), "WEFT_NO_JIT": "1", "TRITON_CACHE_DIR": str(cache)}
+    done = Forks(*IMPORTED).run(script, tmp_path / "y.pt", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "loom\n", "Triton's cache has more than the file that Loom loads the kernel from"
+    got = torch.load(tmp_path / "y.pt", weights_only=False)
+    wanted = weft.quantize(torch.arange(256.0).view(2, 128), "1x128").rowwise
+    assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(got.scale, wanted.scale)
+
+
+def test_what_is_missing_names_its_key_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_NO_JIT", "1")
+    monkeypatch.setattr(launch.bundle, "find", lambda *call: None)
+    from weft.ops.glu.kernels import glu_kernel
+
+    monkeypatch.setattr(glu_kernel, "variants", {})
+    launch.Launch.of.cache_clear()
+    with pytest.raises(
+        RuntimeError, match=r"Its key is [0-9a-f]{16}.*`weft aot build --target cpu .*--op glu"
+    ):
+        weft.glu(torch.randn(3, 34, dtype=torch.float16))
+
+
+def test_a_gpus_kernels_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the device that launches nothing: binaries for an sm_90, and not one compilation."""
+    path, x = tmp_path / "sm_90.weft", torch.randn(8, 256, dtype=torch.bfloat16)
+    calls = [lambda: weft.rms_norm(x.to("meta"))]
+    loaded = aot.load(aot.build(path, "sm_90", aot.variants_of(calls, "sm_90")).path)
+    monkeypatch.setattr(launch, "build", lambda *call: pytest.fail("a kernel is compiled"))
+    try:
+        with launching_nothing(), choosing_for("sm_90"):
+            weft.rms_norm(x)
+        assert loaded.served == 1
+    finally:
+        aot.unload(loaded)
+
+
+def rewritten(path: Path, to: Path, **changed: Any) -> Path:
+    """A copy of a bundle whose manifest says something else."""
+    with zipfile.ZipFile(path) as file, zipfile.ZipFile(to, "w") as copy:
+        for name in file.namelist():
+            content = file.read(name)
+            if name == "manifest.json":
+                content = json.dumps(json.loads(content) | changed).encode()
+            copy.writestr(name, content)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"schema": 99}, "has format 99; this Weft reads format 1"),
+        ({"triton": "2.0"}, r"is of Triton 2\.0, here is .* weft aot build --target cpu"),
+        ({"sources": "?"}, r"is of another Weft \(.*\); build it again"),
+    ],
+)
+def test_a_bundle_of_others_is_refused(
+    changed: dict[str, Any], said: str, made: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(aot.BundleError, match=said):
+        aot.load(rewritten(made, tmp_path / "other.weft", **changed))
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "no.weft").write_text("no")
+    for path in (file, tmp_path / "absent.weft"):
+        with pytest.raises(aot.BundleError, match="is no bundle of Weft's"):
+            aot.load(path)
+    assert main(["aot", "inspect", str(file)]) == 1
+    assert "is no bundle" in capsys.readouterr().err
+
+
+def test_another_processor_and_damage_are_noticed(made: Path, tmp_path: Path) -> None:
+    x = torch.empty(2, 128, device="meta")
+    (variant,) = aot.variants_of([lambda: weft.quantize(x, "1x128")], "cpu")
+    from weft.ops.quantize import _quantize_rows_kernel as kernel
+
+    cpu = triton_target("cpu")
+    assert bundles.Bundle.open(made).find(kernel.fn, variant, cpu) is not None
+    other = aot.load(rewritten(made, tmp_path / "other.weft", platform="a machine from 1999"))
+    aot.unload(other)
+    with pytest.raises(aot.BundleError, match="another processor"):
+        other.find(kernel.fn, variant, cpu)
+    manifest = json.loads(zipfile.ZipFile(made).read("manifest.json"))
+    for entry in manifest["kernels"].values():
+        entry["files"] = dict.fromkeys(entry["files"], "0")
+    damaged = bundles.Bundle.open(rewritten(made, tmp_path / "damaged.weft", **manifest))
+    with pytest.raises(aot.BundleError, match="is damaged"):
+        damaged.find(kernel.fn, variant, cpu)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made.weft"
+    arguments = ["--workload", str(for_op("dequantize")[0]), "--out", str(out)]
+    assert main(["aot", "build", "--target", "cpu", *arguments]) == 0
+    assert main(["aot", "inspect", str(out)]) == 0
+    assert capsys.readouterr().out.count("_dequantize_kernel") == 2
+    assert main(["aot", "build", "--target", "cpu", "--op", "nothing", "--out", str(out)]) == 2
+    assert main(["aot", "build", "--target", "cpu", "--workload", "nothing", "--out", str(out)]) == 2
+
+
+def test_keys_have_no_addresses() -> None:
+    """All that decides a kernel has a text that is the same in every process."""
+    from weft.proof.binaries import collected
+    from weft.workloads import distinct
+
+    keys = {bundles.key_of(variant) for variant in collected(distinct(), "sm_90")}
+    assert len(keys) > 400
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "fork"), reason="processes are forked")
+def test_forked_processes_share_a_bundle(made: Path) -> None:
+    """Each reads for itself: no position in the file is shared."""
+    x = torch.empty(2, 128, device="meta")
+    (variant,) = aot.variants_of([lambda: weft.quantize(x, "1x128")], "cpu")
+    from weft.ops.quantize import _quantize_rows_kernel as kernel
+
+    opened, cpu = bundles.Bundle.open(made), triton_target("cpu")
+    children = []
+    for _ in range(8):
+        child = os.fork()
+        if not child:
+            found = all(opened.find(kernel.fn, variant, cpu) is not None for _ in range(5))
+            os._exit(0 if found else 1)
+        children.append(child)
+    assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
