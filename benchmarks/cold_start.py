@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 64, 256, 128, 8, 2
@@ -51,8 +50,8 @@ RUN = """
 print("ready", flush=True)
 sys.stdin.readline()  # all begin at once
 begin = time.perf_counter()
-y = layer(x, router, up, down, norm)
-print(json.dumps([time.perf_counter() - begin, compiled, float(y.float().abs().mean())]))
+layer(x, router, up, down, norm)
+print(json.dumps([time.perf_counter() - begin, compiled]))
 """
 BUILD = """
 meta = [tensor.to("meta") for tensor in (x, router, up, down, norm)]
@@ -79,21 +78,18 @@ def measure(count: int, way: str, bundle: Path) -> dict[str, float | int | str]:
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", "a process did not start"
-        begin = time.perf_counter()
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
         answers = [json.loads(process.communicate()[0]) for process in processes]
-        seconds = time.perf_counter() - begin
         written = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    assert len({answer[2] for answer in answers if answer[2] == answer[2]}) >= 1
     return {
         "way": way,
         "processes": count,
         "first": round(min(answer[0] for answer in answers), 2),
         "median": round(statistics.median(answer[0] for answer in answers), 2),
-        "last": round(seconds, 2),
+        "last": round(max(answer[0] for answer in answers), 2),
         "compiled": sum(answer[1] for answer in answers),
         "written_mb": round(written / 1e6, 2),
     }

@@ -26,7 +26,7 @@ else:
 
 from triton_loom.testing import Forks
 
-import weft
+import weft.cli
 from tests.support import IMPORTED
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
@@ -175,11 +175,16 @@ def test_there_are_python_blocks() -> None:
 
 # ---- commands ----------------------------------------------------------------------------------------------
 
-QUICK = ("weft doctor", "weft traffic", "weft published", "python examples/")
+QUICK = ("weft", "python examples/")
+# What needs a GPU or compiles for minutes: its arguments are read, and nothing is run.
+READ_ONLY = ("weft verify --device cuda", "weft aot build --target sm_")
 # Commands that count bytes or compile, ranks, and examples whose functions have tests of their own.
 BY_NIGHT = (
     "weft traffic",
     "weft published",
+    "weft verify",
+    "weft audit",
+    "weft aot",
     "python examples/sharded_vocabulary.py",
     "python examples/moe_block.py",
     "python examples/train_moe.py",
@@ -191,7 +196,7 @@ BY_NIGHT = (
     [
         pytest.param(command, marks=[pytest.mark.slow] if command.startswith(BY_NIGHT) else needs(command))
         for command in dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document))
-        if command.startswith(QUICK)
+        if command.startswith(QUICK) and not command.startswith(READ_ONLY)
     ],
 )
 def test_quick_command_runs(command: str, forks: Forks) -> None:
@@ -251,9 +256,12 @@ def check_pytest(arguments: list[str]) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_slow_commands_name_what_exists(document: Path) -> None:
     for command, place in lines(document):
+        program, *arguments = shlex.split(command)
+        if program == "weft":
+            weft.cli.parser().parse_args(arguments)
+            continue
         if command.startswith(QUICK):
             continue
-        program, *arguments = shlex.split(command)
         if program == "pip":
             check_pip(arguments)
         elif program == "pytest":

@@ -10,18 +10,23 @@ from .. import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    args = parser().parse_args(argv)
+    return int(args.run(args))
+
+
+def parser() -> argparse.ArgumentParser:
+    """That of all commands."""
     from . import aot, audit, doctor, published, traffic, verify
 
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
     )
-    parser.add_argument("--version", action="version", version=f"weft {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    made.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_command(commands)
     verify.add_command(commands)
     audit.add_command(commands)
     aot.add_command(commands)
     traffic.add_command(commands)
     published.add_command(commands)
-    args = parser.parse_args(argv)
-    return int(args.run(args))
+    return made
