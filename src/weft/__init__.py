@@ -11,6 +11,7 @@ if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 from . import interop
+from .graphs import capture
 from .ops import (
     QKV,
     Attention,
@@ -84,6 +85,7 @@ __all__ = [
     "attention",
     "attention_decode",
     "backend",
+    "capture",
     "catalogue",
     "clip_grads_",
     "compile_pass",

@@ -59,7 +59,7 @@ def few_rows(workload: Workload) -> int:
 
 def small(workload: Workload, **changed: Any) -> Call:
     """The call of a workload with few rows, its inputs in the memory of the CPU."""
-    return workload.make(rows=few_rows(workload), seed=_conditions.seed, **changed)
+    return workload.make(**{"rows": few_rows(workload), "seed": _conditions.seed} | changed)
 
 
 # ---- results as flat lists of named tensors ------------------------------------------------------------
@@ -67,7 +67,13 @@ def small(workload: Workload, **changed: Any) -> Call:
 
 def results(call: Call) -> dict[str, Tensor]:
     """What a call returns, by name, computed on the device under test. Gradients are named d…"""
-    got = moved(call.to(_conditions.device)(), call.device)
+    got: dict[str, Tensor] = moved(returned(call.to(_conditions.device)), call.device)
+    return got
+
+
+def returned(call: Call) -> dict[str, Tensor]:
+    """The same, computed and left where the tensors of the call are."""
+    got = call()
     if hasattr(got, "_fields"):
         named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
         gradients = call.function.__name__.endswith("_backward")

@@ -14,10 +14,12 @@ from triton_loom.gpu.exactness import reasons
 from triton_loom.testing import EPS32, NAN, Guarded, guarded_allocations, words
 
 from .. import backend
+from ..graphs import capture
 from ..quant import QTensor
 from ..runtime import Kernel, Launch, Variant, capabilities_of, choosing_for, observing
 from ..runtime.launch import WIDE
 from ..workloads import Call, Workload
+from ..workloads.problem import moved
 from .calls import (
     assert_same,
     backward,
@@ -28,6 +30,7 @@ from .calls import (
     own_numbers,
     parts,
     results,
+    returned,
     run,
     small,
     tracked,
@@ -224,6 +227,22 @@ def same_bits_as_the_cpu(workload: Workload) -> None:
         assert_same(got, results(call), "on the CPU")
 
 
+def replay(workload: Workload) -> None:
+    """Recorded once (on a GPU in a CUDA graph) and replayed on other numbers in the same memory: what a call gives."""
+    device = conditions().device
+    call, other = small(workload), small(workload, seed=conditions().seed + 1)
+    names = [name for name, tensor in call.tensors().items() if tensor.shape == other[name].shape]
+    if not names:
+        raise NotApplicable("its tensors are in lists")
+
+    def function(*tensors: Tensor) -> Any:
+        return returned(call.to(device).with_(**dict(zip(names, tensors, strict=True))))
+
+    given = [other[name].to(device) for name in names]
+    step = capture(function, *(call[name].to(device) for name in names))
+    assert_same(moved(step(*given), CPU), moved(function(*given), CPU), "replayed")
+
+
 def streams(workload: Workload) -> None:
     """On another stream than the default one the same bits, without waiting for the default one's work."""
     device = conditions().device
@@ -265,6 +284,7 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
         twice_backward,
         no_grad,
         same_bits_as_the_cpu,
+        replay,
         streams,
         second_device,
     )

@@ -13,7 +13,8 @@ A traced graph outlives the `with weft.backend(...)` around the call that was tr
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -40,6 +41,7 @@ _PLAIN = frozenset({Tensor, Parameter})
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
+_modes_seen_through = 0  # `seen_through`
 
 # Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
 catalogue: dict[str, Any] = {}
@@ -116,7 +118,7 @@ class Op(Generic[A, O]):
         # `_is_transformed()` and `_is_watched()`, written out: this runs in every call.
         if _functorch_level() is not None or forward_ad._current_level >= 0:
             return self.outputs.build(*apply(self.function, a, *tensors))
-        if _count_dispatch_modes():
+        if _count_dispatch_modes() > _modes_seen_through:
             return self.dispatch(a)
         requires_grad = False
         for tensor in tensors:
@@ -502,9 +504,20 @@ def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
     return all(_are_plain(t) if isinstance(t, list) else type(t) in _PLAIN for t in tensors)
 
 
+@contextmanager
+def seen_through() -> Iterator[None]:
+    """In the block one dispatch mode more does not count as watching: it sees what ops do rather than the ops."""
+    global _modes_seen_through
+    _modes_seen_through += 1
+    try:
+        yield
+    finally:
+        _modes_seen_through -= 1
+
+
 def _is_watched() -> bool:
     """Whether something sees every call that the dispatcher makes: a dispatch mode, such as that of fake tensors."""
-    return bool(_count_dispatch_modes())
+    return bool(_count_dispatch_modes() > _modes_seen_through)
 
 
 def _is_transformed() -> bool:
