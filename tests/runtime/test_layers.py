@@ -21,11 +21,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ops/common": ("language", "tiles", "runtime", "quant"),
     "ops": ("language", "tiles", "runtime", "quant", "ops/common"),
     "workloads": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
-    "proof": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads"),
+    "graphs": ("runtime",),
+    "aot": ("runtime", "workloads"),
+    "proof": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads", "graphs"),
     "report": (),
     "nn": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report"),
     "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report", "nn"),
-    "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads", "proof"),
+    "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads", "proof", "aot"),
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

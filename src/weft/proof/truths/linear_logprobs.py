@@ -24,7 +24,7 @@ def _unit(a: Tensor, b: Tensor) -> float:
     return torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps / 2
 
 
-def _product(a: Tensor, b: Tensor) -> Near:
+def product_of_head(a: Tensor, b: Tensor) -> Near:
     """a @ b, added up in one chain."""
     sizes = (a.square() @ b.square()).sqrt()
     return Near(a @ b, 4 * EPS32 * (1 + (a.shape[-1] / 2) ** 0.5) * sizes)
@@ -43,7 +43,7 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     leaves = {name: a[name].detach().double().requires_grad_() for name in names}
     hidden = leaves["hidden"].reshape(-1, cols).where(valid[:, None], 0.0)
     x = hidden @ leaves["weight"].t()
-    of_x = _product(hidden.detach(), leaves["weight"].detach().t()).noise
+    of_x = product_of_head(hidden.detach(), leaves["weight"].detach().t()).noise
     if "bias" in leaves:
         x = x + leaves["bias"]
         of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
@@ -160,14 +160,14 @@ def head(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[s
     weight = leaves["weight"].detach()
     plain = hidden.detach()
 
-    def of_product(left: Tensor, right: Tensor) -> Tensor:
+    def ofproduct_of_head(left: Tensor, right: Tensor) -> Tensor:
         """left [.., K] and right [K, ..]: dx on one side, whose errors are `left` and `rounded` on the same side."""
         return left @ right
 
     of_dhidden = of_dx @ weight.abs() + SIGMAS * (rounded.square() @ weight.square()).sqrt()
-    of_dhidden = of_dhidden + _product(dx, weight).noise
+    of_dhidden = of_dhidden + product_of_head(dx, weight).noise
     of_dweight = of_dx.t() @ plain.abs() + SIGMAS * (rounded.square().t() @ plain.square()).sqrt()
-    of_dweight = of_dweight + _product(dx.t(), plain).noise
+    of_dweight = of_dweight + product_of_head(dx.t(), plain).noise
     gradient = leaves["hidden"].grad
     assert gradient is not None
     found["dhidden"] = Near(

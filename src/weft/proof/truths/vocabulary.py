@@ -8,7 +8,7 @@ from triton_loom.testing import EPS32
 
 from ...workloads import Call
 from ..truth import Near
-from .linear_logprobs import FEW, _product
+from .linear_logprobs import FEW, product_of_head
 
 LOWEST = float(torch.finfo(torch.float32).min)
 
@@ -72,7 +72,7 @@ def _of_rows(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor
 
 def _of_head(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     hidden = call["hidden"].double().reshape(-1, call["hidden"].shape[-1])
-    product = _product(hidden, call["weight"].double().t())
+    product = product_of_head(hidden, call["weight"].double().t())
     x, of_x = product.truth, product.noise
     if call["bias"] is not None:
         x = x + call["bias"].double()
