@@ -236,8 +236,9 @@ def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
     checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
     table = plain_table(f"Weft on {subject}")
     table.add_column("op", no_wrap=True)
+    table.padding = (0, 1, 0, 0)
     for check in checks:
-        table.add_column(check.replace("_", " "), justify="right")
+        table.add_column(check.rpartition("_")[2], justify="right", no_wrap=True)
     for op in dict.fromkeys(verdict.op for verdict in verdicts):
         cells = [[v for v in verdicts if v.op == op and v.check == check] for check in checks]
         table.add_row(op, *map(_cell, cells))
