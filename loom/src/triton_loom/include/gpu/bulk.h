@@ -132,7 +132,8 @@ static void load_tile(Warp &w, const Instruction &i) {
       continue;
     }
     if (b.checks) {
-      UnitWrites writes(w, i, lane, m->agent, b.agent_time[m->agent]);
+      const u32 end = copy->address + box_bytes(*copy);
+      UnitWrites writes(w, i, lane, m->agent, b.agent_time[m->agent], copy->address, end);
       each_row(*copy, [&](const TileRow &row) {
         u64 from[LANES];
         from[lane] = row.global + row.begin;
@@ -312,6 +313,7 @@ static void end_units(Block &b) {
     free(m);
   }
   units.mbarriers.clear();
+  __builtin_memset(units.found, 0, sizeof units.found);
   units.maps.clear();
   for (u32 k = 0; k < WARPS; ++k) {
     WarpGroup &group = units.groups[k / GROUP];
