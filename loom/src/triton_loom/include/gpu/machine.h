@@ -25,8 +25,9 @@
 //   The bytes themselves move either at once (`early`), or as late as the rules allow: the operation is put into
 //   `block.pending`, and whoever waits for it calls `deliver` on it. A block in which nobody can go on delivers what is
 //   pending, one operation at a time, before it counts as deadlocked.
-//   An instruction that finds that it has to wait (mbarrier.try_wait) sets its result to false and calls
-//   `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
+//   An instruction that finds that it has to wait (mbarrier.try_wait) leaves its lanes POLLING: they execute it again when
+//   something has happened in the block (`look_again` in mbarrier.h). One that must not wait (mbarrier.test_wait) sets its
+//   result to false and calls `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
 #pragma once
 #include "../ptx.h"
 #include "storage.h"
