@@ -112,8 +112,8 @@ class _Builder:
         return [self._label(name) for name in operation.targets]
 
     def _ways(self, number: int, operation: Operation, statement: Statement) -> list[int]:
-        """The instructions that may follow; the one after the last is the end. Whoever leaves the kernel before its last
-        statement is not waited for where the ways of the others meet."""
+        """The instructions that may follow; the one after the last is the end. Whoever leaves the kernel before its
+        last statement is not waited for where the ways of the others meet."""
         following = self._targets(operation)
         if operation.handler == "leave" and number == len(self.kernel.statements) - 1:
             following = [len(self.kernel.statements)]
