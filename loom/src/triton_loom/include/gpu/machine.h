@@ -180,7 +180,7 @@ struct Warp {
   u32 turns;  // backward branches since somebody else ran
   u64 state;  // a digest of its registers when it last let others run
   u32 polls;  // whether one of its fragments waits for something to happen in the block
-  u64 polled; // the block's events when it began to
+  u64 polled;  // the block's events when it began to
   Block *block;
   Fragment fragments[FRAGMENTS];
   // What the warp knows of other agents, and its own clock: clocks.h.

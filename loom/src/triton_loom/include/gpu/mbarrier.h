@@ -31,11 +31,9 @@ LOOM_INLINE bool is_there(Warp &w, const Instruction &i, u32 lane, u32 address) 
   addresses[lane] = address;
   return reachable_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane) != 0;
 }
+// What lies there instead of an mbarrier, whose bits nobody may look at: its count, or that there is none.
 LOOM_INLINE void write_image(Warp &w, const Instruction &i, u32 lane, u32 address, u64 image) {
-  u64 addresses[LANES];
-  addresses[lane] = address;
-  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)&image, 0, MBARRIER_BYTES, 1u << lane);
-  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), &image, sizeof image);
+  write_one(w, i, lane, address, &image, sizeof image);
 }
 
 // Another write to one of its bytes, if there is one since it was made.

@@ -131,7 +131,8 @@ LOOM_INLINE bool is_fenced(const Warp &w, u32 lane, Stamp s) {
 
 constexpr u32 CHUNK = 16;  // bytes: units move no less, and no swizzle takes it apart
 
-// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp together.
+// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp
+// together.
 struct UnitReads {
   Warp &w;
   const u32 lane;
@@ -218,6 +219,14 @@ struct UnitWrites {
     for (u32 k = 0; k < CHUNK; ++k) writes[k] = as;
   }
 };
+
+// One lane writes bytes of shared memory that are there.
+LOOM_INLINE void write_one(Warp &w, const Instruction &i, u32 lane, u64 address, const void *data, u32 bytes) {
+  u64 addresses[LANES];
+  addresses[lane] = address;
+  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)data, 0, bytes, 1u << lane);
+  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), data, bytes);
+}
 
 // Where a chunk lies under a swizzle: bits of its absolute address are exchanged.
 LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {
