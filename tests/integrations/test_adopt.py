@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft.integrations
+from tests.catalogue.calls import compiled_variants
 from tests.integrations.tiny import MODELS, batch, build, distance, step
 from weft.integrations.logits import DeferredLogits
-from weft.integrations.recognise import LeftAlone, recognise_norm
+from weft.integrations.recognise import (
+    LeftAlone,
+    RouterOptions,
+    recognise_norm,
+    recognise_rotary,
+    recognise_router,
+    rotating_functions,
+)
 
 
 @pytest.fixture
@@ -50,6 +58,13 @@ def test_fp32_is_the_unchanged_model(name: str, made: list[DeferredLogits]) -> N
     assert report.count("mlp") == {"qwen3_moe": 0, "gpt_oss": 0}.get(name, 2)
     mine, found = step(model)
     assert not made
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
+    assert distance(found, gradients) < 5e-6
+    # Rope and router on request, as well.
+    report = weft.integrations.apply(model, strict=True, rope=True, router=report.count("experts") > 0)
+    assert report.count("rope") == 2
+    assert report.count("router") == report.count("experts")
+    mine, found = step(model)
     torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
     assert distance(found, gradients) < 5e-6
     weft.integrations.unapply(model)
@@ -158,7 +173,7 @@ def test_compiled(made: list[DeferredLogits]) -> None:
     """As one graph."""
     model, inputs = build("llama"), batch()
     loss, gradients = step(model)
-    weft.integrations.apply(model)
+    weft.integrations.apply(model, rope=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()
     found = compiled(**inputs, use_cache=False)
@@ -277,6 +292,22 @@ def test_changed_logits_are_the_ones_that_count() -> None:
 # ---- apply and unapply ----------------------------------------------------------------------------------
 
 
+def test_new_lengths_compile_nothing() -> None:
+    model = build("qwen3_moe")
+    weft.integrations.apply(model, rope=True, router=True)
+
+    def train(samples: int, tokens: int) -> None:
+        step(model, batch(samples, tokens))
+
+    for samples, tokens in ((1, 8), (2, 24), (1, 97)):
+        train(samples, tokens)
+    before = compiled_variants()
+    assert before >= 10
+    for tokens in (8, 9, 11, 16, 31, 32, 33, 40, 63, 64, 65, 77, 100, 127, 128, 129, 160, 200, 255, 301):
+        train(1, tokens)
+    assert compiled_variants() == before
+
+
 def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
     model, other = build("qwen3"), build("qwen3")
     keys, text, loss = list(model.state_dict()), repr(model), step(other)[0]
@@ -299,10 +330,10 @@ def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
 def test_kinds_are_chosen() -> None:
     model = build("deepseek_v3")
     report = weft.integrations.apply(model, norm=False, loss=False)
-    assert {row.kind for row in report.rows} == {"mlp", "experts"}
+    assert {entry.kind for entry in report.entries} == {"mlp", "experts"}
     weft.integrations.unapply(model)
     report = weft.integrations.apply(model, mlp=False, experts=False, norm=False, loss=model.lm_head)
-    assert [row.name for row in report.rows] == ["lm_head"]
+    assert [entry.name for entry in report.entries] == ["lm_head"]
 
 
 class Odd(nn.Module):
@@ -334,8 +365,8 @@ class OddMLP(nn.Module):
 def test_what_is_not_recognised_is_left_alone() -> None:
     model = Odd()
     report = weft.integrations.apply(model)
-    assert not report.replaced
-    reasons = {row.name: row.how for row in report.left_alone}
+    assert not report.changed
+    reasons = report.left
     assert reasons.keys() == {"batch_norm", "sum_norm", "mlp", "norm"}
     assert "somebody else" in reasons["norm"]
     assert "left alone" in str(report)
@@ -468,6 +499,73 @@ def test_all_norms_of_transformers() -> None:
         print(f"  {name}: {reason}")
     assert len(recognised) > 150
     assert len(left) < 25
+
+
+def attention_and_router(name: str) -> tuple[nn.Module, nn.Module]:
+    modules = dict(build(name).named_modules())
+    return (
+        next(m for m in modules.values() if type(m).__name__.endswith("Attention")),
+        next(m for m in modules.values() if type(m).__name__.lower().endswith("router")),
+    )
+
+
+def test_routers_and_rotations_are_found_by_what_they_compute() -> None:
+    _, router = attention_and_router("deepseek_v3")
+    assert recognise_router(router) == RouterOptions(
+        k=2,
+        convention="deepseek_v3",
+        renormalize=True,
+        scale=2.5,
+        groups=4,
+        group_topk=2,
+        own_logits=False,
+        own_weights=False,
+    )
+    attention, router = attention_and_router("qwen3_moe")
+    router.norm_topk_prob = False  # type: ignore[assignment]
+    options = recognise_router(router)
+    assert not options.renormalize
+    assert options.own_logits
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(5))
+    for mine, theirs in zip(
+        options(x, router.weight, None, None),  # type: ignore[arg-type]
+        type(router).forward(router, x),  # type: ignore[attr-defined]
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+    router.forward_noise = nn.Parameter(torch.zeros(3))
+    with pytest.raises(LeftAlone, match="forward_noise"):
+        recognise_router(router)
+    (found,) = recognise_rotary(attention)
+    assert (found.tables, found.style, found.out_style) == ("halves", "neox", None)
+    q = torch.randn(2, 4, 7, 32)
+    assert not found.fits(q, torch.zeros(2, 7, 16))  # a part of a head: left to the model
+    with pytest.raises(ValueError, match=r"(?s)no attention was found for rope.*no router"):
+        weft.integrations.apply(Own(), rope=True, router=True, loss=False, strict=True)
+
+
+@pytest.mark.slow
+def test_all_rotations_of_transformers() -> None:
+    """Functions that attention calls to rotate; those left alone are printed."""
+    import importlib
+
+    recognised, left = [], {}
+    for name in packages():
+        for kind in vars(importlib.import_module(name)).values():
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == name:
+                probe = kind.__new__(kind)
+                if not rotating_functions(probe):
+                    continue
+                try:
+                    recognise_rotary(probe)
+                    recognised.append(kind.__name__)
+                except LeftAlone as reason:
+                    left[kind.__name__] = str(reason)
+    print(f"{len(recognised)} recognised, {len(left)} left alone")
+    for label, reason in left.items():
+        print(f"  {label}: {reason}")
+    assert len(recognised) > 100
+    assert len(left) < 40
 
 
 def test_whole_models_under_checkpoint(made: list[DeferredLogits]) -> None:

@@ -115,3 +115,66 @@ def test_through_inductor() -> None:
         torch.autograd.grad(y.square().sum(), list(model.parameters())), wanted, strict=True
     ):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+
+
+# ---- results that are quantised -------------------------------------------------------------------------
+
+
+def by_rows_as_torchao(y: Tensor, largest: float = 448.0) -> tuple[Tensor, Tensor]:
+    amax = y.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12)
+    scale = largest / amax
+    return (y.float() * scale).clamp(min=-448.0, max=448.0).to(torch.float8_e4m3fn), scale.reciprocal()
+
+
+def by_blocks_as_deepseek(y: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = y.shape
+    blocks = y.view(rows, -1, 128)
+    amax = blocks.abs().float().amax(dim=2).view(rows, -1).clamp(1e-4)
+    codes = (blocks * (448.0 / amax.unsqueeze(2))).to(torch.float8_e4m3fn).view(rows, columns)
+    return codes, (amax / 448.0).view(rows, -1)
+
+
+WIDE = {dtype: torch.linspace(0.5, 1.5, 256).to(dtype) for dtype in (torch.bfloat16, torch.float32)}
+
+
+def normed(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, (256,), WIDE[x.dtype], 1e-5)
+
+
+QUANTISED: dict[str, tuple[dict[str, int], Callable[[Tensor, Tensor], Any]]] = {
+    "norm by rows": ({"norm + quantise": 1}, lambda x, y: by_rows_as_torchao(normed(x))),
+    "norm by blocks": ({"norm + quantise": 1}, lambda x, y: by_blocks_as_deepseek(normed(x))),
+    "after a sum": (
+        {"residual + norm + quantise": 1},
+        lambda x, y: (*by_blocks_as_deepseek(normed(total := x + y)), total),
+    ),
+    "glu": ({"glu + quantise": 1}, lambda x, y: by_blocks_as_deepseek(functional.silu(x) * y)),
+    "another number": ({"norm": 1}, lambda x, y: by_rows_as_torchao(normed(x), 447.0)),
+    "read by others": ({"norm": 1}, lambda x, y: (*by_rows_as_torchao(z := normed(x)), z @ y.t())),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised(name: str, dtype: torch.dtype) -> None:
+    wanted, function = QUANTISED[name]
+    x, y = torch.randn(2, 24, 256, generator=torch.Generator().manual_seed(3)).to(dtype).unbind(0)
+    found = Counter[str]()
+    codes, scale, *others = compiled(function, found)(x, y)
+    assert found == wanted
+    their_codes, their_scale, *their_others = function(x, y)
+    # Codes are computed from numbers that were never rounded to bf16, where a gated unit rounds twice.
+    bound = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(scale, their_scale, rtol=bound, atol=0)
+    differ = codes.view(torch.uint8) != their_codes.view(torch.uint8)
+    assert differ.float().mean() < (1e-3 if dtype == torch.float32 else 0.1)
+    assert (codes.view(torch.int8).int() - their_codes.view(torch.int8).int()).abs().max() <= 1
+    for mine, theirs in zip(others, their_others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_nothing_is_quantised_in_training() -> None:
+    x = torch.randn(8, 256, requires_grad=True)
+    found = Counter[str]()
+    compiled(lambda x: by_rows_as_torchao(normed(x)), found)(x)
+    assert found == {"norm": 1}

@@ -80,8 +80,8 @@ def built(root: Root, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return model, loss
 
 
-def step(model: Any, loss: Any) -> Step:
-    generator = torch.Generator().manual_seed(1)
+def step(model: Any, loss: Any, seed: int = 0) -> Step:
+    generator = torch.Generator().manual_seed(1 + seed)
     ids = torch.randint(0, 2048, (2, TOKENS), generator=generator)
     labels = ids.roll(-1, 1)
     labels[0, -5:] = -100
@@ -227,28 +227,52 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def sharded(flavor: str, *, apart_from_norm: bool) -> list[float]:
+    """How far the gradients of a model sharded over the ranks of this process group are from those of the whole model.
+    Each rank has tokens of its own, and FSDP takes the mean over ranks. Two steps, since FSDP begins the second where
+    the first ended."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [step(*built(configuration(flavor)), seed) for seed in range(world)]
+    mean = {name: sum(one.grads[name] for one in alone) / world for name in alone[0].grads}
+    wanted = Step(alone[rank].loss, mean)
+    root = configuration(flavor)
+    overridden(root, "rms_norm", "linear_loss")
+    model, loss = built(root)
+    fully_shard(model.lm_head if apart_from_norm else [model.norm, model.lm_head])
+    for layer in model.layers.values():
+        fully_shard(layer)
+    fully_shard(model)
+    distances = []
+    for _ in range(2):
+        model.zero_grad()
+        found = step(model, loss, rank)
+        grads = {name: grad.full_tensor() for name, grad in found.grads.items()}  # type: ignore[attr-defined]
+        distances.append(apart(Step(found.loss, grads), wanted))
+    return distances
+
+
+# torchtitan itself shards norm and head as one group.
 @pytest.mark.parametrize("apart_from_norm", [False, True])
 def test_the_head_of_a_sharded_model_is_gathered_for_the_loss(
     apart_from_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchtitan shards norm and head as one group. Two steps, since FSDP begins the second where the first ended."""
-    from torch.distributed.fsdp import fully_shard
-
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)
-    wanted = step(*built(configuration("debugmodel_moe")))
-    root = configuration("debugmodel_moe")
-    overridden(root, "rms_norm", "linear_loss")
     with one_rank():
-        model, loss = built(root)
-        fully_shard(model.lm_head if apart_from_norm else [model.norm, model.lm_head])
-        for layer in model.layers.values():
-            fully_shard(layer)
-        fully_shard(model)
-        for _ in range(2):
-            model.zero_grad()
-            found = step(model, loss)
-            grads = {name: grad.full_tensor() for name, grad in found.grads.items()}  # type: ignore[attr-defined]
-            assert apart(Step(found.loss, grads), wanted) < 5e-6
+        assert max(sharded("debugmodel_moe", apart_from_norm=apart_from_norm)) < 5e-6
+
+
+@pytest.mark.slow
+def test_the_head_is_gathered_from_two_ranks() -> None:
+    """On one rank the head's weight is whole even if nobody gathers it."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(Path(__file__).parent / "ranks_torchtitan.py")
+    done = subprocess.run([*launch, script], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [float(number) for line in done.stdout.splitlines() for number in line.split()]
+    assert len(found) == 4
+    assert max(found) < 5e-6
 
 
 def test_logits_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,19 @@ def test_an_op_is_launched_on_the_emulated_gpu(target: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, before, strict=True))
 
 
+def test_it_moves_what_loom_counts() -> None:
+    """The bytes that lanes ask for are those of the kernel's loads and stores: no thread loads what another one has."""
+    with triton_loom.count() as counted, choosing_for("sm_80"):
+        norm()
+    with triton_loom.emulate("sm_80", counters=True) as gpu:
+        norm()
+    (counters,) = gpu.counters.values()
+    memory = counters.total.memory
+    assert memory.loads.bytes == counted.loads.requested
+    assert memory.stores.bytes == counted.stores.requested
+    assert memory.atomics.requests == 0
+
+
 def test_capabilities_are_those_of_the_emulated_gpu() -> None:
     for target, device in DEVICES.items():
         with triton_loom.emulate(target):

@@ -21,8 +21,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ops/common": ("language", "tiles", "runtime", "quant"),
     "ops": ("language", "tiles", "runtime", "quant", "ops/common"),
     "workloads": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
-    "nn": ("language", "tiles", "runtime", "quant", "ops/common", "ops"),
-    "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "nn"),
+    "report": (),
+    "nn": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report"),
+    "integrations": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "report", "nn"),
     "cli": ("language", "tiles", "runtime", "quant", "ops/common", "ops", "workloads"),
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT)

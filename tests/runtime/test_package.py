@@ -19,7 +19,11 @@ def test_package_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("weft", {"*.py", "py.typed"}), ("triton_loom", {"*.py", "py.typed", "include/*.h"})]
+    ("name", "kinds"),
+    [
+        ("weft", {"*.py", "py.typed"}),
+        ("triton_loom", {"*.py", "py.typed", "include/*.h", "include/gpu/*.h", "include/gpu/*.cpp"}),
+    ],
 )
 def test_a_package_ships_its_sources_and_nothing_else(name: str, kinds: set[str]) -> None:
     """A wheel takes every file that lies in the package, so what is generated must not."""

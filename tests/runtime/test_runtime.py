@@ -513,6 +513,7 @@ LAYERS = [
     "quant",
     "ops",
     "interop",
+    "report",
     "workloads",
     "nn",
     "distributed",

@@ -9,7 +9,7 @@ and `driver.py` may import torch, numpy or `triton.language`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -131,6 +131,8 @@ def emulate(
     checks: bool = True,
     raises: bool = True,
     delivery: Literal["late", "early"] = "late",
+    counters: bool = False,
+    ignore: Collection[str] = (),
 ) -> Iterator[Gpu]:
     """Emulate an NVIDIA GPU inside a `with` block: stock Triton compiles kernels for it, and their PTX is executed on
     this machine, on CPU tensors.
@@ -141,7 +143,12 @@ def emulate(
 
     A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
     when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
-    addresses alone are checked. Asynchronous copies arrive as late as they may, or, with `delivery="early"`, at once.
+    addresses alone are checked; `ignore` names kinds of findings that are not reported. Asynchronous copies arrive as
+    late as they may, or, with `delivery="early"`, at once.
+
+    `gpu.counters` says what each kernel did and each of its lines: instructions by class, barriers, products of
+    matrices. With `counters=True` it also has what was asked of global and shared memory, beside the least for the
+    same bytes; `gpu.report(lines=True)` prints all of it.
 
     Targets are sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120. The choice holds for every thread of the process, and a
     process in which a GPU was emulated cannot use a real one.
@@ -152,7 +159,7 @@ def emulate(
     from .gpu.machine import Options
     from .gpu.scope import Gpu
 
-    gpu = Gpu(device_of(target), Options(checks=checks, delivery=delivery), raises)
+    gpu = Gpu(device_of(target), Options(checks=checks, delivery=delivery, counters=counters), raises, ignore)
     with driver.emulating(gpu):
         yield gpu
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from triton_loom.gpu import machine
+from triton_loom.gpu import machine, text
 from triton_loom.gpu.findings import Finding
 
 
@@ -22,7 +22,7 @@ class Recorder:
         if self.error is not None:
             raise self.error
         self.launches.append({"ptx": program, **launch})
-        return machine.Outcome(self.findings, executed=[1, 2, 3])
+        return machine.Outcome(self.findings, [1, 2, 3], statements=text.read(program).statements)
 
     @property
     def last(self) -> dict[str, Any]:

@@ -307,10 +307,10 @@ def test_a_map_that_the_kernel_makes_wrong(change: dict[str, Any], kind: str) ->
 def test_a_map_that_another_warp_has_made(sync: str, found: list[str]) -> None:
     """A fence acquires what its warp knows of. (Without the barrier the map may not be there yet at all.)"""
     making, using = MAKE.format(**(MADE | {"acquire": "USE:"})).split("USE:")
-    using = using.replace("bar.sync 0;", "bar.warp.sync -1;")
     body = (
         f"setp.lt.u32 %p9, %r0, 32; @!%p9 bra USE; {making} USE: mov.b32 %r1, smem; add.s32 %r2, %r1, 1024;"
     )
+    using = using.replace("bar.sync 0;", "bar.warp.sync -1;")
     body += f"{sync} @%p9 bra END; setp.eq.b32 %p1, %r0, 32; {ACQUIRE} {using} {wait()} END:"
     array, map_ = contents((10, 40), "u16"), aligned(128, np.uint8)
     outcome = launch(body, words(64), map_, array, threads=64, shared=TILE + 256)

@@ -109,3 +109,9 @@ def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureF
         assert printed.startswith("sm_90, emulated:\n")
         assert "global memory race in mirrored, 128 times" in printed
         assert f"({script}:9," in printed
+
+
+def test_kinds_of_findings_are_ignored_by_name() -> None:
+    refused = pytest.raises(ValueError, match=r"no kinds of findings \['races'\]; there are")
+    with refused, triton_loom.emulate("sm_80", ignore=["races"]):
+        pass

@@ -83,7 +83,8 @@ def test_rows_and_handlers_agree() -> None:
         "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 16, [%r2]",
         "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r3}], [%r2]",
         "cp.async.bulk.tensor.3d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {0}], [%r2]",
-        "cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1]",
+        "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%r1], [%rd1], [%r2]",
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1]",
         "wgmma.mma_async.sync.aligned.m64n12k16.f32.bf16.bf16 {%r1, %r2}, %rd1, %rd2, %p1, 1, 1, 0, 0",
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1, %r2, %r3}, %rd1, %rd2, %p1, 1, 1, 0, 0",

@@ -1,5 +1,6 @@
 """Weft in other people's models and frameworks: `apply` for any model, and one module for each framework."""
 
-from .adopt import Report, apply, unapply
+from ..report import Report
+from .adopt import apply, unapply
 
 __all__ = ["Report", "apply", "unapply"]

@@ -13,23 +13,32 @@ no class, no other model and no parameter is touched, and no model's code is cop
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..ops import experts, glu
+from ..report import Entry, Report
 from .logits import head_forward
 from .recognise import (
+    CORRECTION,
     LeftAlone,
     MLPOptions,
     NormOptions,
+    RotaryOptions,
+    RouterOptions,
     UnitOptions,
+    is_router,
     projections_of,
     recognise_experts,
     recognise_mlp,
     recognise_norm,
+    recognise_rotary,
+    recognise_router,
+    rotating_functions,
 )
 
 # ---- what takes the place of a forward ------------------------------------------------------------------
@@ -68,7 +77,52 @@ def experts_forward(
     )
 
 
-_FORWARDS: tuple[Callable[..., Any], ...] = (norm_forward, mlp_forward, experts_forward, head_forward)
+def router_forward(module: Any, options: RouterOptions, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a router in transformers' form: logits [T, E], weights [T, k], indices [T, k]."""
+    return options(x, module.weight, getattr(module, "bias", None), getattr(module, CORRECTION, None))
+
+
+def rotary_forward(module: nn.Module, rotating: Rotating, *args: Any, **named: Any) -> Any:
+    """The forward of an attention: its own code, in which the names of the rotating functions mean Weft's."""
+    return rotating.forward(module, *args, **named)
+
+
+class Rotating:
+    """The forward of a class of attention with Weft's rotation. It is made anew where it is copied or unpickled."""
+
+    def __init__(self, kind: type[nn.Module], options: tuple[RotaryOptions, ...]) -> None:
+        self.made_of = (kind, options)
+        theirs: Any = kind.forward
+        names = dict(theirs.__globals__)
+        for one in options:
+            names[one.name] = functools.partial(_rotate, one, names[one.name])
+        # torch.compile would look names up in the module that is named here, where they mean what they did.
+        del names["__name__"]
+        self.forward = types.FunctionType(
+            theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__
+        )
+        self.forward.__kwdefaults__ = theirs.__kwdefaults__
+        self.forward.__module__ = theirs.__module__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rotating, self.made_of
+
+
+def _rotate(options: RotaryOptions, theirs: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """In place of a model's function (q, k, cos, sin); a call that is another one is left to that function."""
+    if len(args) != 4 or named or not options.fits(args[0], args[2]):
+        return theirs(*args, **named)
+    return options(*args)
+
+
+_FORWARDS: tuple[Callable[..., Any], ...] = (
+    norm_forward,
+    mlp_forward,
+    experts_forward,
+    router_forward,
+    rotary_forward,
+    head_forward,
+)
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -113,6 +167,20 @@ def _replace_experts(module: nn.Module) -> str:
     return f"experts, {options}"
 
 
+def _replace_router(module: nn.Module) -> str:
+    options = recognise_router(module)
+    _replace(module, router_forward, options)
+    return str(options)
+
+
+def _replace_rotary(module: nn.Module) -> str:
+    if inspect.unwrap(type(module).forward) is not type(module).forward:
+        raise LeftAlone("its forward is decorated, and what that does would be lost")
+    options = recognise_rotary(module)
+    _replace(module, rotary_forward, Rotating(type(module), options))
+    return ", ".join(map(str, options))
+
+
 def _replace_head(module: nn.Module) -> str:
     if type(module) is not nn.Linear:
         raise LeftAlone(
@@ -142,55 +210,9 @@ _KINDS = {
     "norm": _Kind(_is_norm, _replace_norm),
     "mlp": _Kind(lambda module: projections_of(module) is not None, _replace_mlp),
     "experts": _Kind(is_experts, _replace_experts),
+    "rope": _Kind(lambda module: bool(rotating_functions(module)), _replace_rotary),
+    "router": _Kind(is_router, _replace_router),
 }
-
-# ---- the report -----------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """What became of one module."""
-
-    kind: str
-    name: str
-    module: str  # its class
-    replaced: bool
-    how: str  # what it computes now, or why it was left alone
-
-
-@dataclass
-class Report:
-    """What `apply` found, module by module."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def replaced(self) -> list[Row]:
-        return [row for row in self.rows if row.replaced]
-
-    @property
-    def left_alone(self) -> list[Row]:
-        return [row for row in self.rows if not row.replaced]
-
-    def count(self, kind: str) -> int:
-        """How many modules of a kind were replaced."""
-        return sum(row.kind == kind for row in self.replaced)
-
-    def __str__(self) -> str:
-        alike: dict[tuple[str, str, bool, str], list[str]] = {}
-        for row in self.rows:
-            alike.setdefault((row.kind, row.module, row.replaced, row.how), []).append(row.name)
-        table = [("kind", "modules", "class", "weft")]
-        for (kind, module, replaced, how), names in alike.items():
-            first = names[0] or "(the model itself)"
-            where = first if len(names) == 1 else f"{first} and {len(names) - 1} more"
-            table.append((kind, where, module, how if replaced else f"left alone: {how}"))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]])
-            for line in table
-        ]
-        return "\n".join(line.rstrip() for line in lines)
-
 
 # ---- apply and unapply ----------------------------------------------------------------------------------
 
@@ -201,6 +223,8 @@ def apply(
     norm: bool = True,
     mlp: bool = True,
     experts: bool = True,
+    rope: bool = False,
+    router: bool = False,
     loss: bool | nn.Linear = True,
     strict: bool = False,
 ) -> Report:
@@ -209,9 +233,14 @@ def apply(
     - `norm`: RMSNorm and LayerNorm under any class name, each with its own order of roundings.
     - `mlp`: gated feed-forward layers: their projections stay, the gated unit between them is one kernel.
     - `experts`: the experts of mixture-of-experts models of transformers.
+    - `rope`, on request: the rotation of q and k in attention layers that call a function (q, k, cos, sin) for it, as
+      those of transformers do. It rounds once where most models round three times in bf16.
+    - `router`, on request: the routers of transformers' models, in fp32 where some models multiply in bf16. Tokens
+      whose experts are nearly equal may go to others.
     - `loss`: in training the head's logits are not made, if the model takes a cross entropy of them and nobody reads
       them. True finds the head of transformers' models, and what is named lm_head; or give the head itself.
-    - `strict`: raise an error where something that was looked for was found and left alone, or a loss without a head.
+    - `strict`: raise an error where something that was looked for was left alone, or a head, a rope or a router that
+      was asked for is not there.
 
     Results are those of the unchanged model: bit for bit in norms, to rounding in the others. Returns a `Report`: what
     was replaced, how it was recognised, and why what was left alone was left alone. Applying twice changes nothing.
@@ -226,40 +255,49 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
-    wanted = [kind for kind, on in (("norm", norm), ("mlp", mlp), ("experts", experts)) if on]
+    asked = {"norm": norm, "mlp": mlp, "experts": experts, "rope": rope, "router": router}
+    wanted = [kind for kind, on in asked.items() if on]
     heads = [loss] if isinstance(loss, nn.Module) else _heads(model) if loss else []
     names = {id(module): name for name, module in model.named_modules()}
     report = Report()
     for name, module in list(model.named_modules()):
         for kind in wanted:
             if _KINDS[kind].is_one(module):
-                report.rows.append(_outcome(kind, name, module, _KINDS[kind].replace))
+                report.entries.append(_outcome(kind, name, module, _KINDS[kind].replace))
                 break
     for head in heads:
         if id(head) not in names:
             raise ValueError("loss= is a module that is no part of the model")
-        report.rows.append(_outcome("loss", names[id(head)], head, _replace_head))
+        report.entries.append(_outcome("loss", names[id(head)], head, _replace_head))
     if strict:
-        _complain(report, bool(loss))
+        _complain(report, loss=bool(loss), rope=rope, router=router)
     return report
 
 
-def _outcome(kind: str, name: str, module: nn.Module, replace: Callable[[nn.Module], str]) -> Row:
+def _outcome(kind: str, name: str, module: nn.Module, replace: Callable[[nn.Module], str]) -> Entry:
     title = type(module).__name__
     if _is_replaced(module):
         del module.forward  # by an earlier call: it is tried again, since its options may have changed
     try:
-        return Row(kind, name, title, True, replace(module))
+        return Entry(kind, name, title, changed=True, what=replace(module))
     except LeftAlone as reason:
-        return Row(kind, name, title, False, str(reason))
+        return Entry(kind, name, title, changed=False, what=str(reason))
 
 
-def _complain(report: Report, loss: bool) -> None:
-    problems = [f"{row.name} ({row.module}): {row.how}" for row in report.left_alone]
-    if loss and not any(row.kind == "loss" for row in report.rows):
-        problems.append("no head was found for loss: give it as loss=model.its_head, or loss=False")
+def _complain(report: Report, **asked: bool) -> None:
+    problems = [f"{e.name} ({e.module}): {e.what}" for e in report.entries if not e.changed]
+    for kind, on in asked.items():
+        if on and not any(entry.kind == kind for entry in report.entries):
+            problems.append(_NOT_FOUND[kind])
     if problems:
         raise ValueError("strict=True, and this could not be replaced:\n  " + "\n  ".join(problems))
+
+
+_NOT_FOUND = {
+    "loss": "no head was found for loss: give it as loss=model.its_head, or loss=False",
+    "rope": "no attention was found for rope that rotates by a function (q, k, cos, sin)",
+    "router": "no router in transformers' form was found",
+}
 
 
 def unapply(model: nn.Module) -> int:

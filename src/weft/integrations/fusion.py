@@ -7,6 +7,10 @@ along. A rule is a few lines of plain PyTorch and the op that computes the same.
 what is computed and not by how it is spelled: `x * x`, `x.pow(2)` and `torch.square(x)` are one thing, factors come in
 either order, and a conversion to the dtype that a tensor has already is none. Where the input of a norm is the sum of a
 residual connection, that goes into the op as well, which no replacement of modules can do.
+
+Where a norm or a gated unit is quantised to FP8 afterwards, in inference, its op writes the codes. Projects write that
+in so many ways that no rule would do: what the graph computes between the result and its codes is run on random
+numbers, and the format of Weft is taken that gives the same codes and scales.
 """
 
 from __future__ import annotations
@@ -19,8 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ops import glu, rms_norm
+from ..ops import glu, quantize, rms_norm
+from ..quant import QTensor
+from ..quant.formats import CONVENTIONS
+from ..runtime import backend
 
 # ---- rules ----------------------------------------------------------------------------------------------
 
@@ -255,6 +263,8 @@ def fuse(graph: fx.Graph, found: Counter[str]) -> None:
                 found[_replace(graph, node, pattern.rule, match.bound)] += 1
                 break
     graph.eliminate_dead_code()
+    _quantise(graph, found)
+    graph.eliminate_dead_code()
     graph.lint()
 
 
@@ -302,9 +312,120 @@ def _residual(x: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return tuple(found.inputs) if alike and weight.op in ("placeholder", "get_attr") else None
 
 
+# ---- results that are quantised -------------------------------------------------------------------------
+
+_FORMATS = [
+    f"e4m3:{block}:{convention}{scales}"
+    for block in ("row", "1x128")
+    for convention in CONVENTIONS
+    for scales in ("", ":pow2")
+]
+
+
+class Quantised(NamedTuple):
+    """A part of a graph that quantises y: nodes that depend on y alone, and the two of them that others read."""
+
+    y: fx.Node
+    codes: fx.Node
+    scale: fx.Node
+    inside: list[fx.Node]  # in the order of the graph
+
+    @staticmethod
+    def of(y: fx.Node) -> Quantised | None:
+        inside: dict[fx.Node, None] = {y: None}
+        node = y.next
+        while node.op != "root":
+            sources = node.all_input_nodes if node.op in ("call_function", "call_method") else []
+            if sources and all(source in inside for source in sources):
+                inside[node] = None
+            node = node.next
+        read = [node for node in inside if any(user not in inside for user in node.users)]
+        codes = [node for node in read if _dtype(node) == torch.float8_e4m3fn]
+        scales = [node for node in read if _dtype(node) == torch.float32]
+        if y in read or len(read) != 2 or not codes or not scales:
+            return None
+        return Quantised(y, codes[0], scales[0], [node for node in inside if node is not y])
+
+    def format(self) -> str | None:
+        """The format of Weft that gives the same codes and scales for random numbers, if there is one."""
+        like: Tensor = self.y.meta["example_value"]
+        if not all(isinstance(size, int) for size in like.shape):
+            return None
+        graph = fx.Graph()
+        copies = {self.y: graph.placeholder("y")}
+        for node in self.inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output((copies[self.codes], copies[self.scale]))
+        with _disable_current_modes(), torch.no_grad(), backend("reference"):
+            y = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+            try:
+                codes, scale = fx.GraphModule({}, graph)(y)
+            except Exception:  # whatever a model's own code does on a CPU
+                return None
+            distances = {spec: d for spec in _FORMATS if (d := _apart(y, spec, codes, scale)) is not None}
+        nearest = min(distances, key=distances.__getitem__, default=None)
+        return nearest if nearest is not None and distances[nearest] <= 5e-3 else None
+
+
+def _apart(y: Tensor, spec: str, codes: Tensor, scale: Tensor) -> float | None:
+    """Which share of the codes differs from those of a format, by one place at most; None if more than that differs. A
+    quotient of a number and a tensor, which PyTorch computes in two roundings, moves scales by one place."""
+    try:
+        found = quantize(y, spec).rowwise
+    except ValueError:  # a row that blocks of 128 do not divide, or a convention without such scales
+        return None
+    assert found is not None
+    if scale.numel() != found.scale.numel() or codes.numel() != found.data.numel():
+        return None
+    places = codes.flatten().view(torch.int8).int() - found.data.flatten().view(torch.int8).int()
+    if places.abs().max() > 1 or not torch.allclose(
+        scale.flatten(), found.scale.flatten(), rtol=3e-7, atol=0
+    ):
+        return None
+    return float((places != 0).float().mean())
+
+
+def _quantise(graph: fx.Graph, found: Counter[str]) -> None:
+    """Let ops of Weft in a graph write codes, where nobody reads their results but what quantises them."""
+    for op in [node for node in graph.nodes if node.target in (rms_norm, glu)]:
+        with_residual = "residual" in op.kwargs
+        results = (
+            [u for u in op.users if u.target is operator.getitem and u.args[1] == 0]
+            if with_residual
+            else [op]
+        )
+        value = results[0].meta.get("example_value") if results else None
+        if not isinstance(value, Tensor) or value.requires_grad or "out_dtype" in op.kwargs:
+            continue
+        part = Quantised.of(results[0])
+        spec = part.format() if part is not None else None
+        if part is None or spec is None:
+            continue
+        op.kwargs = {**op.kwargs, "quantize": spec}
+        for old, which in ((part.codes, _codes), (part.scale, _scale)):
+            with graph.inserting_before(old):
+                shape = tuple(old.meta["example_value"].shape)
+                _take_the_place(old, graph.call_function(which, (part.y, shape)))
+        name = "glu" if op.target is glu else "residual + norm" if with_residual else "norm"
+        found[name] -= 1
+        found[f"{name} + quantise"] += 1
+    for name in [name for name, number in found.items() if not number]:
+        del found[name]
+
+
+def _codes(q: QTensor, shape: tuple[int, ...]) -> Tensor:
+    assert q.rowwise is not None
+    return q.rowwise.data.reshape(shape)
+
+
+def _scale(q: QTensor, shape: tuple[int, ...]) -> Tensor:
+    assert q.rowwise is not None
+    return q.rowwise.scale.reshape(shape)
+
+
 def compile_pass() -> Any:
-    """A pass for Inductor's `pre_grad_custom_pass` that finds residual + norm, norm and gated units in a model and
-    computes them with Weft.
+    """A pass for Inductor's `pre_grad_custom_pass` that finds residual + norm, norm and gated units in a model, in
+    inference also those that are quantised to FP8 afterwards, and computes them with Weft.
 
     Its `found` counts, by name, what it has found in the graphs that were compiled. A graph that Inductor has in its
     cache already holds Weft's ops: it is not searched again, and not counted.

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import glu, layer_norm, rms_norm
+from ..ops import Rotation, glu, layer_norm, rms_norm, rope, route, router_linear
 from ..ops.common.activations import Act
 from ..runtime import backend
 
@@ -174,15 +176,20 @@ def _norm_candidates(numbers: dict[str, Any], promotes: bool) -> Iterator[NormOp
 
 
 def _probe(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """A module like this one on the CPU, with other parameters. The module itself stays as it is."""
-    probe = copy.copy(module)
-    probe.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
-    probe.__dict__["_parameters"] = {
+    """A module like this one on the CPU, with other parameters."""
+    own = {
         name: None if old is None else nn.Parameter(parameters[name], requires_grad=False)
         for name, old in module._parameters.items()
     }
-    probe.__dict__["_buffers"] = {n: None if b is None else b.to("cpu") for n, b in module._buffers.items()}
-    return probe
+    buffers = {name: None if b is None else b.to("cpu") for name, b in module._buffers.items()}
+    return _stand_in(module, _parameters=own, _buffers=buffers)
+
+
+def _stand_in(module: nn.Module, **replaced: Any) -> nn.Module:
+    """A module like this one, with the forward of its class and other attributes. The module itself stays as it is."""
+    found = copy.copy(module)
+    found.__dict__ = {n: v for n, v in module.__dict__.items() if n != "forward"} | replaced
+    return found
 
 
 # ---- gated units ----------------------------------------------------------------------------------------
@@ -253,12 +260,8 @@ def recognise_mlp(module: nn.Module) -> MLPOptions:
     assert names is not None
     one = len(names) == 2
     stand_ins = [_Columns(slice(None))] if one else [_Columns(slice(0, 16)), _Columns(slice(16, 32))]
-    probe = copy.copy(module)
-    probe.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
-    probe.__dict__["_modules"] = dict(module._modules) | dict(
-        zip(names, [*stand_ins, _Columns(slice(None))], strict=True)
-    )
-    probe.training = False
+    children = dict(zip(names, [*stand_ins, _Columns(slice(None))], strict=True))
+    probe = _stand_in(module, _modules=module._modules | children, training=False)
     layouts = ("concat", "interleaved") if one else ("concat",)
     unit = recognise_unit(functools.partial(type(module).forward, probe), dict(_numbers(module)), layouts)
     return MLPOptions(names, unit)
@@ -291,3 +294,197 @@ def recognise_experts(module: nn.Module) -> UnitOptions:
         return recognise_unit(module.act_fn, {}, ("none",))  # type: ignore[arg-type]
     layout = "concat" if module.is_concatenated else "interleaved"
     return recognise_unit(module._apply_gate, dict(_numbers(module)), (layout,))  # type: ignore[arg-type]
+
+
+# ---- routers --------------------------------------------------------------------------------------------
+
+
+class RouterOptions(NamedTuple):
+    """How `weft.router_linear` and `weft.route` compute what a router of transformers does."""
+
+    k: int
+    convention: str
+    renormalize: bool | None
+    scale: float
+    groups: int
+    group_topk: int | None
+    own_logits: bool  # the logits that it returns have the dtype of its input, and not fp32
+    own_weights: bool  # and so have the weights
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = router_linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        routing = route(
+            logits,
+            self.k,
+            convention=self.convention,
+            renormalize=self.renormalize,
+            scale=self.scale,
+            groups=self.groups,
+            group_topk=self.group_topk,
+            bias=correction,
+            out_dtype=x.dtype if self.own_weights else None,
+            index_dtype=torch.int64,
+        )
+        return logits.to(x.dtype) if self.own_logits else logits, routing.weights, routing.indices
+
+    def __str__(self) -> str:
+        words = [f"route k={self.k}", f"convention={self.convention!r}"]
+        words += ["renormalize=False"] * (self.renormalize is False)
+        words += [f"scale={self.scale:g}"] * (self.scale != 1.0)
+        words += [f"groups={self.groups} group_topk={self.group_topk}"] * (self.groups > 1)
+        return " ".join(words)
+
+
+CORRECTION = "e_score_correction_bias"  # added to the scores that experts are chosen by
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module looks like a router in transformers' form: a weight [experts, K] of its own, and a top_k."""
+    weight = module._parameters.get("weight")
+    return isinstance(getattr(module, "top_k", None), int) and weight is not None and weight.dim() == 2
+
+
+def recognise_router(module: Any) -> RouterOptions:
+    """The options that reproduce a router, which returns logits [tokens, experts], weights and indices [tokens, k].
+    Raises `LeftAlone` if there are none."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    vectors = {n for n, b in [*module.named_parameters(), *module.named_buffers()]} - {"weight"}
+    if not vectors <= {"bias", CORRECTION}:
+        raise LeftAlone(f"it has more than a weight and a bias: {', '.join(sorted(vectors))}")
+    draw = torch.Generator().manual_seed(0)
+    experts, width = shapes["weight"]
+    x = torch.randn(64, width, generator=draw)
+    given = {name: torch.randn(shape, generator=draw) * width**-0.5 for name, shape in shapes.items()}
+    if CORRECTION in vectors:
+        given[CORRECTION] = torch.rand(experts, generator=draw) * 0.1
+    correction = given.get(CORRECTION)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        probe = _probe(module, {name: value.to(dtype) for name, value in given.items()})
+        if CORRECTION in probe._buffers:
+            probe._buffers[CORRECTION] = correction
+        found = type(module).forward(probe, x.to(dtype))
+        if not isinstance(found, tuple) or [t.shape for t in found] != [
+            (64, experts),
+            (64, module.top_k),
+            (64, module.top_k),
+        ]:
+            raise TypeError("it returns something else than logits, weights and indices")
+        return found
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            (_, weights, indices), half = run(_FP32), run(_BF16)
+    except Exception as error:  # whatever a forward of somebody else raises on a small input
+        raise LeftAlone(_could_not_be_tried(error)) from error
+    order = indices.argsort(-1)  # some return the chosen experts unsorted
+    wanted, chosen = weights.gather(-1, order), indices.gather(-1, order)
+    own = (half[0].dtype == _BF16, half[1].dtype == _BF16)
+    with torch.no_grad(), backend("reference"):
+        for options in _router_candidates(module, experts, own):
+            try:
+                found = options(x, given["weight"], given.get("bias"), correction)
+            except ValueError:
+                continue  # a convention that does not know groups, or the bias of the choice
+            order = found[2].argsort(-1)
+            if torch.equal(found[2].gather(-1, order), chosen) and torch.allclose(
+                found[1].gather(-1, order), wanted.float(), rtol=1e-5, atol=1e-6
+            ):
+                return options
+    raise LeftAlone("none of the options of route reproduces it")
+
+
+def _router_candidates(module: Any, experts: int, own: tuple[bool, bool]) -> Iterator[RouterOptions]:
+    numbers = [v for v in dict(_numbers(module)).values() if isinstance(v, (int, float))]
+    numbers = [v for v in numbers if not isinstance(v, bool)]
+    scales = [1.0, *sorted({float(v) for v in numbers if isinstance(v, float) and v > 0} - {1.0})]
+    whole = {v for v in numbers if isinstance(v, int)}
+    groups = [
+        (1, None),
+        *((g, t) for g in whole for t in whole if 1 < g <= experts and experts % g == 0 and t < g),
+    ]
+    for (number, best), convention, renormalize, scale in itertools.product(
+        groups, ("qwen3", "gpt_oss", "deepseek_v3", "vllm"), (True, False, None), scales
+    ):
+        yield RouterOptions(
+            k=module.top_k,
+            convention=convention,
+            renormalize=renormalize,
+            scale=scale,
+            groups=number,
+            group_topk=best,
+            own_logits=own[0],
+            own_weights=own[1],
+        )
+
+
+# ---- rotations ------------------------------------------------------------------------------------------
+
+
+class RotaryOptions(NamedTuple):
+    """How `weft.rope` computes what a function (q, k, cos, sin) of a model does for q and k [batch, heads, sequence,
+    dim]."""
+
+    name: str  # of the function, among the globals of the attention's forward
+    tables: str  # an angle is in the tables "once", in both "halves", or in "pairs" of neighbours
+    style: Any
+    out_style: Any
+
+    def fits(self, q: Tensor, cos: Tensor) -> bool:
+        """Whether a call is one that was tried: whole heads of four dimensions, and tables for each sequence."""
+        width = q.shape[-1] // 2 if self.tables == "once" else q.shape[-1]
+        return q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == width and cos.shape[1] == q.shape[2]
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        dim, batch = q.shape[-1], len(q)
+        columns = slice(0, None, 2) if self.tables == "pairs" else slice(0, dim // 2)
+        cos, sin = (table[..., columns].expand(batch, -1, -1) for table in (cos, sin))
+        rotation = Rotation(cos=cos, sin=sin, dim=dim, style=self.style, out_style=self.out_style)
+        return rope(q, rotation, layout="bhsd"), rope(k, rotation, layout="bhsd")
+
+    def __str__(self) -> str:
+        return f"rope style={self.style!r}" + (f" out_style={self.out_style!r}" if self.out_style else "")
+
+
+def rotating_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """The functions that a module's forward calls by name to rotate q and k."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, types.FunctionType):
+        return {}
+    names = [name for name in forward.__code__.co_names if name.startswith("apply_rotary")]
+    return {name: f for name in names if callable(f := forward.__globals__.get(name))}
+
+
+def recognise_rotary(module: nn.Module) -> tuple[RotaryOptions, ...]:
+    """The options that reproduce the functions by which an attention rotates. Raises `LeftAlone` if some have none."""
+    return tuple(_try_rotary(name, function) for name, function in rotating_functions(module).items())
+
+
+def _try_rotary(name: str, function: Callable[..., Any]) -> RotaryOptions:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 3, 5, 16, generator=draw), torch.randn(2, 1, 5, 16, generator=draw)
+    angles = torch.rand(2, 5, 8, generator=draw) * 6
+    reason = f"none of the options of rope reproduces {name}"
+    for tables, widened in {
+        "halves": torch.cat([angles, angles], -1),
+        "once": angles,
+        "pairs": angles.repeat_interleave(2, -1),
+    }.items():
+        cos, sin = widened.cos(), widened.sin()
+        try:
+            with torch.no_grad():
+                wanted = function(q, k, cos, sin)
+        except Exception as error:  # whatever a function of somebody else raises on a small input
+            reason = _could_not_be_tried(error)
+            continue
+        if not isinstance(wanted, tuple) or [t.shape for t in wanted] != [q.shape, k.shape]:
+            continue
+        for style, out_style in (("neox", None), ("interleaved", None), ("interleaved", "neox")):
+            options = RotaryOptions(name, tables, style, out_style)
+            with torch.no_grad(), backend("reference"):
+                found = options(q, k, cos, sin)
+            if all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True)):
+                return options
+    raise LeftAlone(reason)

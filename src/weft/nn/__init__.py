@@ -5,6 +5,7 @@ Each `forward` is a few calls of public functions. A `recipe=` says in what numb
 a gated unit or attention comes before a layer with a quantised recipe, it writes the codes itself.
 """
 
+from ..report import Report
 from .attention import Attention, LatentAttention, Pages, Rotary
 from .convert import convert
 from .decoder import DecoderLayer
@@ -14,13 +15,11 @@ from .linear import GroupedLinear, Linear, Numbers, numbers_for
 from .mlp import GLU
 from .moe import Experts, MoE, Router
 from .norm import LayerNorm, RMSNorm
-from .report import Entry, Report
 
 __all__ = [
     "GLU",
     "Attention",
     "DecoderLayer",
-    "Entry",
     "Experts",
     "GroupedLinear",
     "LatentAttention",

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..ops import Recipe
 from ..quant import Format
-from .gather import is_gathered_quantized
+from ..report import Entry, Report
+from .gather import Filter, is_gathered_quantized
 from .linear import GroupedLinear, Linear
 from .moe import Experts
-from .report import Entry, Filter, Report
 
 LeftOut = Callable[[str, nn.Module], str | None]  # why a module is left alone, if it is
 _OWN = (Linear, GroupedLinear, Experts)
@@ -50,16 +50,16 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
     >>> import torch, weft.nn
     >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     >>> print(weft.nn.convert(model, "fp8_block"))
-    1 of 2 changed
-    * 0  Linear [512, 256]: recipe 'fp8_block'
-    - 2  Linear [10, 512]: 10 outputs are no multiple of 128, the recipe's block
+    kind    modules  class              weft
+    linear  0        Linear [512, 256]  recipe 'fp8_block'
+    linear  2        Linear [10, 512]   left alone: 10 outputs are no multiple of 128, the recipe's block
     >>> report = weft.nn.convert(model, None)
     >>> type(model[0])
     <class 'torch.nn.modules.linear.Linear'>
     """
     found = Recipe.of(recipe)
     left_out = _Kept(model) if filter is None else _Filtered(filter)
-    entries = []
+    report = Report()
     for name, module in model.named_modules():
         shapes = _matrices(module)
         if not shapes:
@@ -71,9 +71,16 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
                 f"{name or kind} has a weight that FSDP gathers in the numbers of its present recipe: convert a model "
                 "before weft.nn.gather_quantized(model), or make it anew"
             )
-        changed = reason is None
-        entries.append(Entry(name, kind, shapes[0], changed, reason or _changed(module, recipe)))
-    return Report(tuple(entries))
+        report.entries.append(
+            Entry(
+                "linear" if isinstance(module, nn.Linear) else "matrices",
+                name,
+                f"{kind} {list(shapes[0])}",
+                changed=reason is None,
+                what=reason or _changed(module, recipe),
+            )
+        )
+    return report
 
 
 def _matrices(module: nn.Module) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ nothing else changes: gradients are plain.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.utils._pytree import tree_map
 from ..ops import Recipe, quantize
 from ..ops.product.matmul import EITHER_COPY
 from ..quant import Format, QTensor
+from ..report import Entry, Report
 from ..runtime import is_distributed, local_of
-from .report import Entry, Filter, Report
 
 aten = torch.ops.aten
+Filter = Callable[[str, nn.Module], bool]  # of a module's name and the module: whether it is meant
 
 
 class GatheredWeight(Tensor):
@@ -150,8 +152,8 @@ def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Repor
     >>> import weft.nn
     >>> layer = weft.nn.Linear(256, 512, recipe="fp8_block")
     >>> print(weft.nn.gather_quantized(layer))
-    1 of 1 changed
-    * weight  Linear [512, 256]: gathered as e4m3:128x128:te:pow2
+    kind    modules  class              weft
+    weight  weight   Linear [512, 256]  gathered as e4m3:128x128:te:pow2
     """
     users: dict[int, set[str | None]] = {}  # in which formats the modules that have a parameter take it
     for module in model.modules():
@@ -160,16 +162,16 @@ def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Repor
             spec = Recipe.of(module.recipe).weight if quantised else None  # type: ignore[arg-type]
             users.setdefault(id(parameter), set()).add(spec)
     made: dict[int, nn.Parameter] = {}
-    entries = []
+    report = Report()
     for prefix, module in model.named_modules():
         for own in getattr(module, "quantized_parameters", ()):
             parameter = getattr(module, own)
             name, reason = f"{prefix}.{own}".lstrip("."), _kept_plain(parameter, users[id(parameter)])
             if filter is not None and not filter(prefix, module):
                 reason = "left out by the filter"
-            shape, kind = tuple(parameter.shape), type(module).__name__
+            title = f"{type(module).__name__} {list(parameter.shape)}"
             if reason is not None:
-                entries.append(Entry(name, kind, shape, False, reason))
+                report.entries.append(Entry("weight", name, title, changed=False, what=reason))
                 continue
             (spec,) = users[id(parameter)]
             assert spec is not None
@@ -178,8 +180,8 @@ def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Repor
                     GatheredWeight(parameter.detach(), spec), parameter.requires_grad
                 )
             setattr(module, own, made[id(parameter)])
-            entries.append(Entry(name, kind, shape, True, f"gathered as {spec}"))
-    return Report(tuple(entries))
+            report.entries.append(Entry("weight", name, title, changed=True, what=f"gathered as {spec}"))
+    return report
 
 
 def _kept_plain(parameter: Tensor, formats: set[str | None]) -> str | None:

@@ -76,7 +76,7 @@ def test_caches(coded: Any) -> None:
     judge(problem([600, 1100, 0, 37, 512], coded=coded, queries=3), sinks=torch.randn(4))
 
 
-@pytest.mark.parametrize("window", [0, 1, 70, 5000])
+@pytest.mark.parametrize("window", [0, 1, 70, 300, 5000])
 def test_windows(window: int) -> None:
     judge(problem([600, 1100, 3, 37], queries=2), window=window)
 
@@ -112,11 +112,12 @@ def test_groups_of_heads(heads: int, kv: int, queries: int) -> None:
 
 def test_more_queries_than_tokens() -> None:
     """Those before the first token see nothing."""
-    given = problem([2, 5], queries=4)
-    judge(given)
-    found = decode(**given)
-    assert not found.out[0, :2].count_nonzero()
-    assert (found.lse[0, :, :2] == -math.inf).all()
+    for lengths in ([2, 5], [2, 600]):  # one part, and several
+        given = problem(lengths, queries=4)
+        judge(given)
+        found = decode(**given)
+        assert not found.out[0, :2].count_nonzero()
+        assert (found.lse[0, :, :2] == -math.inf).all()
 
 
 def test_latents() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..device import launcher, toolchain
 from . import scalars, text
+from .counters import COUNTING, COUNTS, Counts, requests_of
 from .findings import KINDS, Access, Finding
 from .program import NOWHERE, Flat, flatten
 
@@ -37,6 +38,7 @@ class Options:
         "late"  # when asynchronous copies arrive: the latest or the earliest moment
     )
     threads: int = 0  # of the CPU; 0: as many as torch uses
+    counters: bool = False  # of what is asked of memory
 
 
 CHECKED = Options()
@@ -49,6 +51,8 @@ class Outcome:
     findings: list[Finding]
     executed: Sequence[int]
     total_findings: int = 0  # also those that were not kept
+    statements: Sequence[text.Statement] = ()  # the program's instructions
+    counts: Counts | None = None  # by instruction, if they were asked for
 
 
 # ---- what C++ and Python both know -----------------------------------------------------------------------
@@ -75,7 +79,8 @@ _HAZARDS, _EARLY, _COOPERATIVE = 1, 2, 8
 class _Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "instructions", "constants", "specials", "ranges", "parameters", "executed", "findings",
+            "instructions", "constants", "specials", "ranges", "parameters", "executed", "findings", "counting",
+            "counts",
         )),
         ("findings_total", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
@@ -110,7 +115,7 @@ def libraries() -> dict[str, ctypes.CDLL]:
     machine = loaded["machine"]
     machine.gpu_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p]
     machine.gpu_launch.restype = None
-    sizes = (_INSTRUCTION, _FINDING, None, _RANGE, _CONSTANT, _SPECIAL)
+    sizes = (_INSTRUCTION, _FINDING, None, _RANGE, _CONSTANT, _SPECIAL, COUNTING, np.dtype(("u8", COUNTS)))
     for which, dtype in enumerate(sizes):
         size = ctypes.sizeof(_Launch) if dtype is None else dtype.itemsize
         assert machine.gpu_size(which) == size, "machine.py does not mirror machine.h"
@@ -190,6 +195,11 @@ class Program:
         self.constants = np.array([*flat.constants, *addresses], _CONSTANT)
         self.specials = np.array(flat.specials, _SPECIAL)
 
+    @functools.cached_property
+    def counting(self) -> np.ndarray:
+        """What is counted of each instruction."""
+        return requests_of(self.flat.statements)
+
     def own_memory(self) -> list[MemoryRange]:
         """What the kernel may read besides its arguments: initialised global memory of the module."""
         return [
@@ -233,6 +243,7 @@ def run(
     ranges = np.array([(r.begin, r.end, r.writable) for r in named], _RANGE)
     executed = np.zeros(len(program.instructions), np.uint64)
     found = np.zeros(FINDINGS_KEPT, _FINDING)
+    counts = np.zeros((len(program.instructions), COUNTS), np.uint64) if options.counters else None
     launch = _Launch(
         instructions=program.instructions.ctypes.data,
         constants=program.constants.ctypes.data,
@@ -241,6 +252,8 @@ def run(
         parameters=begin,
         executed=executed.ctypes.data,
         findings=found.ctypes.data,
+        counting=None if counts is None else program.counting.ctypes.data,
+        counts=None if counts is None else counts.ctypes.data,
         instruction_count=len(program.instructions),
         constant_count=len(program.constants),
         special_count=len(program.specials),
@@ -259,7 +272,7 @@ def run(
     libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
     findings = [_finding(program, row, named) for row in found[: launch.finding_count]]
     findings.sort(key=lambda f: (f.by.ptx_line, f.other.ptx_line if f.other else 0, KINDS.index(f.kind)))
-    return Outcome(findings, executed.tolist(), launch.findings_total)
+    return Outcome(findings, executed.tolist(), launch.findings_total, program.flat.statements, counts)
 
 
 def _workers(program: Program, grid: tuple[int, int, int], options: Options) -> int:

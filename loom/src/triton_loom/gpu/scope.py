@@ -6,19 +6,22 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..tables import table
+import numpy as np
+
 from ..witness.findings import caller
 from ..witness.watched import Memory
-from . import machine
+from . import exactness, machine
+from .counters import Counters, KernelCounters, Line, by_line
 from .devices import Device
-from .findings import Finding, HazardError
+from .findings import KINDS, Finding, HazardError
 from .libcuda import Arrived
 from .machine import MemoryRange, Options, Outcome
+from .report import tables
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +37,57 @@ class Launch:
     shared_bytes: int  # dynamic shared memory of a block
     cooperative: bool  # all blocks are under way at once
     parameters: bytes  # as they lie in the .param space
+    ptx: str  # of the kernel
     outcome: Outcome
     launched_from: str  # file:line
+
+    @property
+    def inexact(self) -> frozenset[str]:
+        """Why results may have other bits on another device, such as Loom: see `exactness`."""
+        return exactness.reasons(self.ptx)
+
+    @property
+    def counters(self) -> KernelCounters:
+        """What it did. Requests to memory are in it with `counters=True`."""
+        return counters_of([self])
+
+
+def counters_of(launches: Sequence[Launch]) -> KernelCounters:
+    """What launches of one kernel did together. Those of one program are added up before they are looked at."""
+    programs: dict[int, list[Launch]] = {}
+    for launch in launches:
+        programs.setdefault(id(launch.outcome.statements), []).append(launch)
+    lines: dict[Line, Counters] = {}
+    for same in programs.values():
+        outcomes = [launch.outcome for launch in same]
+        counted = [outcome.counts for outcome in outcomes if outcome.counts is not None]
+        did = by_line(
+            outcomes[0].statements,
+            executed=np.sum([outcome.executed for outcome in outcomes], axis=0, dtype=np.uint64),
+            counts=np.sum(counted, axis=0) if counted else None,
+            threads=same[0].threads,
+        )
+        for line, counters in did.items():
+            lines[line] = lines[line].plus(counters) if line in lines else counters
+    lines = dict(sorted(lines.items(), key=lambda item: (-item[1].warp_instructions, item[0])))
+    return KernelCounters(
+        kernel=launches[0].kernel,
+        launches=len(launches),
+        blocks=sum(math.prod(launch.grid) for launch in launches),
+        findings=sum(len(launch.outcome.findings) for launch in launches),
+        lines=lines,
+    )
 
 
 class Gpu:
     """An emulated GPU: its launches, in order, and what was found in them."""
 
-    def __init__(self, device: Device, options: Options, raises: bool) -> None:
-        self.device, self.options, self.raises = device, options, raises
+    def __init__(self, device: Device, options: Options, raises: bool, ignored: Collection[str] = ()) -> None:
+        if unknown := set(ignored) - set(KINDS):
+            raise ValueError(
+                f"ignore= has no kinds of findings {sorted(unknown)}; there are {', '.join(KINDS)}"
+            )
+        self.device, self.options, self.raises, self.ignored = device, options, raises, frozenset(ignored)
         self.launches: list[Launch] = []
         self._allowed: list[MemoryRange] = []
         self._lock = threading.Lock()
@@ -63,21 +108,21 @@ class Gpu:
         for tensor in tensors:
             self._allowed.append(memory_of(tensor, f"allowed[{len(self._allowed)}]"))
 
-    def report(self) -> str:
-        """What ran and what was found, as text."""
-        if not self.launches:
-            return f"{self.device.target}: no kernel was launched"
+    @property
+    def counters(self) -> dict[str, KernelCounters]:
+        """What each kernel did, by its name. Requests to memory are in it with `counters=True`."""
         kernels: dict[str, list[Launch]] = {}
         for launch in self.launches:
             kernels.setdefault(launch.kernel, []).append(launch)
-        rows = [("kernel", "launches", "blocks", "warp instructions", "findings")]
-        for name, launches in kernels.items():
-            blocks = sum(math.prod(launch.grid) for launch in launches)
-            executed = sum(sum(launch.outcome.executed) for launch in launches)
-            found = sum(len(launch.outcome.findings) for launch in launches)
-            rows.append((name, f"{len(launches):,}", f"{blocks:,}", f"{executed:,}", f"{found:,}"))
+        return {name: counters_of(launches) for name, launches in kernels.items()}
+
+    def report(self, *, lines: bool = False) -> str:
+        """What ran, what it did and what was found, as text; with `lines`, what each line of Python did."""
+        if not self.launches:
+            return f"{self.device.target}: no kernel was launched"
         title = f"{self.device.target}, emulated:"
-        return "\n".join([title, *table(rows, "<>>>>"), *map(str, self.findings)])
+        found = ["", *map(str, self.findings)] if self.findings else []
+        return "\n".join([title, tables(list(self.counters.values()), lines=lines), *found])
 
     # -- a launch --
 
@@ -117,6 +162,7 @@ class Gpu:
             cooperative=arrived.cooperative,
             options=self.options,
         )
+        reported = [finding for finding in outcome.findings if finding.kind not in self.ignored]
         launch = Launch(
             kernel=arrived.kernel.name,
             grid=arrived.grid,
@@ -124,7 +170,8 @@ class Gpu:
             shared_bytes=arrived.shared_bytes,
             cooperative=arrived.cooperative,
             parameters=arrived.parameters,
-            outcome=outcome,
+            ptx=arrived.ptx,
+            outcome=replace(outcome, findings=reported),
             launched_from=caller(),
         )
         self._here.launched = launch

@@ -158,9 +158,9 @@ def _scales(cache, key_head, page, place, exists):
 @triton.jit
 def _with_sink(out, lse, sink):
     """(out, lse) of rows [M] with a score that has no value."""
-    joined = tl.maximum(lse, tl.minimum(sink, LARGEST))  # a finite sink stands for an infinite one
+    joined = tl.maximum(lse, tl.minimum(sink, LARGEST))  # finite: a sink that is infinite has all the share
     least = tl.where(joined == MINUS_INFINITY, 0.0, joined)
-    own, others = tl.exp2((lse - least) * LOG2E), tl.exp2((tl.minimum(sink, LARGEST) - least) * LOG2E)
+    own, others = tl.exp2((lse - least) * LOG2E), tl.exp2((sink - least) * LOG2E)
     total = own + others
     share = tl.where(total == 0.0, 0.0, own / tl.where(total == 0.0, 1.0, total))
     whole = joined + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2

@@ -6,6 +6,7 @@
 // belongs to a group of the thread that begins it; the thread can wait until its groups have been read, or written.
 #pragma once
 #include "atomics.h"
+#include "counters.h"
 #include "maps.h"
 #include "mbarrier.h"
 
@@ -75,6 +76,18 @@ template <bool TO_GLOBAL> static bool can_begin(Warp &w, const Instruction &i, c
   return fine;
 }
 
+// Counted as one request that asks for the rows of the tile, as far as they lie inside of the tensor.
+static void count_tile(Warp &w, const Instruction &i, const BulkCopy &copy) {
+  if (!w.block->worker->counts) return;
+  Counts &c = w.block->worker->counts[i.number];
+  ++c.requests;
+  each_row(copy, [&](const TileRow &row) {
+    if (row.begin == row.end) return;
+    c.bytes += row.end - row.begin;
+    count_run(c, row.global + row.begin, row.end - row.begin);
+  });
+}
+
 // The immediate: the offset of the shared address in the low 32 bits, the rank from bit 32, in bit 40 whether rows are named
 // one by one, and from bit 48 which reduction it is.
 static BulkCopy *new_copy(Warp &w, const Instruction &i, u32 lane, u32 address, u64 map, u32 first_coordinate) {
@@ -133,6 +146,7 @@ static void load_tile(Warp &w, const Instruction &i) {
       free(copy);
       continue;
     }
+    count_tile(w, i, *copy);
     if (b.checks) {
       const u32 end = copy->address + box_bytes(*copy);
       UnitWrites writes(w, i, lane, m->agent, b.agent_time[m->agent], copy->address, end);
@@ -241,6 +255,7 @@ static void store_tile(Warp &w, const Instruction &i) {
     else if (can_begin<true>(w, i, *copy)) {
       const u32 agent = BULK_COPIES + w.number;
       copy->time = b.agent_time[agent]++;
+      count_tile(w, i, *copy);
       if (b.checks) {
         UnitReads reads(w, i, lane, agent, copy->time, false);
         each_row(*copy, [&](const TileRow &row) {

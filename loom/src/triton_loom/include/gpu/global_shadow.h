@@ -255,6 +255,8 @@ LOOM_INLINE void touch_atomically(Warp &w, const Instruction &i, u32 lane, u64 a
     // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
     if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
     const bool by_another = written.block >= b.launch->first_block && written.block != block;
+    // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
+    if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
     if (READS && written.first && by_another && written.block > b.known_block) b.known_block = written.block;
     if (!written.first && !comes_after(w, lane, written, block) && written.when & which)
       report_global_race(w, i.number, lane, written, written.block, word);

@@ -3,6 +3,7 @@
 #include "atomics.h"
 #include "barriers.h"
 #include "control.h"
+#include "counters.h"
 #include "lanes.h"
 #include "memory.h"
 #include "scalar.h"
@@ -78,7 +79,7 @@ static void enter(Block &b, u64 linear) {
 
 // ---- running --------------------------------------------------------------------------------------------
 
-LOOM_NOINLINE void run(Warp &w) {
+template <bool COUNTS> LOOM_NOINLINE void run(Warp &w) {
   const Instruction *program = w.block->launch->instructions;
   u64 *executed = w.block->worker->executed;
   w.running = 1, w.turns = 0;
@@ -93,7 +94,10 @@ LOOM_NOINLINE void run(Warp &w) {
     ++executed[w.pc];
     ++w.pc;
     w.mask = w.active & (*(const u32 *)(w.registers + i.guard) ^ i.flip);
-    if (__builtin_expect(w.mask != 0, 1)) i.handler(w, i);
+    if (__builtin_expect(w.mask != 0, 1)) {
+      if constexpr (COUNTS) count(w, i);
+      i.handler(w, i);
+    }
   } while (w.running);
   if (w.fragments[w.current].state == READY) suspend(w);
 }
@@ -201,7 +205,9 @@ static void run_block(Block &b) {
       Warp &w = b.warps[k];
       if (is_over(w)) continue;
       over = false;
-      if (can_run(w)) run(w), ran = true;
+      if (!can_run(w)) continue;
+      b.worker->counts ? run<true>(w) : run<false>(w);
+      ran = true;
     }
     if (over) break;
     if (b.events != seen) {
@@ -233,6 +239,7 @@ static void work(void *data) {
   worker.registers = (u8 *)allocate(register_bytes * b.warp_count);
   b.shared = worker.shared_memory = (u8 *)allocate(launch.shared_bytes + 64);
   worker.executed = (u64 *)allocate(sizeof(u64) * launch.instruction_count);
+  if (launch.counts) worker.counts = (Counts *)allocate(sizeof(Counts) * launch.instruction_count);
   Clocks *clocks = (Clocks *)allocate(sizeof(Clocks) * b.warp_count);
   for (u32 k = 0; k < b.warp_count; ++k) {
     Warp &w = b.warps[k];
@@ -256,12 +263,14 @@ static void work(void *data) {
     if (b.end) b.end(b);
   }
   __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
+  if (worker.counts) add_counts(launch, worker.counts);
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
   if (b.release) b.release(b);
   b.pending.release();
   free_shadow(b.shadow);
-  free(clocks), free(worker.executed), free(worker.shared_memory), free(worker.registers), free(&worker);
+  free(clocks), free(worker.executed), free(worker.counts), free(worker.shared_memory), free(worker.registers);
+  free(&worker);
 }
 
 }  // namespace gpu
@@ -273,7 +282,7 @@ GPU_LIBRARY(GPU_TABLE(gpu::SCALAR_TABLE), GPU_TABLE(gpu::CONTROL_TABLE), GPU_TAB
 // The sizes of what Python mirrors: a test compares them.
 GPU_EXPORT u32 gpu_size(u32 which) {
   const u32 sizes[] = {sizeof(gpu::Instruction), sizeof(gpu::Finding), sizeof(gpu::Launch), sizeof(gpu::Range),
-                       sizeof(gpu::Constant), sizeof(gpu::Special)};
+                       sizeof(gpu::Constant), sizeof(gpu::Special), sizeof(gpu::Counting), sizeof(gpu::Counts)};
   return which < sizeof sizes / sizeof sizes[0] ? sizes[which] : 0;
 }
 

@@ -138,6 +138,8 @@ struct Launch {  // mirrored in gpu/machine.py
   const u8 *parameters;
   u64 *executed;      // by instruction: warps that executed it
   Finding *findings;  // sorted by nothing; one for each kind and pair of instructions
+  const struct Counting *counting;  // by instruction: what is counted of it (counters.h), or null
+  struct Counts *counts;
   u64 findings_total;
   u64 seed;
   u32 instruction_count, constant_count, special_count, range_count;
@@ -244,6 +246,7 @@ struct Worker {
   Launch *launch;
   Block block;
   u64 *executed;
+  struct Counts *counts;  // null if nothing is counted
   u8 *registers;
   u8 *shared_memory;
   const Range *last_range;

@@ -1,0 +1,94 @@
+"""Every op with every set of its options on an emulated GPU, beside Loom with the same tiles.
+
+python benchmarks/emulated.py sm_80 [op ...]
+
+For each op: sets of options that ran, how many have the same bits as Loom's results, the largest part of a result that
+has others, why it may, and what was executed. A hazard ends the run with an error. *Emulated*, not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+import triton_loom
+from torch import Tensor
+
+import weft
+from weft.quant import Copy
+from weft.runtime.launch import choosing_for
+from weft.workloads import Workload, distinct, for_op
+
+ROWS = 5
+# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/hopper.md).
+KNOWN = ("proxy fence missing after cp.async",)
+
+
+def sets_of_options(op: str) -> Iterator[Workload]:
+    """A workload for each: one with rows of odd length if there is such, and short ones."""
+    seen = set()
+    for workload in sorted(distinct(for_op(op)), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
+        if workload.options not in seen:
+            seen.add(workload.options)
+            yield workload
+
+
+def tensors(result: object) -> Iterator[Tensor]:
+    """The plain tensors of a result, codes and scales among them."""
+    if isinstance(result, weft.QTensor):
+        for copy in (result.rowwise, result.columnwise):
+            yield from tensors(tuple(copy) if isinstance(copy, Copy) else ())
+    elif isinstance(result, Tensor):
+        yield result.detach()
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from tensors(part)
+
+
+def words(tensor: Tensor) -> Tensor:
+    return (
+        tensor.contiguous().flatten().view(torch.uint8).view(tensor.numel(), -1) if tensor.numel() else tensor
+    )
+
+
+def differing(found: Tensor, wanted: Tensor) -> float:
+    """Which share of the elements has other bits."""
+    if not wanted.numel():
+        return 0.0
+    return float((words(found) != words(wanted)).any(-1).float().mean())
+
+
+def main(target: str, ops: list[str]) -> None:
+    print("| emulated | options | same bits | most that differs | why | warp instructions | seconds |")
+    print("|---|---:|---:|---:|---|---:|---:|")
+    ran = same = instructions = 0
+    begin = time.perf_counter()
+    for op in ops or list(weft.catalogue):
+        shares, why, executed, left, start = [], set(), 0, 0, time.perf_counter()
+        for workload in sets_of_options(op):
+            call = workload.make(rows=ROWS)
+            try:
+                with choosing_for(target):
+                    wanted = list(tensors(call()))
+            except ValueError:  # a format that the target does not multiply
+                left += 1
+                continue
+            with triton_loom.emulate(target, ignore=KNOWN) as gpu:
+                found = list(tensors(call()))
+            shares.append(max(map(differing, found, wanted), default=0.0))
+            why |= {reason for launch in gpu.launches for reason in launch.inexact} if shares[-1] else set()
+            executed += sum(sum(launch.outcome.executed) for launch in gpu.launches)
+        equal = sum(share == 0 for share in shares)
+        ran, same, instructions = ran + len(shares), same + equal, instructions + executed
+        print(
+            f"| `{op}` | {len(shares)} | {equal} | {max(shares, default=0.0):.2%} | {', '.join(sorted(why))} "
+            f"| {executed:,} | {time.perf_counter() - start:.0f} |",
+            flush=True,
+        )
+    print(f"| all | {ran} | {same} | | | {instructions:,} | {time.perf_counter() - begin:.0f} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
