@@ -108,8 +108,8 @@ static void publish_map(Warp &w, const Instruction &i) {
   sync_lanes(w);
   const u32 first = first_lane(w.mask);
   const u64 to = w.longs(i, 0)[first] + (u64)(i64)(i32)i.immediate, from = w.longs(i, 1)[first] + (u64)(i.immediate >> 32);
-  for (const u64 address : {to, from})
-    if (address % sizeof(TensorMap)) found(w, MISALIGNED, i.number, first, address);
+  if ((to | from) % sizeof(TensorMap))
+    found(w, MISALIGNED, i.number, first, to % sizeof(TensorMap) ? to : from);
   u64 source[LANES], target[LANES];
   for (u32 lane = 0; lane < LANES; ++lane) source[lane] = from + 4 * lane, target[lane] = to + 4 * lane;
   const u32 lanes = reachable_shared(w, i, source, 4, FULL) & reachable_global<true>(w, i, target, 4, FULL);
