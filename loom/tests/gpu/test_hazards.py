@@ -35,6 +35,13 @@ IN_GLOBAL_MEMORY = """
   st.global.b32 [%rd5], %r2; {sync} ld.global.b32 %r3, [%rd6];
 """
 
+# Each of two blocks reads its half of a word (%rd5) and stores to that or to the other half (%rd6).
+HALVES = """
+  mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd5, %r1, 2; add.s64 %rd5, %rd5, %rd0; xor.b64 %rd6, %rd5, 2;
+  setp.ne.b32 %p1, %r0, 0; @%p1 bra end; mov.b16 %rs2, 9; ld.global.b16 %rs1, [%rd5]; st.global.b16 [{stored}], %rs2;
+end:
+"""
+
 
 # Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
 FLAG = """
@@ -163,6 +170,9 @@ HAZARDS = {
         "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; ld.global.b32 %r2, [%rd0]; @%p1 st.global.b32 [%rd0+4], 5;",
         threads=32,
         grid=(4, 1, 1),
+    ),
+    "halves of a word that belong to two blocks": Hazard(
+        "global memory race", HALVES.format(stored="%rd6"), HALVES.format(stored="%rd5"), threads=32, grid=(2, 1, 1)
     ),
     "blocks that atomics order": Hazard(
         "global memory race",
