@@ -29,7 +29,9 @@ def main() -> int:
     run.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
     run.add_argument("--jobs", type=int, default=2, help="child processes at a time")
     table = commands.add_parser("table", help="write docs/conformance.md of the results so far")
-    table.add_argument("--emulate", action="store_true", help="write docs/emulated.md, of those on emulated GPUs")
+    table.add_argument(
+        "--emulate", action="store_true", help="write docs/emulated.md, of those on emulated GPUs"
+    )
     found = commands.add_parser("found", help="run the reproductions in docs/found.md")
     found.add_argument("--ci", action="store_true", help="of the projects that continuous integration runs")
     args = parser.parse_args()
@@ -66,7 +68,9 @@ def one(project: Project, suite: Suite, args: Any) -> list[str]:
         return FIELD / "results" / f"{project.name}.{suite.name}{ending}"
 
     results("").parent.mkdir(exist_ok=True)
-    kept = results(".sanitized.json" if args.sanitize else f".{args.emulate}.json" if args.emulate else ".json")
+    kept = results(
+        ".sanitized.json" if args.sanitize else f".{args.emulate}.json" if args.emulate else ".json"
+    )
     again = args.sanitize or (args.emulate and results(".json").exists())
     only = cover(json.loads(results(".json").read_text())["tests"]) if again else None
     run = Run(

@@ -33,7 +33,9 @@ def tutorial(name: str, *values: str) -> SimpleNamespace:
     def wanted(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.FunctionDef):
             return not any("perf_report" in ast.unparse(each) for each in statement.decorator_list)
-        given = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        given = [
+            n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        ]
         kinds = ast.Import | ast.ImportFrom | ast.ClassDef
         return isinstance(statement, kinds) or any(value in given for value in values)
 
@@ -58,9 +60,7 @@ def test_softmax() -> None:
     x = torch.randn(37, 781)
     y = torch.empty_like(x)
     sizes = *x.stride()[:1], *y.stride()[:1], *x.shape
-    tutorial("02", "DEVICE").softmax_kernel[(8,)](
-        y, x, *sizes, BLOCK_SIZE=1024, num_stages=4, num_warps=8
-    )
+    tutorial("02", "DEVICE").softmax_kernel[(8,)](y, x, *sizes, BLOCK_SIZE=1024, num_stages=4, num_warps=8)
     close(y, x.softmax(1), 1e-6, 1e-5)
 
 

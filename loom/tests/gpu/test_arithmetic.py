@@ -113,6 +113,54 @@ def test_extreme_of_three(name: str) -> None:
     assert (executed(batch)[0] == of_two(of_two(a, b), c)).all()
 
 
+@pytest.mark.parametrize("bits", [32, 64])
+def test_carries(bits: int) -> None:
+    """Numbers of three words: their sum, their difference, and the product of one with a word."""
+    numbers = np.random.default_rng(3).integers(0, 1 << 64, (2, 3, 32), np.uint64)
+    numbers[:, :, ::3] = numbers[:, :, ::3] >> 63  # many zeros and ones,
+    numbers[:, :, 1::3] = ~numbers[:, :, ::3][:, :, : numbers[:, :, 1::3].shape[2]]  # and what is all ones
+    dtype = np.dtype(f"u{bits // 8}")
+    a, b = numbers.astype(dtype)
+    kind = {32: "%r", 64: "%rd"}[bits]
+    registers = [f"{kind}{20 + k}" for k in range(11)]
+    x, y, z = registers[:3], registers[3:6], registers[6:]
+    # Each result is written to what is read.
+    operations = {
+        "sum": [f"add.cc.u{bits} {x[0]}, {x[0]}, {y[0]}", f"addc.cc.u{bits} {x[1]}, {x[1]}, {y[1]}",
+                f"addc.u{bits} {x[2]}, {x[2]}, {y[2]}"],
+        "difference": [f"sub.cc.u{bits} {x[0]}, {x[0]}, {y[0]}", f"subc.cc.u{bits} {x[1]}, {x[1]}, {y[1]}",
+                       f"subc.u{bits} {x[2]}, {x[2]}, {y[2]}"],
+        "product": [f"mov.b{bits} {z[0]}, 0", f"mad.lo.cc.u{bits} {z[1]}, {x[0]}, {y[0]}, {z[0]}",
+                    f"madc.hi.u{bits} {z[2]}, {x[0]}, {y[0]}, 0", f"mad.lo.cc.u{bits} {z[2]}, {x[1]}, {y[0]}, {z[2]}",
+                    f"madc.hi.cc.u{bits} {z[3]}, {x[1]}, {y[0]}, 0", f"madc.lo.u{bits} {x[2]}, {x[2]}, {y[0]}, {z[3]}",
+                    f"mov.b{bits} {x[0]}, {z[1]}", f"mov.b{bits} {x[1]}, {z[2]}"],
+    }  # fmt: skip
+
+    def whole(words: Sequence[np.ndarray], lane: int) -> int:
+        return sum(int(word[lane]) << bits * k for k, word in enumerate(words))
+
+    expected = {"sum": lambda p, q: p + q, "difference": lambda p, q: p - q}
+    for name, statements in operations.items():
+        out = np.zeros((3, 32), dtype)
+        loads = [
+            f"add.s64 %rd11, %rd{array}, %rd10; ld.global.b{bits} {register}, [%rd11+{32 * bits // 8 * k}];"
+            for array, row in ((1, x), (2, y))
+            for k, register in enumerate(row)
+        ]
+        stores = [f"st.global.b{bits} [%rd12+{32 * bits // 8 * k}], {x[k]};" for k in range(3)]
+        lines = [f"mul.wide.u32 %rd10, %r0, {bits // 8}; add.s64 %rd12, %rd0, %rd10;", *loads]
+        launch(
+            "\n".join([*lines, *(f"{statement};" for statement in statements), *stores]),
+            out,
+            a.copy(),
+            b.copy(),
+        )
+        for lane in range(32):
+            p, q = whole(a, lane), whole(b, lane)
+            value = expected[name](p, q) if name in expected else p * int(b[0][lane])
+            assert whole(out, lane) == value % (1 << 3 * bits), (name, lane)
+
+
 def test_all_that_is_compiled_with_the_machine_is_tested() -> None:
     batches = [batch for group in GROUPS.values() for batch in group()] + [
         test_ptx_floats.f32_approximations()

@@ -51,6 +51,21 @@ def test_a_mask_that_lets_too_much_through() -> None:
 
 
 @triton.jit
+def sines(x_ptr, y_ptr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), tl.sin(tl.load(x_ptr + tl.arange(0, N))))
+
+
+def test_a_sine_takes_memory_of_each_thread() -> None:
+    """Digits of pi, if its argument is large: lanes of a warp need them and not."""
+    x = torch.randn(256) * torch.logspace(0, 12, 256)
+    y = torch.empty_like(x)
+    with triton_loom.emulate("sm_90") as gpu:
+        sines[(1,)](x, y, N=256)
+    assert ".local" in gpu.launches[0].ptx
+    assert (y.double() - x.double().sin()).abs().max() < 2e-7
+
+
+@triton.jit
 def meet(count_ptr, x_ptr, y_ptr, N: tl.constexpr):
     """Every program waits for all others before it reads what its neighbour has written."""
     me = tl.program_id(0)

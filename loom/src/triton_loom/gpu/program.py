@@ -137,6 +137,10 @@ class _Builder:
             parameter = uses.pop().text
             immediate += self.kernel.parameters[parameter].offset
         offsets = [self._offset(use) for use in uses]
+        if handler in ("ld.local", "st.local"):
+            if self._size(uses[-1 if handler == "ld.local" else 0]) != 4:
+                raise PtxError("an address of local memory in 64 bits")
+            offsets += [self._local(), self._constant(self.kernel.local_bytes, 4)]
         sizes = tuple(self._size(use) for use in uses)
         if operation.arithmetic:
             scalar = scalars.Scalar(handler, sizes)
@@ -185,12 +189,18 @@ class _Builder:
             return self._special(special, size, 0)
         if text in self.kernel.shared:
             return self._special("shared", size, self.kernel.shared[text])
+        if text in self.kernel.local:
+            return self._constant(self.kernel.local[text], size)
         if text in self.kernel.parameters:
             return self._special("parameters", size, self.kernel.parameters[text].offset)
         if text in self.kernel.constants:
             key = ("symbol", text)
             return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
         return self._constant(number(text, use.type), size)
+
+    def _local(self) -> int:
+        """Local memory, which is a part of the register file: the bytes of one lane after those of another."""
+        return self._made(("local",), self.kernel.local_bytes, lambda offset: None)
 
     def _special(self, name: str, size: int, addend: int) -> int:
         kind = SPECIALS.index(name)
@@ -214,7 +224,7 @@ class _Builder:
         return self.made[key]
 
 
-_BY_SIZE = ("ld.global", "ld.shared", "ld.param", "st.global", "st.shared")
+_BY_SIZE = ("ld.global", "ld.shared", "ld.local", "ld.param", "st.global", "st.shared", "st.local")
 
 
 def _sized(handler: str, uses: Sequence[Use], sizes: Sequence[int]) -> str:

@@ -92,6 +92,7 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   PRODUCT_UNDER_WAY,
   NO_PRODUCT_FENCE,
   WARPS_DISAGREE,
+  LOCAL_BOUNDS,
 };
 
 constexpr u32 NOBODY = ~0u;
