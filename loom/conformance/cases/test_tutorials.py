@@ -86,7 +86,8 @@ def test_dropout() -> None:
 def test_seeded_dropout() -> None:
     x = torch.randn(3000)
     first, again, other = (tutorial("04", "DEVICE").seeded_dropout(x, 0.5, seed) for seed in (123, 123, 512))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
     assert torch.equal(first, torch.where(first != 0, 2 * x, 0))
     assert 0.4 < (first != 0).float().mean() < 0.6
 
@@ -106,7 +107,7 @@ def test_layer_norm() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mode, provider", [("bwd", "triton-fp16"), ("fwd", "triton-fp8")])
+@pytest.mark.parametrize(("mode", "provider"), [("bwd", "triton-fp16"), ("fwd", "triton-fp8")])
 def test_attention(causal: bool, mode: str, provider: str) -> None:
     attention = tutorial("06", "DEVICE", "NUM_STAGES_OPTIONS", "configs", "attention", "TORCH_HAS_FP8")
     attention.test_op(1, 2, 256, 64, causal, False, mode, provider)
@@ -151,7 +152,7 @@ PERSISTENT = ("HAS_TENSOR_DESC", "HAS_HOST_TENSOR_DESC", "HAS_WARP_SPECIALIZE")
 
 
 @pytest.mark.parametrize(
-    "function, options",
+    ("function", "options"),
     [
         ("matmul", ()),
         ("matmul_persistent", ()),

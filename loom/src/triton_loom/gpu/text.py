@@ -273,8 +273,8 @@ class _Body:
         if scope.outer is not None:
             arguments = _NAME.sub(lambda m: scope.find(m[0]), arguments)
         operands = tuple(self._plain(operand, line) for operand in split(arguments))
-        for opcode, operands in self._with_carry(opcode, operands):
-            statement = Statement(opcode, operands, guard, negated, line, self.place)
+        for step, used in self._with_carry(opcode, operands):
+            statement = Statement(step, used, guard, negated, line, self.place)
             self.kernel.statements.append(statement)
         return None
 
