@@ -50,6 +50,23 @@ def test_a_mask_that_lets_too_much_through() -> None:
     assert memory[1000:].isnan().all()  # and what is not the kernel's was left alone
 
 
+def test_a_launch_inside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that launches a kernel of its own, on other memory: each launch keeps to what it was given."""
+    x, y, inner = torch.randn(3, 1000)
+    out, sums = torch.empty(1000), torch.empty(1000)
+
+    def hook(metadata: object) -> None:
+        monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
+        add[(8,)](inner, inner, sums, 1000, BLOCK=128)
+
+    with triton_loom.emulate("sm_90") as gpu:
+        monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+        add[(8,)](x, y, out, 1000, BLOCK=128)
+    assert len(gpu.launches) == 2
+    assert torch.equal(out, x + y)
+    assert torch.equal(sums, 2 * inner)
+
+
 @triton.jit
 def sines(x_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, N), tl.sin(tl.load(x_ptr + tl.arange(0, N))))
