@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,60 @@ def test_a_launch_inside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(gpu.launches) == 2
     assert torch.equal(out, x + y)
     assert torch.equal(sums, 2 * inner)
+
+
+@triton.jit
+def doubled(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+@triton.jit
+def counted(x_ptr, y_ptr, N: tl.constexpr):
+    tl.store(x_ptr, tl.load(x_ptr) + 1)
+
+
+@triton.jit
+def moved(x_ptr, y_ptr, N: tl.constexpr):
+    """Threads with a copy load what others store; those with another copy of that have loaded it for themselves."""
+    at = tl.arange(0, N)
+    tl.store(x_ptr + N - 1 - at, tl.load(x_ptr + at))
+
+
+@triton.jit
+def scaled_and_counted(x_ptr, y_ptr, N: tl.constexpr):
+    """Each thread's copy of the scale is used."""
+    at = tl.arange(0, N)
+    scale = tl.load(x_ptr)
+    tl.store(y_ptr + at, scale * tl.load(y_ptr + at))
+    tl.store(x_ptr, scale + 1)
+
+
+@triton.jit
+def counted_unless_zero(x_ptr, y_ptr, N: tl.constexpr):
+    """All threads of the block branch by what one of them stores."""
+    if tl.load(x_ptr) != 0:
+        tl.store(x_ptr, tl.load(x_ptr) + 1)
+
+
+@triton.jit
+def running_sums(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, tl.cumsum(tl.load(x_ptr + at), 0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "races"),
+    [(doubled, 0), (counted, 0), (moved, 1), (scaled_and_counted, 1), (counted_unless_zero, 1), (running_sums, 0)],
+    ids=lambda value: value.__name__ if not isinstance(value, int) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_copies_of_an_element_that_nobody_uses(target: str, kernel: Any, races: int) -> None:
+    """A tile of 32 elements has four copies in a block of 128 threads, and a number has 128."""
+    x, y = torch.rand(32) + 1, torch.rand(32)
+    with triton_loom.emulate(target, raises=False) as gpu:
+        kernel[(1,)](x, y, N=32)
+    assert {finding.kind for finding in gpu.findings} == {"global memory race"} if races else not gpu.findings
 
 
 @triton.jit

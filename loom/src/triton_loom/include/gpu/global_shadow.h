@@ -251,6 +251,8 @@ LOOM_NOINLINE void write_global_atomically(Warp &w, const Instruction &i, const 
 LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
                                 u32 lanes) {
   if (__builtin_expect(i.flags & ATOMIC, 0)) return write_global_atomically(w, i, address, data, stride, bytes, lanes);
+  u32 &storing = w.block->launch->storing[i.number * WARPS + w.number];
+  if (__builtin_expect(lanes & ~storing, 0)) __atomic_fetch_or(&storing, lanes, __ATOMIC_RELAXED);
   switch (bytes) {
     case 4: return write_words<1>(w, i, address, data, stride, bytes, lanes);
     case 8: return write_words<2>(w, i, address, data, stride, bytes, lanes);

@@ -141,6 +141,7 @@ struct Launch {  // mirrored in gpu/machine.py
   Finding *findings;  // sorted by nothing; one for each kind and pair of instructions
   const struct Counting *counting;  // by instruction: what is counted of it (counters.h), or null
   struct Counts *counts;
+  u32 *storing;  // by instruction and warp: lanes that have stored to global memory by it
   u64 findings_total;
   u64 seed;
   u32 instruction_count, constant_count, special_count, range_count;
