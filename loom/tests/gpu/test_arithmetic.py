@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -111,6 +112,40 @@ def test_extreme_of_three(name: str) -> None:
 
     batch = Batch((a, b, c), (Case(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", 32, lambda *_: a),))
     assert (executed(batch)[0] == of_two(of_two(a, b), c)).all()
+
+
+def test_directed_roundings() -> None:
+    """The result lies on the right side of the exact one, and no number lies between."""
+    rng = np.random.default_rng(5)
+    a, b, c = (rng.standard_normal(1024) * 2.0 ** rng.integers(-60, 60, 1024) for _ in range(3))
+    b[::5], c[::7], c[::11] = a[::5], -a[::7], a[::11] * 2.0**-40
+    a[::13], b[::17] = 3e38, 2e38
+    numbers = [x.astype(np.float32) for x in (a, b, c)]
+    instructions = [(name, way) for name in ("add", "sub", "mul", "fma") for way in ("rz", "rm", "rp")]
+    out = np.zeros((len(instructions), 1024), np.float32)
+    loads = [
+        f"add.s64 %rd{20 + k}, %rd{k + 1}, %rd10; ld.global.b32 %r{20 + k}, [%rd{20 + k}];" for k in range(3)
+    ]
+    body = ["mov.u32 %r1, %ctaid.x; mad.lo.s32 %r1, %r1, 32, %r0; mul.wide.u32 %rd10, %r1, 4;", *loads]
+    body.append("add.s64 %rd11, %rd0, %rd10;")
+    for number, (name, way) in enumerate(instructions):
+        read = "%r20, %r21, %r22" if name == "fma" else "%r20, %r21"
+        body.append(f"{name}.{way}.f32 %r30, {read}; st.global.b32 [%rd11+{4096 * number}], %r30;")
+    launch("\n".join(body), out, *numbers, grid=(32, 1, 1))
+    for (name, way), results in zip(instructions, out, strict=True):
+        for got, *given in zip(results, *numbers, strict=True):
+            p, q, r = map(Fraction, map(float, given))
+            exact = {"add": p + q, "sub": p - q, "mul": p * q, "fma": p * q + r}[name]
+            if not np.isfinite(got):  # only away from zero
+                assert abs(exact) > np.finfo(np.float32).max
+                assert way != "rz"
+                continue
+            error = Fraction(float(got)) - exact
+            side = {"rz": -1 if exact > 0 else 1, "rm": -1, "rp": 1}[way]
+            assert error * side >= 0
+            with np.errstate(over="ignore"):
+                further = np.nextafter(got, np.float32(-side * np.inf))
+            assert error == 0 or not np.isfinite(further) or (Fraction(float(further)) - exact) * side < 0
 
 
 @pytest.mark.parametrize("bits", [32, 64])

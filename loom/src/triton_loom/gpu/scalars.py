@@ -35,6 +35,8 @@ def find(name: str) -> ptx.Row | None:
         return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
     if three := _EXTREME_OF_THREE.fullmatch(name):
         return _extreme_of_three(three[1] == "max", ".ftz" in name, ".NaN" in name)
+    if directed := _DIRECTED.fullmatch(name):
+        return _rounded(**directed.groupdict())
     if carrying := _CARRY.fullmatch(name):
         return _carrying(**carrying.groupdict())
     row = ptx.find(name)
@@ -66,6 +68,22 @@ def _carrying(name: str, what: str, sign: str, bits: str) -> ptx.Row:
     if what == "carry":
         return ptx.Row(("pred",), reads, (f"({sums[name]}) >> {bits} & 1",))
     return ptx.Row((type_,), reads, (sums[name],))
+
+
+# Rounded toward zero, down or up: libdevice has these in its logarithms.
+_DIRECTED = re.compile(r"(?P<name>add|sub|mul|fma)\.(?P<way>rz|rm|rp)(?P<ftz>\.ftz)?\.f32")
+
+
+def _rounded(name: str, way: str, ftz: str | None) -> ptx.Row:
+    flush, count = f"ptx::flush<{str(bool(ftz)).lower()}>", 3 if name == "fma" else 2
+    a, b, *c = (f"{flush}(%{k})" for k in range(count))
+    factors = {"add": f"{a}, 1.f, {b}", "sub": f"{a}, 1.f, -{b}", "fma": f"{a}, {b}, {''.join(c)}"}
+    text = (
+        f"gpu::directed_product<'{way[1]}'>({a}, {b})"
+        if name == "mul"
+        else (f"gpu::directed_sum<'{way[1]}'>({factors[name]})")
+    )
+    return ptx.Row(("f32",), ("f32",) * count, (f"ptx::canonical({flush}({text}))",))
 
 
 # `max.f32 d, a, b, c` (sm_100) is here max3.f32: a name stands for one number of operands.
