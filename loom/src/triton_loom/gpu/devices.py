@@ -1,8 +1,13 @@
 """The GPUs that can be emulated: what they answer when a program asks about them, and what limits a launch.
 
 The limits of a compute capability are those of the CUDA programming guide (appendix "Compute Capabilities", tables of
-technical specifications). The number of multiprocessors, the clocks and the width of the memory's bus are those of one
-product, from its data sheet: kernels size their grids by the first, and nothing here depends on the others.
+technical specifications), compared on 2026-11-17 with the table that NVIDIA keeps in CCCL
+(libcudacxx/include/cuda/__device/arch_traits.h): blocks, threads and shared memory of a multiprocessor, and one KiB that
+a block cannot have.
+
+The number of multiprocessors, the clocks and the width of the memory's bus are those of one product, from its data
+sheet and from what `deviceQuery` and `nvidia-smi -q -d CLOCK` say of it: kernels size their grids by the first, and
+nothing here depends on the others. Twice the memory's clock times its width is the bandwidth that the data sheet has.
 """
 
 from __future__ import annotations
@@ -27,6 +32,15 @@ class Device:
     memory_clock: int
     memory_bits: int
     registers: int = 65_536  # of a block, and of a multiprocessor
+
+    @property
+    def bandwidth(self) -> float:
+        """Of its memory, in GB/s.
+
+        >>> [round(device.bandwidth) for device in DEVICES.values()]  # 2039, 768, 864, 3350, 8000, 1792 in data sheets
+        [2039, 768, 864, 3352, 8184, 1792]
+        """
+        return 2 * self.memory_clock * self.memory_bits / 8 / 1000
 
     @property
     def target(self) -> str:
