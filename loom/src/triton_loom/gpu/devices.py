@@ -34,15 +34,6 @@ class Device:
     registers: int = 65_536  # of a block, and of a multiprocessor
 
     @property
-    def bandwidth(self) -> float:
-        """Of its memory, in GB/s.
-
-        >>> [round(device.bandwidth) for device in DEVICES.values()]  # 2039, 768, 864, 3350, 8000, 1792 in data sheets
-        [2039, 768, 864, 3352, 8184, 1792]
-        """
-        return 2 * self.memory_clock * self.memory_bits / 8 / 1000
-
-    @property
     def target(self) -> str:
         """The name of its target, as `emulate` takes it."""
         return f"sm_{self.capability}"
