@@ -54,9 +54,9 @@ def main() -> int:
             line for lines in pool.map(lambda piece: one(piece[0], piece[1], args), pieces) for line in lines
         ]
     if args.emulate:
-        from .emulated import table_of
+        from .emulated import results_on, table_of
 
-        print(table_of(args.emulate, {project.name: project for project, _ in pieces}.values()))
+        print(table_of(results_on(args.emulate, {project.name: project for project, _ in pieces}.values())))
     print(*unexplained, f"{len(unexplained)} failures that are not known", sep="\n")
     return bool(unexplained)
 

@@ -2,8 +2,8 @@
 
 The limits of a compute capability are those of the CUDA programming guide (appendix "Compute Capabilities", tables of
 technical specifications), compared on 2026-11-17 with the table that NVIDIA keeps in CCCL
-(libcudacxx/include/cuda/__device/arch_traits.h): blocks, threads and shared memory of a multiprocessor, and one KiB that
-a block cannot have.
+(libcudacxx/include/cuda/__device/arch_traits.h): blocks, threads and shared memory of a multiprocessor, and one KiB
+that a block cannot have.
 
 The number of multiprocessors, the clocks and the width of the memory's bus are those of one product, from its data
 sheet and from what `deviceQuery` and `nvidia-smi -q -d CLOCK` say of it: kernels size their grids by the first, and
