@@ -48,10 +48,11 @@ class Hazard:
     grid: tuple[int, int, int] = (1, 1, 1)
 
 
-# The first eight lanes of a warp (%p2) have 16 bytes each, at %rd5; %rd6 is in those of the same lane of the other warp.
+# The first eight lanes of a warp (%p2) have 16 bytes each, at %rd5; %rd6 is in those of a lane of the other warp.
 LINES = """
   and.b32 %r4, %r0, 31; setp.lt.u32 %p2, %r4, 8; @!%p2 mov.b32 %r4, 0; setp.ge.u32 %p1, %r0, 32;
-  selp.b32 %r5, 128, 0, %p1; mad.lo.s32 %r5, %r4, 16, %r5; xor.b32 %r6, %r5, 132; cvt.u64.u32 %rd5, %r5; add.s64 %rd5, %rd5, %rd0;
+  selp.b32 %r5, 128, 0, %p1; mad.lo.s32 %r5, %r4, 16, %r5; xor.b32 %r6, %r5, 132;
+  cvt.u64.u32 %rd5, %r5; add.s64 %rd5, %rd5, %rd0;
   cvt.u64.u32 %rd6, %r6; add.s64 %rd6, %rd6, %rd0; and.b64 %rd7, %rd6, -16;
   add.s32 %r7, %r0, 9; add.s32 %r12, %r0, 10;
   @%p2 {first} {sync} @%p2 {second}
