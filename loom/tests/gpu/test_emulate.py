@@ -123,6 +123,21 @@ def test_copies_of_an_element_that_nobody_uses(target: str, kernel: Any, races: 
 
 
 @triton.jit
+def added(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.atomic_add(y_ptr + at, tl.load(x_ptr + tl.program_id(0) * N + at))
+
+
+def test_an_atomic_addition_that_the_target_lacks() -> None:
+    """Of bf16 before sm_90: it loads, adds and compares until nobody else was faster."""
+    x, y = torch.randint(-8, 8, (4, 64)).bfloat16(), torch.zeros(64).bfloat16()
+    with triton_loom.emulate("sm_80") as gpu:
+        added[(4,)](x, y, N=64)
+    assert ".cas." in gpu.launches[0].ptx
+    assert torch.equal(y, x.sum(0))
+
+
+@triton.jit
 def sines(x_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, N), tl.sin(tl.load(x_ptr + tl.arange(0, N))))
 

@@ -75,6 +75,9 @@ class _Builder:
         self.made: dict[tuple[object, ...], int] = {}  # constants, symbols and specials that have a register
         for name, size in kernel.registers.items():
             self.registers[name] = self._room(size)
+        # Where a target lacks an atomic operation, it is a loop around compare-and-swap: a load gives the first guess
+        # of what is there, and it does no harm if that is no longer true.
+        self.swapped = {s.operands[1] for s in kernel.statements if re.match(r"atom\b.*\.cas\.", s.opcode)}
 
     def _room(self, size: int) -> int:
         """A register of `size` bytes a lane; a predicate has a bit a lane."""
@@ -167,7 +170,12 @@ class _Builder:
         if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
             return UNIFORM_OPERANDS
         strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
-        return ATOMIC if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) else 0
+        guess = handler.startswith("ld.global") and statement.operands[1] in self.swapped
+        return (
+            ATOMIC
+            if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) or guess
+            else 0
+        )
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""
