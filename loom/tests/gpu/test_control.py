@@ -214,7 +214,7 @@ def test_what_is_read_of_a_kernel() -> None:
     ("statement", "named"),
     [
         ("frobnicate.b32 %r1, %r2;", "frobnicate.b32"),
-        ("add.cc.s32 %r1, %r2, %r3;", "add.cc.s32"),
+        ("add.cc.s16 %r1, %r2, %r3;", "add.cc.s16"),
         ("ld.global.L3::evict.b32 %r1, [%rd0];", "ld.global.L3::evict.b32"),
         ("mma.sync.aligned.m16n8k16.row.row.f32.bf16.bf16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "row.row"),
         ("shfl.bfly.b32 %r1, %r2, 1, 31;", "shfl.bfly.b32"),
