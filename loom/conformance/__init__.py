@@ -4,6 +4,7 @@
     python -m conformance run fla linghe         some of them
     python -m conformance run --ci               the part that continuous integration runs
     python -m conformance run --sanitize         the tests that passed again, with every access checked
+    python -m conformance run --emulate sm_90    the same on an emulated GPU, with every access checked
     python -m conformance table                  write docs/conformance.md of the results so far
     python -m conformance found                  run the reproductions in docs/found.md
 
@@ -14,6 +15,7 @@
   `redirect` the project finds a device where it asks for a GPU.
 - `judge`: what the tests say about each kernel.
 - `report`: the table in the documentation.
+- `emulated`: the same for emulated GPUs, and what is known of what was found on them.
 - `found`: the reproductions in the documentation.
 - `cases`: drivers for the projects that have no tests of their own that fit.
 

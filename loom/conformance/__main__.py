@@ -25,9 +25,13 @@ def main() -> int:
     run.add_argument(
         "--sanitize", action="store_true", help="the tests that passed, with every access checked"
     )
+    run.add_argument("--emulate", metavar="TARGET", help="on an emulated GPU, such as sm_90, not on the CPU")
     run.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
     run.add_argument("--jobs", type=int, default=2, help="child processes at a time")
-    commands.add_parser("table", help="write docs/conformance.md of the results so far")
+    table = commands.add_parser("table", help="write docs/conformance.md of the results so far")
+    table.add_argument(
+        "--emulate", action="store_true", help="write docs/emulated.md, of those on emulated GPUs"
+    )
     found = commands.add_parser("found", help="run the reproductions in docs/found.md")
     found.add_argument("--ci", action="store_true", help="of the projects that continuous integration runs")
     args = parser.parse_args()
@@ -36,9 +40,9 @@ def main() -> int:
 
         return bool(check(args.ci))
     if args.command == "table":
-        from .report import write
+        from . import emulated, report
 
-        write()
+        (emulated if args.emulate else report).write()
         return 0
     chosen = [project for project in PROJECTS if not args.projects or project.name in args.projects]
     pieces = [(project, suite) for project in chosen for suite in project.suites]
@@ -49,6 +53,10 @@ def main() -> int:
         unexplained = [
             line for lines in pool.map(lambda piece: one(piece[0], piece[1], args), pieces) for line in lines
         ]
+    if args.emulate:
+        from .emulated import results_on, table_of
+
+        print(table_of(results_on(args.emulate, {project.name: project for project, _ in pieces}.values())))
     print(*unexplained, f"{len(unexplained)} failures that are not known", sep="\n")
     return bool(unexplained)
 
@@ -60,14 +68,29 @@ def one(project: Project, suite: Suite, args: Any) -> list[str]:
         return FIELD / "results" / f"{project.name}.{suite.name}{ending}"
 
     results("").parent.mkdir(exist_ok=True)
-    only = cover(json.loads(results(".json").read_text())["tests"]) if args.sanitize else None
-    run = Run(project, suite, bring(project), limit=args.limit, sanitize=args.sanitize, only=only)
+    kept = results(
+        ".sanitized.json" if args.sanitize else f".{args.emulate}.json" if args.emulate else ".json"
+    )
+    again = args.sanitize or (args.emulate and results(".json").exists())
+    only = cover(json.loads(results(".json").read_text())["tests"]) if again else None
+    run = Run(
+        project,
+        suite,
+        bring(project),
+        limit=args.limit,
+        sanitize=args.sanitize,
+        emulate=args.emulate,
+        only=only,
+    )
     for line in run.events():
         print(line[:400], flush=True)
-        kept = results(".sanitized.json" if args.sanitize else ".json")
         kept.write_text(json.dumps({"version": project.version, "tests": run.results}, indent=1))
     if not run.complete:
         return [f"{project.name}: the tests of {suite.name} did not come to their end"]
+    if args.emulate:
+        from .emulated import unexplained
+
+        return unexplained(project, run.results)
     return [
         f"{project.name}: {test}: {reason}"
         for test, reason in failures(run.results)

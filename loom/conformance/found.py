@@ -49,7 +49,7 @@ def check(ci: bool, jobs: int = 2) -> list[str]:
 
 def said_by(project: Project, program: str) -> str:
     """Nothing, or what a reproduction that failed said."""
-    path = [LOOM, LOOM / "src", *bring(project)]
+    path = [LOOM, LOOM / "src", *(where / part for where in bring(project) for part in project.path)]
     environment = {
         **os.environ,
         **project.environment,

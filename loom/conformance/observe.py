@@ -1,4 +1,4 @@
-"""Which Triton kernels are launched through Loom."""
+"""Which Triton kernels are launched, through Loom or on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class Launches:
     """Kernels that were asked for and kernels that ran to their end, by name, since `clear`.
 
-    A kernel is a function under `@triton.jit`. It is asked for where its project launches it and has run when Loom has
-    run its programs, which are two events: a project may keep compiled kernels and launch these.
+    A kernel is a function under `@triton.jit`. It is asked for where its project launches it and has run when all of
+    its programs have, which are two events: a project may keep compiled kernels and launch these.
     """
 
     def __init__(self, roots: list[Path]) -> None:
@@ -36,24 +36,23 @@ class Launches:
                 return f"{file.relative_to(root)}:{function.fn.__name__}"
         return None
 
-    def watch(self) -> None:
-        """Takes note of every launch from now on."""
+    def watch(self, launcher_class: Any) -> None:
+        """Takes note of every launch from now on, which launchers of this class make."""
         from triton.runtime.jit import JITFunction
-        from triton_loom.device.launcher import LoomLauncher
 
         self._around(JITFunction, "run", before=lambda function: self._note(self.asked, function))
-        prepare, launch = LoomLauncher.__init__, LoomLauncher.__call__
+        prepare, launch = launcher_class.__init__, launcher_class.__call__
 
         def prepared(launcher: Any, src: Any, metadata: Any) -> None:
             prepare(launcher, src, metadata)
             launcher.of = getattr(src, "fn", None)
 
-        def launched(launcher: Any, *args: Any) -> None:
-            launch(launcher, *args)
+        def launched(launcher: Any, *args: Any, **kwargs: Any) -> None:
+            launch(launcher, *args, **kwargs)
             self._note(self.asked, launcher.of)
             self._note(self.ran, launcher.of)
 
-        LoomLauncher.__init__, LoomLauncher.__call__ = prepared, launched  # type: ignore[assignment, method-assign]
+        launcher_class.__init__, launcher_class.__call__ = prepared, launched
 
     def _note(self, kernels: set[str], function: Any) -> None:
         name = self.name(function) if function is not None else None

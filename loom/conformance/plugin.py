@@ -39,6 +39,7 @@ class Order:
     capability: list[int]  # of the GPU that the project is told of
     prepare: str | None  # a module that is imported before the tests are
     by_text: bool = True  # parameters that are text tell tests apart
+    emulate: str | None = None  # the GPU that kernels are launched on, if not the CPU
 
 
 ORDER = Order(**json.loads(Path(os.environ["CONFORMANCE_ORDER"]).read_text()))
@@ -49,20 +50,32 @@ def tell(**event: Any) -> None:
         file.write(json.dumps(event) + "\n")
 
 
-def _prepare() -> Any:
+def _prepare() -> tuple[Any, Any]:
+    """What notes launches, and the emulated GPU that they are made on, if there is one: it is there before a test is
+    imported, since projects ask which GPU there is when they are."""
+    import triton_loom
+
     from . import redirect
     from .observe import Launches
 
-    redirect.take_first_configuration()
+    launcher_class: Any
+    if ORDER.emulate:
+        gpu = SCOPES.enter_context(triton_loom.emulate(ORDER.emulate, raises=False))
+        from triton_loom.gpu.driver import EmulatedLauncher as launcher_class
+    else:
+        gpu = None
+        from triton_loom.device.launcher import LoomLauncher as launcher_class
+    redirect.take_first_configuration(launcher_class)
     redirect.redirect((ORDER.capability[0], ORDER.capability[1]))
     launches = Launches([Path(root) for root in ORDER.roots])
-    launches.watch()
+    launches.watch(launcher_class)
     if ORDER.prepare:
         importlib.import_module(ORDER.prepare)
-    return launches
+    return launches, gpu
 
 
-LAUNCHES = _prepare()
+SCOPES = ExitStack()  # until the process ends
+LAUNCHES, GPU = _prepare()
 
 
 def variant(item: Any) -> tuple[str, ...]:
@@ -138,10 +151,26 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     tell(event="start", test=item.nodeid)
     item.conformance = {"outcome": "passed", "reason": "", "findings": [], "seconds": -time.time()}
     result = yield
+    if GPU is not None:
+        item.conformance["findings"] = [emulated(finding) for finding in GPU.findings]
+        GPU.launches.clear()
     item.conformance["seconds"] = round(item.conformance["seconds"] + time.time(), 1)
     asked, ran = sorted(LAUNCHES.asked), sorted(LAUNCHES.ran)
     tell(event="end", test=item.nodeid, asked=asked, ran=ran, **item.conformance)
     return result
+
+
+def emulated(finding: Any) -> dict[str, Any]:
+    """What the emulated GPU has found, as it is told of."""
+    place = finding.by.place
+    return {
+        "kind": finding.kind,
+        "kernel": finding.kernel,
+        "file": place.file,
+        "line": place.line,
+        "text": str(finding),
+        "mended": finding.is_mended,
+    }
 
 
 @pytest.hookimpl(wrapper=True)

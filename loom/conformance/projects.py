@@ -210,6 +210,14 @@ PROJECTS = (
         kernels=("sglang",),
     ),
     Project(
+        "tutorials",
+        "v3.7.1",
+        (Suite("cases", ("conformance/cases/test_tutorials.py",), each=1000, own=True),),
+        github="triton-lang/triton",
+        path=("python/tutorials",),
+        kernels=("python/tutorials",),
+    ),
+    Project(
         "triton",
         "v3.7.1",
         (

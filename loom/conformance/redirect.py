@@ -138,10 +138,9 @@ def redirect(capability: tuple[int, int] = (9, 0)) -> None:
     OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
-def take_first_configuration() -> None:
-    """An autotuner takes the first configuration that can be built, without a launch to time it."""
-    from triton_loom.device.launcher import LoomLauncher
-
+def take_first_configuration(launcher_class: type) -> None:
+    """An autotuner takes the first configuration that can be built, without a launch, by a launcher of this class, to
+    time it."""
     autotuner = triton.runtime.autotuner.Autotuner
     time = autotuner._bench
 
@@ -149,7 +148,7 @@ def take_first_configuration() -> None:
         if getattr(self, "built_for", None) is self.nargs:  # an earlier one has been built for this launch
             return [math.inf] * 3
         self._do_bench = lambda launch, quantiles: launch() or [1.0, 1.0, 1.0]
-        with mock.patch.object(LoomLauncher, "__call__", return_value=None):
+        with mock.patch.object(launcher_class, "__call__", return_value=None):
             took: list[float] = time(self, *args, config=config, **meta)
         if took[0] != math.inf:
             self.built_for = self.nargs

@@ -30,11 +30,12 @@ class Run:
         where: list[Path],
         *,
         limit: float,
-        sanitize: bool,
-        only: list[str] | None,
+        sanitize: bool = False,
+        emulate: str | None = None,
+        only: list[str] | None = None,
     ) -> None:
         self.project, self.suite, self.where, self.limit = project, suite, where, limit
-        self.sanitize, self.only = sanitize, only
+        self.sanitize, self.emulate, self.only = sanitize, emulate, only
         self.results: dict[str, dict[str, Any]] = {}
         self.selected: list[str] | None = None
         self.scratch: list[Path] = []  # of the children; kept where something goes wrong, for their logs
@@ -74,7 +75,8 @@ class Run:
             "done": list(self.results),
             "only": self.only,
             "sanitize": self.sanitize,
-            "capability": list(self.project.capability),
+            "emulate": self.emulate,
+            "capability": _capability(self.emulate) if self.emulate else list(self.project.capability),
             "prepare": self.project.prepare,
         }
         generated = scratch / "generated"
@@ -99,6 +101,7 @@ class Run:
             "TRITON_DEFAULT_BACKEND": "cpu",
             "TORCHDYNAMO_DISABLE": "1",  # references under torch.compile run eagerly
             "OMP_NUM_THREADS": "1",
+            **({"CUDA_VISIBLE_DEVICES": ""} if self.emulate else {}),  # no real GPU beside an emulated one
         }
         command = [
             sys.executable,
@@ -168,6 +171,15 @@ class Run:
         why = f"  {event['reason']}" if event["reason"] else ""
         found = f"  {len(event['findings'])} findings" if event["findings"] else ""
         return f"{self.project.name} {count} {event['outcome']} {event['seconds']} s {test}{found}{why}"
+
+
+def _capability(target: str) -> list[int]:
+    """Of a GPU, by its target.
+
+    >>> _capability("sm_90")
+    [9, 0]
+    """
+    return list(divmod(int(target.removeprefix("sm_")), 10))
 
 
 def _lost(test: str, reason: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance import judge, sources
+from conformance import emulated, judge, sources
 from conformance.projects import Project, Suite
 from conformance.run import Run
 
@@ -72,7 +72,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
-    run = Run(project, project.suites[0], sources.bring(project), limit=10, sanitize=False, only=None)
+    run = Run(project, project.suites[0], sources.bring(project), limit=10)
     lines = list(run.events())
     assert run.complete
     assert len(lines) == 7
@@ -108,6 +108,48 @@ def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
     )
     assert double.right
     assert (triple.ran, triple.right, triple.why_not) == (True, False, "the reference")
+
+
+ON_A_GPU = """
+import pytest, torch, triton, triton.language as tl
+
+@triton.jit
+def double(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, BLOCK), 2 * tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+@triton.jit
+def mirror(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), tl.load(x_ptr + BLOCK - 1 - tl.arange(0, BLOCK)))
+    tl.store(y_ptr + tl.arange(0, BLOCK), tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+@pytest.mark.parametrize("kernel, clusters", [(double, 1), (mirror, 1), (double, 2)])
+def test_launch(kernel, clusters):
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert triton.runtime.driver.active.get_current_target().backend == "cuda"
+    x = torch.randn(256, device="cuda")
+    y = torch.empty_like(x)
+    expected = 2 * x if kernel is double else x.flip(0)
+    kernel[(1,)](x, y, 256, num_ctas=clusters)
+    assert torch.equal(y, expected) or kernel is mirror
+"""
+
+
+def test_the_same_on_an_emulated_gpu(project: Project, tmp_path: Path) -> None:
+    """Results, a finding that nobody has looked into, and what is not emulated."""
+    (tmp_path / "small-1" / "test_on_a_gpu.py").write_text(ON_A_GPU)
+    suite = Suite("tests", ("test_on_a_gpu.py",), each=9)
+    run = Run(project, suite, sources.bring(project), limit=60, emulate="sm_90")
+    list(run.events())
+    assert run.complete
+    right, raced, refused = run.results.values()
+    assert (right["outcome"], right["findings"]) == ("passed", [])
+    assert {finding["kind"] for finding in raced["findings"]} == {"global memory race"}
+    assert "clusters" in refused["reason"]
+    (race, *_) = emulated.unexplained(project, run.results)
+    assert race.startswith("small: global memory race in mirror, line ")
+    table = emulated.table_of([(project, run.results)])
+    assert "| small | 1 | 2 | 2 | 2 | 1 | 0 | 0 |" in table
+    assert "`mirror`" in table
 
 
 def test_few_tests_cover_all_kernels() -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 from triton_loom.testing import assert_not_worse
 
 
@@ -66,3 +67,11 @@ def gradients(function: Callable[..., Any], count: int) -> Callable[..., tuple[t
         return (*(y.detach() for y in results), *torch.autograd.grad(results, leaves, upstream))
 
     return both
+
+
+def allow(*tensors: torch.Tensor) -> None:
+    """Tensors that a kernel reaches by addresses that it finds in memory: an emulated GPU has to be told of them."""
+    from triton_loom.gpu import scope
+
+    if triton.runtime.driver.active.get_current_target().backend == "cuda":
+        scope.current().allow(*tensors)

@@ -55,8 +55,9 @@ def device_descriptors(
 
 @triton.jit
 def attention(
-    q, k, v, o, rows, scale, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr
-):
+    q, k, v, o, rows, scale, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    SPECIALISED: tl.constexpr,
+):  # fmt: skip
     """softmax(Q K^T) V without the scores ever being stored; a program has BM rows of one head."""
     head = tl.program_id(1) * rows
     first = tl.program_id(0) * BM
@@ -66,7 +67,7 @@ def attention(
     weight = tl.zeros((BM,), tl.float32)
     total = tl.zeros((BM, D), tl.float32)
     end = first + BM if CAUSAL else rows
-    for n in range(0, end, BN):
+    for n in tl.range(0, end, BN, warp_specialize=SPECIALISED):
         scores = tl.dot(query, k.load([head + n, 0]).T) * (scale * 1.4426950408889634)
         if CAUSAL:
             scores = tl.where(at[:, None] >= n + tl.arange(0, BN)[None, :], scores, -1.0e9)
@@ -224,6 +225,7 @@ def attend(
             if by_pointers:
                 return attention_by_pointers[(rows // 64, heads)](q, k, v, o, rows, 0.125, **sizes)
             described = [TensorDescriptor.from_tensor(x, [64, width]) for x in (q, k, v, o)]
+            sizes = {"SPECIALISED": False} | sizes
             return attention[(rows // 64, heads)](*described, rows, 0.125, CAUSAL=causal, **sizes)
 
         return o, expected.reshape(heads * rows, width), launch

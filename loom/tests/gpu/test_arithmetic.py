@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -111,6 +112,88 @@ def test_extreme_of_three(name: str) -> None:
 
     batch = Batch((a, b, c), (Case(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", 32, lambda *_: a),))
     assert (executed(batch)[0] == of_two(of_two(a, b), c)).all()
+
+
+def test_directed_roundings() -> None:
+    """The result lies on the right side of the exact one, and no number lies between."""
+    rng = np.random.default_rng(5)
+    a, b, c = (rng.standard_normal(1024) * 2.0 ** rng.integers(-60, 60, 1024) for _ in range(3))
+    b[::5], c[::7], c[::11] = a[::5], -a[::7], a[::11] * 2.0**-40
+    a[::13], b[::17] = 3e38, 2e38
+    numbers = [x.astype(np.float32) for x in (a, b, c)]
+    instructions = [(name, way) for name in ("add", "sub", "mul", "fma") for way in ("rz", "rm", "rp")]
+    out = np.zeros((len(instructions), 1024), np.float32)
+    loads = [
+        f"add.s64 %rd{20 + k}, %rd{k + 1}, %rd10; ld.global.b32 %r{20 + k}, [%rd{20 + k}];" for k in range(3)
+    ]
+    body = ["mov.u32 %r1, %ctaid.x; mad.lo.s32 %r1, %r1, 32, %r0; mul.wide.u32 %rd10, %r1, 4;", *loads]
+    body.append("add.s64 %rd11, %rd0, %rd10;")
+    for number, (name, way) in enumerate(instructions):
+        read = "%r20, %r21, %r22" if name == "fma" else "%r20, %r21"
+        body.append(f"{name}.{way}.f32 %r30, {read}; st.global.b32 [%rd11+{4096 * number}], %r30;")
+    launch("\n".join(body), out, *numbers, grid=(32, 1, 1))
+    for (name, way), results in zip(instructions, out, strict=True):
+        for got, *given in zip(results, *numbers, strict=True):
+            p, q, r = map(Fraction, map(float, given))
+            exact = {"add": p + q, "sub": p - q, "mul": p * q, "fma": p * q + r}[name]
+            if not np.isfinite(got):  # only away from zero
+                assert abs(exact) > np.finfo(np.float32).max
+                assert way != "rz"
+                continue
+            error = Fraction(float(got)) - exact
+            side = {"rz": -1 if exact > 0 else 1, "rm": -1, "rp": 1}[way]
+            assert error * side >= 0
+            with np.errstate(over="ignore"):
+                further = np.nextafter(got, np.float32(-side * np.inf))
+            assert error == 0 or not np.isfinite(further) or (Fraction(float(further)) - exact) * side < 0
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_carries(bits: int) -> None:
+    """Numbers of three words: their sum, their difference, and the product of one with a word."""
+    numbers = np.random.default_rng(3).integers(0, 1 << 64, (2, 3, 32), np.uint64)
+    numbers[:, :, ::3] = numbers[:, :, ::3] >> 63  # many zeros and ones,
+    numbers[:, :, 1::3] = ~numbers[:, :, ::3][:, :, : numbers[:, :, 1::3].shape[2]]  # and what is all ones
+    dtype = np.dtype(f"u{bits // 8}")
+    a, b = numbers.astype(dtype)
+    kind = {32: "%r", 64: "%rd"}[bits]
+    registers = [f"{kind}{20 + k}" for k in range(11)]
+    x, y, z = registers[:3], registers[3:6], registers[6:]
+    # Each result is written to what is read.
+    operations = {
+        "sum": [f"add.cc.u{bits} {x[0]}, {x[0]}, {y[0]}", f"addc.cc.u{bits} {x[1]}, {x[1]}, {y[1]}",
+                f"addc.u{bits} {x[2]}, {x[2]}, {y[2]}"],
+        "difference": [f"sub.cc.u{bits} {x[0]}, {x[0]}, {y[0]}", f"subc.cc.u{bits} {x[1]}, {x[1]}, {y[1]}",
+                       f"subc.u{bits} {x[2]}, {x[2]}, {y[2]}"],
+        "product": [f"mov.b{bits} {z[0]}, 0", f"mad.lo.cc.u{bits} {z[1]}, {x[0]}, {y[0]}, {z[0]}",
+                    f"madc.hi.u{bits} {z[2]}, {x[0]}, {y[0]}, 0", f"mad.lo.cc.u{bits} {z[2]}, {x[1]}, {y[0]}, {z[2]}",
+                    f"madc.hi.cc.u{bits} {z[3]}, {x[1]}, {y[0]}, 0", f"madc.lo.u{bits} {x[2]}, {x[2]}, {y[0]}, {z[3]}",
+                    f"mov.b{bits} {x[0]}, {z[1]}", f"mov.b{bits} {x[1]}, {z[2]}"],
+    }  # fmt: skip
+
+    def whole(words: Sequence[np.ndarray], lane: int) -> int:
+        return sum(int(word[lane]) << bits * k for k, word in enumerate(words))
+
+    expected = {"sum": lambda p, q: p + q, "difference": lambda p, q: p - q}
+    for name, statements in operations.items():
+        out = np.zeros((3, 32), dtype)
+        loads = [
+            f"add.s64 %rd11, %rd{array}, %rd10; ld.global.b{bits} {register}, [%rd11+{32 * bits // 8 * k}];"
+            for array, row in ((1, x), (2, y))
+            for k, register in enumerate(row)
+        ]
+        stores = [f"st.global.b{bits} [%rd12+{32 * bits // 8 * k}], {x[k]};" for k in range(3)]
+        lines = [f"mul.wide.u32 %rd10, %r0, {bits // 8}; add.s64 %rd12, %rd0, %rd10;", *loads]
+        launch(
+            "\n".join([*lines, *(f"{statement};" for statement in statements), *stores]),
+            out,
+            a.copy(),
+            b.copy(),
+        )
+        for lane in range(32):
+            p, q = whole(a, lane), whole(b, lane)
+            value = expected[name](p, q) if name in expected else p * int(b[0][lane])
+            assert whole(out, lane) == value % (1 << 3 * bits), (name, lane)
 
 
 def test_all_that_is_compiled_with_the_machine_is_tested() -> None:

@@ -134,6 +134,19 @@ def test_a_guard_keeps_the_register() -> None:
     assert out.tolist() == [2 * lane + 100 if lane < 9 else 8 for lane in range(32)]
 
 
+def test_a_guard_keeps_the_predicate() -> None:
+    out = words(96)
+    body = f"""
+      setp.lt.u32 %p1, %r0, 9; setp.gt.u32 %p2, %r0, 3; mov.pred %p3, %p2; mov.pred %p4, %p2;
+      @%p1 setp.eq.b32 %p2, %r0, 5; @!%p1 not.pred %p3, %p3; @%p1 and.pred %p4, %p4, %p2;
+      selp.b32 %r1, 1, 0, %p2; selp.b32 %r2, 1, 0, %p3; selp.b32 %r3, 1, 0, %p4;
+      {store_results("%r1", "%r2", "%r3")}
+    """
+    launch(body, out)
+    wanted = [[lane == 5 or lane >= 9, 3 < lane < 9, lane == 5 or lane >= 9] for lane in range(32)]
+    assert out.reshape(32, 3).tolist() == wanted
+
+
 def test_special_registers() -> None:
     out = np.zeros((3, 2, 2, 64, 4), np.uint32)
     body = """
@@ -201,7 +214,7 @@ def test_what_is_read_of_a_kernel() -> None:
     ("statement", "named"),
     [
         ("frobnicate.b32 %r1, %r2;", "frobnicate.b32"),
-        ("add.cc.s32 %r1, %r2, %r3;", "add.cc.s32"),
+        ("add.cc.s16 %r1, %r2, %r3;", "add.cc.s16"),
         ("ld.global.L3::evict.b32 %r1, [%rd0];", "ld.global.L3::evict.b32"),
         ("mma.sync.aligned.m16n8k16.row.row.f32.bf16.bf16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "row.row"),
         ("shfl.bfly.b32 %r1, %r2, 1, 31;", "shfl.bfly.b32"),

@@ -413,3 +413,12 @@ def test_outside_of_a_block_there_is_no_device() -> None:
     count = ctypes.c_int(7)
     assert library.cuDeviceGetCount(ctypes.byref(count)) == 0
     assert count.value == 0
+
+
+def test_the_memory_of_the_products() -> None:
+    """Twice the clock times the width is the bandwidth in the data sheets, in GB/s."""
+    sheets = {"sm_80": 2039, "sm_86": 768, "sm_89": 864, "sm_90": 3350, "sm_100": 8000, "sm_120": 1792}
+    assert set(sheets) == set(DEVICES)
+    for target, bandwidth in sheets.items():
+        device = DEVICES[target]
+        assert 2 * device.memory_clock * device.memory_bits / 8000 == pytest.approx(bandwidth, rel=0.025)

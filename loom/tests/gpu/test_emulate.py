@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,107 @@ def test_a_mask_that_lets_too_much_through() -> None:
     assert Path(__file__).name in str(error.value)
     assert torch.equal(out, x + y)  # the others are right,
     assert memory[1000:].isnan().all()  # and what is not the kernel's was left alone
+
+
+def test_a_launch_inside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that launches a kernel of its own, on other memory: each launch keeps to what it was given."""
+    x, y, inner = torch.randn(3, 1000)
+    out, sums = torch.empty(1000), torch.empty(1000)
+
+    def hook(metadata: object) -> None:
+        monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
+        add[(8,)](inner, inner, sums, 1000, BLOCK=128)
+
+    with triton_loom.emulate("sm_90") as gpu:
+        monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+        add[(8,)](x, y, out, 1000, BLOCK=128)
+    assert len(gpu.launches) == 2
+    assert torch.equal(out, x + y)
+    assert torch.equal(sums, 2 * inner)
+
+
+@triton.jit
+def doubled(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+@triton.jit
+def counted(x_ptr, y_ptr, N: tl.constexpr):
+    tl.store(x_ptr, tl.load(x_ptr) + 1)
+
+
+@triton.jit
+def moved(x_ptr, y_ptr, N: tl.constexpr):
+    """Threads with a copy load what others store; those with another copy of that have loaded it for themselves."""
+    at = tl.arange(0, N)
+    tl.store(x_ptr + N - 1 - at, tl.load(x_ptr + at))
+
+
+@triton.jit
+def scaled_and_counted(x_ptr, y_ptr, N: tl.constexpr):
+    """Each thread's copy of the scale is used."""
+    at = tl.arange(0, N)
+    scale = tl.load(x_ptr)
+    tl.store(y_ptr + at, scale * tl.load(y_ptr + at))
+    tl.store(x_ptr, scale + 1)
+
+
+@triton.jit
+def counted_unless_zero(x_ptr, y_ptr, N: tl.constexpr):
+    """All threads of the block branch by what one of them stores."""
+    if tl.load(x_ptr) != 0:
+        tl.store(x_ptr, tl.load(x_ptr) + 1)
+
+
+@triton.jit
+def running_sums(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, tl.cumsum(tl.load(x_ptr + at), 0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "races"),
+    [(doubled, 0), (counted, 0), (moved, 1), (scaled_and_counted, 1), (counted_unless_zero, 1), (running_sums, 0)],
+    ids=lambda value: value.__name__ if not isinstance(value, int) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_copies_of_an_element_that_nobody_uses(target: str, kernel: Any, races: int) -> None:
+    """A tile of 32 elements has four copies in a block of 128 threads, and a number has 128."""
+    x, y = torch.rand(32) + 1, torch.rand(32)
+    with triton_loom.emulate(target, raises=False) as gpu:
+        kernel[(1,)](x, y, N=32)
+    assert {finding.kind for finding in gpu.findings} == {"global memory race"} if races else not gpu.findings
+
+
+@triton.jit
+def added(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.atomic_add(y_ptr + at, tl.load(x_ptr + tl.program_id(0) * N + at))
+
+
+def test_an_atomic_addition_that_the_target_lacks() -> None:
+    """Of bf16 before sm_90: it loads, adds and compares until nobody else was faster."""
+    x, y = torch.randint(-8, 8, (4, 64)).bfloat16(), torch.zeros(64).bfloat16()
+    with triton_loom.emulate("sm_80") as gpu:
+        added[(4,)](x, y, N=64)
+    assert ".cas." in gpu.launches[0].ptx
+    assert torch.equal(y, x.sum(0))
+
+
+@triton.jit
+def sines(x_ptr, y_ptr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), tl.sin(tl.load(x_ptr + tl.arange(0, N))))
+
+
+def test_a_sine_takes_memory_of_each_thread() -> None:
+    """Digits of pi, if its argument is large: lanes of a warp need them and not."""
+    x = torch.randn(256) * torch.logspace(0, 12, 256)
+    y = torch.empty_like(x)
+    with triton_loom.emulate("sm_90") as gpu:
+        sines[(1,)](x, y, N=256)
+    assert ".local" in gpu.launches[0].ptx
+    assert (y.double() - x.double().sin()).abs().max() < 2e-7
 
 
 @triton.jit

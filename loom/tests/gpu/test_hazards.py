@@ -36,17 +36,6 @@ IN_GLOBAL_MEMORY = """
 """
 
 
-# Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
-FLAG = """
-  mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; setp.ne.b32 %p2, %r0, 0; @%p2 bra end; @!%p1 bra wait;
-  st.global.b32 [%rd0+4], 7; {store}.global.b32 [%rd0], 1; bra end;
-wait:
-  {load}.global.b32 %r2, [%rd0]; setp.eq.b32 %p3, %r2, 0; @%p3 bra wait;
-  ld.global.b32 %r3, [%rd0+4]; st.global.b32 [%rd0+8], %r3;
-end:
-"""
-
-
 @dataclass(frozen=True)
 class Hazard:
     """A body with its mistake and without."""
@@ -57,6 +46,50 @@ class Hazard:
     threads: int = 64
     shared: int = 256
     grid: tuple[int, int, int] = (1, 1, 1)
+
+
+# The first eight lanes of a warp (%p2) have 16 bytes each, at %rd5; %rd6 is in those of a lane of the other warp.
+LINES = """
+  and.b32 %r4, %r0, 31; setp.lt.u32 %p2, %r4, 8; @!%p2 mov.b32 %r4, 0; setp.ge.u32 %p1, %r0, 32;
+  selp.b32 %r5, 128, 0, %p1; mad.lo.s32 %r5, %r4, 16, %r5; xor.b32 %r6, %r5, 132;
+  cvt.u64.u32 %rd5, %r5; add.s64 %rd5, %rd5, %rd0;
+  cvt.u64.u32 %rd6, %r6; add.s64 %rd6, %rd6, %rd0; and.b64 %rd7, %rd6, -16;
+  add.s32 %r7, %r0, 9; add.s32 %r12, %r0, 10;
+  @%p2 {first} {sync} @%p2 {second}
+"""
+WHOLE, PART = "st.global.v4.b32 [%rd5], {%r7, %r7, %r7, %r7};", "st.global.b32 [%rd5+4], %r7;"
+THEN = {
+    "read": "ld.global.b32 %r8, [%rd6];",
+    "write": "st.global.b32 [%rd6], %r12;",
+    "read all": "ld.global.v4.b32 {%r8, %r9, %r10, %r11}, [%rd7];",
+    "write all": "st.global.v4.b32 [%rd7], {%r12, %r12, %r12, %r12};",
+}
+
+
+def in_lines(first: str, second: str) -> Hazard:
+    both = {"first": first, "second": second}
+    return Hazard(
+        "global memory race", LINES.format(**both, sync=""), LINES.format(**both, sync="bar.sync 0;")
+    )
+
+
+# Each of two blocks reads its half of a word (%rd5) and stores to that or to the other half (%rd6).
+HALVES = """
+  mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd5, %r1, 2; add.s64 %rd5, %rd5, %rd0; xor.b64 %rd6, %rd5, 2;
+  setp.ne.b32 %p1, %r0, 0; @%p1 bra end; mov.b16 %rs2, 9; ld.global.b16 %rs1, [%rd5]; st.global.b16 [{stored}], %rs2;
+end:
+"""
+
+
+# Block 0 writes a word and then a flag, block 1 waits for the flag and reads the word.
+FLAG = """
+  mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; setp.ne.b32 %p2, %r0, 0; @%p2 bra end; @!%p1 bra wait;
+  st.global.b32 [%rd0+4], 7; {store}.global.b32 [%rd0], 1; bra end;
+wait:
+  {load}.global.b32 %r2, [%rd0]; setp.eq.b32 %p3, %r2, 0; @%p3 bra wait;
+  ld.global.b32 %r3, [%rd0+4]; st.global.b32 [%rd0+8], %r3;
+end:
+"""
 
 
 HAZARDS = {
@@ -144,6 +177,9 @@ HAZARDS = {
     "threads of a block in global memory": Hazard(
         "global memory race", IN_GLOBAL_MEMORY.format(sync=""), IN_GLOBAL_MEMORY.format(sync="bar.sync 0;")
     ),
+    **{f"a whole line, then {name}": in_lines(WHOLE, then) for name, then in THEN.items()},
+    **{f"a part of a line, then {name}": in_lines(PART, then) for name, then in THEN.items()},
+    "a line that was read, then write": in_lines("ld.global.v4.b32 {%r8, %r9, %r10, %r11}, [%rd5];", THEN["write"]),
     "lanes in global memory": Hazard(
         "global memory race",
         "st.global.b32 [%rd0], %r0;",
@@ -163,6 +199,9 @@ HAZARDS = {
         "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; ld.global.b32 %r2, [%rd0]; @%p1 st.global.b32 [%rd0+4], 5;",
         threads=32,
         grid=(4, 1, 1),
+    ),
+    "halves of a word that belong to two blocks": Hazard(
+        "global memory race", HALVES.format(stored="%rd6"), HALVES.format(stored="%rd5"), threads=32, grid=(2, 1, 1)
     ),
     "blocks that atomics order": Hazard(
         "global memory race",

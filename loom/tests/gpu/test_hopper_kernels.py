@@ -98,6 +98,11 @@ def test_attention_of_more_rows(causal: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
+def test_attention_with_warp_specialisation() -> None:
+    assert "setmaxnreg" in check(attend(256, causal=False, SPECIALISED=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_depths_of_the_pipeline(stages: int) -> None:
     for kernel in ("host", "device"):

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(1)
 @pytest.mark.parametrize(
     ("size", "count"), [(s, n) for s, n in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)) if s * n <= 32]
 )
-@pytest.mark.parametrize("space", ["global", "shared"])
+@pytest.mark.parametrize("space", ["global", "shared", "local"])
 def test_every_width_there_and_back(size: int, count: int, space: str) -> None:
     data = aligned(RNG.integers(0, 256, 64 * size * count).astype(np.uint8))
     out = aligned(np.zeros_like(data))
@@ -23,17 +23,30 @@ def test_every_width_there_and_back(size: int, count: int, space: str) -> None:
     registers = "{" + ", ".join(f"{kind}{20 + k}" for k in range(count)) + "}"
     vector = f".v{count}" if count > 1 else ""
     access = f"{vector}.b{8 * size}"
-    through = f"st.shared{access} [%r2], {registers}; bar.sync 0; ld.shared{access} {registers}, [%r2];"
+    through = {
+        "global": "",
+        "shared": f"st.shared{access} [%r2], {registers}; bar.sync 0; ld.shared{access} {registers}, [%r2];",
+        "local": f".local .align 8 .b8 other[5]; .local .align 32 .b8 mine[{size * count + 8}]; mov.b64 %rd13, mine; "
+        f"cvt.u32.u64 %r3, %rd13; st.local{access} [%r3+8], {registers}; ld.local{access} {registers}, [mine+8];",
+    }[space]
     body = f"""
       mul.wide.u32 %rd10, %r0, {size * count};
       add.s64 %rd11, %rd1, %rd10; add.s64 %rd12, %rd0, %rd10;
       mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, {size * count}, %r1;
       ld.global{access} {registers}, [%rd11];
-      {through if space == "shared" else ""}
+      {through}
       st.global{access} [%rd12], {registers};
     """
     assert not launch(body, out, data, threads=64, shared=64 * size * count).findings
     assert (out == data).all()
+
+
+@pytest.mark.parametrize(("address", "found"), [("%r0", []), ("%r1", ["local memory out of bounds"])])
+def test_a_threads_own_memory_ends(address: str, found: list[str]) -> None:
+    """Thread t has 34 bytes, of which it writes those at t, or at t + 1."""
+    out = words(32)
+    body = f".local .align 4 .b8 mine[34]; add.s32 %r1, %r0, 1; st.local.b8 [{address}+2], %rs1;"
+    assert kinds(launch(body, out)) == found
 
 
 @pytest.mark.parametrize("type_", ["s8", "u8", "s16", "u16", "s32", "u32"])

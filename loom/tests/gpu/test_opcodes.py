@@ -125,7 +125,7 @@ def widening() -> list[tuple[str, str]]:
     types = ("u8", "s8", "u16", "s16", "u32", "s32")
     return [
         (f"ld.{space}.{t}", at)
-        for space, at in (("global", "%rd0"), ("shared", "%r1"), ("param", "p0"))
+        for space, at in (("global", "%rd0"), ("shared", "%r1"), ("local", "%r1"), ("param", "p0"))
         for t in types
     ]
 
@@ -133,7 +133,7 @@ def widening() -> list[tuple[str, str]]:
 def narrowing() -> list[tuple[str, str]]:
     return [
         (f"{space}.{t}", at)
-        for space, at in (("global", "%rd0"), ("shared", "%r1"))
+        for space, at in (("global", "%rd0"), ("shared", "%r1"), ("local", "%r1"))
         for t in ("u8", "u16", "u32")
     ]
 

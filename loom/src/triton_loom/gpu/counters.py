@@ -38,7 +38,10 @@ InstructionClass = Literal[
 CLASSES: tuple[InstructionClass, ...] = get_args(InstructionClass)
 
 _CLASSES: tuple[tuple[InstructionClass, str], ...] = (  # the first that an opcode begins with
-    ("other", r"(mov|cvta|createpolicy|prefetch|nanosleep|griddepcontrol|setmaxnreg)\b|ld\.param"),
+    (
+        "other",
+        r"(mov|cvta|createpolicy|prefetch|nanosleep|griddepcontrol|setmaxnreg)\b|ld\.param|(ld|st)\.local",
+    ),
     ("cast", r"cvt\."),
     ("special", r"(ex2|lg2|sin|cos|tanh|rcp|rsqrt|sqrt)\.|div\..*f(16|32|64)"),
     ("copy", r"cp\.|tensormap\."),

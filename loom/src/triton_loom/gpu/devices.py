@@ -1,8 +1,13 @@
 """The GPUs that can be emulated: what they answer when a program asks about them, and what limits a launch.
 
 The limits of a compute capability are those of the CUDA programming guide (appendix "Compute Capabilities", tables of
-technical specifications). The number of multiprocessors, the clocks and the width of the memory's bus are those of one
-product, from its data sheet: kernels size their grids by the first, and nothing here depends on the others.
+technical specifications), compared on 2026-11-17 with the table that NVIDIA keeps in CCCL
+(libcudacxx/include/cuda/__device/arch_traits.h): blocks, threads and shared memory of a multiprocessor, and one KiB
+that a block cannot have.
+
+The number of multiprocessors, the clocks and the width of the memory's bus are those of one product, from its data
+sheet and from what `deviceQuery` and `nvidia-smi -q -d CLOCK` say of it: kernels size their grids by the first, and
+nothing here depends on the others. Twice the memory's clock times its width is the bandwidth that the data sheet has.
 """
 
 from __future__ import annotations

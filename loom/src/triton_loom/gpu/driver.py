@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -155,8 +156,9 @@ class EmulatedLauncher(nvidia.CudaLauncher):
 
 
 def _scratch(size: int, alignment: int) -> torch.Tensor:
-    """Memory that has no useful content, as that of a GPU."""
-    memory = torch.full((size + alignment,), 0xCB, dtype=torch.uint8)
+    """Memory that has no useful content, as that of a GPU. Filled by NumPy: PyTorch may have been told to fill tensors
+    by a kernel."""
+    memory = torch.from_numpy(np.full(size + alignment, 0xCB, np.uint8))
     skipped = -memory.data_ptr() % alignment
     return memory[skipped : skipped + size]
 

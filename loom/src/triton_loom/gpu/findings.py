@@ -36,6 +36,7 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "product under way",
     "wgmma.fence missing",
     "warps disagree",
+    "local memory out of bounds",
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
@@ -75,6 +76,7 @@ _MEANING: dict[FindingKind, str] = {
     "costs time",
     "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence stands between; ptxas puts one in",
     "warps disagree": "the four warps of a warp group execute different products, or one does not come to a product",
+    "local memory out of bounds": "the address lies outside of the thread's own memory",
 }
 
 

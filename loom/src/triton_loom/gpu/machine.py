@@ -13,6 +13,7 @@ import numpy as np
 
 from ..device import launcher, toolchain
 from . import scalars, text
+from .copies import Copies
 from .counters import COUNTING, COUNTS, Counts, requests_of
 from .findings import KINDS, Access, Finding
 from .program import NOWHERE, Flat, flatten
@@ -80,7 +81,7 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
             "instructions", "constants", "specials", "ranges", "parameters", "executed", "findings", "counting",
-            "counts",
+            "counts", "storing",
         )),
         ("findings_total", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
@@ -196,6 +197,11 @@ class Program:
         self.specials = np.array(flat.specials, _SPECIAL)
 
     @functools.cached_property
+    def copies(self) -> Copies:
+        """What becomes of loaded values."""
+        return Copies(self.flat.statements)
+
+    @functools.cached_property
     def counting(self) -> np.ndarray:
         """What is counted of each instruction."""
         return requests_of(self.flat.statements)
@@ -244,6 +250,7 @@ def run(
     executed = np.zeros(len(program.instructions), np.uint64)
     found = np.zeros(FINDINGS_KEPT, _FINDING)
     counts = np.zeros((len(program.instructions), COUNTS), np.uint64) if options.counters else None
+    storing = np.zeros((len(program.instructions), 32), np.uint32)
     launch = _Launch(
         instructions=program.instructions.ctypes.data,
         constants=program.constants.ctypes.data,
@@ -254,6 +261,7 @@ def run(
         findings=found.ctypes.data,
         counting=None if counts is None else program.counting.ctypes.data,
         counts=None if counts is None else counts.ctypes.data,
+        storing=storing.ctypes.data,
         instruction_count=len(program.instructions),
         constant_count=len(program.constants),
         special_count=len(program.specials),
@@ -270,9 +278,12 @@ def run(
     )
     launch.grid[:] = grid
     libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
-    findings = [_finding(program, row, named) for row in found[: launch.finding_count]]
+    found = found[: launch.finding_count]
+    unused = np.array([_between_copies(program, row, storing) for row in found], bool)
+    findings = [_finding(program, row, named) for row in found[~unused]]
     findings.sort(key=lambda f: (f.by.ptx_line, f.other.ptx_line if f.other else 0, KINDS.index(f.kind)))
-    return Outcome(findings, executed.tolist(), launch.findings_total, program.flat.statements, counts)
+    total = launch.findings_total - int(found["count"][unused].sum())
+    return Outcome(findings, executed.tolist(), total, program.flat.statements, counts)
 
 
 def _workers(program: Program, grid: tuple[int, int, int], options: Options) -> int:
@@ -300,6 +311,22 @@ def _apart(memory: Iterable[MemoryRange]) -> list[MemoryRange]:
         else:
             merged.append(one)
     return merged
+
+
+def _between_copies(program: Program, row: np.void, storing: np.ndarray) -> bool:
+    """Whether it is a race that nobody can tell: see `copies`."""
+    if KINDS[row["kind"]] != "global memory race" or (row["block"] != row["other_block"]).any():
+        return False
+    threads = {
+        int(row["instruction"]): int(row["thread"]),
+        int(row["other_instruction"]): int(row["other_thread"]),
+    }
+    return any(
+        program.copies.is_unused(load, store, threads[load], storing)
+        for load in threads
+        for store in threads
+        if load != store
+    )
 
 
 def _finding(program: Program, row: np.void, memory: Sequence[MemoryRange]) -> Finding:

@@ -90,8 +90,11 @@ def _policy(s: Statement) -> Operation:
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
+SPACES = ("global", "shared", "local", "param")
+
+
 def _space(name: list[str]) -> str:
-    return next(word.split(":")[0] for word in name if word.split(":")[0] in ("global", "shared", "param"))
+    return next(word.split(":")[0] for word in name if word.split(":")[0] in SPACES)
 
 
 def _load(s: Statement) -> Operation:
@@ -289,6 +292,8 @@ ROWS: tuple[Row, ...] = (
     ),
     # memory
     Row(f"ld.param{_COUNT}.{_ANY}", _load),
+    Row(f"ld.local{_COUNT}.{_ANY}", _load),
+    Row(f"st.local{_COUNT}.{_ANY}", _store),
     Row(f"ld{{.(weak|volatile)}}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _load),
     Row(f"ld.volatile{_SPACE}{_COUNT}.{_ANY}", _load),
     Row(f"ld.(relaxed|acquire){_SCOPE}{_SPACE}{_CACHE}{_COUNT}.{_ANY}", _load),

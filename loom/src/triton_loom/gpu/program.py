@@ -75,6 +75,9 @@ class _Builder:
         self.made: dict[tuple[object, ...], int] = {}  # constants, symbols and specials that have a register
         for name, size in kernel.registers.items():
             self.registers[name] = self._room(size)
+        # Where a target lacks an atomic operation, it is a loop around compare-and-swap: a load gives the first guess
+        # of what is there, and it does no harm if that is no longer true.
+        self.swapped = {s.operands[1] for s in kernel.statements if re.match(r"atom\b.*\.cas\.", s.opcode)}
 
     def _room(self, size: int) -> int:
         """A register of `size` bytes a lane; a predicate has a bit a lane."""
@@ -137,6 +140,10 @@ class _Builder:
             parameter = uses.pop().text
             immediate += self.kernel.parameters[parameter].offset
         offsets = [self._offset(use) for use in uses]
+        if handler in ("ld.local", "st.local"):
+            if self._size(uses[-1 if handler == "ld.local" else 0]) != 4:
+                raise PtxError("an address of local memory in 64 bits")
+            offsets += [self._local(), self._constant(self.kernel.local_bytes, 4)]
         sizes = tuple(self._size(use) for use in uses)
         if operation.arithmetic:
             scalar = scalars.Scalar(handler, sizes)
@@ -163,7 +170,12 @@ class _Builder:
         if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
             return UNIFORM_OPERANDS
         strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
-        return ATOMIC if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) else 0
+        guess = handler.startswith("ld.global") and statement.operands[1] in self.swapped
+        return (
+            ATOMIC
+            if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) or guess
+            else 0
+        )
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""
@@ -185,12 +197,18 @@ class _Builder:
             return self._special(special, size, 0)
         if text in self.kernel.shared:
             return self._special("shared", size, self.kernel.shared[text])
+        if text in self.kernel.local:
+            return self._constant(self.kernel.local[text], size)
         if text in self.kernel.parameters:
             return self._special("parameters", size, self.kernel.parameters[text].offset)
         if text in self.kernel.constants:
             key = ("symbol", text)
             return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
         return self._constant(number(text, use.type), size)
+
+    def _local(self) -> int:
+        """Local memory, which is a part of the register file: the bytes of one lane after those of another."""
+        return self._made(("local",), self.kernel.local_bytes, lambda offset: None)
 
     def _special(self, name: str, size: int, addend: int) -> int:
         kind = SPECIALS.index(name)
@@ -214,7 +232,7 @@ class _Builder:
         return self.made[key]
 
 
-_BY_SIZE = ("ld.global", "ld.shared", "ld.param", "st.global", "st.shared")
+_BY_SIZE = ("ld.global", "ld.shared", "ld.local", "ld.param", "st.global", "st.shared", "st.local")
 
 
 def _sized(handler: str, uses: Sequence[Use], sizes: Sequence[int]) -> str:

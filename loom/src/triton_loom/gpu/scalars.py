@@ -35,8 +35,55 @@ def find(name: str) -> ptx.Row | None:
         return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
     if three := _EXTREME_OF_THREE.fullmatch(name):
         return _extreme_of_three(three[1] == "max", ".ftz" in name, ".NaN" in name)
+    if directed := _DIRECTED.fullmatch(name):
+        return _rounded(**directed.groupdict())
+    if carrying := _CARRY.fullmatch(name):
+        return _carrying(**carrying.groupdict())
     row = ptx.find(name)
     return replace(row, meaning=(_QUICKER[name],)) if row is not None and name in _QUICKER else row
+
+
+# `mad.lo.cc.u32` and the like, of which `text` makes two: the number, and the carry.
+_CARRY = re.compile(
+    r"(?P<name>add|sub|mad\.lo|mad\.hi)\.(?P<what>value|carry)\.(?P<sign>[us])(?P<bits>32|64)"
+)
+
+
+def _carrying(name: str, what: str, sign: str, bits: str) -> ptx.Row:
+    """The last operand is the carry that comes in. A carry that goes out is the bit above the number, of a difference
+    that of the borrow."""
+    type_, unsigned, signed = (
+        f"u{bits}",
+        *{"32": ("u64", "i64"), "64": ("unsigned __int128", "__int128")}[bits],
+    )
+    wide = unsigned if sign == "u" else signed
+    product = f"({unsigned})(u{bits})((({wide})({sign.replace('s', 'i')}{bits})%0 * ({sign.replace('s', 'i')}{bits})%1)"
+    sums = {
+        "add": f"({unsigned})%0 + %1 + %2",
+        "sub": f"({unsigned})%0 - %1 - %2",
+        "mad.lo": f"{product}) + %2 + %3",
+        "mad.hi": f"{product} >> {bits}) + %2 + %3",
+    }
+    reads = (*[type_] * (3 if name.startswith("mad") else 2), "pred")
+    if what == "carry":
+        return ptx.Row(("pred",), reads, (f"({sums[name]}) >> {bits} & 1",))
+    return ptx.Row((type_,), reads, (sums[name],))
+
+
+# Rounded toward zero, down or up: libdevice has these in its logarithms.
+_DIRECTED = re.compile(r"(?P<name>add|sub|mul|fma)\.(?P<way>rz|rm|rp)(?P<ftz>\.ftz)?\.f32")
+
+
+def _rounded(name: str, way: str, ftz: str | None) -> ptx.Row:
+    flush, count = f"ptx::flush<{str(bool(ftz)).lower()}>", 3 if name == "fma" else 2
+    a, b, *c = (f"{flush}(%{k})" for k in range(count))
+    factors = {"add": f"{a}, 1.f, {b}", "sub": f"{a}, 1.f, -{b}", "fma": f"{a}, {b}, {''.join(c)}"}
+    text = (
+        f"gpu::directed_product<'{way[1]}'>({a}, {b})"
+        if name == "mul"
+        else (f"gpu::directed_sum<'{way[1]}'>({factors[name]})")
+    )
+    return ptx.Row(("f32",), ("f32",) * count, (f"ptx::canonical({flush}({text}))",))
 
 
 # `max.f32 d, a, b, c` (sm_100) is here max3.f32: a name stands for one number of operands.

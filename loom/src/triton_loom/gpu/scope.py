@@ -129,14 +129,16 @@ class Gpu:
     @contextmanager
     def launching(self, memory: Sequence[MemoryRange], file: str | None) -> Iterator[None]:
         """A launch that this thread makes inside a `with` block may touch this memory, and its kernel is in this file.
-        What is found in it is raised at the end of the block."""
+        What is found in it is raised at the end of the block. A hook may launch another kernel inside of it."""
         here = self._here
+        outer = here.memory, here.file, here.launched
         here.memory, here.file, here.launched = memory, file, None
         try:
             yield
+            launched = here.launched
         finally:
-            here.memory, here.file = (), None
-        found: list[Finding] = here.launched.outcome.findings if here.launched is not None else []
+            here.memory, here.file, here.launched = outer
+        found: list[Finding] = launched.outcome.findings if launched is not None else []
         if self.raises and not all(finding.is_mended for finding in found):
             raise HazardError(found)
 

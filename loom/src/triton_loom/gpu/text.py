@@ -77,6 +77,8 @@ class Kernel:
         default_factory=dict
     )  # symbols of shared memory: offset from its beginning
     shared_bytes: int = 0  # of symbols that have a size; dynamic memory begins after them
+    local: dict[str, int] = field(default_factory=dict)  # symbols of a thread's own memory: offset
+    local_bytes: int = 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -164,6 +166,9 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<loc>\.loc\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)|(?P<brace>[{}])|(?P<text>[^;]*);)", re.S
 )
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
+_CARRY = re.compile(
+    r"(?P<name>add|sub|mad)(?P<takes>c?)(?P<half>\.lo|\.hi)?(?P<leaves>\.cc)?\.(?P<type>[us](?:32|64))"
+)
 _NAME = re.compile(r"[%$A-Za-z_][\w$]*")
 
 
@@ -256,6 +261,8 @@ class _Body:
             return None
         if text.startswith(".pragma"):
             return None
+        if text.startswith(".local"):
+            return self._local(text)
         if text.startswith("."):
             raise PtxError(f"line {line}: the directive `{text.split()[0]}` is not known")
         guard, negated = "", False
@@ -266,9 +273,24 @@ class _Body:
         if scope.outer is not None:
             arguments = _NAME.sub(lambda m: scope.find(m[0]), arguments)
         operands = tuple(self._plain(operand, line) for operand in split(arguments))
-        statement = Statement(opcode, operands, guard, negated, line, self.place)
-        self.kernel.statements.append(statement)
+        for step, used in self._with_carry(opcode, operands):
+            statement = Statement(step, used, guard, negated, line, self.place)
+            self.kernel.statements.append(statement)
         return None
+
+    def _with_carry(self, opcode: str, operands: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """What takes a carry or leaves one, in steps: the carry, which is a predicate here, and the number."""
+        found = _CARRY.fullmatch(opcode)
+        if found is None or not (found["takes"] or found["leaves"]):
+            return [(opcode, operands)]
+        carry, new = "the carry", "the next carry"
+        self.kernel.registers |= {carry: 0, new: 0}
+        name, type_ = f"{found['name']}{found['half'] or ''}", found["type"]
+        reads = (*operands[1:], carry if found["takes"] else "0")
+        steps: list[tuple[str, tuple[str, ...]]] = [(f"{name}.value.{type_}", (operands[0], *reads))]
+        if found["leaves"]:  # the number comes last but one, since it may be written to what is read
+            steps = [(f"{name}.carry.{type_}", (new, *reads)), *steps, ("mov.pred", (carry, new))]
+        return steps
 
     def _plain(self, operand: str, line: int) -> str:
         """A negated predicate, `!%p1`, gets a register and an instruction of its own."""
@@ -286,6 +308,16 @@ class _Body:
             raise PtxError(f"registers of type {kind} are not known")
         for name in _register_names(names):
             self.kernel.registers[scope.find(name)] = size
+
+    def _local(self, text: str) -> None:
+        """Memory of each thread's own, such as sines take for the digits of pi that a large argument needs."""
+        found = re.fullmatch(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text)
+        if found is None:
+            raise PtxError(f"`{text}` is no declaration of local memory that is known")
+        alignment, size = int(found[1]), int(found[3])
+        offset = -(-self.kernel.local_bytes // alignment) * alignment
+        self.kernel.local[found[2]] = offset
+        self.kernel.local_bytes = offset + size
 
 
 def _register_names(text: str) -> Iterator[str]:

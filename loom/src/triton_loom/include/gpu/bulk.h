@@ -1,12 +1,12 @@
 // Bulk copies of tiles between global and shared memory, described by a tensor map (TMA).
 //
-// A load writes its box to shared memory row after row, the innermost dimension first, each chunk of 16 bytes where the swizzle
-// puts it; elements outside of the tensor are zeros (or NaN, if the map says so) and count as bytes all the same. An
-// mbarrier counts the bytes when they have arrived. A store reads the box and writes those elements that are inside. It belongs to a group
-// of the thread that begins it; the thread can wait until its groups have been read, or written.
+// A load writes its box to shared memory row after row, the innermost dimension first, each chunk of 16 bytes where the
+// swizzle puts it; elements outside of the tensor are zeros (or NaN, if the map says so) and count as bytes all the same. An
+// mbarrier counts the bytes when they have arrived. A store reads the box and writes those elements that are inside. It
+// belongs to a group of the thread that begins it; the thread can wait until its groups have been read, or written.
 #pragma once
-#include "counters.h"
 #include "atomics.h"
+#include "counters.h"
 #include "maps.h"
 #include "mbarrier.h"
 
@@ -69,8 +69,9 @@ template <bool TO_GLOBAL> static bool can_begin(Warp &w, const Instruction &i, c
   each_row(copy, [&](const TileRow &row) {
     if (row.begin == row.end) return;
     const Range *range = range_of(*w.block->worker, row.global + row.begin, row.global + row.end);
-    if (!range) found(w, GLOBAL_BOUNDS, i.number, copy.lane, row.global + row.begin), fine = false;
-    else if (TO_GLOBAL && !range->writable) found(w, GLOBAL_READ_ONLY, i.number, copy.lane, row.global + row.begin), fine = false;
+    if (range && (!TO_GLOBAL || range->writable)) return;
+    found(w, range ? GLOBAL_READ_ONLY : GLOBAL_BOUNDS, i.number, copy.lane, row.global + row.begin);
+    fine = false;
   });
   return fine;
 }
@@ -87,7 +88,8 @@ static void count_tile(Warp &w, const Instruction &i, const BulkCopy &copy) {
   });
 }
 
-// The immediate: the offset of the shared address in the low 32 bits, the rank from bit 32, whether rows are named one by one in bit 40.
+// The immediate: the offset of the shared address in the low 32 bits, the rank from bit 32, in bit 40 whether rows are named
+// one by one, and from bit 48 which reduction it is.
 static BulkCopy *new_copy(Warp &w, const Instruction &i, u32 lane, u32 address, u64 map, u32 first_coordinate) {
   const u32 rank = (u32)(i.immediate >> 32 & 255);
   const bool scattered = i.immediate >> 40 & 1;
@@ -146,7 +148,8 @@ static void load_tile(Warp &w, const Instruction &i) {
     }
     count_tile(w, i, *copy);
     if (b.checks) {
-      UnitWrites writes(w, i, lane, m->agent, b.agent_time[m->agent]);
+      const u32 end = copy->address + box_bytes(*copy);
+      UnitWrites writes(w, i, lane, m->agent, b.agent_time[m->agent], copy->address, end);
       each_row(*copy, [&](const TileRow &row) {
         u64 from[LANES];
         from[lane] = row.global + row.begin;
@@ -169,7 +172,8 @@ static void load_tile(Warp &w, const Instruction &i) {
 
 // ---- stores ---------------------------------------------------------------------------------------------
 
-enum Reduction : u32 { NONE, SUM, MINIMUM, MAXIMUM, INCREMENT, DECREMENT, BIT_AND, BIT_OR, BIT_XOR };  // REDUCTIONS in gpu/asynchronous.py
+// After the first, in the order of REDUCTIONS in gpu/asynchronous.py.
+enum Reduction : u32 { NONE, SUM, MINIMUM, MAXIMUM, INCREMENT, DECREMENT, BIT_AND, BIT_OR, BIT_XOR };
 LOOM_INLINE Reduction reduction_of(const Instruction &i) { return (Reduction)(i.immediate >> 48 & 15); }
 
 template <class Op, class T> static void reduce_all(u8 *to, const u8 *from, u32 bytes) {
@@ -327,6 +331,7 @@ static void end_units(Block &b) {
     free(m);
   }
   units.mbarriers.clear();
+  __builtin_memset(units.found, 0, sizeof units.found);
   units.maps.clear();
   for (u32 k = 0; k < WARPS; ++k) {
     WarpGroup &group = units.groups[k / GROUP];

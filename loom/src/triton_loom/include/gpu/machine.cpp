@@ -163,6 +163,14 @@ static u64 state_of(const Warp &w) {
   return digest;
 }
 
+// Whether somebody does something else than to wait at a barrier, or for something to happen.
+static bool anybody_goes_on(const Block &b) {
+  for (u32 k = 0; k < b.warp_count; ++k)
+    for (u32 n = 0; n < b.warps[k].fragments_used; ++n)
+      if (b.warps[k].fragments[n].state == READY) return true;
+  return false;
+}
+
 // Whether all warps are where they were, with the same in their registers: they wait in loops for memory to change.
 static bool nothing_changed(Block &b) {
   bool same = true;
@@ -205,7 +213,7 @@ static void run_block(Block &b) {
     if (b.events != seen) {
       seen = b.events, idle = 0;
       go_on(*b.launch, waits);
-    } else if (ran && !nothing_changed(b)) {
+    } else if (ran && anybody_goes_on(b) && !nothing_changed(b)) {
       idle = 0;
       go_on(*b.launch, waits);
     } else if (deliver_one(b) || open_abandoned_barrier(b)) {

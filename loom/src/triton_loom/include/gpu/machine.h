@@ -25,8 +25,9 @@
 //   The bytes themselves move either at once (`early`), or as late as the rules allow: the operation is put into
 //   `block.pending`, and whoever waits for it calls `deliver` on it. A block in which nobody can go on delivers what is
 //   pending, one operation at a time, before it counts as deadlocked.
-//   An instruction that finds that it has to wait (mbarrier.try_wait) sets its result to false and calls
-//   `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
+//   An instruction that finds that it has to wait (mbarrier.try_wait) leaves its lanes POLLING: they execute it again when
+//   something has happened in the block (`look_again` in mbarrier.h). One that must not wait (mbarrier.test_wait) sets its
+//   result to false and calls `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
 #pragma once
 #include "../ptx.h"
 #include "storage.h"
@@ -91,6 +92,7 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   PRODUCT_UNDER_WAY,
   NO_PRODUCT_FENCE,
   WARPS_DISAGREE,
+  LOCAL_BOUNDS,
 };
 
 constexpr u32 NOBODY = ~0u;
@@ -139,6 +141,7 @@ struct Launch {  // mirrored in gpu/machine.py
   Finding *findings;  // sorted by nothing; one for each kind and pair of instructions
   const struct Counting *counting;  // by instruction: what is counted of it (counters.h), or null
   struct Counts *counts;
+  u32 *storing;  // by instruction and warp: lanes that have stored to global memory by it
   u64 findings_total;
   u64 seed;
   u32 instruction_count, constant_count, special_count, range_count;
@@ -181,7 +184,7 @@ struct Warp {
   u32 turns;  // backward branches since somebody else ran
   u64 state;  // a digest of its registers when it last let others run
   u32 polls;  // whether one of its fragments waits for something to happen in the block
-  u64 polled; // the block's events when it began to
+  u64 polled;  // the block's events when it began to
   Block *block;
   Fragment fragments[FRAGMENTS];
   // What the warp knows of other agents, and its own clock: clocks.h.

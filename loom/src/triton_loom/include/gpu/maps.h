@@ -76,14 +76,6 @@ LOOM_INLINE Place place_of(Field field, u32 which) {
   return {};
 }
 
-// One lane writes bytes of shared memory.
-LOOM_INLINE void write_one(Warp &w, const Instruction &i, u32 lane, u64 address, const void *data, u32 bytes) {
-  u64 addresses[LANES];
-  addresses[lane] = address;
-  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)data, 0, bytes, 1u << lane);
-  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), data, bytes);
-}
-
 // Operands: address (in 64 bits, of shared memory), value. The immediate has the address' offset, the field from bit 32, and
 // from bit 40 which dimension it is for.
 template <class Value> static void replace_field(Warp &w, const Instruction &i) {
@@ -116,7 +108,8 @@ static void publish_map(Warp &w, const Instruction &i) {
   sync_lanes(w);
   const u32 first = first_lane(w.mask);
   const u64 to = w.longs(i, 0)[first] + (u64)(i64)(i32)i.immediate, from = w.longs(i, 1)[first] + (u64)(i.immediate >> 32);
-  if (to % sizeof(TensorMap) || from % sizeof(TensorMap)) found(w, MISALIGNED, i.number, first, to % sizeof(TensorMap) ? to : from);
+  if ((to | from) % sizeof(TensorMap))
+    found(w, MISALIGNED, i.number, first, to % sizeof(TensorMap) ? to : from);
   u64 source[LANES], target[LANES];
   for (u32 lane = 0; lane < LANES; ++lane) source[lane] = from + 4 * lane, target[lane] = to + 4 * lane;
   const u32 lanes = reachable_shared(w, i, source, 4, FULL) & reachable_global<true>(w, i, target, 4, FULL);

@@ -13,12 +13,16 @@ namespace gpu {
 constexpr u32 MBARRIER_BYTES = 8;
 constexpr u32 MOST_ARRIVALS = (1u << 20) - 1;
 constexpr i64 MOST_BYTES = (1 << 20) - 1;
-constexpr u32 MBARRIER_AGENTS = 120;  // those after them are for others
 
-static MBarrier *mbarrier_slot(Block &b, u32 address) {
-  for (MBarrier *m : units_of(b).mbarriers)
-    if (m->address == address) return m;
+LOOM_NOINLINE MBarrier *find_mbarrier(Units &units, u32 address) {
+  for (MBarrier *m : units.mbarriers)
+    if (m->address == address) return units.found[address / 8 % 64] = m;
   return nullptr;
+}
+LOOM_INLINE MBarrier *mbarrier_slot(Block &b, u32 address) {
+  Units &units = units_of(b);
+  MBarrier *last = units.found[address / 8 % 64];
+  return last && last->address == address ? last : find_mbarrier(units, address);
 }
 
 // Eight bytes of shared memory for one lane, or nothing.
@@ -27,11 +31,9 @@ LOOM_INLINE bool is_there(Warp &w, const Instruction &i, u32 lane, u32 address) 
   addresses[lane] = address;
   return reachable_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane) != 0;
 }
+// What lies there instead of an mbarrier, whose bits nobody may look at: its count, or that there is none.
 LOOM_INLINE void write_image(Warp &w, const Instruction &i, u32 lane, u32 address, u64 image) {
-  u64 addresses[LANES];
-  addresses[lane] = address;
-  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)&image, 0, MBARRIER_BYTES, 1u << lane);
-  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), &image, sizeof image);
+  write_one(w, i, lane, address, &image, sizeof image);
 }
 
 // Another write to one of its bytes, if there is one since it was made.
@@ -181,18 +183,26 @@ enum Naming { BY_PARITY, BY_STATE };
 // may take its time: here it waits until something happens in the block and looks again.
 template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const Instruction &i) {
   Block &b = *w.block;
-  u32 over = 0;
-  each_address(w, i, 1, [&](u32 lane, u32 address) {
+  const u32 first = first_lane(w.mask), *base = w.words(i, 1);
+  auto phase_of = [&](u32 lane) { return NAMING == BY_PARITY ? w.words(i, 2)[lane] & 1 : (u32)w.longs(i, 2)[lane] & 1; };
+  auto is_over = [&](u32 lane) {
+    const u32 address = base[lane] + (u32)i.immediate;
     const MBarrier *m = is_there(w, i, lane, address) ? mbarrier_slot(b, address) : nullptr;
-    const u32 phase = NAMING == BY_PARITY ? w.words(i, 2)[lane] & 1 : (u32)w.longs(i, 2)[lane] & 1;
-    if (!m || !m->live || (m->phase & 1) != phase) over |= 1u << lane;
-  });
+    return !m || !m->live || (m->phase & 1) != phase_of(lane);
+  };
+  bool same = true;  // all lanes wait for the same phase of the same mbarrier
+  GPU_EACH_LANE(w.mask, lane) same &= base[lane] == base[first] && phase_of(lane) == phase_of(first);
+  u32 over = 0;
+  if (same) over = is_over(first) ? w.mask : 0;
+  else
+    GPU_EACH_LANE(w.mask, lane) over |= is_over(lane) ? 1u << lane : 0;
   if (over != w.mask && WAITS && w.mask == w.active) return look_again(w, i);
   if (over != w.mask) w.let_others_run();
   put_flags(w, i.operands[0], over);
+  // Of lanes that do the same, the first and another one stand for all: what the first alone knows, the other does not.
   const MBarrier *learnt = nullptr;
-  const u32 *base = w.words(i, 1);
-  GPU_EACH_LANE(over, lane) {
+  const u32 telling = same ? (1u << first | 1u << (31 - __builtin_clz(w.mask))) & over : over;
+  GPU_EACH_LANE(telling, lane) {
     const MBarrier *m = mbarrier_at(w, i, lane, base[lane] + (u32)i.immediate, w.number);
     if (m && m != learnt) learn(w.clocks->known, m->over), learnt = m;
   }

@@ -142,6 +142,34 @@ template <Space SPACE, class T, class Slot> static void store(Warp &w, const Ins
   }
 }
 
+// A thread's own memory is a part of the register file, the bytes of one lane after those of another: the last two operands
+// of an access are where it lies and how many bytes a lane has. Nobody else reaches it, so that nothing is checked but this.
+template <class T, class F> LOOM_INLINE void each_local(Warp &w, const Instruction &i, u32 address, F access) {
+  const u32 count = i.operand_count - 3, room = w.words(i, count + 2)[0];
+  const u32 *base = w.words(i, address);
+  u8 *memory = w.registers + i.operands[count + 1];
+  GPU_EACH_LANE(w.mask, lane) {
+    const u64 at = (u32)(base[lane] + (u32)i.immediate);
+    if (at + count * sizeof(T) > room) found(w, LOCAL_BOUNDS, i.number, lane, at);
+    else for (u32 k = 0; k < count; ++k) access(k, lane, memory + lane * room + at + k * sizeof(T));
+  }
+}
+// Operands: results, address, ...
+template <class T, class Slot> static void load_local(Warp &w, const Instruction &i) {
+  each_local<T>(w, i, i.operand_count - 3, [&](u32 k, u32 lane, const u8 *from) LOOM_ALWAYS {
+    T x;
+    __builtin_memcpy(&x, from, sizeof x);
+    ((Slot *)(w.registers + i.operands[k]))[lane] = (Slot)x;
+  });
+}
+// Operands: address, values, ...
+template <class T, class Slot> static void store_local(Warp &w, const Instruction &i) {
+  each_local<T>(w, i, 0, [&](u32 k, u32 lane, u8 *to) LOOM_ALWAYS {
+    const T x = (T)((const Slot *)(w.registers + i.operands[1 + k]))[lane];
+    __builtin_memcpy(to, &x, sizeof x);
+  });
+}
+
 // Operands: results. The immediate is the place in the .param space.
 template <class T, class Slot> static void load_parameter(Warp &w, const Instruction &i) {
   for (u32 k = 0; k < i.operand_count; ++k) {
@@ -173,9 +201,11 @@ static const Named MEMORY_TABLE[] = {
 #define GPU_SHARED SHARED,
   GPU_BY_SIZE_AND_SIGN("ld.global", load, GPU_GLOBAL)
   GPU_BY_SIZE_AND_SIGN("ld.shared", load, GPU_SHARED)
+  GPU_BY_SIZE_AND_SIGN("ld.local", load_local, )
   GPU_BY_SIZE_AND_SIGN("ld.param", load_parameter, )
   GPU_BY_SIZE("st.global", store, GPU_GLOBAL)
   GPU_BY_SIZE("st.shared", store, GPU_SHARED)
+  GPU_BY_SIZE("st.local", store_local, )
 #undef GPU_BY_SIZE
 #undef GPU_BY_SIZE_AND_SIGN
 #undef GPU_GLOBAL

@@ -65,6 +65,31 @@ LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c, u32 table) {
   return d;
 }
 
+// ---- roundings other than to nearest: 'z' toward zero, 'm' down, 'p' up ----------------------------------
+
+LOOM_INLINE f32 next_below(f32 x) {
+  const u32 u = bits<u32>(x);
+  return bits<f32>(x == 0 ? 0x80000001u : x > 0 ? u - 1 : u + 1);
+}
+// Of x + rest, which is less than a half of the last place of x.
+template <char WAY> LOOM_INLINE f32 directed(f64 x, f64 rest) {
+  const f32 nearest = (f32)x;
+  if (!(x - x == 0)) return nearest;  // no number, or infinite by itself
+  const f64 over = (f64)nearest - x;
+  const bool above = over > 0 || (over == 0 && rest < 0), below = over < 0 || (over == 0 && rest > 0);
+  if (above && (WAY == 'm' || (WAY == 'z' && x > 0))) return next_below(nearest);
+  if (below && (WAY == 'p' || (WAY == 'z' && x < 0))) return -next_below(-nearest);
+  return nearest;
+}
+template <char WAY> LOOM_INLINE f32 directed_product(f32 a, f32 b) { return directed<WAY>((f64)a * b, 0); }
+// a * b + c. What the sum in f64 leaves out is a number as well (Knuth's two-sum).
+template <char WAY> LOOM_INLINE f32 directed_sum(f32 a, f32 b, f32 c) {
+  const f64 product = (f64)a * b, added = c, sum = product + added;
+  if (WAY == 'm' && sum == 0 && (product != 0 || bits<u64>(product) != bits<u64>(added))) return -0.f;
+  const f64 part = sum - product, rest = (product - (sum - part)) + (added - part);
+  return directed<WAY>(sum, rest);
+}
+
 LOOM_INLINE f32 f32_of_bf16(u32 code) {
   const u32 u = code << 16;
   return bits<f32>((u & 0x7FFFFFFF) > 0x7F800000 ? u | 0x7FFFFFFF : u);

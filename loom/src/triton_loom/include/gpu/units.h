@@ -14,6 +14,8 @@
 
 namespace gpu {
 
+constexpr u32 MBARRIER_AGENTS = 120;  // of those from FURTHER on; the rest is for others
+
 // A barrier in shared memory that counts arrivals of threads and bytes of copies: mbarrier.h.
 struct MBarrier {
   u32 address;
@@ -80,6 +82,7 @@ struct ClusterBarrier {
 
 struct Units {
   Vec<MBarrier *> mbarriers;
+  MBarrier *found[64];  // by address, as far as there is room
   Vec<MadeMap> maps;
   WarpGroup groups[WARPS / GROUP];
   ClusterBarrier cluster;
@@ -128,14 +131,15 @@ LOOM_INLINE bool is_fenced(const Warp &w, u32 lane, Stamp s) {
 
 constexpr u32 CHUNK = 16;  // bytes: units move no less, and no swizzle takes it apart
 
-// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp together.
+// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp
+// together.
 struct UnitReads {
   Warp &w;
   const u32 lane;
   const bool whole_warp;
   const Stamp as;
   Stamp *plane;
-  Stamp good = 0;  // a write that is known to come before
+  Stamp good = ~0ull;  // a write that is known to come before
 
   UnitReads(Warp &w, const Instruction &i, u32 lane, u32 agent, Time time, bool whole_warp)
       : w(w), lane(lane), whole_warp(whole_warp), as(stamp(time, i.number, whole_warp ? SEVERAL_LANES : lane, agent)),
@@ -144,17 +148,23 @@ struct UnitReads {
   LOOM_ALWAYS void chunk(u32 address) {
     const u32 at = address - SHARED_BASE;
     const Stamp *writes = w.block->shadow->writes + at;
+    const Stamp first = writes[0];
     Stamp differs = 0;
-    for (u32 k = 0; k < CHUNK; ++k) differs |= writes[k] ^ good;
-    if (__builtin_expect(differs != 0 || good == 0, 0)) look_closely(address);
+    for (u32 k = 1; k < CHUNK; ++k) differs |= writes[k] ^ first;
+    if (__builtin_expect(differs || (first != good && !is_fine(first)), 0)) look_closely(address);
+    else good = first;
     for (u32 k = 0; k < CHUNK / GRANULE; ++k) plane[at / GRANULE + k] = as;
+  }
+  LOOM_ALWAYS bool is_fine(Stamp s) const {
+    const bool after = (whole_warp && agent_of(s) == w.number) || comes_after(w, lane, s);
+    return time_of(s) >= w.block->began && after && is_fenced(w, lane, s);
   }
   __attribute__((noinline)) void look_closely(u32 address) {
     const Stamp *writes = w.block->shadow->writes + (address - SHARED_BASE);
-    good = 0;
     for (u32 k = 0; k < CHUNK; ++k) {
       const Stamp s = writes[k];
       const u32 agent = agent_of(s);
+      if (k && s == writes[k - 1]) continue;
       if (time_of(s) < w.block->began) return found(w, SHARED_UNINITIALISED, instruction_of(as), lane, address + k);
       if (!(whole_warp && agent == w.number) && !comes_after(w, lane, s))
         return report_race(w, instruction_of(as), lane, s, address + k);
@@ -164,24 +174,32 @@ struct UnitReads {
         return found(w, kind, instruction_of(as), lane, address + k, instruction_of(s), thread);
       }
     }
-    good = writes[CHUNK - 1];
   }
 };
 
-// Writes of a unit that a lane has begun, chunk by chunk.
+// Writes of a unit that a lane has begun, chunk by chunk, somewhere between two addresses.
 struct UnitWrites {
   Warp &w;
   const u32 lane;
   const Stamp as;
-  u32 doubtful[AGENTS], doubtful_count = 0;  // agents that may have read since the lane last heard of them
+  u32 doubtful[AGENTS], doubtful_count = 0;  // agents that may have read there since the lane last heard of them
 
-  UnitWrites(Warp &w, const Instruction &i, u32 lane, u32 agent, Time time)
+  UnitWrites(Warp &w, const Instruction &i, u32 lane, u32 agent, Time time, u32 begin, u32 end)
       : w(w), lane(lane), as(stamp(time, i.number, lane, agent)) {
     const Shadow &shadow = *w.block->shadow;
     for (u32 r = 0; r < shadow.reader_count; ++r) {
       const u32 reader = shadow.readers[r];
-      if (shadow.latest_read[reader] > w.clocks->known[reader]) doubtful[doubtful_count++] = reader;
+      if (shadow.latest_read[reader] <= w.clocks->known[reader]) continue;
+      const bool copies = reader >= FURTHER && reader < FURTHER + MBARRIER_AGENTS;
+      if (copies && !has_mbarrier(reader, begin, end)) continue;
+      doubtful[doubtful_count++] = reader;
     }
+  }
+  // Copies read nothing of shared memory but their mbarrier.
+  bool has_mbarrier(u32 agent, u32 begin, u32 end) const {
+    for (const MBarrier *m : w.block->units->mbarriers)
+      if (m->agent == agent && m->address >= begin && m->address < end) return true;
+    return false;
   }
   LOOM_ALWAYS void chunk(u32 address) {
     Shadow &shadow = *w.block->shadow;
@@ -201,6 +219,14 @@ struct UnitWrites {
     for (u32 k = 0; k < CHUNK; ++k) writes[k] = as;
   }
 };
+
+// One lane writes bytes of shared memory that are there.
+LOOM_INLINE void write_one(Warp &w, const Instruction &i, u32 lane, u64 address, const void *data, u32 bytes) {
+  u64 addresses[LANES];
+  addresses[lane] = address;
+  if (w.block->checks) write_shared(w, i, addresses, (const u8 *)data, 0, bytes, 1u << lane);
+  else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), data, bytes);
+}
 
 // Where a chunk lies under a swizzle: bits of its absolute address are exchanged.
 LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {

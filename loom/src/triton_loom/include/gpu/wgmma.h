@@ -13,9 +13,10 @@ namespace gpu {
 
 // ---- where a matrix lies --------------------------------------------------------------------------------
 
-// K-major: eight rows of `span` bytes, one after another, are a tile; the next eight rows follow at `stride`. Without a swizzle
-// a row has 16 bytes, and the next 16 of k follow at `leading`. MN-major: eight steps of k, each with `span` bytes of rows,
-// are a tile; the next eight steps of k follow at `stride`, further rows at `leading`, and without a swizzle the other way round.
+// K-major: eight rows of `span` bytes, one after another, are a tile; the next eight rows follow at `stride`. Without a
+// swizzle a row has 16 bytes, and the next 16 of k follow at `leading`. MN-major: eight steps of k, each with `span` bytes of
+// rows, are a tile; the next eight steps of k follow at `stride`, further rows at `leading`, and without a swizzle the other
+// way round.
 struct Matrix {
   u32 start, leading, stride, span;
   Swizzle swizzle;
@@ -320,7 +321,8 @@ static void wait_for_products(Warp &w, const Instruction &i) {
 }
 
 static const Named WGMMA_TABLE[] = {
-#define GPU_WGMMA(D, ACCUMULATOR, A, TYPE_A, B, TYPE_B) GPU_HANDLER("wgmma." D "." A "." B, product<ACCUMULATOR, TYPE_A, TYPE_B>)
+#define GPU_WGMMA(D, ACCUMULATOR, A, TYPE_A, B, TYPE_B) \
+  GPU_HANDLER("wgmma." D "." A "." B, product<ACCUMULATOR, TYPE_A, TYPE_B>)
 #define GPU_WGMMA_FP8(D, ACCUMULATOR)                                                                       \
   GPU_WGMMA(D, ACCUMULATOR, "e4m3", E4m3, "e4m3", E4m3) GPU_WGMMA(D, ACCUMULATOR, "e4m3", E4m3, "e5m2", E5m2) \
   GPU_WGMMA(D, ACCUMULATOR, "e5m2", E5m2, "e4m3", E4m3) GPU_WGMMA(D, ACCUMULATOR, "e5m2", E5m2, "e5m2", E5m2)
