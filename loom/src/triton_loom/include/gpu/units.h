@@ -14,8 +14,6 @@
 
 namespace gpu {
 
-constexpr u32 MBARRIER_AGENTS = 120;  // of those from FURTHER on; the rest is for others
-
 // A barrier in shared memory that counts arrivals of threads and bytes of copies: mbarrier.h.
 struct MBarrier {
   u32 address;
@@ -236,19 +234,6 @@ LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {
     case Swizzle::bytes128: return address ^ (address >> 7 & 7) << 4;
     default: return address;
   }
-}
-
-// ---- the units of a block -------------------------------------------------------------------------------
-
-static void end_units(Block &b);
-static void release_units(Block &b);
-
-LOOM_INLINE Units &units_of(Block &b) {
-  if (__builtin_expect(!b.units, 0)) {
-    b.units = (Units *)allocate(sizeof(Units));
-    b.end = end_units, b.release = release_units;
-  }
-  return *b.units;
 }
 
 }  // namespace gpu
