@@ -41,7 +41,14 @@ struct Matrix {
 };
 // Of a descriptor: the bits that mean nothing, and those that would say where in a swizzle's pattern it begins. From sm_100 on
 // bit 46 is the version, and bit 61 (another kind of swizzle) and bit 52 (absolute offsets) have a meaning: not emulated.
-constexpr u64 UNUSED_BITS = 0x3FFFC000C000C000ull, VERSION_BIT = 1ull << 46;
+constexpr u64 UNUSED_BITS = 0x3FFFC000C000C000ull, VERSION_BIT = 1ull << 46, BASE_OFFSET = 7ull << 49;
+
+// Whether a descriptor has the bits that it must have, and no others. Without a swizzle there is no pattern that an offset could
+// begin in; Triton writes one all the same.
+LOOM_INLINE bool is_usable(u64 descriptor, u64 must) {
+  const u64 ignored = must && descriptor >> 61 == 0 ? BASE_OFFSET : 0;
+  return (descriptor & UNUSED_BITS & ~ignored) == must;
+}
 
 // ---- reading it -----------------------------------------------------------------------------------------
 
@@ -57,14 +64,14 @@ struct Reader {
       : w(w), i(i), lane(lane),
         reads(w, i, lane, MATRIX_UNITS + w.number, w.block->agent_time[MATRIX_UNITS + w.number], whole_warp) {}
 
-  LOOM_ALWAYS void chunk(u32 address, u8 *to) {
+  template <u32 BYTES = CHUNK> LOOM_ALWAYS void chunk(u32 address, u8 *to) {
     Block &b = *w.block;
     if (__builtin_expect(address < SHARED_BASE || address + CHUNK > SHARED_BASE + b.shared_bytes, 0)) {
       __builtin_memset(to, 0, CHUNK);
       inside = false;
       return;
     }
-    if (b.checks) reads.chunk(address);
+    if (b.checks) reads.template chunk<BYTES>(address);
     __builtin_memcpy(to, b.shared + (address - SHARED_BASE), CHUNK);
   }
 };
@@ -81,21 +88,21 @@ template <class E> constexpr u32 per_chunk(bool padded) { return CHUNK * 8 / E::
 // `rows` rows from `first` on, put by `put(row, k, number)`. `must` are bits that the descriptor has to have.
 template <class E, bool PADDED = false, class F>
 LOOM_INLINE void read_matrix(Reader &reader, u64 descriptor, u64 must, bool mn_major, u32 first, u32 rows, F put) {
-  constexpr u32 PER_CHUNK = per_chunk<E>(PADDED);
+  constexpr u32 PER_CHUNK = per_chunk<E>(PADDED), BYTES = PER_CHUNK * E::bits / 8;
   const Matrix matrix(descriptor);
   alignas(16) u8 chunk[CHUNK];
   reader.inside = true;
-  if ((descriptor & UNUSED_BITS) != must) found(reader.w, MATRIX_OPERAND, reader.i.number, reader.lane, matrix.start);
+  if (!is_usable(descriptor, must)) found(reader.w, MATRIX_OPERAND, reader.i.number, reader.lane, matrix.start);
   if (!mn_major) {
     for (u32 row = 0; row < rows; ++row)
       for (u32 half = 0; half < 2; ++half) {
-        reader.chunk(matrix.k_major(first + row, half), chunk);
+        reader.template chunk<BYTES>(matrix.k_major(first + row, half), chunk);
         for (u32 k = 0; k < PER_CHUNK; ++k) put(row, half * PER_CHUNK + k, element_at<E>(chunk, k));
       }
   } else {
     for (u32 k = 0; k < 2 * PER_CHUNK; ++k)
       for (u32 begin = 0; begin < rows; begin += PER_CHUNK) {
-        reader.chunk(matrix.mn_major((first + begin) / PER_CHUNK, k), chunk);
+        reader.template chunk<BYTES>(matrix.mn_major((first + begin) / PER_CHUNK, k), chunk);
         for (u32 row = 0; row < PER_CHUNK && begin + row < rows; ++row) put(begin + row, k, element_at<E>(chunk, row));
       }
   }

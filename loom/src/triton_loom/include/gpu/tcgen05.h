@@ -300,7 +300,7 @@ template <u32 ROWS, u32 CHUNKS, u32 REPEAT, u32 SPLIT> static void copy_to_tenso
       for (u32 k = 0; k < 4 * CHUNKS; ++k) use.write(group, column + k);
     Reader reader(w, i, lane);
     const Matrix matrix(descriptor);
-    if ((descriptor & UNUSED_BITS) != VERSION_BIT) found(w, MATRIX_OPERAND, i.number, lane, matrix.start);
+    if (!is_usable(descriptor, VERSION_BIT)) found(w, MATRIX_OPERAND, i.number, lane, matrix.start);
     for (u32 row = 0; row < ROWS; ++row)
       for (u32 half = 0; half < CHUNKS; ++half) {
         alignas(16) u8 chunk[CHUNK];

@@ -143,23 +143,24 @@ struct UnitReads {
       : w(w), lane(lane), whole_warp(whole_warp), as(stamp(time, i.number, whole_warp ? SEVERAL_LANES : lane, agent)),
         plane(w.block->checks ? plane_of(*w.block->shadow, agent, time) : nullptr) {}
 
-  LOOM_ALWAYS void chunk(u32 address) {
+  // The first BYTES of a chunk.
+  template <u32 BYTES = CHUNK> LOOM_ALWAYS void chunk(u32 address) {
     const u32 at = address - SHARED_BASE;
     const Stamp *writes = w.block->shadow->writes + at;
     const Stamp first = writes[0];
     Stamp differs = 0;
-    for (u32 k = 1; k < CHUNK; ++k) differs |= writes[k] ^ first;
-    if (__builtin_expect(differs || (first != good && !is_fine(first)), 0)) look_closely(address);
+    for (u32 k = 1; k < BYTES; ++k) differs |= writes[k] ^ first;
+    if (__builtin_expect(differs || (first != good && !is_fine(first)), 0)) look_closely(address, BYTES);
     else good = first;
-    for (u32 k = 0; k < CHUNK / GRANULE; ++k) plane[at / GRANULE + k] = as;
+    for (u32 k = 0; k < BYTES / GRANULE; ++k) plane[at / GRANULE + k] = as;
   }
   LOOM_ALWAYS bool is_fine(Stamp s) const {
     const bool after = (whole_warp && agent_of(s) == w.number) || comes_after(w, lane, s);
     return time_of(s) >= w.block->began && after && is_fenced(w, lane, s);
   }
-  __attribute__((noinline)) void look_closely(u32 address) {
+  __attribute__((noinline)) void look_closely(u32 address, u32 bytes) {
     const Stamp *writes = w.block->shadow->writes + (address - SHARED_BASE);
-    for (u32 k = 0; k < CHUNK; ++k) {
+    for (u32 k = 0; k < bytes; ++k) {
       const Stamp s = writes[k];
       const u32 agent = agent_of(s);
       if (k && s == writes[k - 1]) continue;
