@@ -1,7 +1,7 @@
 """Kernels in Triton that use what sm_100 has: products with scales, accumulators in tensor memory; how to launch each.
 
-Those of hopper_kernels.py are compiled for sm_100 as well. Scales of 32 elements are powers of two (mxfp8, mxfp4), those of
-16 are e4m3 (nvfp4).
+Those of hopper_kernels.py are compiled for sm_100 as well. Scales of 32 elements are powers of two (mxfp8, mxfp4),
+those of 16 are e4m3 (nvfp4).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scaled(
     rows = tl.program_id(0) // columns * BM + tl.arange(0, BM)
     cols = tl.program_id(0) % columns * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K // BK):
+    for k in range(K // BK):
         a_at = k * A_BYTES + tl.arange(0, A_BYTES)
         b_at = k * B_BYTES + tl.arange(0, B_BYTES)
         scales_at = k * (BK // VECTOR) + tl.arange(0, BK // VECTOR)
@@ -58,7 +58,7 @@ def scaled_tiles(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALISED):
         row, column = tile // columns * BM, tile % columns * BN
         total = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K // BK):
+        for k in range(K // BK):
             sa = a_scales.load([0, row // 128, k * PARTS, 0, 0])
             sb = b_scales.load([0, column // 128, k * PARTS, 0, 0])
             sa = sa.reshape(BM // 128, PARTS, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(BM, BK // VECTOR)
@@ -108,8 +108,10 @@ def scaled_numbers(rows: int, k: int, type_: str, vector: int, seed: int) -> Sca
     return Scaled(codes, scales, plain.double() * factors.double().repeat_interleave(vector, 1))
 
 
-def scaled_products(a_type: str, b_type: str, vector: int = 32, *, m: int = 128, n: int = 128, k: int = 512, bm: int = 128,
-                    bn: int = 128, bk: int = 128, **options: Any) -> Case:  # fmt: skip
+def scaled_products(
+    a_type: str, b_type: str, vector: int = 32, *, m: int = 128, n: int = 128, k: int = 512, bm: int = 128,
+    bn: int = 128, bk: int = 128, **options: Any,
+) -> Case:  # fmt: skip
     def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
         a, b = scaled_numbers(m, k, a_type, vector, 1), scaled_numbers(n, k, b_type, vector, 2)
         c = torch.zeros(m, n)
@@ -125,8 +127,10 @@ def scaled_products(a_type: str, b_type: str, vector: int = 32, *, m: int = 128,
     return Case(make, 2**-20)
 
 
-def scaled_by_tiles(type_: str, vector: int = 32, specialised: bool = False, *, m: int = 128, n: int = 128, k: int = 512,
-                    bm: int = 128, bn: int = 128, bk: int = 128, programs: int = 2, **options: Any) -> Case:  # fmt: skip
+def scaled_by_tiles(
+    type_: str, vector: int = 32, specialised: bool = False, *, m: int = 128, n: int = 128, k: int = 512,
+    bm: int = 128, bn: int = 128, bk: int = 128, programs: int = 2, **options: Any,
+) -> Case:  # fmt: skip
     def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
         a, b = scaled_numbers(m, k, type_, vector, 1), scaled_numbers(n, k, type_, vector, 2)
         c = torch.zeros(m, n)

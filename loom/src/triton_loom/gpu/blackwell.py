@@ -33,8 +33,8 @@ def _plain(s: Statement) -> Operation:
 
 
 def _move(s: Statement) -> Operation:
-    """A load has registers, then the address; a store the other way round. Of `16x32bx2` the second sixteen threads have
-    an offset of their own, after the address."""
+    """A load has registers, then the address; a store the other way round. Of `16x32bx2` the second sixteen threads
+    have an offset of their own, after the address."""
     name = words(s)
     shape = next(word for word in name if word in _REGISTERS)
     count = int(next(word for word in name if word.startswith("x") and word[1:].isdecimal())[1:])
@@ -64,8 +64,8 @@ _VECTORS = {
 
 
 def _product(s: Statement) -> Operation:
-    """D, A (a descriptor, or an address of tensor memory), descriptor of B, instruction descriptor, addresses of scales,
-    whether D is added."""
+    """D, A (a descriptor, or an address of tensor memory), descriptor of B, instruction descriptor, addresses of
+    scales, whether D is added."""
     name = words(s)
     kind = next(word for word in name if word.startswith("kind::"))[6:]
     scaled = "block_scale" in name

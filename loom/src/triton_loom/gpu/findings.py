@@ -86,11 +86,12 @@ _MEANING: dict[FindingKind, str] = {
     "tensor memory race": "the same cells are touched twice and nothing orders that: no wait for the mbarrier of the "
     "products' commit, no tcgen05.wait, or no barrier between",
     "uninitialised tensor memory": "cells are read that nobody has written",
-    "tensor memory out of bounds": "the cells are not allocated, or they are not those of the warp's quarter of the lanes "
-    "or of the operand's rows",
-    "tensor memory misuse": "it is not allocated or freed like this, or never freed; or lanes name different addresses, "
-    "or the quarters of the lanes have different scales",
-    "load under way": "results of a tcgen05.ld are used before its tcgen05.wait::ld; ptxas waits for them by a scoreboard",
+    "tensor memory out of bounds": "the cells are not allocated, or they are not those of the warp's quarter of "
+    "the lanes or of the operand's rows",
+    "tensor memory misuse": "it is not allocated or freed like this, or never freed; or lanes name different "
+    "addresses, or the quarters of the lanes have different scales",
+    "load under way": "results of a tcgen05.ld are used before its tcgen05.wait::ld; ptxas waits for them by a "
+    "scoreboard",
     "tcgen05.fence missing": "it comes after what another thread did, and this kernel, which fences such, has no fence "
     "between",
 }

@@ -1,8 +1,8 @@
 """Results of a tcgen05.ld that may be used before its wait: by the ways through a program.
 
 A load fills its registers until a tcgen05.wait::ld. LLVM moves them to pairs before that, which is no use yet: the pair
-is as unready as its parts. Which instructions might use one is seen from the text; the machine looks at those, and at no
-others, when they are executed.
+is as unready as its parts. Which instructions might use one is seen from the text; the machine looks at those, and at
+no others, when they are executed.
 """
 
 from __future__ import annotations
