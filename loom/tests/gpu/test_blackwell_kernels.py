@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 import triton_loom
-from gpu.blackwell_kernels import scaled_by_tiles, scaled_products
+from gpu.blackwell_kernels import scaled_by_tiles, scaled_products, twice
 from gpu.hopper_kernels import MATMULS, Case, attend, matmul, products
 
 F8, F8B, BF16, F16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32
@@ -131,6 +131,30 @@ def test_attention_with_warp_specialisation() -> None:
 def test_depths_of_the_pipeline(stages: int) -> None:
     for kernel in ("host", "device"):
         check(matmul(kernel, 128, 128, 320, bm=128, bn=64, num_stages=stages))
+
+
+def test_two_products_into_one_accumulator() -> None:
+    """Triton 3.6 to 3.8 wait for the second of them a turn too late (triton-lang/triton#10821): the sums are read while
+    it adds to them, and the result is wrong. With one stage it is right."""
+    check(twice(num_stages=1), "tcgen05.mma")
+    for delivery in DELIVERIES:
+        result, expected, launch = twice(num_stages=3).make()
+        with triton_loom.emulate("sm_100", raises=False, delivery=delivery) as gpu:
+            launch()
+        assert "tensor memory race" in {finding.kind for finding in gpu.findings}
+        assert (result - expected).abs().max() > 1
+        assert all("…" in str(finding) for finding in gpu.findings if "race" in finding.kind)
+
+
+def test_two_products_with_two_stages() -> None:
+    """The result may happen to be right. And as on sm_90 (test_hopper_kernels.py), what cp.async brings is fenced when the
+    copy is begun."""
+    result, expected, launch = twice(num_stages=2).make()
+    with triton_loom.emulate("sm_100", raises=False) as gpu:
+        launch()
+    assert (result - expected).abs().max() < 1e-3
+    kinds = {finding.kind for finding in gpu.findings}
+    assert kinds == {"proxy fence missing after cp.async", "tensor memory race"}
 
 
 def test_counters() -> None:

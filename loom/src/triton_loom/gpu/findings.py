@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -105,6 +106,11 @@ class HazardError(RuntimeError):
         self.findings = findings
 
 
+def _short(instruction: str) -> str:
+    """With the first two and the last of many registers."""
+    return re.sub(r"\{(%r\d+, %r\d+,)( %r\d+,){4,} (%r\d+)\}", r"{\1 …, \3}", instruction)
+
+
 @dataclass(frozen=True)
 class Access:
     """An instruction and the thread that executed it."""
@@ -121,7 +127,7 @@ class Access:
             if self.thread is not None
             else f"block {self.block}"
         )
-        return f"`{self.instruction}` by {who} ({self.place}, PTX line {self.ptx_line})"
+        return f"`{_short(self.instruction)}` by {who} ({self.place}, PTX line {self.ptx_line})"
 
 
 @dataclass(frozen=True)
