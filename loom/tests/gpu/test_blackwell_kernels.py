@@ -147,7 +147,7 @@ def test_two_products_into_one_accumulator() -> None:
 
 
 def test_two_products_with_two_stages() -> None:
-    """The result may happen to be right. And as on sm_90 (test_hopper_kernels.py), what cp.async brings is fenced when the
+    """The result may happen to be right. As on sm_90 (test_hopper_kernels.py), what cp.async brings is fenced when the
     copy is begun."""
     result, expected, launch = twice(num_stages=2).make()
     with triton_loom.emulate("sm_100", raises=False) as gpu:
