@@ -292,7 +292,8 @@ __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instructi
                                                u32 other_instruction = NOWHERE, u32 other_thread = NOBODY) {
   Block &b = *w.block;
   Finding f = {kind, instruction, other_instruction, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
-  if ((kind == SHARED_RACE || kind == TENSOR_RACE) && other_instruction > instruction)  // it is one race, whoever came second here
+  const bool race = kind == SHARED_RACE || kind == TENSOR_RACE;
+  if (race && other_instruction > instruction)  // it is one race, whoever came second here
     f = {kind, other_instruction, instruction, other_thread, w.thread(lane), {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, b.id, sizeof b.id);

@@ -1,8 +1,8 @@
 // Matrices of products as they lie in shared memory, described by 64 bits: for wgmma.h and tcgen05.h.
 //
-// Units read them in chunks of 16 bytes. A step of k is 32 bytes: two chunks of a row, or a chunk of neighbouring rows for each
-// k. A descriptor says where the matrix begins, how far its tiles lie apart and how they are swizzled; which of its two
-// dimensions the neighbours in memory belong to, the instruction says.
+// Units read them in chunks of 16 bytes. A step of k is 32 bytes: two chunks of a row, or a chunk of neighbouring rows for
+// each k. A descriptor says where the matrix begins, how far its tiles lie apart and how they are swizzled; which of its
+// two dimensions the neighbours in memory belong to, the instruction says.
 #pragma once
 #include "../dot.h"
 #include "matrix.h"
@@ -13,9 +13,9 @@ namespace gpu {
 // ---- where a matrix lies --------------------------------------------------------------------------------
 
 // K-major: eight rows of `span` bytes, one after another, are a tile; the next eight rows follow at `stride`. Without a
-// swizzle a row has 16 bytes, and the next 16 of k follow at `leading`. MN-major: eight steps of k, each with `span` bytes of
-// rows, are a tile; the next eight steps of k follow at `stride`, further rows at `leading`, and without a swizzle the other
-// way round.
+// swizzle a row has 16 bytes, and the next 16 of k follow at `leading`. MN-major: eight steps of k, each with `span` bytes
+// of rows, are a tile; the next eight steps of k follow at `stride`, further rows at `leading`, and without a swizzle the
+// other way round.
 struct Matrix {
   u32 start, leading, stride, span;
   Swizzle swizzle;
@@ -39,12 +39,13 @@ struct Matrix {
     return swizzled(start + rows / chunks * leading + k / 8 * stride + k % 8 * span + rows % chunks * CHUNK, swizzle);
   }
 };
-// Of a descriptor: the bits that mean nothing, and those that would say where in a swizzle's pattern it begins. From sm_100 on
-// bit 46 is the version, and bit 61 (another kind of swizzle) and bit 52 (absolute offsets) have a meaning: not emulated.
+// Of a descriptor: the bits that mean nothing, and those that would say where in a swizzle's pattern it begins. From sm_100
+// on bit 46 is the version, and bit 61 (another kind of swizzle) and bit 52 (absolute offsets) have a meaning: not
+// emulated.
 constexpr u64 UNUSED_BITS = 0x3FFFC000C000C000ull, VERSION_BIT = 1ull << 46, BASE_OFFSET = 7ull << 49;
 
-// Whether a descriptor has the bits that it must have, and no others. Without a swizzle there is no pattern that an offset could
-// begin in; Triton writes one all the same.
+// Whether a descriptor has the bits that it must have, and no others. Without a swizzle there is no pattern that an offset
+// could begin in; Triton writes one all the same.
 LOOM_INLINE bool is_usable(u64 descriptor, u64 must) {
   const u64 ignored = must && descriptor >> 61 == 0 ? BASE_OFFSET : 0;
   return (descriptor & UNUSED_BITS & ~ignored) == must;
@@ -121,7 +122,8 @@ constexpr u32 MOST_COLUMNS = 256;
 
 // Rows by columns, in the order of k, sixteen columns at a time. What lies beyond the last column is of no use.
 template <u32 K>
-static void multiply_columns(const f32 (*left)[K], const f32 (*right)[MOST_COLUMNS], f32 (*sums)[MOST_COLUMNS], u32 columns) {
+static void multiply_columns(const f32 (*left)[K], const f32 (*right)[MOST_COLUMNS], f32 (*sums)[MOST_COLUMNS],
+                             u32 columns) {
   constexpr u32 ROWS = 8, WIDTH = 16;
   for (u32 column = 0; column < columns; column += WIDTH)
     for (u32 row = 0; row < 16; row += ROWS) {
@@ -135,7 +137,8 @@ static void multiply_columns(const f32 (*left)[K], const f32 (*right)[MOST_COLUM
     }
 }
 template <u32 K>
-static void multiply_columns(const i32 (*left)[K], const i32 (*right)[MOST_COLUMNS], i64 (*sums)[MOST_COLUMNS], u32 columns) {
+static void multiply_columns(const i32 (*left)[K], const i32 (*right)[MOST_COLUMNS], i64 (*sums)[MOST_COLUMNS],
+                             u32 columns) {
   for (u32 row = 0; row < 16; ++row)
     for (u32 k = 0; k < K; ++k)
       for (u32 column = 0; column < columns; ++column) sums[row][column] += (i64)left[row][k] * right[k][column];

@@ -1,10 +1,10 @@
 // tcgen05.mma and tcgen05.cp: products and copies that one thread begins, with results in tensor memory.
 //
-// A product is D = A B + D: D has 64 or 128 rows in tensor memory, A lies there or in shared memory, B in shared memory. A step
-// of k is 32 bytes. 32 bits say what the operands are (the instruction descriptor). The result is computed when the product
-// begins, as a chain of FMAs in the order of k (see matrix.h); what makes it asynchronous is checked instead: all that one
-// thread begins is done in its order by the matrix unit of its warp, and until a tcgen05.commit after it has made an mbarrier
-// arrive, and that was waited for, it may be under way.
+// A product is D = A B + D: D has 64 or 128 rows in tensor memory, A lies there or in shared memory, B in shared memory. A
+// step of k is 32 bytes. 32 bits say what the operands are (the instruction descriptor). The result is computed when the
+// product begins, as a chain of FMAs in the order of k (see matrix.h); what makes it asynchronous is checked instead: all
+// that one thread begins is done in its order by the matrix unit of its warp, and until a tcgen05.commit after it has made
+// an mbarrier arrive, and that was waited for, it may be under way.
 //
 // Row r of 128 is lane r. Row r of 64 is lane r % 16 of quarter r / 16, in its first or second half as the address says.
 #pragma once
@@ -55,7 +55,8 @@ struct ProductDescriptor {
       default: return a == 1 && b == 1 && !a_mn_major() && !b_mn_major();
     }
   }
-  // Whether it means something, and something that is emulated: no sparse matrices, no formats of six bits, no MN-major tf32.
+  // Whether it means something, and something that is emulated: no sparse matrices, no formats of six bits, no MN-major
+  // tf32.
   bool is_usable(ProductType type, u32 vector) const {
     const u32 m = rows(), n = columns();
     if (bits & 0x47 || !has_types(type) || n < 8 || n > MOST_COLUMNS || (m != 64 && m != 128)) return false;
@@ -114,21 +115,22 @@ struct TensorOperand {
 // A from tensor memory: the eight columns have its k, packed.
 template <class E, class T, u32 K>
 static bool read_left(TensorUse &use, u32 address, u32 rows, LeftMatrix<T, K> &left) {
-  constexpr u32 COLUMNS = 8, PER_CELL = 32 / E::bits;
+  constexpr u32 COLUMNS = 8, PER_CELL = 32 / E::bits, ELEMENT = ~0u >> (32 - E::bits);
   const TensorOperand place(address);
-  if (!place.is_there(use.t, address, rows, COLUMNS)) return found(use.w, TENSOR_BOUNDS, use.i.number, use.lane, address), false;
+  if (!place.is_there(use.t, address, rows, COLUMNS))
+    return found(use.w, TENSOR_BOUNDS, use.i.number, use.lane, address), false;
   if (use.w.block->checks) place.each_group(rows, COLUMNS, [&](u32 group, u32 column) { use.read(group, column); });
   for (u32 row = 0; row < rows; ++row) {
     const u32 *cells = &use.t.cells[place.lane + lane_of_row(row, rows)][place.column];
-    for (u32 k = 0; k < K; ++k) left.of[row][k] = E::of(cells[k / PER_CELL] >> k % PER_CELL * E::bits & (~0u >> (32 - E::bits)));
+    for (u32 k = 0; k < K; ++k) left.of[row][k] = E::of(cells[k / PER_CELL] >> k % PER_CELL * E::bits & ELEMENT);
   }
   return true;
 }
 
 // ---- scales ---------------------------------------------------------------------------------------------
 
-// The scales of 32 rows of A, or columns of B, are a column: a row is a lane, its four bytes are scales along k. Each quarter
-// of the lanes has all of them.
+// The scales of 32 rows of A, or columns of B, are a column: a row is a lane, its four bytes are scales along k. Each
+// quarter of the lanes has all of them.
 struct Scales {
   u8 of[MOST_COLUMNS][4];
 
@@ -282,8 +284,9 @@ template <ProductType TYPE, bool A_IN_TENSOR, u32 VECTOR = 1> static void tensor
 
 // ---- copies ---------------------------------------------------------------------------------------------
 
-// Rows of 16 or 32 bytes of shared memory (K-major) become 4 or 8 columns. What has fewer rows than there are lanes is written
-// several times: to lanes a multiple of REPEAT later, and of rows beyond SPLIT from lane 64 on. Operands: address, descriptor.
+// Rows of 16 or 32 bytes of shared memory (K-major) become 4 or 8 columns. What has fewer rows than there are lanes is
+// written several times: to lanes a multiple of REPEAT later, and of rows beyond SPLIT from lane 64 on. Operands: address,
+// descriptor.
 template <u32 ROWS, u32 CHUNKS, u32 REPEAT, u32 SPLIT> static void copy_to_tensor(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   TensorMemory &t = tensor_memory_of(b);

@@ -1,8 +1,8 @@
 // tcgen05.commit: an mbarrier arrives when all products and copies are done that the thread has begun before.
 //
-// Whoever waits for the mbarrier then knows what the matrix unit did and what it knew: whatever it read was written before. The
-// thread's own deeds are not handed on. The arrival comes as late as it may, when nobody can go on, or (`early`) at once; those
-// of one thread come in their order.
+// Whoever waits for the mbarrier then knows what the matrix unit did and what it knew: whatever it read was written before.
+// The thread's own deeds are not handed on. The arrival comes as late as it may, when nobody can go on, or (`early`) at
+// once; those of one thread come in their order.
 #pragma once
 #include "mbarrier.h"
 #include "tensor_memory.h"

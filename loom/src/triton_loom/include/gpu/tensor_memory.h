@@ -1,12 +1,12 @@
 // Tensor memory: 128 lanes by 512 columns of 32 bits, which a block allocates by columns; what warps load and store there.
 //
-// An address is a lane (bits 16 and up) and a column. A warp reaches the 32 lanes of its quarter (its number % 4) only. Loads
-// and stores are asynchronous: to the vector clocks those of a warp are two agents, whose deeds the warp knows after
-// tcgen05.wait::ld or ::st, and hands on by barriers. Products and copies of tcgen05.h are done by the matrix unit of the warp
-// whose thread begins them.
+// An address is a lane (bits 16 and up) and a column. A warp reaches the 32 lanes of its quarter (its number % 4) only.
+// Loads and stores are asynchronous: to the vector clocks those of a warp are two agents, whose deeds the warp knows after
+// tcgen05.wait::ld or ::st, and hands on by barriers. Products and copies of tcgen05.h are done by the matrix unit of the
+// warp whose thread begins them.
 //
-// The shadow has a stamp for sixteen lanes of a column: no instruction here touches fewer. Of each the last write is kept, and
-// the last read of each agent. Nothing is in tensor memory until somebody writes it.
+// The shadow has a stamp for sixteen lanes of a column: no instruction here touches fewer. Of each the last write is kept,
+// and the last read of each agent. Nothing is in tensor memory until somebody writes it.
 #pragma once
 #include "memory.h"
 #include "units.h"

@@ -1,8 +1,8 @@
 // Units that work beside the warps: what they have under way, and how they reach shared memory.
 //
-// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it is
-// an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins, it
-// must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
+// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it
+// is an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins,
+// it must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
 // gets to know the agent's time. So a hazard is found in whichever order things happen to run here.
 //
 // The units reach memory by the asynchronous proxy, threads by the generic one. What a thread has written is seen by a unit

@@ -1,9 +1,9 @@
 // wgmma: products of a warp group, whose matrices lie in shared memory, described by 64 bits, or (A) in registers.
 //
-// Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result is
-// computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
-// checked instead: shared memory is read until the group of the product is waited for, and its registers must not be touched
-// before that (gpu/accumulators.py finds the instructions that might).
+// Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result
+// is computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
+// checked instead: shared memory is read until the group of the product is waited for, and its registers must not be
+// touched before that (gpu/accumulators.py finds the instructions that might).
 #pragma once
 #include "block_units.h"
 #include "shared_matrix.h"
