@@ -110,7 +110,6 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
     "lanes that no shape begins at": (BOUNDS, {"meet": "add.s32 %r11, %r11, 524288; bar.sync 0;"}),
     "used after it is freed": (BOUNDS, {"meet": "bar.sync 0;" + FREE.format("%r10", 256) + "bar.sync 0;", "free": ""}),
     "another address in each thread": (MISUSE, {"meet": "bar.sync 0; and.b32 %r14, %r0, 1; add.s32 %r11, %r11, %r14;"}),
-    "nothing is stored": ("uninitialised tensor memory", {"store": ""}),
     "a part of the warp": ("split warp", {"meet": "bar.sync 0; and.b32 %r14, %r0, 31; setp.ne.b32 %p12, %r14, 5;",
         "load": "@%p12 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r64}, [%r11]; {wait_ld}"}),
 }  # fmt: skip
@@ -190,10 +189,12 @@ def descriptor() -> int:
     return (1024 + 1024) >> 4 | 8 << 32 | 1 << 46
 
 
-def test_blocks_do_not_share_it() -> None:
-    """Each block begins with tensor memory that is free and that nobody has written."""
-    kernel = Kernel()
+def test_what_nobody_has_written() -> None:
+    """Is NaN in every format. Triton pipelines load sums that were never made, where a loop has no turns, and drop them:
+    a load is no finding. A product that adds to them is (test_tcgen05.py)."""
     for _ in range(2):
-        _, outcome = kernel.run(unwritten(), NOTHING, **(NO_BARRIER | {"store": ""}))
-        assert kinds(outcome) == ["uninitialised tensor memory"]
-    assert kernel.columns * LANES == unwritten().size
+        got, outcome = Kernel().run(unwritten(), NOTHING, **(NO_BARRIER | {"store": ""}))
+        assert not outcome.findings
+        for dtype in (np.float32, np.float16):
+            assert np.isnan(got.view(dtype)).all()
+    assert got.shape == (LANES, 256)

@@ -15,7 +15,7 @@ namespace gpu {
 
 constexpr u32 TENSOR_LANES = 128, TENSOR_COLUMNS = 512, LANE_GROUP = 16, LANE_GROUPS = TENSOR_LANES / LANE_GROUP;
 constexpr u32 LEAST_COLUMNS = 32;      // that can be allocated
-constexpr u32 UNWRITTEN = 0x7FA5A5A5;  // a NaN: whoever reads it shall not take it for something useful
+constexpr u32 UNWRITTEN = 0x7FFF7FFF;  // a NaN in every format: whoever uses it shall see it in the result
 
 struct Allocation {
   u32 first, columns, instruction, warp;
@@ -129,11 +129,14 @@ struct TensorUse {
     const u32 by = agent_of(s), other = lane_of(s) < LANES ? lane_of(s) : 0;
     found(w, kind, i.number, lane, address, instruction_of(s), by % WARPS * LANES + other);
   }
-  // A product reads what another one has made only after that is known to be done; what copies bring is there in time.
+  // A product reads what another one has made only after that is known to be done; what copies bring is there in time. A
+  // load may take what nobody has written: where a pipelined loop has no turns, Triton loads sums that were never made, and
+  // drops them.
   void read(u32 group, u32 column, bool adds = false) {
     const Stamp s = t.writes[group][column];
-    if (time_of(s) < w.block->began) report(TENSOR_UNINITIALISED, group, column, 0);
-    else if (!(is_pipelined(s) && (adds || is_copy(s))) && !comes_before(s)) report(TENSOR_RACE, group, column, s);
+    if (time_of(s) < w.block->began) {
+      if (is_unit) report(TENSOR_UNINITIALISED, group, column, 0);
+    } else if (!(is_pipelined(s) && (adds || is_copy(s))) && !comes_before(s)) report(TENSOR_RACE, group, column, s);
     if (adds) return;  // the write that follows stands for it
     if (!plane) plane = plane_of_reads();
     plane[group][column] = as;
