@@ -22,7 +22,7 @@ from weft.runtime.launch import choosing_for
 from weft.workloads import Workload, distinct, for_op
 
 ROWS = 5
-# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/hopper.md).
+# Triton's own: what cp.async brings is fenced for matrix units before it has arrived (loom/docs/hopper.md).
 KNOWN = ("proxy fence missing after cp.async",)
 
 

@@ -1,7 +1,8 @@
 """Every op of the catalogue as a GPU would run it: stock Triton's PTX and launcher, executed in software with every
 access to shared and global memory checked. A launch with a hazard raises an error.
 
-By day the kernels of one op of each family are emulated on sm_80; all ops, all sets of options and sm_90 by night:
+By day the kernels of one op of each family are emulated on sm_80; all ops, all sets of options, sm_90 and sm_100 by
+night:
 `pytest -m slow tests/catalogue/test_emulated.py`.
 """
 
@@ -22,9 +23,9 @@ from weft.runtime import recording
 from weft.runtime.launch import choosing_for
 from weft.workloads import Workload, distinct, for_op
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_90", "sm_100")
 
-# Triton's own: what cp.async brings is fenced for wgmma before it has arrived (loom/docs/hopper.md).
+# Triton's own: what cp.async brings is fenced for matrix units before it has arrived (loom/docs/hopper.md).
 KNOWN = ("proxy fence missing after cp.async",)
 
 # The truth of these is made from their own results for fp32 inputs. A GPU has other tiles for these, whose sums may

@@ -7,51 +7,20 @@ fences, and the commit and wait of groups. Copies arrive late, then early; both 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import triton_loom
 from gpu.hopper_kernels import MATMULS, Case, attend
+from gpu.mutants import DELIVERIES, examine, run, without
 from triton_loom.gpu import machine
 from triton_loom.gpu.machine import Program
 
-DELIVERIES: tuple[Literal["late", "early"], ...] = ("late", "early")
 KERNELS: dict[str, Case] = {
     name: MATMULS[name]
     for name in ("host-made descriptors", "device-made descriptors", "warp specialisation")
 } | {"attention": attend(192, causal=True)}
-
-OPERATIONS = (
-    "bar.sync", "barrier.sync", "bar.warp.sync", "mbarrier.try_wait", "mbarrier.arrive", "mbarrier.init",
-    "mbarrier.inval", "wgmma.wait_group", "wgmma.fence", "wgmma.commit_group", "fence.proxy.async",
-    "fence.proxy.tensormap", "cp.async.bulk.wait_group", "cp.async.bulk.commit_group",
-)  # fmt: skip
-_OPERATION = re.compile(rf"\s*(?:@!?%\w+ )?({'|'.join(map(re.escape, OPERATIONS))})")
-
-
-def mutants(ptx: str) -> Iterator[tuple[str, str]]:
-    """A name and the text without one of the operations: `bar.sync 3` is the third one."""
-    lines = ptx.splitlines()
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines):
-        found = _OPERATION.match(line)
-        if not found:
-            continue
-        operation = "expect_tx" if "expect_tx" in line else found[1]
-        seen[operation] = seen.get(operation, 0) + 1
-        name = f"{operation} {seen[operation]}"
-        loop = operation == "mbarrier.try_wait"  # the branch back follows it
-        yield name, "\n".join([*lines[:number], *lines[number + 1 + loop :]])
-        if operation == "expect_tx":
-            halved = re.sub(r"(\d+);", lambda bytes_: f"{int(bytes_[1]) // 2};", line)
-            arrival = re.sub(r"\.expect_tx(.*), \d+;", r"\1;", line)
-            for how, instead in (("halved", halved), ("without bytes", arrival)):
-                yield f"{name} {how}", "\n".join([*lines[:number], instead, *lines[number + 1 :]])
-
 
 # ---- what can be left out, and why ------------------------------------------------------------------------
 
@@ -155,62 +124,19 @@ TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
 # ---- running them -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def executing(ptx: str | None) -> Iterator[None]:
-    """In place of what Triton has made."""
-    with pytest.MonkeyPatch.context() as patch:
-        if ptx is not None:
-            patch.setattr(Program, "of", lambda _: Program(ptx))
-        yield
-
-
-def run(
-    case: Case, delivery: Literal["late", "early"], ptx: str | None = None
-) -> tuple[torch.Tensor, set[str], str]:
-    """The result, the kinds of what was found, and the PTX that Triton has made."""
-    result, _, launch = case.make()
-    with triton_loom.emulate("sm_90", raises=False, delivery=delivery) as gpu, executing(ptx):
-        kernel = launch()
-    return result, {finding.kind for finding in gpu.findings}, kernel.asm["ptx"]
-
-
-def examine(name: str, wanted: Callable[[str], bool]) -> dict[str, set[str]]:
-    """What is found of each mutant that is wanted. One that is not reported must not change the result either."""
-    right, found, ptx = run(KERNELS[name], "late")
-    assert not found
-    seen: dict[str, set[str]] = {}
-    for mutant, text in mutants(ptx):
-        if not wanted(mutant):
-            continue
-        results = [run(KERNELS[name], delivery, text)[:2] for delivery in DELIVERIES]
-        reported = [kinds for _, kinds in results]
-        assert all(reported) or not any(reported), f"{mutant} depends on when copies arrive: {reported}"
-        if not any(reported):
-            assert all(torch.equal(result, right) for result, _ in results), f"{mutant} changes the result"
-        seen[mutant] = set.union(*reported)
-    return seen
-
-
-def without(ptx: str, names: tuple[str, ...]) -> str:
-    """The text without several operations, the last of them first, so that the numbers of the others hold."""
-    for name in reversed(names):
-        ptx = dict(mutants(ptx))[name]
-    return ptx
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together", "kind"), TOGETHER)
 def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
-    _, _, ptx = run(KERNELS[name], "late")
+    _, _, ptx = run("sm_90", KERNELS[name], "late")
     for delivery in DELIVERIES:
-        _, kinds, _ = run(KERNELS[name], delivery, without(ptx, together))
+        _, kinds, _ = run("sm_90", KERNELS[name], delivery, without(ptx, together))
         assert kind in kinds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_whatever_is_left_out_is_reported(name: str) -> None:
-    seen = examine(name, lambda mutant: True)
+    seen = examine("sm_90", KERNELS[name], lambda mutant: True)
     assert len(seen) > 30
     unreported = {mutant for mutant, kinds in seen.items() if not kinds}
     assert unreported == set(REDUNDANT[name])
@@ -236,7 +162,7 @@ QUICK = {
 
 @pytest.mark.parametrize("name", QUICK)
 def test_some_of_it(name: str) -> None:
-    seen = examine(name, QUICK[name].__contains__)
+    seen = examine("sm_90", KERNELS[name], QUICK[name].__contains__)
     assert set(seen) == set(QUICK[name])
     for mutant, kinds in seen.items():
         assert QUICK[name][mutant] in kinds
@@ -282,9 +208,9 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 def test_mistakes_of_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are reported, or (if the reason is empty) the result is wrong."""
     argument, change, kind = MISTAKES[name]
-    right, _, _ = run(KERNELS["host-made descriptors"], "late")
+    right, _, _ = run("sm_90", KERNELS["host-made descriptors"], "late")
     monkeypatch.setattr(machine, "run", changed(**{argument: change}))
-    result, kinds, _ = run(KERNELS["host-made descriptors"], "late")
+    result, kinds, _ = run("sm_90", KERNELS["host-made descriptors"], "late")
     if kind:
         assert kind in kinds
     else:

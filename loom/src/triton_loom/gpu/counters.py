@@ -146,7 +146,7 @@ class Counters:
 
     instructions: Mapping[InstructionClass, int] = field(default_factory=dict)  # executed by warps
     barriers: float = 0  # of blocks; where several instructions lead to one barrier, each has its part of it
-    tensor_flops: int = 0  # two for each multiply-add of mma and wgmma
+    tensor_flops: int = 0  # two for each multiply-add of mma, wgmma and tcgen05.mma
     counted: Memory | None = None
 
     @property
@@ -250,13 +250,14 @@ def by_line(
     """What the instructions of a program did, line by line; `threads` are those of a block."""
     files = {Path(statement.place.file).name: statement.place.file for statement in statements}
     lines: dict[Line, Counters] = {}
+    numbers = _constants(statements)
     for number in np.flatnonzero(executed).tolist():
         statement, times = statements[number], int(executed[number])
         memory = None if counts is None else _memory(statement, counts[number])
         did = Counters(
             {class_of(statement.opcode): times},
             times * _barriers(statement, threads),
-            times * _flops(statement.opcode),
+            times * _flops(statement, numbers),
             memory,
         )
         line = _line(statement, files)
@@ -283,9 +284,27 @@ def _barriers(statement: Statement, threads: int) -> float:
     return 32 / (int(expected) if expected.isdecimal() else threads)
 
 
-def _flops(opcode: str) -> int:
-    """Of one warp. Four warps make a wgmma together."""
-    shape = re.match(r"(mma|wgmma)\..*\bm(\d+)n(\d+)k(\d+)\b", opcode)
+def _constants(statements: Sequence[Statement]) -> dict[str, int]:
+    """Registers that are set once, to a number."""
+    found: dict[str, set[str]] = {}
+    for statement in statements:
+        if statement.operands and statement.opcode in ("mov.b32", "mov.u32"):
+            found.setdefault(statement.operands[0], set()).add(statement.operands[1])
+    single = {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
+    return {
+        name: int(text, 0) for name, text in single.items() if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text)
+    }
+
+
+_STEPS = {"tf32": 8, "f16": 16, "mxf4": 64, "mxf4nvf4": 64}  # of k; others 32
+
+
+def _flops(statement: Statement, numbers: Mapping[str, int]) -> int:
+    """Of one warp. Four warps make a wgmma together; the shape of a tcgen05.mma is in its instruction descriptor."""
+    if found := re.match(r"tcgen05\.mma\..*\bkind::(\w+)", statement.opcode):
+        described = numbers.get(statement.operands[3], 0)
+        return 2 * (described >> 24 & 31) * 16 * (described >> 17 & 63) * 8 * _STEPS.get(found[1], 32)
+    shape = re.match(r"(mma|wgmma)\..*\bm(\d+)n(\d+)k(\d+)\b", statement.opcode)
     if shape is None:
         return 0
     m, n, k = map(int, shape.groups()[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,11 +38,18 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "wgmma.fence missing",
     "warps disagree",
     "local memory out of bounds",
+    "tensor memory race",
+    "uninitialised tensor memory",
+    "tensor memory out of bounds",
+    "tensor memory misuse",
+    "load under way",
+    "tcgen05.fence missing",
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
-# ptxas says so when it does it: C7514 (products are serialised), C7517 (a wait is injected), C7519 (a fence is).
-MENDED: frozenset[FindingKind] = frozenset({"product under way", "wgmma.fence missing"})
+# ptxas says so when it does it: C7514 (products are serialised), C7517 (a wait is injected), C7519 (a fence is). What a
+# tcgen05.ld fills has a scoreboard in its code, with and without a tcgen05.wait::ld.
+MENDED: frozenset[FindingKind] = frozenset({"product under way", "wgmma.fence missing", "load under way"})
 
 _MEANING: dict[FindingKind, str] = {
     "shared memory race": "two threads touch the same bytes and nothing orders them",
@@ -71,12 +79,24 @@ _MEANING: dict[FindingKind, str] = {
     "fence.proxy.async follows the wait for it",
     "unusable tensor map": "a field is missing or no copy can be made with it, or its kind of tile is not emulated",
     "tensor map not acquired": "the kernel made this tensor map, and no fence.proxy.tensormap makes copies see it",
-    "unusable matrix descriptor": "bits are set that mean nothing, or that are not emulated (a base offset)",
+    "unusable matrix descriptor": "bits are set that mean nothing or contradict each other, or what they say is not "
+    "emulated (a base offset, sparse matrices, formats of six bits)",
     "product under way": "registers of a wgmma are touched before it has been waited for; ptxas puts in a wait, which "
     "costs time",
     "wgmma.fence missing": "registers of the wgmma were touched, and no wgmma.fence stands between; ptxas puts one in",
     "warps disagree": "the four warps of a warp group execute different products, or one does not come to a product",
     "local memory out of bounds": "the address lies outside of the thread's own memory",
+    "tensor memory race": "the same cells are touched twice and nothing orders that: no wait for the mbarrier of the "
+    "products' commit, no tcgen05.wait, or no barrier between",
+    "uninitialised tensor memory": "cells are read that nobody has written",
+    "tensor memory out of bounds": "the cells are not allocated, or they are not those of the warp's quarter of "
+    "the lanes or of the operand's rows",
+    "tensor memory misuse": "it is not allocated or freed like this, or never freed; or lanes name different "
+    "addresses, or the quarters of the lanes have different scales",
+    "load under way": "results of a tcgen05.ld are used before its tcgen05.wait::ld; ptxas waits for them by a "
+    "scoreboard",
+    "tcgen05.fence missing": "it comes after what another thread did, and this kernel, which fences such, has no fence "
+    "between",
 }
 
 
@@ -86,6 +106,11 @@ class HazardError(RuntimeError):
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("\n".join(map(str, findings)))
         self.findings = findings
+
+
+def _short(instruction: str) -> str:
+    """With the first two and the last of many registers."""
+    return re.sub(r"\{(%r\d+, %r\d+,)( %r\d+,){4,} (%r\d+)\}", r"{\1 …, \3}", instruction)
 
 
 @dataclass(frozen=True)
@@ -104,7 +129,7 @@ class Access:
             if self.thread is not None
             else f"block {self.block}"
         )
-        return f"`{self.instruction}` by {who} ({self.place}, PTX line {self.ptx_line})"
+        return f"`{_short(self.instruction)}` by {who} ({self.place}, PTX line {self.ptx_line})"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,12 @@ class _Launch(ctypes.Structure):
 
 # ---- the library -----------------------------------------------------------------------------------------
 
-LIBRARIES = ("machine", "matrix", "hopper")  # of include/gpu: the machine itself, and further handlers
+LIBRARIES = (
+    "machine",
+    "matrix",
+    "hopper",
+    "blackwell",
+)  # of include/gpu: the machine itself, and further handlers
 
 
 @functools.lru_cache
@@ -362,6 +367,8 @@ def _memory_name(kind: str, address: int | None, memory: Sequence[MemoryRange]) 
     if address is None:
         return ""
     if "global" not in kind and "read-only" not in kind:
+        if "tensor memory" in kind:
+            return "lane and column"
         return "shared memory address" if "shared" in kind or "disagree" in kind else "address"
     inside = [r for r in memory if r.begin <= address < r.end and r.name]
     if inside:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from . import asynchronous, scalars
+from . import asynchronous, blackwell, scalars
 from .operations import Operation, Row, UnknownInstruction, Use, address, elements, pair, words
 from .text import Statement
 
@@ -37,7 +37,9 @@ def decode(statement: Statement) -> Operation:
 
 @lru_cache(maxsize=4096)
 def _row(opcode: str) -> Row | None:
-    return next((row for row in (*ROWS, *asynchronous.ROWS) if row.names.fullmatch(opcode)), None)
+    return next(
+        (row for row in (*ROWS, *asynchronous.ROWS, *blackwell.ROWS) if row.names.fullmatch(opcode)), None
+    )
 
 
 def _arithmetic(

@@ -7,13 +7,14 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from . import accumulators, opcodes, scalars
+from . import accumulators, loads, opcodes, scalars
 from .operations import Operation, UnknownInstruction, Use
 from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
-ATOMIC, UNFENCED, UNIFORM_OPERANDS = 1, 2, 4  # of `Flags` in include/gpu/machine.h
+# Of `Flags` in include/gpu/machine.h.
+ATOMIC, UNFENCED, UNIFORM_OPERANDS, FENCES_THREADS, TENSOR_COPY = 1, 2, 4, 8, 16
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
@@ -71,6 +72,7 @@ class _Builder:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.flat = Flat(kernel)
+        self.fences_threads = False  # by tcgen05.fence
         self.registers: dict[str, int] = {}
         self.made: dict[tuple[object, ...], int] = {}  # constants, symbols and specials that have a register
         for name, size in kernel.registers.items():
@@ -95,11 +97,15 @@ class _Builder:
         ways = [self._ways(number, *both) for number, both in numbered]
         meeting = reconvergence(ways)
         doubtful = accumulators.doubtful(operations, ways)
+        loading = loads.doubtful(operations, ways)
+        self.fences_threads = any(o.handler.startswith("tcgen05.fence::") for o in operations)
         for number, (statement, operation) in enumerate(zip(statements, operations, strict=True)):
             try:
                 decoded = self._decode(statement, operation, meeting[number])
                 if number in doubtful.touching:
                     decoded = replace(decoded, handler="wgmma.touched", behind=decoded.handler)
+                if number in loading:
+                    decoded = replace(decoded, handler="tcgen05.touched", behind=decoded.handler)
                 if number in doubtful.unfenced:
                     decoded = replace(decoded, flags=decoded.flags | UNFENCED)
                 self.flat.instructions.append(decoded)
@@ -169,6 +175,9 @@ class _Builder:
     def _flags(self, statement: Statement, handler: str, uses: Sequence[Use]) -> int:
         if handler.startswith("shfl.") and not {uses[3].text, uses[4].text} & self.registers.keys():
             return UNIFORM_OPERANDS
+        if handler.startswith("tcgen05."):
+            copies = handler.startswith("tcgen05.cp.")
+            return FENCES_THREADS * self.fences_threads | TENSOR_COPY * copies
         strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
         guess = handler.startswith("ld.global") and statement.operands[1] in self.swapped
         return (

@@ -9,6 +9,7 @@
 #include "counters.h"
 #include "maps.h"
 #include "mbarrier.h"
+#include "tensor_commit.h"
 
 namespace gpu {
 
@@ -316,7 +317,7 @@ static void end_units(Block &b) {
   u32 others = 0;
   for (u32 k = 0; k < b.pending.count; ++k) {
     const Pending p = b.pending[k];
-    if (p.deliver != deliver_load) {
+    if (p.deliver != deliver_load && p.deliver != deliver_commit) {
       b.pending[others++] = p;
       continue;
     }

@@ -16,8 +16,11 @@
 
 namespace gpu {
 
-// Agents beside the warps; those that belong to a warp have its number added.
-constexpr u32 COPIES = 32, MATRIX_UNITS = 64, BULK_COPIES = 96, FURTHER = 128;
+// Agents beside the warps; those that belong to a warp have its number added. From FURTHER on come the copies that mbarriers
+// count.
+constexpr u32 COPIES = 32, MATRIX_UNITS = 64, BULK_COPIES = 96, FURTHER = 128, MBARRIER_AGENTS = 64;
+constexpr u32 TENSOR_LOADS = FURTHER + MBARRIER_AGENTS, TENSOR_STORES = TENSOR_LOADS + 32;
+static_assert(TENSOR_STORES + 32 <= AGENTS, "a stamp has room for these");
 // Warps and their copies reach memory by another way than the units after them, and what they write must be fenced before
 // those read it: FENCED + agent is the time up to which this is known to be so. LEADERS + warp is the time up to which the
 // deeds of its first lane are known, where that lane alone has handed on what it did.

@@ -1,8 +1,10 @@
-// What sm_90 has beside the warps, as a library of handlers: mbarriers, bulk copies of tiles, products of warp groups.
+// What sm_90 has beside the warps, as a library of handlers: mbarriers, bulk copies of tiles, products of warp groups; and
+// how sm_100's products arrive at an mbarrier.
 #include "bulk.h"
 #include "maps.h"
 #include "mbarrier.h"
+#include "tensor_commit.h"
 #include "wgmma.h"
 
 GPU_LIBRARY(GPU_TABLE(gpu::MBARRIER_TABLE), GPU_TABLE(gpu::MAPS_TABLE), GPU_TABLE(gpu::BULK_TABLE),
-            GPU_TABLE(gpu::WGMMA_TABLE))
+            GPU_TABLE(gpu::WGMMA_TABLE), GPU_TABLE(gpu::TENSOR_COMMIT_TABLE))

@@ -260,12 +260,14 @@ static void work(void *data) {
     if (linear >= blocks) break;
     enter(b, linear);
     run_block(b);
+    if (b.end_tensor_memory) b.end_tensor_memory(b);
     if (b.end) b.end(b);
   }
   __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
   if (worker.counts) add_counts(launch, worker.counts);
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
+  if (b.release_tensor_memory) b.release_tensor_memory(b);
   if (b.release) b.release(b);
   b.pending.release();
   free_shadow(b.shadow);

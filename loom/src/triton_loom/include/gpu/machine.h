@@ -59,6 +59,8 @@ enum Flags : u32 {
   ATOMIC = 1,
   UNFENCED = 2,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
   UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
+  FENCES_THREADS = 8,    // of a tcgen05: the kernel has a tcgen05.fence, and is held to have all that it needs
+  TENSOR_COPY = 16,      // a tcgen05.cp: products of the same thread come after it
 };
 
 // ---- what is found --------------------------------------------------------------------------------------
@@ -93,6 +95,12 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   NO_PRODUCT_FENCE,
   WARPS_DISAGREE,
   LOCAL_BOUNDS,
+  TENSOR_RACE,
+  TENSOR_UNINITIALISED,
+  TENSOR_BOUNDS,
+  TENSOR_MISUSE,
+  LOAD_UNDER_WAY,
+  NO_TENSOR_FENCE,
 };
 
 constexpr u32 NOBODY = ~0u;
@@ -239,6 +247,9 @@ struct Block {
   struct Units *units;       // that work beside the warps, if the kernel has used one: units.h
   void (*end)(Block &);      // what they do when a block is over
   void (*release)(Block &);  // and when the launch is
+  struct TensorMemory *tensor_memory;  // if the kernel has used it: tensor_memory.h
+  void (*end_tensor_memory)(Block &);
+  void (*release_tensor_memory)(Block &);
 
   void happened() { ++events; }
 };
@@ -283,7 +294,8 @@ __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instructi
                                                u32 other_instruction = NOWHERE, u32 other_thread = NOBODY) {
   Block &b = *w.block;
   Finding f = {kind, instruction, other_instruction, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
-  if (kind == SHARED_RACE && other_instruction > instruction)  // it is one race, whoever came second here
+  const bool race = kind == SHARED_RACE || kind == TENSOR_RACE;
+  if (race && other_instruction > instruction)  // it is one race, whoever came second here
     f = {kind, other_instruction, instruction, other_thread, w.thread(lane), {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, b.id, sizeof b.id);

@@ -1,7 +1,7 @@
 // Tensor maps: reading one for a copy, and making one in a kernel (tensormap.replace, field by field in shared memory, then a
 // copy to global memory that the bulk copies can see after a fence).
 #pragma once
-#include "units.h"
+#include "block_units.h"
 
 namespace gpu {
 

@@ -246,6 +246,7 @@ static void mma_f64(Warp &w, const Instruction &i) {
 
 struct E2m1 {  // two lie in a byte, the lower first
   typedef f32 number;
+  static constexpr u32 bits = 4;
   static f32 of(u32 code) { return ptx::decode<ptx::e2m1>(code); }
 };
 struct Ue8m0 {

@@ -6,7 +6,7 @@
 // is not ordered after the init, or an inval that is not ordered after all uses, is a race.
 #pragma once
 #include "control.h"
-#include "units.h"
+#include "block_units.h"
 
 namespace gpu {
 
@@ -120,8 +120,12 @@ static void make_mbarrier(Warp &w, const Instruction &i) {
     const bool overwritten = m->live && written_over(b, *m);
     if (m->live && !untouched && !overwritten) found(w, MBARRIER_IN_USE, i.number, lane, address);
     write_image(w, i, lane, address, 0x4D42000000000000ull | count);
+    const bool again = untouched && !overwritten;
+    // It is one write of all eight bytes, also where some of them were the same before.
+    const Stamp as = stamp(w.clocks->own, i.number, lane, w.number);
+    for (u32 k = 0; k < MBARRIER_BYTES && b.checks && !again; ++k) b.shadow->writes[address - SHARED_BASE + k] = as;
     if (b.checks) m->made = b.shadow->writes[address - SHARED_BASE];
-    if (untouched && !overwritten) return;
+    if (again) return;
     m->live = true;
     m->count = m->pending = count;
     m->bytes = 0, m->phase = 0, m->under_way = 0, m->copied = 0;

@@ -1,8 +1,8 @@
 // Units that work beside the warps: what they have under way, and how they reach shared memory.
 //
-// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it is
-// an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins, it
-// must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
+// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it
+// is an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins,
+// it must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
 // gets to know the agent's time. So a hazard is found in whichever order things happen to run here.
 //
 // The units reach memory by the asynchronous proxy, threads by the generic one. What a thread has written is seen by a unit
@@ -13,8 +13,6 @@
 #include "tensor_map.h"
 
 namespace gpu {
-
-constexpr u32 MBARRIER_AGENTS = 120;  // of those from FURTHER on; the rest is for others
 
 // A barrier in shared memory that counts arrivals of threads and bytes of copies: mbarrier.h.
 struct MBarrier {
@@ -145,23 +143,24 @@ struct UnitReads {
       : w(w), lane(lane), whole_warp(whole_warp), as(stamp(time, i.number, whole_warp ? SEVERAL_LANES : lane, agent)),
         plane(w.block->checks ? plane_of(*w.block->shadow, agent, time) : nullptr) {}
 
-  LOOM_ALWAYS void chunk(u32 address) {
+  // The first BYTES of a chunk.
+  template <u32 BYTES = CHUNK> LOOM_ALWAYS void chunk(u32 address) {
     const u32 at = address - SHARED_BASE;
     const Stamp *writes = w.block->shadow->writes + at;
     const Stamp first = writes[0];
     Stamp differs = 0;
-    for (u32 k = 1; k < CHUNK; ++k) differs |= writes[k] ^ first;
-    if (__builtin_expect(differs || (first != good && !is_fine(first)), 0)) look_closely(address);
+    for (u32 k = 1; k < BYTES; ++k) differs |= writes[k] ^ first;
+    if (__builtin_expect(differs || (first != good && !is_fine(first)), 0)) look_closely(address, BYTES);
     else good = first;
-    for (u32 k = 0; k < CHUNK / GRANULE; ++k) plane[at / GRANULE + k] = as;
+    for (u32 k = 0; k < BYTES / GRANULE; ++k) plane[at / GRANULE + k] = as;
   }
   LOOM_ALWAYS bool is_fine(Stamp s) const {
     const bool after = (whole_warp && agent_of(s) == w.number) || comes_after(w, lane, s);
     return time_of(s) >= w.block->began && after && is_fenced(w, lane, s);
   }
-  __attribute__((noinline)) void look_closely(u32 address) {
+  __attribute__((noinline)) void look_closely(u32 address, u32 bytes) {
     const Stamp *writes = w.block->shadow->writes + (address - SHARED_BASE);
-    for (u32 k = 0; k < CHUNK; ++k) {
+    for (u32 k = 0; k < bytes; ++k) {
       const Stamp s = writes[k];
       const u32 agent = agent_of(s);
       if (k && s == writes[k - 1]) continue;
@@ -236,19 +235,6 @@ LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {
     case Swizzle::bytes128: return address ^ (address >> 7 & 7) << 4;
     default: return address;
   }
-}
-
-// ---- the units of a block -------------------------------------------------------------------------------
-
-static void end_units(Block &b);
-static void release_units(Block &b);
-
-LOOM_INLINE Units &units_of(Block &b) {
-  if (__builtin_expect(!b.units, 0)) {
-    b.units = (Units *)allocate(sizeof(Units));
-    b.end = end_units, b.release = release_units;
-  }
-  return *b.units;
 }
 
 }  // namespace gpu

@@ -1,106 +1,16 @@
 // wgmma: products of a warp group, whose matrices lie in shared memory, described by 64 bits, or (A) in registers.
 //
-// Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result is
-// computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
-// checked instead: shared memory is read until the group of the product is waited for, and its registers must not be touched
-// before that (gpu/accumulators.py finds the instructions that might).
+// Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result
+// is computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
+// checked instead: shared memory is read until the group of the product is waited for, and its registers must not be
+// touched before that (gpu/accumulators.py finds the instructions that might).
 #pragma once
-#include "../dot.h"
-#include "matrix.h"
-#include "units.h"
+#include "block_units.h"
+#include "shared_matrix.h"
 
 namespace gpu {
 
-// ---- where a matrix lies --------------------------------------------------------------------------------
-
-// K-major: eight rows of `span` bytes, one after another, are a tile; the next eight rows follow at `stride`. Without a
-// swizzle a row has 16 bytes, and the next 16 of k follow at `leading`. MN-major: eight steps of k, each with `span` bytes of
-// rows, are a tile; the next eight steps of k follow at `stride`, further rows at `leading`, and without a swizzle the other
-// way round.
-struct Matrix {
-  u32 start, leading, stride, span;
-  Swizzle swizzle;
-
-  explicit Matrix(u64 descriptor)
-      : start((u32)(descriptor & 0x3FFF) << 4), leading((u32)(descriptor >> 16 & 0x3FFF) << 4),
-        stride((u32)(descriptor >> 32 & 0x3FFF) << 4) {
-    constexpr Swizzle SWIZZLES[] = {Swizzle::none, Swizzle::bytes128, Swizzle::bytes64, Swizzle::bytes32};
-    swizzle = SWIZZLES[descriptor >> 62];
-    span = swizzle == Swizzle::none ? CHUNK : (u32)swizzle_bytes(swizzle);
-  }
-  // A chunk of a row's k: the first or the second 16 bytes.
-  u32 k_major(u32 row, u32 half) const {
-    const u32 along = swizzle == Swizzle::none ? leading : CHUNK;
-    return swizzled(start + row / 8 * stride + row % 8 * span + half * along, swizzle);
-  }
-  // A chunk of eight rows (of two bytes each) at one k.
-  u32 mn_major(u32 rows, u32 k) const {
-    if (swizzle == Swizzle::none) return start + rows * stride + k / 8 * leading + k % 8 * CHUNK;
-    const u32 chunks = span / CHUNK;
-    return swizzled(start + rows / chunks * leading + k / 8 * stride + k % 8 * span + rows % chunks * CHUNK, swizzle);
-  }
-};
-// The bits of a descriptor that mean nothing, and those that would say where in a swizzle's pattern it begins.
-constexpr u64 UNUSED_BITS = 0x3FFFC000C000C000ull;
-
-// ---- reading it -----------------------------------------------------------------------------------------
-
-struct Reader {
-  Warp &w;
-  const Instruction &i;
-  const u32 lane;
-  UnitReads reads;
-
-  Reader(Warp &w, const Instruction &i)
-      : w(w), i(i), lane(first_lane(w.mask)),
-        reads(w, i, lane, MATRIX_UNITS + w.number, w.block->agent_time[MATRIX_UNITS + w.number], true) {}
-
-  // False if the chunk does not lie in shared memory.
-  LOOM_ALWAYS bool chunk(u32 address, u8 *to) {
-    Block &b = *w.block;
-    if (__builtin_expect(address < SHARED_BASE || address + CHUNK > SHARED_BASE + b.shared_bytes, 0)) {
-      __builtin_memset(to, 0, CHUNK);
-      return false;
-    }
-    if (b.checks) reads.chunk(address);
-    __builtin_memcpy(to, b.shared + (address - SHARED_BASE), CHUNK);
-    return true;
-  }
-};
-
-template <class E> LOOM_INLINE typename E::number element_at(const u8 *chunk, u32 k) {
-  if constexpr (E::bits == 8) return E::of(chunk[k]);
-  else if constexpr (E::bits == 16) return E::of(((const u16 *)chunk)[k]);
-  else return E::of(((const u32 *)chunk)[k]);
-}
-
-// `rows` rows from `first` on, put by `put(row, k, number)`.
-template <class E, class F>
-LOOM_INLINE void read_matrix(Reader &reader, u64 descriptor, bool mn_major, u32 first, u32 rows, F put) {
-  constexpr u32 PER_CHUNK = CHUNK * 8 / E::bits;
-  const Matrix matrix(descriptor);
-  alignas(16) u8 chunk[CHUNK];
-  bool inside = true;
-  if (descriptor & UNUSED_BITS) found(reader.w, MATRIX_OPERAND, reader.i.number, reader.lane, matrix.start);
-  if (!mn_major) {
-    for (u32 row = 0; row < rows; ++row)
-      for (u32 half = 0; half < 2; ++half) {
-        inside &= reader.chunk(matrix.k_major(first + row, half), chunk);
-        for (u32 k = 0; k < PER_CHUNK; ++k) put(row, half * PER_CHUNK + k, element_at<E>(chunk, k));
-      }
-  } else {
-    for (u32 k = 0; k < 2 * PER_CHUNK; ++k)
-      for (u32 eight = 0; eight < rows / 8; ++eight) {
-        inside &= reader.chunk(matrix.mn_major(first / 8 + eight, k), chunk);
-        for (u32 row = 0; row < 8; ++row) put(eight * 8 + row, k, element_at<E>(chunk, row));
-      }
-  }
-  if (!inside) found(reader.w, SHARED_BOUNDS, reader.i.number, reader.lane, matrix.start);
-}
-
 // ---- accumulators ---------------------------------------------------------------------------------------
-
-constexpr u32 MOST_COLUMNS = 256;
 
 template <class D> LOOM_INLINE typename D::number number_of(u32 word) {
   if constexpr (__is_same(D, InF32)) return bits<f32>(word);
@@ -153,36 +63,6 @@ template <> struct Accumulator<InF16> {  // pairs of 16 bits, two registers
       }
   }
 };
-
-// ---- products of numbers --------------------------------------------------------------------------------
-
-#ifdef __clang__
-#define GPU_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define GPU_UNROLL _Pragma("GCC unroll 16")
-#endif
-
-// Rows by columns, in the order of k, sixteen columns at a time. What lies beyond the last column is of no use.
-template <u32 K>
-static void multiply_columns(const f32 (*left)[K], const f32 (*right)[MOST_COLUMNS], f32 (*sums)[MOST_COLUMNS], u32 columns) {
-  constexpr u32 ROWS = 8, WIDTH = 16;
-  for (u32 column = 0; column < columns; column += WIDTH)
-    for (u32 row = 0; row < 16; row += ROWS) {
-      f32x16 sum[ROWS];
-      GPU_UNROLL for (u32 r = 0; r < ROWS; ++r) sum[r] = ::load<f32x16>(&sums[row + r][column]);
-      for (u32 k = 0; k < K; ++k) {
-        const f32x16 b = ::load<f32x16>(&right[k][column]);
-        GPU_UNROLL for (u32 r = 0; r < ROWS; ++r) sum[r] = loom_dot::fma(splat<f32x16>(left[row + r][k]), b, sum[r]);
-      }
-      GPU_UNROLL for (u32 r = 0; r < ROWS; ++r) ::store(&sums[row + r][column], sum[r]);
-    }
-}
-template <u32 K>
-static void multiply_columns(const i32 (*left)[K], const i32 (*right)[MOST_COLUMNS], i64 (*sums)[MOST_COLUMNS], u32 columns) {
-  for (u32 row = 0; row < 16; ++row)
-    for (u32 k = 0; k < K; ++k)
-      for (u32 column = 0; column < columns; ++column) sums[row][column] += (i64)left[row][k] * right[k][column];
-}
 
 // ---- registers that a product may still be using --------------------------------------------------------
 
@@ -272,12 +152,12 @@ template <class D, class A, class B> static void product(Warp &w, const Instruct
 
   alignas(64) typename A::number left[16][K];
   alignas(64) typename B::number right[K][MOST_COLUMNS];
-  Reader reader(w, i);
+  Reader reader(w, i, lane, true);
   if (kind.a_in_registers) open_a<A, K>(w, i, registers, left);
   else
-    read_matrix<A>(reader, described, kind.a_mn_major, w.number % 4 * 16, 16,
+    read_matrix<A>(reader, described, 0, kind.a_mn_major, w.number % 4 * 16, 16,
                    [&](u32 row, u32 k, typename A::number x) LOOM_ALWAYS { left[row][k] = x; });
-  read_matrix<B>(reader, w.longs(i, after_a)[lane], kind.b_mn_major, 0, columns,
+  read_matrix<B>(reader, w.longs(i, after_a)[lane], 0, kind.b_mn_major, 0, columns,
                  [&](u32 row, u32 k, typename B::number x) LOOM_ALWAYS { right[k][row] = x; });
   if (kind.a_negative != kind.b_negative)
     for (auto &row : left)

@@ -1,0 +1,5 @@
+// What sm_100 has beside the warps, as a library of handlers: tensor memory, and the products and copies that write it.
+#include "tcgen05.h"
+#include "tensor_memory.h"
+
+GPU_LIBRARY(GPU_TABLE(gpu::TENSOR_MEMORY_TABLE), GPU_TABLE(gpu::TCGEN05_TABLE))
