@@ -28,6 +28,7 @@ from triton_loom.testing import Forks
 
 import weft
 from tests.support import IMPORTED
+from website.versions import supported
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
@@ -230,7 +231,7 @@ def check_pip(arguments: list[str]) -> None:
             requirements = [*PROJECTS["."]["project"]["dependencies"], "numpy"]  # which PyTorch misses
             assert any(re.match(rf"{name}\b", requirement) for requirement in requirements), word
             if version:
-                assert f"{name.upper()}={version}\n" in (ROOT / ".ci" / "run").read_text()
+                assert version == supported()[name].tested["main"]
 
 
 def check_pytest(arguments: list[str]) -> None:
@@ -264,8 +265,11 @@ def test_slow_commands_name_what_exists(document: Path) -> None:
         elif program == "pre-commit":
             assert program in developer_tools()
             assert (ROOT / ".pre-commit-config.yaml").exists()
-        elif program == ".ci/run":
+        elif program in (".ci/run", ".ci/release"):  # tests/runtime/test_project.py
             assert os.access(ROOT / program, os.X_OK)
+        elif program == "mkdocs":
+            assert arguments[0] in ("serve", "build")
+            assert any(requirement.startswith("mkdocs>") for requirement in extras(".")["docs"])
         elif program == "python3":
             assert arguments == ["-m", "venv", ".venv"]
         else:
