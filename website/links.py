@@ -40,8 +40,7 @@ def on_site(path: str) -> str | None:
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
     """The text with what is neither a fenced block nor a line of an indented one changed."""
-    parts = re.split(r"(^ *```.*?^ *```[^\S\n]*$|^(?: {4,}|\t).*$)", text, flags=re.MULTILINE | re.DOTALL)
-    # The second kind of part must not span lines: DOTALL is for the first.
+    parts = re.split(r"(^ *```.*?^ *```[^\S\n]*$|^ {4,}[^\n]*$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
 
 
