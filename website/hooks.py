@@ -27,7 +27,8 @@ def on_config(config: Any) -> Any:
 
 def _menu() -> list[dict[str, list[dict[str, str]]]]:
     return [
-        {title: [{name: f"ops/{name}.md"} for name in names]} for title, names in ops.families().values()
+        {ops.title(key): [{name: f"ops/{name}.md"} for name in names]}
+        for key, names in ops.families().items()
     ]
 
 

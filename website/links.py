@@ -33,7 +33,7 @@ def home() -> str:
 
 def on_site(path: str) -> str | None:
     """The place on the site of a file of the repository."""
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and (ROOT / path).suffix in (".md", ".png"):
         return path.removeprefix("docs/")
     return ELSEWHERE.get(path)
 

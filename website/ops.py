@@ -21,18 +21,17 @@ from weft.workloads.published import PUBLISHED
 from .facts import described_on, emulated, family, judged, made_of, owners, public_ops, traffic
 
 
-def families() -> dict[str, tuple[str, list[str]]]:
-    """For each family its title and its public ops, in the order of the menu."""
+def families() -> dict[str, list[str]]:
+    """The public ops of each family, in the order of the menu."""
     found: dict[str, list[str]] = {}
     for name, function in public_ops().items():
         found.setdefault(family(function), []).append(name)
-    return {key: (_title(key), names) for key, names in sorted(found.items())}
+    return dict(sorted(found.items()))
 
 
-def _title(key: str) -> str:
-    """The first words of the family's own docstring."""
-    words = (importlib.import_module(f"weft.ops.{key}").__doc__ or key).split("\n")[0]
-    return re.split(r"[:.]", words)[0]
+def title(key: str) -> str:
+    """Of a family, from the name of its package."""
+    return key.upper() if len(key) <= 3 else key.replace("_", " ").capitalize()
 
 
 def pages() -> dict[str, str]:
@@ -111,12 +110,20 @@ def _choices(text: str) -> str:
 
 
 def arguments(function: Callable[..., Any]) -> str:
+    """Types and defaults. What an argument means stands in the text above."""
     lines = ["| argument | type | default |", "|---|---|---|"]
-    for parameter in inspect.signature(function).parameters.values():
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
         default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        named = " (by name)" if parameter.kind is parameter.KEYWORD_ONLY else ""
         kind = _choices(_type_name(parameter.annotation, function))
-        lines.append(f"| `{parameter.name}`{named} | {kind} | {default} |")
+        lines.append(f"| `{parameter.name}` | {kind} | {default} |")
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if named:
+        since = "All are given by name." if len(named) == len(parameters) else f"From `{named[0]}` on by name alone."
+        lines += ["", since]
+    result = inspect.signature(function).return_annotation
+    if isinstance(result, str):
+        lines += ["", f"Returns {_choices(_type_name(result, function))}."]
     return "\n".join(lines)
 
 
@@ -133,7 +140,6 @@ def page(name: str, function: Callable[..., Any]) -> str:
         f"```pycon\n{example}\n```",
         "This example is a test: what stands below a line is what it printed.",
         "## Arguments",
-        f"```python\n{signature(name, function)}\n```",
         arguments(function),
         "## What is computed, and where it is rounded",
         maths,
@@ -153,26 +159,22 @@ def link(name: str) -> str:
     return f"[`{name}`]({name}.md)"
 
 
-def _forward(name: str) -> list[str]:
-    return [op for op in made_of(name) if not op.endswith("_backward")]
-
-
 def gradient(name: str) -> str:
-    own = [weft.catalogue[op] for op in _forward(name) if name in owners(op)]
-    composed = [op for op in _forward(name) if name not in owners(op)]
+    own = [weft.catalogue[op] for op in described_on(name)]
+    composed = [op for op in made_of(name) if op not in described_on(name) and not op.endswith("_backward")]
     lines = []
     for op in own:
-        if not op.differentiable:
-            lines.append(f"- `{op.name}` has no gradient: differentiating through it is an error.")
-            continue
-        outputs = ", ".join(f"`{op.outputs.names[i]}`" for i in op.differentiable_outputs)
-        backward = f"{op.name}_backward"
-        how = f"by kernels of its own, `{backward}`" if backward in weft.catalogue else "by the ops of this list"
-        lines.append(f"- `{op.name}` is differentiated {how}. Outputs with a gradient: {outputs}.")
+        if op.differentiable:
+            outputs = ", ".join(f"`{op.outputs.names[i]}`" for i in op.differentiable_outputs)
+            backward = f"{op.name}_backward"
+            how = f"by kernels of its own, `{backward}`" if backward in weft.catalogue else "by other ops of Weft"
+            lines.append(f"- `{op.name}` is differentiated {how}. Outputs with a gradient: {outputs}.")
+    if own and not lines:
+        lines.append("- It has no gradient: differentiating through it is an error.")
     if composed:
-        lines.append(f"- It is composed of {', '.join(map(_described, composed))}, whose gradients are on their pages.")
-    if not lines:
-        lines.append("It is plain PyTorch: autograd differentiates it.")
+        lines.append(f"- It also calls {', '.join(map(_described, composed))}, whose gradients are on their pages.")
+    if not made_of(name):
+        lines.append("- It is plain PyTorch: autograd differentiates it.")
     sharded = [op.name for op in own if op.sharding is not None]
     if sharded:
         lines.append(f"- DTensors: {', '.join(f'`{op}`' for op in sharded)} can be [sharded](../sharding.md).")
@@ -200,7 +202,7 @@ def evidence(name: str) -> str:
     if own:
         target, table = emulated()
         lines += [
-            f"| op of the catalogue | workloads | counted bytes / least | emulated on {target}: with Loom's bits | variants |",
+            f"| op of the catalogue | workloads | bytes / least | emulated on {target}: with Loom's bits | variants |",
             "|---|---:|---:|---|---:|",
         ]
         for op in own:
@@ -222,9 +224,9 @@ def evidence(name: str) -> str:
         lines += [f"Rows of [published times](../published.md) by others: {numbers}.", ""]
     lines += [
         f"Every variant is compiled for {', '.join(TARGETS)} and its binary is read. **Nothing was measured on a GPU.**",
-        "Bytes are counted on a CPU with the launches for an H100, and what memory would move is modelled of them",
-        "([how](../traffic.md)). *Variants*: how many times its kernels may be compiled for one dtype and one set of",
-        "options, whatever the sizes.",
+        "*Bytes / least*: accesses are counted on a CPU with the launches for an H100, and what memory would move is modelled",
+        "of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads. *Variants*: how many",
+        "times its kernels may be compiled for one dtype and one set of options, whatever the sizes.",
         "",
         "The checks that every workload goes through ([how each can fail](../proof.md#checks)), on any device:",
         "",
@@ -246,7 +248,7 @@ def workloads(name: str) -> str:
         lines = [
             f'??? note "{op}: {len(rows)} workloads"',
             "",
-            "    | model and place | options | shape | rows | for | MB at least | counted / least | why more |",
+            "    | model and place | options | shape | rows | for | least, MB | moved / least | why more |",
             "    |---|---|---|---:|---|---:|---:|---|",
         ]
         lines += [f"    {_row(workload, published)}" for workload in rows]
@@ -276,11 +278,13 @@ def index() -> str:
         f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What else the package has:",
         "[objects and helpers](objects.md).",
     ]
-    for title, names in families().values():
-        lines += ["", f"## {title}", "", "| op | | gradient |", "|---|---|---|"]
+    for key, names in families().items():
+        about = inspect.getdoc(importlib.import_module(f"weft.ops.{key}")) or ""
+        about = about.split("\n\n")[0]
+        lines += ["", f"## {title(key)}", "", about, "", "| op | | gradient |", "|---|---|---|"]
         for name in names:
-            own = [weft.catalogue[op] for op in _forward(name)]
-            has = "yes" if not own or any(op.differentiable for op in own) else "no"
+            calls = [weft.catalogue[op] for op in made_of(name)]
+            has = "yes" if not calls or any(op.differentiable for op in calls) else "no"
             lines.append(f"| {link(name)} | {first_sentence(public_ops()[name])} | {has} |")
     return "\n".join(lines) + "\n"
 

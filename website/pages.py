@@ -17,7 +17,7 @@ ADDING_PAGE = "writing_an_op.md"
 
 def elsewhere() -> dict[str, str]:
     """Place on the site and text."""
-    found = {"versions.md": supported()}
+    found = {"versions.md": supported(), "assets/weft.css": (ROOT / "website/weft.css").read_text()}
     for source, place in ELSEWHERE.items():
         if place == "index.md":  # docs/ has one of its own
             continue
