@@ -1,5 +1,5 @@
-"""What is known of each op, by asking the package: which ops of the catalogue a public function is made of, and on which
-workloads, in which formats they are judged. The figures come from the tables in docs/, which tests keep true."""
+"""What is known of each op, by asking the package: which ops of the catalogue a public function is made of, and on
+which workloads, in which formats they are judged. The figures come from the tables in docs/, which tests keep true."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def public_ops() -> dict[str, Callable[..., Any]]:
     found = {}
     for name in weft.__all__:
         function = getattr(weft, name)
-        if inspect.isfunction(function) and function.__module__.startswith("weft.ops"):
-            if not inspect.isgeneratorfunction(inspect.unwrap(function)):
-                found[name] = function
+        computes = inspect.isfunction(function) and function.__module__.startswith("weft.ops")
+        if computes and not inspect.isgeneratorfunction(inspect.unwrap(function)):
+            found[name] = function
     return found
 
 

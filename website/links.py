@@ -77,14 +77,15 @@ def name_ops(text: str, page: str, ops: dict[str, str]) -> str:
         lines = part.split("\n")
         # Not in headings, and not inside of a link.
         return "\n".join(
-            line if line.startswith("#") else re.sub(r"(?<!\[)`weft\.(\w+)`(?!\])", changed, line) for line in lines
+            line if line.startswith("#") else re.sub(r"(?<!\[)`weft\.(\w+)`(?!\])", changed, line)
+            for line in lines
         )
 
     return outside_code(text, sentences)
 
 
 def as_site_markdown(text: str) -> str:
-    """What GitHub reads and Python-Markdown would not: tables inside of <details>, and a list right after a sentence."""
+    """What GitHub reads and Python-Markdown would not: a table inside of <details>, a list right after a sentence."""
     text = text.replace("<details>", '<details markdown="1">')
 
     def spaced(part: str) -> str:

@@ -52,7 +52,17 @@ def split(thing: Any) -> tuple[str, str]:
             example += [">>> " + lines[0], *("... " + line for line in lines[1:]), *part.want.splitlines()]
         elif part.strip():
             text.append(part.strip("\n"))
-    return "\n\n".join(text), "\n".join(example)
+    return _deep_lists("\n\n".join(text)), "\n".join(example)
+
+
+def _deep_lists(text: str) -> str:
+    """Python-Markdown wants what belongs to an item of a list indented by four; docstrings have two."""
+    lines, inside = [], False
+    for line in text.split("\n"):
+        if line.strip():
+            inside = line.startswith("- ") or (inside and line.startswith("  "))
+        lines.append("  " + line if inside and line.startswith("  ") else line)
+    return "\n".join(lines)
 
 
 def first_sentence(thing: Any) -> str:
@@ -84,7 +94,11 @@ def _plain(annotation: Any) -> str:
         return "None"
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(f'"{value}"' for value in typing.get_args(annotation))
-    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    text = (
+        annotation.__name__
+        if isinstance(annotation, type) and not typing.get_args(annotation)
+        else str(annotation)
+    )
     return re.sub(r"\b(?:torch|typing|collections\.abc)\.", "", text)
 
 
@@ -119,7 +133,11 @@ def arguments(function: Callable[..., Any]) -> str:
         lines.append(f"| `{parameter.name}` | {kind} | {default} |")
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if named:
-        since = "All are given by name." if len(named) == len(parameters) else f"From `{named[0]}` on by name alone."
+        since = (
+            "All are given by name."
+            if len(named) == len(parameters)
+            else f"From `{named[0]}` on by name alone."
+        )
         lines += ["", since]
     result = inspect.signature(function).return_annotation
     if isinstance(result, str):
@@ -167,17 +185,25 @@ def gradient(name: str) -> str:
         if op.differentiable:
             outputs = ", ".join(f"`{op.outputs.names[i]}`" for i in op.differentiable_outputs)
             backward = f"{op.name}_backward"
-            how = f"by kernels of its own, `{backward}`" if backward in weft.catalogue else "by other ops of Weft"
+            how = (
+                f"by kernels of its own, `{backward}`"
+                if backward in weft.catalogue
+                else "by other ops of Weft"
+            )
             lines.append(f"- `{op.name}` is differentiated {how}. Outputs with a gradient: {outputs}.")
     if own and not lines:
         lines.append("- It has no gradient: differentiating through it is an error.")
     if composed:
-        lines.append(f"- It also calls {', '.join(map(_described, composed))}, whose gradients are on their pages.")
+        lines.append(
+            f"- It also calls {', '.join(map(_described, composed))}, whose gradients are on their pages."
+        )
     if not made_of(name):
         lines.append("- It is plain PyTorch: autograd differentiates it.")
     sharded = [op.name for op in own if op.sharding is not None]
     if sharded:
-        lines.append(f"- DTensors: {', '.join(f'`{op}`' for op in sharded)} can be [sharded](../sharding.md).")
+        lines.append(
+            f"- DTensors: {', '.join(f'`{op}`' for op in sharded)} can be [sharded](../sharding.md)."
+        )
     return "\n".join(lines)
 
 
@@ -190,7 +216,11 @@ def _described(op: str) -> str:
 def formats(name: str) -> str:
     found = {f: None for op in described_on(name) for f in judged(name, op).formats}
     if not found:
-        return "Its workloads have plain tensors alone." if described_on(name) else "Those of the ops it is made of."
+        return (
+            "Its workloads have plain tensors alone."
+            if described_on(name)
+            else "Those of the ops it is made of."
+        )
     listed = ", ".join(f"`{f}`" for f in sorted(found))
     return f"Its workloads, forward and backward, have these [formats](../formats.md): {listed}."
 
@@ -223,10 +253,12 @@ def evidence(name: str) -> str:
         numbers = ", ".join(f"{row.number} ({row.title})" for row in rows)
         lines += [f"Rows of [published times](../published.md) by others: {numbers}.", ""]
     lines += [
-        f"Every variant is compiled for {', '.join(TARGETS)} and its binary is read. **Nothing was measured on a GPU.**",
-        "*Bytes / least*: accesses are counted on a CPU with the launches for an H100, and what memory would move is modelled",
-        "of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads. *Variants*: how many",
-        "times its kernels may be compiled for one dtype and one set of options, whatever the sizes.",
+        f"Every variant is compiled for {', '.join(TARGETS)} and its binary is read.",
+        "**Nothing was measured on a GPU.**",
+        "",
+        "*Bytes / least*: accesses are counted on a CPU with the launches for an H100, and what memory would move is",
+        "modelled of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads.",
+        "*Variants*: how many times its kernels may be compiled for one dtype and one set of options, whatever the sizes.",
         "",
         "The checks that every workload goes through ([how each can fail](../proof.md#checks)), on any device:",
         "",
@@ -262,7 +294,9 @@ def _row(workload: Workload, published: dict[str, int]) -> str:
     shape = " x ".join(str(size) for size in workload.shape)
     figures = f"{moved.least} | {moved.ratio:.3f} | {moved.reason}" if moved else "| | "
     tags = ", ".join(sorted(workload.tags))
-    return f"| {workload.name}{number} | {workload.options} | {shape} | {workload.rows} | {tags} | {figures} |"
+    return (
+        f"| {workload.name}{number} | {workload.options} | {shape} | {workload.rows} | {tags} | {figures} |"
+    )
 
 
 # ---- what is beside the ops ----------------------------------------------------------------------------------
@@ -272,10 +306,10 @@ def index() -> str:
     lines = [
         "# Ops",
         "",
-        "A page for each op: an example, arguments, the formula with its roundings, formats, the gradient, the evidence, and",
-        "the workloads that it is judged on. They are made of docstrings, `weft.catalogue` and `weft.workloads`.",
+        "A page for each op: an example, arguments, the formula with its roundings, formats, the gradient, the evidence,",
+        "and the workloads that it is judged on. They are made of docstrings, `weft.catalogue` and `weft.workloads`.",
         "",
-        f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What else the package has:",
+        f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What the package has besides:",
         "[objects and helpers](objects.md).",
     ]
     for key, names in families().items():

@@ -41,7 +41,7 @@ FORMATS, PROOF, ROWS, TRAFFIC = (
 )
 PAGES = [
     README,
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]  # their Python blocks are scripts; CONTRIBUTING's are parts of files
 DOCUMENTS = [*PAGES, CONTRIBUTING]
 WITNESS = ROOT / "loom/docs/witness.md"
