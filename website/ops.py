@@ -258,7 +258,8 @@ def evidence(name: str) -> str:
         "",
         "*Bytes / least*: accesses are counted on a CPU with the launches for an H100, and what memory would move is",
         "modelled of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads.",
-        "*Variants*: how many times its kernels may be compiled for one dtype and one set of options, whatever the sizes.",
+        "*Variants*: how many times its kernels may be compiled for one dtype and one set of options, whatever the",
+        "sizes.",
         "",
         "The checks that every workload goes through ([how each can fail](../proof.md#checks)), on any device:",
         "",
@@ -306,10 +307,11 @@ def index() -> str:
     lines = [
         "# Ops",
         "",
-        "A page for each op: an example, arguments, the formula with its roundings, formats, the gradient, the evidence,",
-        "and the workloads that it is judged on. They are made of docstrings, `weft.catalogue` and `weft.workloads`.",
+        "A page for each op: an example, arguments, the formula with its roundings, formats, the gradient, the",
+        "evidence, and the workloads that it is judged on. They are made of docstrings, `weft.catalogue` and",
+        "`weft.workloads`.",
         "",
-        f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What the package has besides:",
+        f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What else there is:",
         "[objects and helpers](objects.md).",
     ]
     for key, names in families().items():
