@@ -56,11 +56,18 @@ def split(thing: Any) -> tuple[str, str]:
 
 
 def _deep_lists(text: str) -> str:
-    """Python-Markdown wants what belongs to an item of a list indented by four; docstrings have two."""
-    lines, inside = [], False
+    """Python-Markdown wants what belongs to an item of a list indented by four, where docstrings have two, and an empty
+    line before the next item if this one has several paragraphs."""
+    lines: list[str] = []
+    inside = long = False
     for line in text.split("\n"):
-        if line.strip():
-            inside = line.startswith("- ") or (inside and line.startswith("  "))
+        if line.startswith("- "):
+            if long and lines[-1]:
+                lines.append("")
+            inside, long = True, False
+        elif line.strip():
+            inside = inside and line.startswith("  ")
+            long = long or (inside and not lines[-1])
         lines.append("  " + line if inside and line.startswith("  ") else line)
     return "\n".join(lines)
 
@@ -90,6 +97,8 @@ def _type_name(annotation: Any, function: Callable[..., Any]) -> str:
 
 
 def _plain(annotation: Any) -> str:
+    if isinstance(annotation, typing.ForwardRef):  # of a NamedTuple
+        return annotation.__forward_arg__
     if annotation is type(None):
         return "None"
     if typing.get_origin(annotation) is typing.Literal:
@@ -99,7 +108,7 @@ def _plain(annotation: Any) -> str:
         if isinstance(annotation, type) and not typing.get_args(annotation)
         else str(annotation)
     )
-    return re.sub(r"\b(?:torch|typing|collections\.abc)\.", "", text)
+    return re.sub(r"\b(?:torch|typing|collections\.abc|weft(?:\.\w+)*)\.", "", text)
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
@@ -194,8 +203,9 @@ def gradient(name: str) -> str:
     if own and not lines:
         lines.append("- It has no gradient: differentiating through it is an error.")
     if composed:
+        also = "also " if own else ""
         lines.append(
-            f"- It also calls {', '.join(map(_described, composed))}, whose gradients are on their pages."
+            f"- It {also}calls {', '.join(map(_described, composed))}, whose gradients are on their pages."
         )
     if not made_of(name):
         lines.append("- It is plain PyTorch: autograd differentiates it.")
@@ -215,17 +225,19 @@ def _described(op: str) -> str:
 
 def formats(name: str) -> str:
     found = {f: None for op in described_on(name) for f in judged(name, op).formats}
+    if not made_of(name):
+        return "Plain tensors alone."
+    if not described_on(name):
+        return "Those of the ops that it calls."
     if not found:
-        return (
-            "Its workloads have plain tensors alone."
-            if described_on(name)
-            else "Those of the ops it is made of."
-        )
+        return "Its workloads have plain tensors alone."
     listed = ", ".join(f"`{f}`" for f in sorted(found))
     return f"Its workloads, forward and backward, have these [formats](../formats.md): {listed}."
 
 
 def evidence(name: str) -> str:
+    if not made_of(name):
+        return "It has no kernels: it is plain PyTorch, with tests in `tests/ops/`. **Nothing was measured on a GPU.**"
     own = described_on(name)
     others = [op for op in made_of(name) if op not in own]
     lines = []
@@ -247,23 +259,29 @@ def evidence(name: str) -> str:
             )
         lines.append("")
     if others:
-        lines += [f"It also calls {', '.join(map(_described, others))}; their evidence is there.", ""]
+        also = "also " if own else ""
+        lines += [f"It {also}calls {', '.join(map(_described, others))}; their evidence is there.", ""]
     rows = [row for row in PUBLISHED if row.find().op in own]
     if rows:
         numbers = ", ".join(f"{row.number} ({row.title})" for row in rows)
         lines += [f"Rows of [published times](../published.md) by others: {numbers}.", ""]
     lines += [
-        f"Every variant is compiled for {', '.join(TARGETS)} and its binary is read.",
+        f"Its kernels are compiled for {', '.join(TARGETS)}, and the binaries are read.",
         "**Nothing was measured on a GPU.**",
         "",
-        "*Bytes / least*: accesses are counted on a CPU with the launches for an H100, and what memory would move is",
-        "modelled of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads.",
-        "*Variants*: how many times its kernels may be compiled for one dtype and one set of options, whatever the",
-        "sizes.",
-        "",
+    ]
+    if own:
+        lines += [
+            "*Bytes / least*: accesses are counted on a CPU with the launches for an H100; what memory would move is",
+            "modelled of them ([how](../traffic.md)); a ratio above 1.02 has its reason in the table of workloads.",
+            "*Variants*: how many times its kernels may be compiled for one dtype and one set of options, whatever the",
+            "sizes.",
+            "",
+        ]
+    lines += [
         "The checks that every workload goes through ([how each can fail](../proof.md#checks)), on any device:",
         "",
-        f"```bash\nweft verify {' '.join(f'--op {op}' for op in own or made_of(name)) or '--quick'}\n```",
+        f"```bash\nweft verify {' '.join(f'--op {op}' for op in own or made_of(name))}\n```",
         "",
         *(f"- `{check}`: {first_sentence(function)}." for check, function in CHECKS.items()),
     ]
@@ -273,7 +291,7 @@ def evidence(name: str) -> str:
 def workloads(name: str) -> str:
     own = described_on(name)
     if not own:
-        return "Those of the ops that it is made of."
+        return "Those of the ops that it calls." if made_of(name) else "None: it has no kernels."
     published = {row.workload: row.number for row in PUBLISHED}
     parts = []
     for op in own:
