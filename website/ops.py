@@ -159,7 +159,8 @@ def arguments(function: Callable[..., Any]) -> str:
 
 def page(name: str, function: Callable[..., Any]) -> str:
     text, example = split(function)
-    maths = inspect.getdoc(sys.modules[inspect.unwrap(function).__module__]) or ""
+    # As it is written: `inspect.getdoc` would take the indentation of formulas for that of the text.
+    maths = (sys.modules[inspect.unwrap(function).__module__].__doc__ or "").strip()
     parts = [
         f"# {name}",
         text,
