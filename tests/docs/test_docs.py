@@ -28,6 +28,7 @@ from triton_loom.testing import Forks
 
 import weft.cli
 from tests.support import IMPORTED
+from website.versions import supported
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
@@ -40,7 +41,7 @@ FORMATS, PROOF, ROWS, TRAFFIC = (
 )
 PAGES = [
     README,
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]  # their Python blocks are scripts; CONTRIBUTING's are parts of files
 DOCUMENTS = [*PAGES, CONTRIBUTING]
 WITNESS = ROOT / "loom/docs/witness.md"
@@ -235,7 +236,7 @@ def check_pip(arguments: list[str]) -> None:
             requirements = [*PROJECTS["."]["project"]["dependencies"], "numpy"]  # which PyTorch misses
             assert any(re.match(rf"{name}\b", requirement) for requirement in requirements), word
             if version:
-                assert f"{name.upper()}={version}\n" in (ROOT / ".ci" / "run").read_text()
+                assert version == supported()[name].tested["main"]
 
 
 def check_pytest(arguments: list[str]) -> None:
@@ -272,8 +273,11 @@ def test_slow_commands_name_what_exists(document: Path) -> None:
         elif program == "pre-commit":
             assert program in developer_tools()
             assert (ROOT / ".pre-commit-config.yaml").exists()
-        elif program == ".ci/run":
+        elif program in (".ci/run", ".ci/release"):  # tests/runtime/test_project.py
             assert os.access(ROOT / program, os.X_OK)
+        elif program == "mkdocs":
+            assert arguments[0] in ("serve", "build")
+            assert any(requirement.startswith("mkdocs>") for requirement in extras(".")["docs"])
         elif program == "python3":
             assert arguments == ["-m", "venv", ".venv"]
         else:

@@ -1,5 +1,4 @@
 import importlib
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -86,27 +85,3 @@ def test_a_numpy_that_does_not_work_is_reported() -> None:
     """
     program = WITHOUT_NUMPY.replace("        return None", broken.rstrip() + "\n        return None")
     assert "Failed to initialize NumPy: No module named 'numpy._core'" in printed(program + "import weft")[1]
-
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_one_floor_of_torch() -> None:
-    """What both packages ask of PyTorch and what the documents say is what `.ci/run floor` installs."""
-    floors = {
-        re.search(r'^dependencies = .*"torch>=([\d.]+)"', (ROOT / path).read_text(), re.MULTILINE)[1]  # type: ignore[index]
-        for path in ("pyproject.toml", "loom/pyproject.toml")
-    }
-    (floor,) = floors
-    assert f"PyTorch {floor} or later" in (ROOT / "README.md").read_text()
-    assert f"PyTorch {floor}.0 and Triton" in (ROOT / "CONTRIBUTING.md").read_text()
-    command = (ROOT / ".ci/run").read_text()
-    (function,) = re.findall(r"^floor_of\(\) \{.*?^\}", command, re.MULTILINE | re.DOTALL)
-    done = subprocess.run(
-        ["bash", "-c", f"{function}; floor_of torch; floor_of triton"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == [f"{floor}.0", "3.7.0"]

@@ -1,4 +1,12 @@
-"""The rotation of one tensor of heads."""
+"""The rotation of one tensor of heads.
+
+    (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
+    y = round(.)                               to the dtype of x, in the layout of the output
+
+Pairs, styles and angles are those of `qkv`. All of it in fp32 with one rounding. Backward turns the gradient by -sin:
+
+    (da, db) = (da cos + db sin, db cos - da sin)
+"""
 
 from __future__ import annotations
 

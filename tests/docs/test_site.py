@@ -1,0 +1,178 @@
+"""The pages of the site that are generated. That it builds, without a dead link, is a step of `.ci/run`."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import weft
+from website import facts, links, ops, pages
+from website.versions import supported, table
+from weft.proof.checks import CHECKS
+from weft.workloads import distinct
+
+ROOT = Path(__file__).parents[2]
+PAGES = ops.pages()
+SECTIONS = (
+    "Example",
+    "Arguments",
+    "What is computed, and where it is rounded",
+    "Gradient",
+    "Formats",
+    "Evidence",
+    "Workloads",
+)
+
+
+def test_every_function_that_computes_has_a_page() -> None:
+    """README's table of ops, which another test compares with the package, has no op without one."""
+    readme = (ROOT / "README.md").read_text()
+    rows = readme[readme.index("| op | in one call") :].split("\n\n")[0].splitlines()[2:]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert len(listed) > 25
+    assert listed | {"glu_backward"} == set(facts.public_ops())
+    assert {f"ops/{name}.md" for name in facts.public_ops()} <= PAGES.keys()
+
+
+@pytest.mark.parametrize("name", facts.public_ops())
+def test_page_has_every_part(name: str) -> None:
+    text = PAGES[f"ops/{name}.md"]
+    assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == SECTIONS
+    parts = dict(zip(SECTIONS, re.split(r"^## .*$", text, flags=re.MULTILINE)[1:], strict=True))
+    assert all(part.strip() for part in parts.values())
+    # The example is the one that doctest runs.
+    function = facts.public_ops()[name]
+    for example in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
+        assert example.source.splitlines()[0] in parts["Example"]
+    # Every argument has its line, with its default.
+    for parameter in inspect.signature(function).parameters.values():
+        (line,) = re.findall(rf"^\| `{parameter.name}` \|.*$", parts["Arguments"], re.MULTILINE)
+        assert line.count("|") == 4, line
+        if parameter.default is not parameter.empty:
+            assert line.endswith(f"| `{parameter.default!r}` |")
+    assert re.search(r"^    \S", parts[SECTIONS[2]], re.MULTILINE), "no formula"
+    assert facts.made_of(name) or "no kernels" in parts["Evidence"]
+    assert not facts.made_of(name) or all(f"`{check}`" in parts["Evidence"] for check in CHECKS)
+    assert "Nothing was measured on a GPU" in parts["Evidence"]
+
+
+def test_every_op_of_the_catalogue_is_described() -> None:
+    for op in weft.catalogue:
+        places = facts.owners(op)
+        assert places, f"{op} is on no page"
+        for name in places:
+            assert op in facts.made_of(name), f"{name} does not call {op}"
+            assert f"| `{op}` |" in PAGES[f"ops/{name}.md"]
+
+
+def test_every_workload_is_on_a_page() -> None:
+    for workload in distinct():
+        row = f"{workload.options} | {' x '.join(map(str, workload.shape))} | {workload.rows} |"
+        homes = [PAGES[f"ops/{name}.md"] for name in facts.owners(workload.op)]
+        assert any(row in page and workload.name in page for page in homes), workload
+
+
+def test_made_of_is_what_is_called() -> None:
+    """Found by following names; these are known."""
+    assert facts.made_of("rms_norm") == ("norm_backward", "norm")
+    assert set(facts.made_of("linear_cross_entropy")) == {
+        "linear_logprobs",
+        "linear_logprobs_backward",
+        "linear_statistics",
+    }
+    assert {"row_map", "permute", "grouped_matmul", "glu", "unpermute"} <= set(facts.made_of("experts"))
+    assert facts.made_of("merge_attention") == ()
+    assert facts.owners("norm") == ("layer_norm", "rms_norm")
+    assert facts.owners("linear_statistics") == ("linear_cross_entropy", "linear_logprobs")
+    assert {facts.called_by(w) for w in facts.judged("layer_norm", "norm").workloads} == {"layer_norm"}
+
+
+def test_figures_come_from_the_documents() -> None:
+    target, emulated = facts.emulated()
+    assert target == "sm_80"
+    assert set(emulated) <= set(weft.catalogue)
+    assert len(emulated) > 30
+    assert len(facts.traffic()) > 400
+    moved = facts.traffic()["norm:linghe/hidden:1x128-both:8192"]
+    assert (moved.least, moved.ratio) == ("68.162", 1.493)
+    page = PAGES["ops/rms_norm.md"]
+    assert "| 68.162 | 1.493 | the statistics of a row come before the first code" in page
+    assert f"{emulated['norm'].same} of {emulated['norm'].options} sets of options" in page
+
+
+def test_objects_have_all_that_is_exported() -> None:
+    for name in weft.__all__:
+        thing = getattr(weft, name)
+        if callable(thing) and name not in facts.public_ops():
+            assert f"\n## {name}\n" in PAGES["ops/objects.md"]
+
+
+# ---- documents from elsewhere ------------------------------------------------------------------------------
+
+
+def test_contributing_is_two_pages() -> None:
+    made = pages.elsewhere()
+    adding = made[pages.ADDING_PAGE]
+    assert adding.startswith("# Writing an op\n")
+    assert adding.count("softplus_gate") > 10
+    assert "softplus_gate" not in made["contributing.md"]
+    assert table() in made["contributing.md"]
+    assert table() in made["versions.md"]
+    assert all(row.package in made["versions.md"] for row in supported().values())
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "page", "wanted"),
+    [
+        ("[a](proof.md#checks)", "docs/guide.md", "guide.md", "[a](proof.md#checks)"),
+        ("[a](../loom/README.md)", "docs/guide.md", "guide.md", "[a](loom/index.md)"),
+        ("[a](docs/found.md#b)", "loom/README.md", "loom/index.md", "[a](found.md#b)"),
+        (
+            "[a](../../CONTRIBUTING.md)",
+            "docs/start/kernels.md",
+            "start/kernels.md",
+            "[a](../contributing.md)",
+        ),
+        ("[a](../.ci/versions)", "docs/integrations.md", "integrations.md", "a"),
+        ("[a](https://a.b/c.md)", "docs/guide.md", "guide.md", "[a](https://a.b/c.md)"),
+        ("[a](nowhere.md)", "docs/guide.md", "guide.md", "[a](nowhere.md)"),
+        (
+            "```text\n[a](../loom/README.md)\n```",
+            "docs/guide.md",
+            "guide.md",
+            "```text\n[a](../loom/README.md)\n```",
+        ),
+    ],
+)
+def test_links(text: str, source: str, page: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "home", lambda: "")
+    assert links.rewrite(text, source, page) == wanted
+
+
+def test_sources_are_linked_once_there_is_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "home", lambda: "https://a.b/c")
+    made = links.rewrite("[v](../.ci/versions)", "docs/integrations.md", "integrations.md")
+    assert made == "[v](https://a.b/c/blob/main/.ci/versions)"
+
+
+def test_ops_are_linked_by_name() -> None:
+    names = {name: f"ops/{name}.md" for name in facts.public_ops()}
+    text = "# `weft.glu`\n`weft.glu` and `weft.nowhere`, [`weft.glu`](x.md)\n\n    `weft.glu`\n"
+    made = links.name_ops(text, "start/training.md", names)
+    assert made == text.replace("\n`weft.glu` and", "\n[`weft.glu`](../ops/glu.md) and")
+    assert links.name_ops("`weft.glu`", "ops/glu.md", names) == "`weft.glu`"
+
+
+def test_menu_has_every_page() -> None:
+    """But for those of ops, which the hook adds. mkdocs compares the other way round."""
+    text = re.sub(r"!!python\S*", "", (ROOT / "mkdocs.yml").read_text())
+    nav = yaml.safe_load(text)["nav"]
+    listed = set(re.findall(r"[\w/]+\.md", str(nav)))
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    made = {place for place in pages.elsewhere() if place.endswith(".md")}
+    assert listed == written | made | {"ops/index.md"}
