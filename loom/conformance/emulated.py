@@ -42,7 +42,7 @@ WRONG: dict[str, dict[str, str]] = {
     "liger": {r"(neighborhood_attention|fused_moe)-float32": TF32},
     "fla-core": {
         r"chunk_simple_gla|parallel_attn": TF32,
-        r"chunk_gated_delta_rule": "products of fp32 are those of TF32 on a GPU, as above; this one has no result within "
+        r"chunk_gated_delta_rule": "products of fp32 are those of TF32 on a GPU, as above; it has no result within "
         "the limit with TRITON_F32_DEFAULT=ieee, so that it is not shown",
     },
     "flag_gems": {r"\[gather\]": "reads beyond a view, see above"},
