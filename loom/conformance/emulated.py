@@ -40,7 +40,11 @@ TF32 = (
 # Tests whose results are wrong here for a known reason, by project and pattern.
 WRONG: dict[str, dict[str, str]] = {
     "liger": {r"(neighborhood_attention|fused_moe)-float32": TF32},
-    "fla-core": {r"chunk_|parallel_attn": TF32},
+    "fla-core": {
+        r"chunk_simple_gla|parallel_attn": TF32,
+        r"chunk_gated_delta_rule": "products of fp32 are those of TF32 on a GPU, as above; it has no result within "
+        "the limit with TRITON_F32_DEFAULT=ieee, so that it is not shown",
+    },
     "flag_gems": {r"\[gather\]": "reads beyond a view, see above"},
     "linghe": {r"test_embedding.py": "follows addresses, see above"},
 }
@@ -66,6 +70,9 @@ tests or the drivers in `conformance/cases`. All figures are *emulated*. Written
 - **findings**: kernels in which a hazard was found. Each was looked into; below is what it is.
 - **mended**: kernels in which something was found that ptxas puts right, at a cost of time ([hopper.md](hopper.md)).
 - **not run**: the others, with the reason below.
+
+Suites that have not been run are not counted. In this table are the drivers in `conformance/cases`, Loom's tests of
+Liger, and the tests of gn-kernels and torchao.
 """
 
 
