@@ -190,7 +190,7 @@ def descriptor() -> int:
 
 
 def test_what_nobody_has_written() -> None:
-    """Is NaN in every format. Triton's pipelines load sums that were never made, where a loop has no turns, and drop
+    """Is NaN in every format. Where a loop has no turns, Triton's pipelines load sums that were never made and drop
     them: a load is no finding. A product that adds to them is (test_tcgen05.py)."""
     for _ in range(2):
         got, outcome = Kernel().run(unwritten(), NOTHING, **(NO_BARRIER | {"store": ""}))

@@ -566,9 +566,11 @@ def key_gradient_kernel(
     hidden = sequence.first + N > sequence.k
     begin = begin // M * M
     blocks = tl.maximum(tl.cdiv(end - begin, M), 0)
+    # Triton's pipelines divide for the first steps even if there are none.
+    per_head = tl.maximum(blocks, 1)
     for step in range(blocks * heads.group):
-        head = key_head * heads.group + step // blocks
-        start = tl.multiple_of(begin + step % blocks * M, M)
+        head = key_head * heads.group + step // per_head
+        start = tl.multiple_of(begin + step % per_head * M, M)
         q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
         dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
         q = load_heads(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
