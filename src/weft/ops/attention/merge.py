@@ -1,6 +1,8 @@
 """Joining attention over parts of the keys: rings, cascades, prefixes that sequences share.
 
-lse = log(sum_i exp(lse_i))      y = round(sum_i exp(lse_i - lse) * y_i)      in fp32, part after part
+    lse = log(sum_i exp(lse_i))      y = round(sum_i exp(lse_i - lse) * y_i)
+
+In fp32, part after part, with one rounding of y.
 """
 
 from __future__ import annotations
