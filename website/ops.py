@@ -198,7 +198,7 @@ def gradient(name: str) -> str:
             how = (
                 f"by kernels of its own, `{backward}`"
                 if backward in weft.catalogue
-                else "by other ops of Weft"
+                else "without kernels of its own"
             )
             lines.append(f"- `{op.name}` is differentiated {how}. Outputs with a gradient: {outputs}.")
     if own and not lines:

@@ -67,7 +67,7 @@ def blocks(document: Path, language: str) -> list[Block]:
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         assert match[1], f"a block of {document.name} without a language:\n{match[2]}"
         line = text[: match.start()].count("\n") + 2
-        found.append(Block(match[1], match[2], f"{document.name}:{line}"))
+        found.append(Block(match[1], match[2], f"{document.relative_to(ROOT)}:{line}"))
     return [block for block in found if block.language == language]
 
 
@@ -254,7 +254,7 @@ def check_pytest(arguments: list[str]) -> None:
             assert (ROOT / word).exists(), word
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_slow_commands_name_what_exists(document: Path) -> None:
     for command, place in lines(document):
         program, *arguments = shlex.split(command)
@@ -293,7 +293,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, CHANGELOG], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, CHANGELOG], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)]+)\)", text):
