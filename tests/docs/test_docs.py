@@ -184,6 +184,7 @@ BY_NIGHT = (
     "weft traffic",
     "weft published",
     "weft verify",
+    "weft bench",
     "weft audit",
     "weft aot",
     "python examples/sharded_vocabulary.py",

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """That of all commands."""
-    from . import aot, audit, doctor, published, traffic, verify
+    from . import aot, audit, bench, doctor, published, traffic, verify
 
     made = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_command(commands)
     verify.add_command(commands)
+    bench.add_command(commands)
     audit.add_command(commands)
     aot.add_command(commands)
     traffic.add_command(commands)
