@@ -96,6 +96,21 @@ def test_every_kernel(op: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "workload", [w for w in by_options() if w.op in ("matmul", "grouped_matmul", "grouped_wgrad")], ids=str
+)
+def test_products_in_tensor_memory(workload: Workload) -> None:
+    """Of so many rows that sm_100 multiplies them by tcgen05, which few rows are not."""
+    call = workload.make(rows=130)
+    with choosing_for("sm_100"):
+        wanted = parts(results(call))
+    with triton_loom.emulate("sm_100", ignore=KNOWN) as gpu:
+        found = parts(results(call))
+    for name in wanted:
+        torch.testing.assert_close(found[name].float(), wanted[name].float(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("workload", list(by_options()), ids=str)
 def test_every_set_of_options(workload: Workload, target: str) -> None:

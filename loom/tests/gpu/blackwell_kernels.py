@@ -85,6 +85,22 @@ def two_products(
     tl.store(out_ptr + rows[:, None] * BN + columns[None, :], total)
 
 
+@triton.jit
+def two_fresh_products(
+    a, b, c, out_ptr, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MEETS: tl.constexpr
+):
+    """(A B^T) (A C^T), element by element: each turn makes two products from zero, and adds them up in registers."""
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    total, gate = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        x = a.load([0, k])
+        total += tl.dot(x, b.load([0, k]).T) * 0.5
+        if MEETS:
+            tl.debug_barrier()
+        gate += tl.dot(x, c.load([0, k]).T) * 0.5
+    tl.store(out_ptr + rows[:, None] * BN + columns[None, :], total * gate)
+
+
 # ---- numbers with scales ------------------------------------------------------------------------------------------
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -182,5 +198,19 @@ def twice(k: int = 256, **options: Any) -> Case:
             return two_products[(1,)](a, b, c, d, out, k, BM=128, BN=64, BK=64, **options)
 
         return out, a.double() @ b.double() + c.double() @ d.double(), launch
+
+    return Case(make, 2**-9)
+
+
+def twice_from_zero(meets: bool, k: int = 256, **options: Any) -> Case:
+    def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
+        a, b, c = numbers(128, k), numbers(64, k), numbers(64, k + 1)[:, :k].contiguous()
+        out = torch.zeros(128, 64)
+        described = [TensorDescriptor.from_tensor(x, [len(x), 64]) for x in (a, b, c)]
+
+        def launch() -> Any:
+            return two_fresh_products[(1,)](*described, out, k, BM=128, BN=64, BK=64, MEETS=meets, **options)
+
+        return out, (a.double() @ b.double().T) * (a.double() @ c.double().T) / 4, launch
 
     return Case(make, 2**-9)

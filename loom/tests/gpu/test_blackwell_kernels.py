@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 import triton_loom
-from gpu.blackwell_kernels import scaled_by_tiles, scaled_products, twice
+from gpu.blackwell_kernels import scaled_by_tiles, scaled_products, twice, twice_from_zero
 from gpu.hopper_kernels import MATMULS, Case, attend, matmul, products
 
 F8, F8B, BF16, F16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32
@@ -155,6 +155,23 @@ def test_two_products_with_two_stages() -> None:
     assert (result - expected).abs().max() < 1e-3
     kinds = {finding.kind for finding in gpu.findings}
     assert kinds == {"proxy fence missing after cp.async", "tensor memory race"}
+
+
+def test_two_products_from_zero() -> None:
+    """Triton 3.7.1 begins the first product of the next turn when the thread that begins it has loaded the sums of the
+    last one: other warps may not have. With a barrier in the loop it is right."""
+    check(twice_from_zero(meets=True), "tcgen05.mma")
+    for delivery in DELIVERIES:
+        result, expected, launch = twice_from_zero(meets=False).make()
+        with triton_loom.emulate("sm_100", raises=False, delivery=delivery) as gpu:
+            launch()
+        assert {finding.kind for finding in gpu.findings} == {"tensor memory race"}
+        assert all(
+            "tcgen05.mma" in f.by.instruction and "tcgen05.ld" in f.other.instruction
+            for f in gpu.findings
+            if f.other is not None
+        )
+        assert (result - expected).abs().max() > 1
 
 
 def test_counters() -> None:

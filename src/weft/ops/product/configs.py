@@ -27,6 +27,7 @@ class ProductTile:
     in_squares: bool = True  # no tile of columns has rows of b of two blocks of 128
     start_align: int = 1  # every step begins at a multiple of it
     scale_slots: bool = False  # blocks of scales along K begin with groups; `common.groups` says where
+    meets: bool = False  # warps meet between two products from zero: Triton forgets to, on sm_100
 
     def fitting(self, n: int, k: int, gated: bool) -> ProductTile:
         """The tile for these sizes."""
@@ -166,7 +167,9 @@ def product_config(
                 n = 64
                 if name in ("sm_80", "sm_89", "sm_120"):
                     m, warps = 32, 4
-    return ProductConfig(ProductTile(m, n, k), warps, stages)
+    # Triton 3.7 begins the next product in tensor memory while other warps still load the sums of the last one.
+    meets = gated and name in ("sm_100", "sm_103") and m >= 64
+    return ProductConfig(ProductTile(m, n, k, meets=meets), warps, stages)
 
 
 def spans_of(n: int, k: int, config: ProductConfig, target: Capabilities) -> int:

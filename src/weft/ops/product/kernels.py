@@ -356,6 +356,8 @@ def _sums(a, b, place, depth, n, begin, end, PRODUCT: tl.constexpr, TILE: tl.con
         b_scale = _scales(b, cols, step, PRODUCT.b, PRODUCT, TILE)
         total = _step(total, left, right, a_scale, b_scale, PRODUCT, TILE)
         if GATED:
+            if TILE.meets and (PRODUCT.body == "blocks" or PRODUCT.precision == "bf16x3"):
+                tl.debug_barrier()
             right = _operand(b, b_source, ups, step, PRODUCT.b, PRODUCT, TILE)
             b_scale = _scales(b, ups, step, PRODUCT.b, PRODUCT, TILE)
             total_up = _step(total_up, left, right, a_scale, b_scale, PRODUCT, TILE)
