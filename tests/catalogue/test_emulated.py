@@ -104,7 +104,7 @@ def test_products_in_tensor_memory(workload: Workload) -> None:
     call = workload.make(rows=130)
     with choosing_for("sm_100"):
         wanted = parts(results(call))
-    with triton_loom.emulate("sm_100", ignore=KNOWN) as gpu:
+    with triton_loom.emulate("sm_100", ignore=KNOWN):
         found = parts(results(call))
     for name in wanted:
         torch.testing.assert_close(found[name].float(), wanted[name].float(), rtol=2**-7, atol=2**-7)
