@@ -104,7 +104,7 @@ def test_products_in_tensor_memory(workload: Workload) -> None:
     call = workload.make(rows=130)
     with choosing_for("sm_100"):
         wanted = parts(results(call))
-    with triton_loom.emulate("sm_100", ignore=KNOWN):
+    with triton_loom.emulate("sm_100", ignore=KNOWN) as gpu:
         found = parts(results(call))
     assert gpu.launches, "no launch was emulated"
     for name in wanted:
