@@ -81,12 +81,12 @@ def emulated(workload: Workload, target: str) -> dict[str, float]:
 
 
 def by_family() -> Iterator[Any]:
-    """Parameters: all ops. The first of each family runs by day, the others are slow tests."""
-    seen = set()
+    """Parameters: all ops. The last of each family, a forward one with few kernels, runs by day; the others are slow
+    tests."""
+    families = {op: weft.catalogue[op].launch.__module__.split(".")[2] for op in weft.catalogue}
+    last = {family: op for op, family in families.items()}.values()
     for op in weft.catalogue:
-        family = weft.catalogue[op].launch.__module__.split(".")[2]
-        yield pytest.param(op, marks=[pytest.mark.slow] if family in seen else [])
-        seen.add(family)
+        yield pytest.param(op, marks=[] if op in last else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("op", list(by_family()))

@@ -13,7 +13,7 @@ import triton_loom
 from triton_loom.testing import words
 
 import weft
-from tests.catalogue.checks import BY_NIGHT, CHECKS, enough_rows, witnessed
+from tests.catalogue.checks import BY_NIGHT, CHECKS, OF_OPS, enough_rows, witnessed
 from weft.proof.calls import differentiable, parts, results, run, small
 from weft.proof.checks import NotApplicable, accuracy_by_reference
 from weft.runtime import recording
@@ -21,12 +21,12 @@ from weft.workloads import WORKLOADS, Workload, distinct, for_op
 
 
 def telling(check: str = "") -> Iterator[Any]:
-    """Parameters: a workload, and a check if one is named. Of the workloads with the same options one always runs,
-    unless the check is for the night; the others are slow tests. It is one with rows of odd length if there is such,
-    since these have tails, and one with long rows only if there is no other."""
+    """Parameters: a workload, and a check if one is named. Of the workloads with the same options (for some checks: of
+    the same op) one always runs, unless the check is for the night; the others are slow tests. It is one with rows of
+    odd length if there is such, since these have tails, and one with long rows only if there is no other."""
     seen = set()
     for workload in sorted(distinct(), key=lambda w: ("long" in w.name, w.cols % 16 == 0)):
-        alike = workload.op, workload.options
+        alike = workload.op, "" if check in OF_OPS else workload.options
         name = f"{check}-{workload}" if check else str(workload)
         marks = [pytest.mark.slow] if alike in seen or check in BY_NIGHT else []
         seen.add(alike)

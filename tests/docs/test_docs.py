@@ -120,6 +120,8 @@ def forks() -> Iterator[Forks]:
 
 SCRIPTS = [block for document in (*PAGES, WITNESS) for block in blocks(document, "python")]
 DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
+# Pages whose blocks run with every change: what a newcomer pastes. Those of the others are for the night.
+BY_DAY = ("README.md", "docs/guide.md", "docs/first_contact.md")
 
 
 def needs(text: str) -> list[pytest.MarkDecorator]:
@@ -131,7 +133,16 @@ def needs(text: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, marks=needs(block.text)) for block in SCRIPTS if block not in DISTRIBUTED],
+    [
+        pytest.param(
+            block,
+            marks=needs(block.text)
+            if block.place.startswith(BY_DAY)
+            else [*needs(block.text), pytest.mark.slow],
+        )
+        for block in SCRIPTS
+        if block not in DISTRIBUTED
+    ],
     ids=str,
 )
 def test_python_block_runs_by_itself(block: Block, tmp_path: Path, forks: Forks) -> None:
