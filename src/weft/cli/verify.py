@@ -234,7 +234,7 @@ def _said(error: BaseException) -> str:
 def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
     """A row for each op, a column for each check that had something to look at, and the failures below."""
     checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
-    table = plain_table(f"Weft on {subject}")
+    table = plain_table()
     table.add_column("op", no_wrap=True)
     table.padding = (0, 1, 0, 0)
     for check in checks:
@@ -244,7 +244,7 @@ def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
         table.add_row(op, *map(_cell, cells))
     failures = [verdict for verdict in verdicts if verdict.outcome == "failed"]
     passed = sum(verdict.outcome == "passed" for verdict in verdicts)
-    parts: list[Any] = [table, Text()]
+    parts: list[Any] = [Text(f"Weft on {subject}", "bold"), table, Text()]
     for failure in failures:
         parts += [
             Text(f"{failure.workload}: {failure.check.replace('_', ' ')}, seed {failure.seed}", "bold red"),
