@@ -97,7 +97,7 @@ REDUNDANT: dict[str, dict[str, str]] = {
         **{f"barrier.sync {n}": NEVER_EXECUTED for n in (5, 6)},
         **{f"bar.sync {n}": NEXT_TILE_HAS_MORE for n in (12, 14, 19, 21)},
         **{f"bar.sync {n}": NOTHING_BEFORE for n in (15, 22)},
-        **{f"bar.sync {n}": RELEASE_IS_COVERED for n in (16, 17, 24)},
+        **{f"bar.sync {n}": RELEASE_IS_COVERED for n in (17, 24)},
     },
     "attention": {
         "mbarrier.inval 1": "nobody uses this mbarrier again; a tile is copied over it",
