@@ -159,4 +159,12 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 # By night: what takes long, whatever the workload, and what says nothing of a CPU.
 BY_NIGHT = ("witnessed", "same_bits_as_the_cpu", "streams", "second_device")
 # What is the same code for all options of an op: one workload of each, and by night the others.
-OF_OPS = ("twice_backward", "no_grad", "functional", "backend_of_a_graph", "no_host_sync", "replay")
+OF_OPS = (
+    "twice_backward",
+    "no_grad",
+    "functional",
+    "backend_of_a_graph",
+    "no_host_sync",
+    "replay",
+    "reference_agrees",
+)

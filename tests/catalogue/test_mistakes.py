@@ -303,7 +303,9 @@ NO_TENSORS: dict[str, Any] = {
 def test_every_function_of_tensors_is_here() -> None:
     functions = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     of_tensors = {name for name in functions if "Tensor" in str(inspect.signature(getattr(weft, name)))}
-    assert of_tensors - {"capture"} == CALLS.keys() | set(OF_LISTS)  # which tests/runtime/test_graphs.py is about
+    assert of_tensors - {"capture"} == CALLS.keys() | set(
+        OF_LISTS
+    )  # which tests/runtime/test_graphs.py is about
 
 
 @pytest.mark.parametrize("name", CALLS)
