@@ -121,7 +121,7 @@ def forks() -> Iterator[Forks]:
 SCRIPTS = [block for document in (*PAGES, WITNESS) for block in blocks(document, "python")]
 DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
 # Pages whose blocks run with every change: what a newcomer pastes. Those of the others are for the night.
-BY_DAY = ("README.md", "docs/guide.md", "docs/first_contact.md")
+BY_DAY = ("README.md", "docs/first_contact.md")
 
 
 def needs(text: str) -> list[pytest.MarkDecorator]:
