@@ -7,6 +7,7 @@ import pytest
 from tests.support.examples import example
 
 
+@pytest.mark.slow
 def test_the_layer_is_that_of_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     example("decoder_layer").main()
     assert capsys.readouterr().out.count("compiled: equal") == 3
