@@ -160,6 +160,7 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 BY_NIGHT = ("witnessed", "same_bits_as_the_cpu", "streams", "second_device")
 # What is the same code for all options of an op: one workload of each, and by night the others.
 OF_OPS = (
+    "determinism",
     "twice_backward",
     "no_grad",
     "functional",
