@@ -383,6 +383,7 @@ print("dot_bf16" in square[(1,)](torch.ones(32, 32).bfloat16(), S=32).asm["c"])
 """
 
 
+@pytest.mark.slow
 def test_on_disk_kernels_are_kept_apart(tmp_path: Path) -> None:
     log, program, wrapper = tmp_path / "log", tmp_path / "launch.py", tmp_path / "g++"
     program.write_text(ONE_LAUNCH)

@@ -155,6 +155,7 @@ def test_the_innermost_sanitizer_judges() -> None:
 # ---- where verdicts are shown --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_summary_of_pytest(script: Callable[..., str]) -> None:  # noqa: F811
     text = (
         KERNEL.replace("wrong line", "line of a test of verdicts")
