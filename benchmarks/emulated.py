@@ -17,22 +17,11 @@ import triton_loom
 from torch import Tensor
 
 import weft
+from weft.proof.selection import KNOWN, by_options
 from weft.quant import Copy
 from weft.runtime.launch import choosing_for
-from weft.workloads import Workload, distinct, for_op
 
 ROWS = 5
-# Triton's own: what cp.async brings is fenced for matrix units before it has arrived (loom/docs/hopper.md).
-KNOWN = ("proxy fence missing after cp.async",)
-
-
-def sets_of_options(op: str) -> Iterator[Workload]:
-    """A workload for each: one with rows of odd length if there is such, and short ones."""
-    seen = set()
-    for workload in sorted(distinct(for_op(op)), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
-        if workload.options not in seen:
-            seen.add(workload.options)
-            yield workload
 
 
 def tensors(result: object) -> Iterator[Tensor]:
@@ -67,7 +56,7 @@ def main(target: str, ops: list[str]) -> None:
     begin = time.perf_counter()
     for op in ops or list(weft.catalogue):
         shares, why, executed, left, start = [], set(), 0, 0, time.perf_counter()
-        for workload in sets_of_options(op):
+        for workload in by_options(op):
             call = workload.make(rows=ROWS)
             try:
                 with choosing_for(target):

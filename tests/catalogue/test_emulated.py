@@ -17,44 +17,17 @@ import triton_loom
 from triton_loom.testing import words
 
 import weft
-from weft.proof.calls import few_rows, parts, results, small
+from weft.proof.calls import parts, results, small
 from weft.proof.checks import accuracy
-from weft.runtime import recording
+from weft.proof.selection import KNOWN, by_kernels, by_options
 from weft.runtime.launch import choosing_for
-from weft.workloads import Workload, distinct, for_op
+from weft.workloads import Workload
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
-
-# Triton's own: what cp.async brings is fenced for matrix units before it has arrived (loom/docs/hopper.md).
-KNOWN = ("proxy fence missing after cp.async",)
 
 # The truth of these is made from their own results for fp32 inputs. A GPU has other tiles for these, whose sums may
 # differ in the last bit; so results are compared with Loom's, codes to one place.
 OWN_NUMBERS = ("qkv_prepare_cached",)
-
-
-def by_options() -> Iterator[Workload]:
-    """A workload for each op and set of options: with rows of odd length if there are such, and short ones."""
-    seen = set()
-    for workload in sorted(distinct(), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
-        if (workload.op, workload.options) not in seen:
-            seen.add((workload.op, workload.options))
-            yield workload
-
-
-def by_kernels(op: str, target: str) -> Iterator[Workload]:
-    """Workloads of an op that together launch each of its kernels on a target, those with short rows first."""
-    seen: set[str] = set()
-    for workload in sorted(distinct(for_op(op)), key=lambda w: w.cols):
-        try:
-            with recording(target) as variants:
-                workload.make("meta", rows=few_rows(workload))()
-        except ValueError:  # a format that the target does not multiply
-            continue
-        launched = {v.kernel for v in variants}
-        if launched - seen:
-            seen |= launched
-            yield workload
 
 
 def emulated(workload: Workload, target: str) -> dict[str, float]:
@@ -97,7 +70,7 @@ def test_every_kernel(op: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "workload", [w for w in by_options() if w.op in ("matmul", "grouped_matmul", "grouped_wgrad")], ids=str
+    "workload", [w for op in ("matmul", "grouped_matmul", "grouped_wgrad") for w in by_options(op)], ids=str
 )
 def test_products_in_tensor_memory(workload: Workload) -> None:
     """Of so many rows that sm_100 multiplies them by tcgen05, which few rows are not."""
@@ -113,6 +86,6 @@ def test_products_in_tensor_memory(workload: Workload) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("workload", list(by_options()), ids=str)
+@pytest.mark.parametrize("workload", [w for op in weft.catalogue for w in by_options(op)], ids=str)
 def test_every_set_of_options(workload: Workload, target: str) -> None:
     emulated(workload, target)

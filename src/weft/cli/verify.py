@@ -8,7 +8,7 @@ import json
 import shlex
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console, Group
 from rich.text import Text
 
-from ..runtime import capabilities_of, catalogue, loom, recording
+from ..runtime import capabilities_of, catalogue, loom
 from ..runtime.launch import choosing_for
 from ..workloads import WORKLOADS, Workload, distinct, for_op
 from . import doctor
@@ -129,40 +129,17 @@ def _subject(args: argparse.Namespace) -> str:
 
 def chosen(args: argparse.Namespace) -> list[Workload]:
     """The workloads to verify: one for each kernel (`--quick`), for each set of options, or (`--full`) all."""
+    from ..proof.selection import by_kernels, by_options
+
     ops = args.op or list(catalogue)
     if args.workload:
         return [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
     if args.full:
         return [w for op in ops for w in distinct(for_op(op))]
-    pick = _by_kernels if args.quick else _by_options
     target = args.emulate or capabilities_of(torch.device(args.device)).target
-    return [w for op in ops for w in pick(op, target)]
-
-
-def _by_options(op: str, target: str) -> Iterator[Workload]:
-    """A workload for each set of options: with rows of odd length if there are such, and short ones."""
-    seen = set()
-    for workload in sorted(distinct(for_op(op)), key=lambda w: ("long" in w.name, w.cols % 16 == 0, w.cols)):
-        if workload.options not in seen and workload.runs_on(target):
-            seen.add(workload.options)
-            yield workload
-
-
-def _by_kernels(op: str, target: str) -> Iterator[Workload]:
-    """Workloads that together launch each kernel of an op on a target, those with short rows first."""
-    from ..proof.calls import few_rows
-
-    seen: set[str] = set()
-    for workload in sorted(distinct(for_op(op)), key=lambda w: w.cols):
-        try:
-            with recording(target) as variants:
-                workload.make("meta", rows=few_rows(workload))()
-        except ValueError:  # a format that the target does not multiply
-            continue
-        launched = {variant.kernel for variant in variants}
-        if launched - seen or not seen:
-            seen |= launched | {""}
-            yield workload
+    if args.quick:
+        return [w for op in ops for w in by_kernels(op, target)]
+    return [w for op in ops for w in by_options(op) if w.runs_on(target)]
 
 
 def _verify(args: argparse.Namespace) -> list[Verdict]:
@@ -218,7 +195,9 @@ def _device(emulated: str | None) -> AbstractContextManager[Any]:
         return nullcontext()
     import triton_loom
 
-    return triton_loom.emulate(emulated, ignore=("proxy fence missing after cp.async",))
+    from ..proof.selection import KNOWN
+
+    return triton_loom.emulate(emulated, ignore=KNOWN)
 
 
 def _said(error: BaseException) -> str:
