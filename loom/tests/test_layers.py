@@ -35,6 +35,7 @@ STOREYS: list[tuple[str, ...]] = [
     ("gpu",),
     ("__init__",),  # what users import
     ("compiler", "testing", "pytest_plugin", "report"),
+    ("prove",),
     ("__main__",),
 ]
 HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names}

@@ -20,6 +20,7 @@ from .ttir import (
     Function,
     Module,
     Op,
+    Opaque,
     Pointer,
     Region,
     Scalar,
@@ -419,6 +420,26 @@ class _Reader(Scanner):
         self.signature(op)
         return op
 
+    def make_tensor_descriptor(self, name: str) -> Op:
+        """`%base, [%shape, ..], [%strides, ..] {..} : <f32>, <tensor<16x16xf32>>`, the types without their names."""
+        op = Op(name, [])
+        while not self.take(":"):
+            if self.peek("%"):
+                op.operands.append(self.value())
+            elif self.take("{"):
+                op.attrs.update(self.attributes("}"))
+            elif not any(self.take(mark) for mark in ",[]"):
+                op.attrs[self.word()] = self.attribute() if self.take("=") else True
+        texts = []
+        for _ in range(2):
+            if self.take("!"):
+                self.word()
+            self.need("<")
+            texts.append(self.balanced("<"))
+            self.take(",")
+        op.results = [Value("", Opaque(f"!tt.tensordesc<{texts[1]}>"))]
+        return op
+
 
 _SPECIAL = {
     "arith.constant": _Reader.constant,
@@ -429,6 +450,7 @@ _SPECIAL = {
     "cf.cond_br": _Reader.branch,
     "tt.call": _Reader.call,
     "tt.dot_scaled": _Reader.dot_scaled,
+    "tt.make_tensor_descriptor": _Reader.make_tensor_descriptor,
 }
 
 
@@ -442,6 +464,9 @@ def _terminated(region: Region) -> Region:
 
 _WITHOUT_RESULT = {
     "tt.store",
+    "tt.descriptor_store",
+    "tt.descriptor_scatter",
+    "tt.descriptor_reduce",
     "tt.return",
     "tt.assert",
     "tt.print",

@@ -1,0 +1,83 @@
+"""Prove that a kernel stays inside of its tensors, for all sizes at once; or find the sizes for which it does not.
+
+n = symbol("n", 1, 2**31 - 1)
+contract = Contract.of(
+    grid=(cdiv(n, 1024),),
+    arguments={"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n), "n": n},
+    constants={"BLOCK": 1024},
+)
+print(prove(kernel, contract))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .answers import Answer, Example, Report
+from .contract import Buffer, Contract, ContractError, Symbol, cdiv, symbol
+from .solver import THOROUGH
+
+__all__ = [
+    "Answer",
+    "Buffer",
+    "Contract",
+    "ContractError",
+    "Example",
+    "Report",
+    "Symbol",
+    "cdiv",
+    "prove",
+    "symbol",
+]
+
+
+def prove(
+    kernel: Any,
+    contract: Contract | None = None,
+    *,
+    grid: Sequence[Any] | None = None,
+    args: Mapping[str, Any] | None = None,
+    effort: int = THOROUGH,
+    replay: bool = True,
+    **more: Any,
+) -> Report:
+    """Answers about a kernel (`@triton.jit`, or its TTIR as text) under a contract.
+
+    Instead of a contract there may be a `grid` and `args`, which has constants among the arguments, and `more` that
+    `Contract.of` takes:
+
+        n = symbol("n")
+        x = Buffer("f32", n)
+        prove(kernel, grid=(cdiv(n, 64),), args={"x_ptr": x, "y_ptr": x, "n": n, "BLOCK": 64}, outputs=("y_ptr",))
+
+    `effort` limits what the solver does for one question, in z3's own units: more of it may turn an unknown into an
+    answer, and the same of it gives the same answers on any machine. With `replay`,
+    counterexamples are launched under the sanitizer.
+    """
+    from .compiling import variants
+    from .coverage import covered
+    from .proving import Prover
+
+    if contract is None:
+        if grid is None or args is None:
+            raise ContractError("prove needs a contract, or a grid and args")
+        constant = {p.name for p in getattr(kernel, "params", ()) if p.is_constexpr}
+        constants = {name: value for name, value in args.items() if name in constant}
+        arguments = {name: value for name, value in args.items() if name not in constant}
+        contract = Contract.of(grid=grid, arguments=arguments, constants=constants, **more)
+    cases = [(kernel, contract)] if isinstance(kernel, str) else list(variants(kernel, contract))
+    reports, answers = [], []
+    for ttir, case in cases:
+        prover = Prover(ttir, case, effort)
+        report = prover.report()
+        reports.append(report)
+        for answer in (*report.answers, *(covered(prover, output) for output in case.outputs)):
+            if replay and answer.example is not None:
+                from .replay import replayed
+
+                answer = replayed(ttir, case, answer)
+            answers.append(answer)
+    seconds = sum(report.seconds for report in reports)
+    return replace(reports[0], answers=tuple(answers), seconds=seconds)

@@ -1,0 +1,36 @@
+"""`python -m triton_loom prove script.py`: a script runs unchanged; then its kernels are proven for other sizes than
+those it launched them with, or the smallest sizes are told for which they break."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from .. import active
+from ..report import redirected
+from . import prove
+from .recording import described, generalised, recorded
+
+
+def run(script: str, arguments: Sequence[str], device: str | None = None) -> int:
+    """Runs a script, prints what is proven of its kernels, and returns an exit code: 0 if everything is."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    with active(), recorded() as launches, redirected() if device == "cpu" else nullcontext():
+        runpy.run_path(script, run_name="__main__")
+    sys.stdout.flush()
+    if not launches:
+        print("no Triton kernel was launched")
+        return 1
+    proven = True
+    for launch in launches:
+        contract = generalised(launch)
+        report = prove(launch.kernel, contract)
+        proven = proven and report.verdict == "proven"
+        print(f"\n{launch.kernel.__name__}, as if launched with\n{described(contract)}\n{report}")
+        if smallest := report.smallest:
+            print(f"  it breaks from {', '.join(f'{name} = {value}' for name, value in smallest.items())} on")
+    return 0 if proven else 1

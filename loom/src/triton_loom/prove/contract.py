@@ -1,0 +1,189 @@
+"""What a launch of a kernel promises: the sizes it is for, its grid and what each argument is.
+
+    n = symbol("n", 1, 2**31 - 1)
+    contract = Contract(
+        sizes=(n,),
+        grid=(cdiv(n, 1024), 1, 1),
+        arguments={"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n), "n": n},
+        constants={"BLOCK": 1024},
+    )
+
+Integers are z3's, which are the integers of mathematics; `a / b` of two of them is a floor for b > 0. Whether a
+kernel's 32 and 64 bits hold them is what is to be proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+from .solver import z3
+
+Int = Any  # an integer of z3's (`z3.ArithRef`), or Python's
+Bool = Any  # a boolean of z3's (`z3.BoolRef`), or Python's
+Argument = Any  # Buffer | Int | float | None
+
+
+class ContractError(ValueError):
+    """A contract that does not say what has to be known, or says it of the wrong thing."""
+
+
+class Symbol(z3.ArithRef):
+    """A size that is not known, between two numbers (both included). It is an integer of z3's."""
+
+    def __init__(self, name: str, low: int, high: int) -> None:
+        constant = z3.Int(name)
+        super().__init__(constant.as_ast(), constant.ctx)
+        self.name, self.low, self.high = name, low, high
+
+    def __deepcopy__(self, memo: Any = None) -> Symbol:
+        return self
+
+    @property
+    def range(self) -> Bool:
+        """That it is between the two."""
+        return z3.And(self.low <= self, self <= self.high)
+
+
+def symbol(name: str, low: int = 1, high: int = 2**31 - 1) -> Symbol:
+    """A size of a contract, by default any that is positive and fits 32 bits."""
+    if low > high:
+        raise ContractError(f"{name} is to be at least {low} and at most {high}, which no number is")
+    return Symbol(name, low, high)
+
+
+def cdiv(a: Int, b: Int) -> Int:
+    """The least integer that is not below a / b, for b > 0."""
+    return -(-a // b) if isinstance(a, int) and isinstance(b, int) else (a + b - 1) / b
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that a pointer argument leads to: element 0 is where it points."""
+
+    element: str  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...
+    extent: Int  # elements from the first up to and with the last, those in gaps of a view counted
+    dims: tuple[tuple[Int, Int], ...] | None = (
+        None  # (size, stride) where there are gaps; None: there are none
+    )
+    align: int = 16  # bytes that the address of element 0 is a multiple of
+    values: Callable[..., Bool] | None = None  # what is assumed of a loaded integer, or of it and its place
+    distinct: bool = False  # its elements differ from each other, as those of a permutation do
+    ascending: bool = False  # no element is less than the one before it, as with offsets of groups
+    storage: str | None = (
+        None  # arguments that name the same storage are one memory, element 0 at the same place
+    )
+
+    @classmethod
+    def strided(cls, element: str, sizes: Sequence[Int], strides: Sequence[Int], **more: Any) -> Buffer:
+        """A view with these sizes and strides, of which only its elements are in bounds."""
+        if len(sizes) != len(strides):
+            raise ContractError(f"{len(sizes)} sizes and {len(strides)} strides do not describe a tensor")
+        last: Int = 1
+        empty = []
+        for size, stride in zip(sizes, strides, strict=True):
+            last = last + (size - 1) * stride
+            if not isinstance(size, int) or size == 0:
+                empty.append(size == 0)
+        extent = z3.If(z3.Or(*empty), 0, last) if empty else last
+        return cls(element, extent, tuple(zip(sizes, strides, strict=True)), **more)
+
+    def assumed(self, value: Int, place: Int) -> Bool | None:
+        """What is assumed of the integer at a place; None if that is nothing."""
+        if self.values is None:
+            return None
+        return self.values(value, place) if self.by_place else self.values(value)
+
+    @property
+    def by_place(self) -> bool:
+        """Whether what is assumed of an integer depends on where it is."""
+        if self.values is None:
+            return False
+        return sum(p.default is p.empty for p in signature(self.values).parameters.values()) > 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return (
+            1
+            if self.element == "i1" or self.element.startswith("f8")
+            else int(self.element.lstrip("bfiu")) // 8
+        )
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A launch, or all launches of one kind: what is given to the kernel for which sizes."""
+
+    arguments: Mapping[str, Argument]  # of the compiled kernel, by name; floats may be left out
+    grid: tuple[Int, Int, Int]
+    sizes: tuple[Symbol, ...] = ()
+    assumptions: tuple[Bool, ...] = ()
+    constants: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of `tl.constexpr` parameters, to compile a kernel
+    outputs: tuple[str, ...] = ()  # arguments of which every element has to be written, and once
+
+    def __post_init__(self) -> None:
+        if len(self.grid) != 3:
+            raise ContractError(
+                f"a grid has three axes, not {len(self.grid)}: put 1 for those that are not used"
+            )
+        for name in self.outputs:
+            if not isinstance(self.arguments.get(name), Buffer):
+                raise ContractError(f"the output {name} is not a buffer among the arguments")
+        known = {size.name for size in self.sizes}
+        for name in sorted(free_names(self.expressions()) - known):
+            raise ContractError(
+                f"{name} is used and has no range: put symbol({name!r}, low, high) among the sizes"
+            )
+
+    @classmethod
+    def of(cls, *, grid: Sequence[Int], arguments: Mapping[str, Argument], **more: Any) -> Contract:
+        """The same with less to write: axes of the grid may be left out, and so may sizes that stand alone as an
+        argument, as the extent or size of a buffer, or as an axis of the grid."""
+        sizes = {size.name: size for size in more.pop("sizes", ())}
+        alone: list[Any] = [*grid, *arguments.values()]
+        for argument in arguments.values():
+            if isinstance(argument, Buffer):
+                alone += [argument.extent, *(part for dim in argument.dims or () for part in dim)]
+        sizes |= {part.name: part for part in alone if isinstance(part, Symbol)}
+        return cls(arguments, (*grid, 1, 1)[:3], tuple(sizes.values()), **more)
+
+    def expressions(self) -> Iterable[Any]:
+        """All that is said in terms of the sizes."""
+        yield from (*self.grid, *self.assumptions)
+        for argument in self.arguments.values():
+            if isinstance(argument, Buffer):
+                yield argument.extent
+                yield from (part for dim in argument.dims or () for part in dim)
+            else:
+                yield argument
+
+    @property
+    def facts(self) -> list[Bool]:
+        """What holds of the sizes."""
+        return [*(size.range for size in self.sizes), *self.assumptions]
+
+
+def free_names(expressions: Iterable[Any]) -> set[str]:
+    """The names of the constants that expressions of z3's are made of."""
+    return {str(constant) for constant in constants_of(expressions).values()}
+
+
+def constants_of(expressions: Iterable[Any]) -> dict[int, Any]:
+    """The constants without a value in expressions of z3's, by their ids."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = [expression for expression in expressions if z3.is_expr(expression)]
+    while todo:
+        expression = todo.pop()
+        if expression.get_id() in seen:
+            continue
+        seen.add(expression.get_id())
+        if z3.is_const(expression) and expression.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+            found[expression.get_id()] = expression
+        todo += expression.children()
+    return found

@@ -1,0 +1,541 @@
+"""The integers, booleans and pointers of a kernel as expressions of program, lane and iteration.
+
+A value is evaluated at an index: one lane of a tile. Floats are not evaluated. What is not understood becomes a
+constant of which nothing is known but its type: proofs about it hold whatever it is.
+
+Arithmetic is that of mathematics. Where a machine's would differ, there is an obligation that it does not
+(`obligations`), so each evaluation also tells which values it was made from (`Dependency`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..ir.ttir import I1, Block, Function, Op, Opaque, Pointer, Scalar, Value, element_of, shape_of
+from .arithmetic import ARITHMETIC
+from .contract import Bool, Buffer, Contract, ContractError, Int, constants_of
+from .reductions import reduced, scanned
+from .scope import Loaded, Scope, conjunction, integer
+from .solver import z3
+from .values import (
+    Dependencies,
+    Dependency,
+    Index,
+    Loop,
+    Place,
+    blocks_inside,
+    chosen,
+    in_type,
+    linear,
+    mask_of,
+    moved,
+    relations,
+    storage_of,
+)
+
+
+class Evaluator:
+    """Evaluates the values of one kernel under a contract."""
+
+    def __init__(self, function: Function, contract: Contract) -> None:
+        self.function, self.contract, self.scope = function, contract, Scope()
+        self.programs = [z3.Int(f"program.{axis}") for axis in "xyz"]
+        self.grid = [self.scope.without_division(integer(size)) for size in contract.grid]
+        self.lanes: dict[str, tuple[Any, int]] = {}
+        self.stored: set[str | None] = set()  # storages that the kernel writes; None: it may be any
+        self.memo: dict[tuple[Any, ...], tuple[Any, Dependencies]] = {}
+        self._doing: set[tuple[Any, ...]] = set()
+        self._depth = 0  # of evaluations apart
+        self._seen: list[Dependencies] = [{}]
+        self._kept: list[Any] = []
+        self.arguments = {arg: self._argument(arg) for arg in function.args}
+        self.extents = {
+            name: self.scope.without_division(integer(a.extent))
+            for name, a in contract.arguments.items()
+            if isinstance(a, Buffer)
+        }
+
+    def _argument(self, arg: Value) -> Any:
+        given = self.contract.arguments.get(arg.name)
+        if isinstance(arg.type, Opaque):
+            return None
+        kind = element_of(arg.type)
+        if isinstance(kind, Pointer):
+            if isinstance(given, Buffer):
+                return (Place(z3.BoolVal(True), arg.name, z3.IntVal(0)),)
+            return (Place(z3.BoolVal(True), None, z3.IntVal(0), f"{arg.name} has no buffer in the contract"),)
+        if kind.is_float:
+            return None
+        if given is None or isinstance(given, Buffer | float):
+            raise ContractError(f"the integer argument {arg.name} has no value in the contract")
+        if kind == I1:
+            return given if z3.is_bool(given) else integer(int(given)) != 0
+        return self.scope.without_division(integer(given))
+
+    # -- facts --
+
+    @property
+    def facts(self) -> list[Bool]:
+        """What holds in every program: of the sizes, of the arguments, of programs and lanes."""
+        facts = [self.scope.without_division(fact) for fact in self.contract.facts]
+        for arg, value in self.arguments.items():
+            if z3.is_expr(value) and z3.is_int(value):
+                facts.append(in_type(value, element_of(arg.type).bits))
+        for name, extent in self.extents.items():
+            # no tensor is larger than the part of the address space that programs have
+            facts += [extent >= 0, extent < 2**47 // self.contract.arguments[name].itemsize]
+        for program, size in zip(self.programs, self.grid, strict=True):
+            facts += [program >= 0, program < size, size < 2**31]
+        return facts + [z3.And(lane >= 0, lane < size) for lane, size in self.lanes.values()]
+
+    def lane_index(self, shape: Sequence[int]) -> Index:
+        """Any lane of a tile."""
+        return tuple(self.lane(f"lane.{dim}.{size}", size) for dim, size in enumerate(shape))
+
+    def lane(self, name: str, size: int) -> Any:
+        if size == 1:
+            return z3.IntVal(0)
+        if name not in self.lanes:
+            self.lanes[name] = z3.Int(name), size
+        return self.lanes[name][0]
+
+    # -- evaluation --
+
+    def ev(self, value: Value, index: Index = ()) -> Any:
+        """The value of one lane: an integer or boolean of z3's, a tuple of places, or None for a float."""
+        return self._remembered(
+            (value, tuple(i.get_id() for i in index)), lambda: self._value(value, index), index
+        )
+
+    def dependencies(self, value: Value, index: Index = ()) -> Dependencies:
+        """What `ev` of the same was made from."""
+        self.ev(value, index)
+        return self.memo[value, tuple(i.get_id() for i in index)][1]
+
+    def _remembered(self, key: tuple[Any, ...], make: Any, *keep: Any) -> Any:
+        if key not in self.memo:
+            self._kept += keep
+            self._seen.append({})
+            try:
+                result = make()
+            finally:
+                seen = self._seen.pop()
+            self.memo[key] = result, seen
+        result, seen = self.memo[key]
+        self._seen[-1].update(seen)
+        return result
+
+    def _depends(self, value: Value, index: Index) -> None:
+        dependency = Dependency(value, index, False)
+        self._seen[-1][dependency.key] = dependency
+
+    @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """All that is evaluated inside matters in every lane."""
+        self._seen.append({})
+        try:
+            yield
+        finally:
+            for dependency in self._seen.pop().values():
+                strict = Dependency(dependency.value, dependency.index, True)
+                self._seen[-1][strict.key] = strict
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """What is evaluated inside depends on nothing."""
+        self._seen.append({})
+        try:
+            yield
+        finally:
+            self._seen.pop()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is evaluated inside is forgotten: something is not what it is elsewhere."""
+        memo, self.memo = self.memo, dict(self.memo)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self.memo = memo
+            self._depth -= 1
+
+    def opaque(self, value: Value, why: str, home: Block | None = None) -> Any:
+        """Anything that the type of a value can hold."""
+        element = element_of(value.type)
+        if isinstance(element, Pointer):
+            return (Place(z3.BoolVal(True), None, z3.IntVal(0), why),)
+        if element.is_float:
+            return None
+        home = home or (value.producer.block if value.producer else value.owner)
+        sort = z3.BoolSort() if element == I1 else z3.IntSort()
+        constant = self.scope.fresh(value.name, sort=sort, home=home)
+        self.scope.opaque[constant.get_id()] = why
+        if element != I1:
+            self.scope.facts.append(in_type(constant, element.bits))
+        return constant
+
+    def _value(self, value: Value, index: Index) -> Any:
+        if value in self.arguments:
+            return self.arguments[value]
+        if isinstance(value.type, Opaque):
+            return None
+        op = value.producer
+        if op is None:
+            return self._block_argument(value, index)
+        element = element_of(value.type)
+        if isinstance(element, Scalar) and element.is_float:
+            return None
+        self._depends(value, index)
+        handler = getattr(self, f"_{op.name.replace('.', '_')}", None)
+        if handler is not None:
+            return handler(op, value, index)
+        if op.name in ARITHMETIC and isinstance(element, Scalar):
+            operands = [self.ev(o, index) for o in op.operands]
+            if all(operand is not None and not isinstance(operand, tuple) for operand in operands):
+                result = ARITHMETIC[op.name](self.scope, op, operands)
+                if result is not None:
+                    return result
+        return self.opaque(value, op.name)
+
+    # -- operations on indices and constants --
+
+    def _arith_constant(self, op: Op, value: Value, index: Index) -> Any:
+        number, element = op.attrs.get("value"), element_of(value.type)
+        one = z3.BoolVal if element == I1 else z3.IntVal
+
+        def literal(given: Any) -> Any:
+            return one(bool(given) if element == I1 else int(given))
+
+        if isinstance(number, list) and len(set(number)) == 1:
+            number = number[0]
+        if isinstance(number, bool | int):
+            return literal(number)
+        if isinstance(number, list) and len(number) <= 32 and all(isinstance(n, bool | int) for n in number):
+            at = linear(shape_of(value.type), index)
+            result = literal(number[-1])
+            for position, n in reversed(list(enumerate(number[:-1]))):
+                result = z3.If(at == position, literal(n), result)
+            return result
+        return self.opaque(value, "a constant tile")
+
+    def _tt_get_program_id(self, op: Op, value: Value, index: Index) -> Any:
+        return self.programs["xyz".index(op.attrs["flags"][0])]
+
+    def _tt_get_num_programs(self, op: Op, value: Value, index: Index) -> Any:
+        return self.grid["xyz".index(op.attrs["flags"][0])]
+
+    def _tt_make_range(self, op: Op, value: Value, index: Index) -> Any:
+        return index[0] + int(op.attrs["start"]) if int(op.attrs["start"]) else index[0]
+
+    def _tt_splat(self, op: Op, value: Value, index: Index) -> Any:
+        return self.ev(op.operands[0])
+
+    def _tt_unsplat(self, op: Op, value: Value, index: Index) -> Any:
+        return self.ev(op.operands[0], tuple(z3.IntVal(0) for _ in shape_of(op.operands[0].type)))
+
+    def _tt_expand_dims(self, op: Op, value: Value, index: Index) -> Any:
+        axis = int(op.attrs["axis"])
+        return self.ev(op.operands[0], index[:axis] + index[axis + 1 :])
+
+    def _tt_broadcast(self, op: Op, value: Value, index: Index) -> Any:
+        shape = shape_of(op.operands[0].type)
+        inner = tuple(z3.IntVal(0) if size == 1 else i for size, i in zip(shape, index, strict=True))
+        return self.ev(op.operands[0], inner)
+
+    def _tt_trans(self, op: Op, value: Value, index: Index) -> Any:
+        inner: list[Any] = [None] * len(index)
+        for dim, source in enumerate(op.attrs["order"]):
+            inner[int(source)] = index[dim]
+        return self.ev(op.operands[0], tuple(inner))
+
+    def _tt_reshape(self, op: Op, value: Value, index: Index) -> Any:
+        if "allow_reorder" in op.attrs or "allow_reorder" in op.attrs.get("flags", ()):
+            return self.opaque(value, "tt.reshape in any order")
+        source = shape_of(op.operands[0].type)
+        rest, inner = linear(shape_of(value.type), index), []
+        for size in reversed(source):
+            inner.append(z3.simplify(rest % size))
+            rest = rest / size
+        return self.ev(op.operands[0], tuple(reversed(inner)))
+
+    def _tt_join(self, op: Op, value: Value, index: Index) -> Any:
+        first, second = (self.ev(o, index[:-1]) for o in op.operands)
+        return chosen(index[-1] == 0, first, second)
+
+    def _tt_split(self, op: Op, value: Value, index: Index) -> Any:
+        return self.ev(op.operands[0], (*index, z3.IntVal(op.results.index(value))))
+
+    def _arith_select(self, op: Op, value: Value, index: Index) -> Any:
+        condition = self.ev(op.operands[0], index if shape_of(op.operands[0].type) else ())
+        first, second = (self.ev(o, index) for o in op.operands[1:])
+        return chosen(condition, first, second)
+
+    # -- pointers and memory --
+
+    def _tt_addptr(self, op: Op, value: Value, index: Index) -> Any:
+        places, offset = self.ev(op.operands[0], index), self.ev(op.operands[1], index)
+        return tuple(Place(p.when, p.argument, p.offset + offset, p.why) for p in places)
+
+    def _tt_bitcast(self, op: Op, value: Value, index: Index) -> Any:
+        before, after = element_of(op.operands[0].type), element_of(value.type)
+        if isinstance(before, Pointer) and isinstance(after, Pointer):
+            sizes = {max(8, element_of(p.pointee).bits) for p in (before, after)}
+            places = self.ev(op.operands[0], index)
+            if len(sizes) == 1:
+                return places
+            return tuple(
+                Place(p.when, None, p.offset, "a pointer to elements of another size") for p in places
+            )
+        whole = isinstance(before, Scalar) and not before.is_float and before.bits == after.bits
+        if before == after or whole:
+            return self.ev(op.operands[0], index)
+        return self.opaque(value, "the bits of a float")
+
+    _arith_bitcast = _tt_bitcast
+
+    def masked(self, op: Op, index: Index) -> Bool | None:
+        """The mask of an access; None if it has none."""
+        mask = mask_of(op)
+        return None if mask is None else self.ev(mask, index if shape_of(mask.type) else ())
+
+    def _tt_load(self, op: Op, value: Value, index: Index) -> Any:
+        element = element_of(value.type)
+        if isinstance(element, Pointer):
+            return self.opaque(value, "an address found in memory")
+        with self.unnoticed():  # whether mask and address are right is asked where the load is looked at
+            mask = self.masked(op, index)
+            happens = conjunction([*self.path(op.block), *([] if mask is None else [mask])])
+            found = self._found(op, value, self.ev(op.operands[0], index), happens)
+        if mask is None:
+            return found
+        others = [o for o in op.operands[1:] if o is not mask_of(op)]
+        if others:
+            other = self.ev(others[0], index if shape_of(others[0].type) else ())
+        else:
+            other = self.opaque(value, "a lane that is off, of a load without `other`", op.block)
+        return z3.If(mask, found, other)
+
+    def _found(self, op: Op, value: Value, places: Sequence[Place], happens: Bool) -> Any:
+        """What is in memory."""
+        if any(place.argument is None for place in places):
+            return self.opaque(value, "a value found by an address that is not known")
+        element = element_of(value.type)
+        constant = self.scope.fresh(value.name, sort=z3.BoolSort() if element == I1 else None, home=op.block)
+        if element != I1:
+            self.scope.facts.append(in_type(constant, element.bits))
+        for place in places:
+            assert place.argument is not None
+            inside = z3.And(place.offset >= 0, place.offset < self.extents[place.argument])
+            here = conjunction([happens, place.when, inside])
+            buffer: Buffer = self.contract.arguments[place.argument]
+            assumed = None if element == I1 else buffer.assumed(constant, place.offset)
+            if assumed is not None:
+                self.scope.facts.append(z3.Implies(here, self.scope.without_division(assumed)))
+            loaded = Loaded(constant, place.argument, place.offset, here)
+            if element != I1:
+                self._related(loaded, buffer)
+            self.scope.loaded[constant.get_id()] = loaded
+        return constant
+
+    def _related(self, loaded: Loaded, buffer: Buffer) -> None:
+        """What is assumed of two elements of one buffer that nobody writes meanwhile."""
+        written = not self.stored.isdisjoint({None, storage_of(self.contract, loaded.argument)})
+        if written or not (buffer.distinct or buffer.ascending):
+            return
+        for other in self.scope.loaded.values():
+            if other.argument == loaded.argument and not z3.is_bool(other.constant):
+                self.scope.facts += relations(buffer, loaded, other)
+
+    def _reduce(self, op: Op, value: Value, index: Index) -> Any:
+        found = reduced(self, op, value, index) if op.name == "tt.reduce" else scanned(self, op, value, index)
+        return self.opaque(value, op.name) if found is None else found
+
+    _tt_reduce = _tt_scan = _reduce
+
+    # -- control flow --
+
+    def path(self, block: Block | None) -> list[Bool]:
+        """What has to hold for a block to run, in the current program and iterations."""
+        if block is None or block.region is None:
+            return []
+        return list(self._remembered(("path", block), lambda: self._path(block)))
+
+    def _path(self, block: Block) -> list[Bool]:
+        assert block.region is not None
+        conditions = []
+        with self.strictly():
+            if block is not block.region.blocks[0]:
+                conditions.append(self._reaches(block))
+            op = block.region.parent
+            if op is None:
+                return conditions
+            if op.name == "scf.for":
+                conditions += self.loop(op).inside
+            elif op.name == "scf.if":
+                condition = self.ev(op.operands[0])
+                conditions.append(condition if op.regions[0] is block.region else z3.Not(condition))
+            elif op.name == "scf.while" and op.regions[1] is block.region:
+                conditions.append(self.ev(op.regions[0].block.ops[-1].operands[0]))
+            return [*self.path(op.block), *conditions]
+
+    def _reaches(self, block: Block) -> Bool:
+        """Some branch to a block is taken. Branches form no circle; see `obligations`."""
+        return self._remembered(("reaches", block), lambda: self._ways(block))
+
+    def _ways(self, block: Block) -> Bool:
+        ways = []
+        assert block.region is not None
+        for other in block.region.blocks:
+            end = other.ops[-1] if other.ops else None
+            for number, (target, _) in enumerate(end.successors if end else ()):
+                if target is block and end is not None:
+                    ways.append(self._branch(other, end, number))
+        return z3.Or(*ways)
+
+    def _branch(self, block: Block, end: Op, number: int) -> Bool:
+        conditions: list[Bool] = []
+        assert block.region is not None
+        if block is not block.region.blocks[0]:
+            conditions.append(self._reaches(block))
+        if end.name == "cf.cond_br":
+            with self.strictly():
+                condition = self.ev(end.operands[0])
+            conditions.append(condition if number == 0 else z3.Not(condition))
+        return conjunction(conditions)
+
+    def loop(self, op: Op) -> Loop:
+        """A counted loop. Its step is positive, which is an obligation."""
+        found: Loop = self._remembered(("loop", op), lambda: self._loop(op))
+        return found
+
+    def _loop(self, op: Op) -> Loop:
+        home = op.regions[0].block
+        with self.strictly():
+            lower, upper, step = (self.ev(o) for o in op.operands[:3])
+        count = self.scope.fresh("iteration", home=home)
+        if z3.is_int_value(z3.simplify(step)):
+            counter = lower + count * step
+        else:  # a product has a name of its own, of which most queries need no more than its range
+            counter = self.scope.fresh("counter", home=home)
+            self.scope.facts.append(counter == lower + count * step)
+        return Loop(op, count, counter, lower, upper, step)
+
+    def _block_argument(self, value: Value, index: Index) -> Any:
+        block = value.owner
+        op = block.region.parent if block is not None and block.region is not None else None
+        assert block is not None
+        if op is not None and op.name == "scf.for":
+            if block.args[0] is value:
+                return self.loop(op).counter
+            return self._carried(op, block.args.index(value) - 1, index)
+        if op is not None and op.name == "scf.while" and op.regions[1].block is block:
+            return self.ev(op.regions[0].block.ops[-1].operands[1 + block.args.index(value)], index)
+        if op is None and block.region is not None and block is not block.region.blocks[0]:
+            return self._merged(block, block.args.index(value), index)
+        return self.opaque(value, f"a value carried by {op.name if op else 'a branch'}")
+
+    def _merged(self, block: Block, slot: int, index: Index) -> Any:
+        """An argument of a block that branches lead to."""
+        result: Any = None
+        ways = [
+            (self._branch(other, other.ops[-1], number), passed[slot])
+            for other in (block.region.blocks if block.region else ())
+            for number, (target, passed) in enumerate(other.ops[-1].successors if other.ops else ())
+            if target is block
+        ]
+        for condition, passed in ways:
+            value = self.ev(passed, index)
+            result = value if result is None else chosen(condition, value, result)
+        return result
+
+    def _scf_if(self, op: Op, value: Value, index: Index) -> Any:
+        slot = op.results.index(value)
+        with self.strictly():
+            condition = self.ev(op.operands[0])
+        first, second = (self.ev(region.block.ops[-1].operands[slot], index) for region in op.regions)
+        return chosen(condition, first, second)
+
+    def _scf_for(self, op: Op, value: Value, index: Index) -> Any:
+        """What a loop leaves: affine in the number of its iterations, or anything."""
+        slot = op.results.index(value)
+        start, step = self.ev(op.operands[3 + slot], index), self.increment(op, slot, index)
+        if step is None:
+            return self.opaque(value, "a value carried by scf.for")
+        loop = self.loop(op)
+        times = self._remembered(("times", op), lambda: self._times(op, loop))
+        return moved(start, times * step)
+
+    def _times(self, op: Op, loop: Loop) -> Int:
+        times = self.scope.fresh("iterations", home=op.block)
+        end = loop.lower + times * loop.step
+        some = z3.And(times >= 1, end - loop.step < loop.upper, loop.upper <= end)
+        self.scope.facts.append(z3.If(loop.lower < loop.upper, some, times == 0))
+        return times
+
+    def _carried(self, op: Op, slot: int, index: Index) -> Any:
+        """A value that a loop carries: affine in the iteration, or what the iteration before has left."""
+        value = op.regions[0].block.args[1 + slot]
+        key = value, tuple(i.get_id() for i in index)
+        if key in self._doing or self._depth > 4:
+            return self.opaque(value, "a value carried by scf.for")
+        start, step = self.ev(op.operands[3 + slot], index), self.increment(op, slot, index)
+        loop = self.loop(op)
+        if step is not None:
+            self._depends(value, index)
+            return moved(start, loop.count * step)
+        self._doing.add(key)
+        try:
+            with self.strictly(), self.apart():
+                left = self.ev(op.regions[0].block.ops[-1].operands[slot], index)
+        finally:
+            self._doing.discard(key)
+        if left is None or isinstance(left, tuple):
+            return self.opaque(value, "a value carried by scf.for")
+        own = self.scope.bound([loop.count], list(blocks_inside(op)))
+        own.pop(loop.count.get_id(), None)
+        (before,) = self.scope.copied([left], own, [(loop.count, loop.count - 1)], op.regions[0].block)
+        return chosen(loop.count == 0, start, before)
+
+    def increment(self, op: Op, slot: int, index: Index) -> Int | None:
+        """What each iteration adds to a value that a loop carries, if that is always the same."""
+        key = ("increment", op, slot, tuple(i.get_id() for i in index))
+        return self._remembered(key, lambda: self._increment(op, slot, index), index)
+
+    def _increment(self, op: Op, slot: int, index: Index) -> Int | None:
+        body = op.regions[0].block
+        value, end = body.args[1 + slot], body.ops[-1].operands[slot]
+        element = element_of(value.type)
+        if element == I1 or (isinstance(element, Scalar) and element.is_float) or self._depth > 4:
+            return None
+        loop, stand_in = self.loop(op), self.scope.fresh("carried", home=body)
+        key = value, tuple(i.get_id() for i in index)
+        start = self.ev(op.operands[3 + slot], index) if isinstance(element, Pointer) else None
+        if start is not None and len(start) != 1:
+            return None
+        with self.apart():
+            bound = (Place(start[0].when, start[0].argument, stand_in),) if start else stand_in
+            self.memo[key] = bound, {}
+            self._seen.append({})
+            after = self.ev(end, index)
+            seen = self._seen.pop()
+        if isinstance(after, tuple):
+            if len(after) != 1 or start is None or after[0].argument != start[0].argument:
+                return None
+            after = after[0].offset
+        step = z3.simplify(after - stand_in, som=True)
+        own = self.scope.bound([loop.count, loop.counter, stand_in], list(blocks_inside(op)))
+        if not own.keys().isdisjoint(constants_of([step])):
+            return None
+        sum_ = end.producer
+        if (
+            sum_ is not None
+            and sum_.name in ("arith.addi", "tt.addptr", "arith.subi")
+            and value in sum_.operands
+        ):
+            # the sums are those of the value itself, which has to fit wherever it is used
+            seen = {k: d for k, d in seen.items() if d.value is not end}
+        self._seen[-1].update(seen)
+        return step

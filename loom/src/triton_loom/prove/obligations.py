@@ -1,0 +1,434 @@
+"""What has to hold for a kernel to do no harm, as questions for the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..codegen.operations import CONTROL, EFFECTS, ELEMENTWISE, IGNORED, ROOTS, SHAPES
+from ..ir.provenance import root_of
+from ..ir.ttir import Block, Dense, Op, Pointer, Tensor, Value, element_of, shape_of
+from . import descriptors
+from .answers import Kind
+from .arithmetic import requirements
+from .contract import Bool, Buffer, Int
+from .evaluate import Evaluator
+from .scope import integer
+from .solver import z3
+from .values import Dependency, Index, Place, in_type, mask_of, storage_of
+
+ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
+_KNOWN = {*ELEMENTWISE, *SHAPES, *ROOTS, *EFFECTS, *CONTROL, *IGNORED} - {"tt.call"}
+_KNOWN |= {
+    "tt.reduce.return",
+    "tt.scan.return",
+    "tt.map_elementwise.return",
+    "tt.ptr_to_int",
+    "tt.int_to_ptr",
+}
+_KNOWN |= {descriptors.MAKES, *descriptors.LOADS, *descriptors.STORES}
+
+
+@dataclass(frozen=True)
+class Obligation:
+    """Under what is assumed, the goal holds."""
+
+    kind: Kind
+    what: str
+    place: str
+    assuming: Sequence[Bool]
+    goal: Bool
+    lane: Index = ()
+    stronger: Sequence[Bool] = ()  # goals that imply this one, and may be easier
+    shows: tuple[str, Sequence[Int]] = ("", ())  # what a counterexample says, and the numbers in it
+    unknown: str = ""  # why nothing can be said
+
+
+@dataclass(frozen=True)
+class Access:
+    """A load, store or atomic in one lane."""
+
+    op: Op
+    lane: Index
+    places: Sequence[Place]
+    mask: Bool | None
+    path: Sequence[Bool]
+
+    @property
+    def happens(self) -> list[Bool]:
+        """When it does."""
+        return [*self.path, *([] if self.mask is None else [self.mask])]
+
+    @property
+    def writes(self) -> bool:
+        return self.op.name != "tt.load"
+
+    @property
+    def atomic(self) -> bool:
+        return self.op.name.startswith("tt.atomic")
+
+    @property
+    def name(self) -> str:
+        return "atomic" if self.atomic else self.op.name.removeprefix("tt.")
+
+
+@dataclass
+class Question:
+    """A kernel under a contract: what it accesses, and what has to be proven of it."""
+
+    evaluator: Evaluator
+    accesses: list[Access] = field(default_factory=list)
+    obligations: list[Obligation] = field(default_factory=list)
+
+
+def question(evaluator: Evaluator) -> Question:
+    """All obligations of a kernel."""
+    function = evaluator.function
+    asked = Question(evaluator)
+    if any(_circular(block) for block in function.body.blocks):
+        asked.obligations.append(_unknown("modelled", "branches", function.location, "they form a loop"))
+        return asked
+    ops = list(function.body.walk())
+    evaluator.stored = set(_stored(evaluator, ops))
+    for op in ops:
+        asked.obligations += _understood(op)
+        if op.name in ACCESSES:
+            lane = evaluator.lane_index(shape_of(op.operands[0].type))
+            places, mask = evaluator.ev(op.operands[0], lane), evaluator.masked(op, lane)
+            asked.accesses.append(Access(op, lane, places, mask, evaluator.path(op.block)))
+    for access in asked.accesses:
+        asked.obligations += _bounds(evaluator, access)
+    for op in ops:
+        asked.obligations += _descriptors(evaluator, op)
+    asked.obligations += _promises(evaluator, ops)
+    asked.obligations += _arithmetic(evaluator, asked.accesses, ops)
+    for op in ops:
+        if op.name == "scf.for":
+            asked.obligations += _loop(evaluator, op)
+    return asked
+
+
+def _unknown(kind: Kind, what: str, place: str, why: str) -> Obligation:
+    return Obligation(kind, what, place, (), z3.BoolVal(False), unknown=why)
+
+
+def _circular(block: Block, above: tuple[Block, ...] = ()) -> bool:
+    if block in above:
+        return True
+    ends = block.ops[-1].successors if block.ops else []
+    return any(_circular(target, (*above, block)) for target, _ in ends)
+
+
+def _understood(op: Op) -> Iterator[Obligation]:
+    """An operation that may do something which is not looked at."""
+    if op.name not in _KNOWN:
+        yield _unknown("modelled", op.name, op.location, f"what {op.name} does to memory is not known here")
+    elif op.name == "tt.elementwise_inline_asm" and op.attrs.get("pure") is not True:
+        yield _unknown("modelled", op.name, op.location, "assembly that is not called pure may do anything")
+    elif op.name == "scf.for" and op.attrs.get("unsigned"):
+        yield _unknown("modelled", op.name, op.location, "a loop that counts without sign")
+
+
+def _stored(evaluator: Evaluator, ops: Sequence[Op]) -> Iterator[str | None]:
+    """The storages that are written. Pointers are followed by their text, because nothing is evaluated yet."""
+    for op in ops:
+        if op.name in ACCESSES and op.name != "tt.load":
+            yield _storage_at(evaluator, op.operands[0])
+    for pointer in descriptors.stored(ops):
+        yield None if pointer is None else _storage_at(evaluator, pointer)
+
+
+def _storage_at(evaluator: Evaluator, pointer: Value) -> str | None:
+    root = root_of(pointer)
+    return (
+        storage_of(evaluator.contract, root.name)
+        if root is not None and root in evaluator.arguments
+        else None
+    )
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------------
+
+
+def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
+    op = access.op
+    pointer = element_of(op.operands[0].type)
+    assert isinstance(pointer, Pointer)
+    if isinstance(pointer.pointee, Tensor):
+        yield _unknown("bounds", access.name, op.location, "a pointer to a block")
+        return
+    for place in access.places:
+        if place.argument is None:
+            yield _unknown("bounds", access.name, op.origin or op.location, place.why)
+            continue
+        buffer: Buffer = evaluator.contract.arguments[place.argument]
+        what = f"{access.name} {place.argument}"
+        if max(1, element_of(pointer.pointee).bits // 8) != buffer.itemsize:
+            why = f"it is of {pointer.pointee}, and the contract's elements are {buffer.element}"
+            yield _unknown("bounds", what, op.origin or op.location, why)
+            continue
+        assuming = [*access.happens, place.when]
+        extent = evaluator.extents[place.argument]
+        flat = z3.And(place.offset >= 0, place.offset < extent)
+        stronger: list[Bool] = []
+        goal = flat
+        if buffer.dims is not None:
+            stronger, goal = strided(evaluator, place.offset, buffer)
+            goal = z3.And(flat, goal)
+        shows = ("element {} of {}", (place.offset, extent))
+        yield Obligation(
+            "bounds", what, op.origin or op.location, assuming, goal, access.lane, stronger, shows
+        )
+        yield Obligation("reached", what, op.origin or op.location, assuming, z3.BoolVal(False), access.lane)
+
+
+def _descriptors(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
+    place, path = op.origin or op.location, evaluator.path(op.block)
+    if op.name == descriptors.MAKES:
+        for where in evaluator.ev(descriptors.parts(op)[0]):
+            if where.argument is None:
+                yield _unknown("descriptor", "descriptor", place, where.why)
+                continue
+            for what, goal in descriptors.truths(evaluator, op, where):
+                named, shows = f"{what} of {where.argument}", ("it is not what it says", ())
+                yield Obligation("descriptor", named, place, [*path, where.when], goal, shows=shows)
+    elif op.name in (*descriptors.LOADS, *descriptors.STORES):
+        maker = descriptors.made(op)
+        if maker is None:
+            yield _unknown("descriptor", op.name, place, "its descriptor was not made in this kernel")
+            return
+        yield Obligation("reached", op.name.removeprefix("tt."), place, path, z3.BoolVal(False))
+        base = evaluator.ev(descriptors.parts(maker)[0])
+        storages = {storage_of(evaluator.contract, where.argument) for where in base}
+        if op.name in descriptors.STORES or not evaluator.stored.isdisjoint({None, *storages}):
+            yield _unknown("race", op.name, place, "tiles that go through descriptors are not compared")
+
+
+def strided(evaluator: Evaluator, offset: Int, buffer: Buffer) -> tuple[list[Bool], Bool]:
+    """That an offset is one of a view's elements: conditions that are enough, as the offset is written, and one by its
+    digits to the strides, which is also needed where no two elements share a place and larger strides come first."""
+    scope = evaluator.scope
+    dims = [tuple(scope.without_division(integer(part)) for part in dim) for dim in buffer.dims or ()]
+    written: list[Bool] | None = []
+    digits: list[Bool] = []
+    rest = by_digits = offset
+    for size, stride in dims:
+        if z3.is_int_value(stride) and stride.as_long() == 0:
+            continue
+        division = scope.divide(by_digits, stride)
+        digits.append(z3.And(division.quotient >= 0, division.quotient < size))
+        by_digits = division.remainder
+        if written is not None:
+            parts = _split(rest, stride, scope)
+            written = None if parts is None else [*written, z3.And(parts[0] >= 0, parts[0] < size)]
+            rest = rest if parts is None else parts[1]
+    exact = z3.And(*digits, by_digits == 0, offset >= 0) if digits else offset == 0
+    return ([] if written is None else [z3.And(*written, rest == 0)]), exact
+
+
+def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
+    """An offset as digit * stride + rest, if it is written like that."""
+    if z3.is_int_value(stride):
+        division = scope.divide(offset, stride)
+        return division.quotient, division.remainder
+    if not z3.is_const(stride):
+        return None
+    at = [z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1, 2)]
+    digit = z3.simplify(at[1] - at[0], som=True)
+    linear = z3.simplify(at[2] - at[1] - digit, som=True)
+    if not (z3.is_int_value(linear) and linear.as_long() == 0):
+        return None
+    return digit, at[0]
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------------
+
+
+def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[Op]) -> Iterator[Obligation]:
+    """Of everything that addresses, masks and control flow are made of. What is part of addresses alone matters in
+    lanes that are on."""
+    done: set[Any] = set()
+    everywhere: dict[Any, Dependency] = {}
+    later: list[tuple[Access, Dependency]] = []
+    for access in accesses:
+        mask = mask_of(access.op)
+        found = dict(evaluator.dependencies(access.op.operands[0], access.lane))
+        for dependency in found.values():
+            if dependency.strict or mask is None:
+                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+            else:
+                later.append((access, dependency))
+        deciding = [evaluator.memo["path", access.op.block][1]] if access.op.block else []
+        if mask is not None:
+            deciding.append(evaluator.dependencies(mask, access.lane if shape_of(mask.type) else ()))
+        for dependencies in deciding:
+            for dependency in dependencies.values():
+                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+    for made in (op for op in ops if op.name == descriptors.MAKES):
+        for operand in made.operands:
+            for dependency in evaluator.dependencies(operand).values():
+                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+    for loop in (op for op in ops if op.name == "scf.for"):
+        evaluator.loop(loop)
+        for dependency in evaluator.memo["loop", loop][1].values():
+            everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+    for dependency in everywhere.values():
+        yield from _of_value(evaluator, dependency, ())
+    for access, dependency in later:
+        key = dependency.value, _ids(dependency.index)
+        if key not in everywhere and (key, access.op) not in done:
+            done.add((key, access.op))
+            yield from _of_value(evaluator, dependency, access.happens)
+
+
+def _ids(index: Index) -> tuple[int, ...]:
+    return tuple(i.get_id() for i in index)
+
+
+def _of_value(evaluator: Evaluator, dependency: Dependency, where: Sequence[Bool]) -> Iterator[Obligation]:
+    value, index = dependency.value, dependency.index
+    op = value.producer
+    result = evaluator.ev(value, index)
+    if op is None:  # carried by a loop, in equal steps
+        element = element_of(value.type)
+        if isinstance(element, Pointer) or value.owner is None or result is None:
+            return
+        parent = value.owner.region.parent if value.owner.region else None
+        assuming = [*evaluator.path(value.owner), *where]
+        shows = (f"{{}}, which an {element} can't hold", (result,))
+        what, place = f"{value.name} {element}", parent.location if parent else ""
+        yield Obligation("overflow", what, place, assuming, in_type(result, element.bits), index, shows=shows)
+        return
+    if result is None or isinstance(result, tuple):
+        return
+    operands = []
+    if op.name.startswith(("arith.", "math.")) and op.name != "arith.constant":
+        operands = [evaluator.ev(o, index if shape_of(o.type) else ()) for o in op.operands]
+    element = element_of(value.type)
+    needed = requirements(op, operands, result)
+    if op.name == "scf.for" and z3.is_int(
+        result
+    ):  # the sum of equal steps: what is between begin and end fits too
+        needed = [("overflow", in_type(result, element.bits))]
+    for kind, goal in needed:
+        shown = [result] if kind == "overflow" else operands
+        text = f"{{}}, which an {element} can't hold" if kind == "overflow" else "{} / {}"
+        what = f"{op.name.rpartition('.')[2]} {element}"
+        assuming = [*evaluator.path(op.block), *where]
+        yield Obligation(
+            "overflow" if kind == "overflow" else "sign",
+            what, op.origin or op.location, assuming, goal, index, shows=(text, shown),
+        )  # fmt: skip
+
+
+def _loop(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
+    loop = evaluator.loop(op)
+    bits = element_of(op.operands[0].type).bits
+    outside = evaluator.path(op.block)
+    following = loop.counter + loop.step
+    shows = (f"the counter after this step is {{}}, which an i{bits} can't hold", (following,))
+    inside = [*outside, *loop.inside]
+    yield Obligation("step", f"loop i{bits}", op.location, inside, following < 2 ** (bits - 1), shows=shows)
+    if not z3.is_int_value(z3.simplify(loop.step)):
+        yield Obligation(
+            "sign", "step of a loop", op.location, outside, loop.step >= 1, shows=("{}", (loop.step,))
+        )
+
+
+# ---- promises ---------------------------------------------------------------------------------------------------
+
+
+def _promises(evaluator: Evaluator, ops: Iterable[Op]) -> Iterator[Obligation]:
+    function, contract = evaluator.function, evaluator.contract
+    for arg, attrs in zip(function.args, function.arg_attrs, strict=True):
+        value, multiple = evaluator.arguments[arg], attrs.get("tt.divisibility", 1)
+        given = contract.arguments.get(arg.name)
+        if isinstance(given, Buffer) and multiple > 1:
+            goal = z3.BoolVal(given.align % multiple == 0)
+            shows: tuple[str, Sequence[Int]] = (
+                f"it is a multiple of {given.align} bytes, not of {multiple}",
+                (),
+            )
+            yield Obligation("promise", f"argument {arg.name}", function.location, (), goal, shows=shows)
+        elif z3.is_expr(value) and z3.is_int(value):
+            bits = element_of(arg.type).bits
+            fits, shows = in_type(value, bits), (f"{{}}, which an i{bits} can't hold", (value,))
+            yield Obligation("promise", f"argument {arg.name}", function.location, (), fits, shows=shows)
+            if multiple > 1:
+                divisible, shows = value % multiple == 0, (f"{{}}, not a multiple of {multiple}", (value,))
+                yield Obligation(
+                    "promise", f"argument {arg.name}", function.location, (), divisible, shows=shows
+                )
+    named = {arg.name for arg in function.args}
+    for name, value in contract.arguments.items():
+        if name not in named and name in contract.constants:
+            same = integer(value) == contract.constants[name]
+            what, shows = (
+                f"argument {name}",
+                (f"{{}}; it is compiled for {contract.constants[name]}", (integer(value),)),
+            )
+            yield Obligation("promise", what, function.location, (), same, shows=shows)
+        elif name not in named and z3.is_expr(value):
+            yield _unknown(
+                "promise", f"argument {name}", function.location, "the compiled kernel has no such argument"
+            )
+    for op in ops:
+        if op.name == "llvm.intr.assume":
+            goal = evaluator.ev(op.operands[0])
+            yield Obligation("promise", "tl.assume", op.location, evaluator.path(op.block), goal)
+        elif op.results:
+            yield from _hints(evaluator, op)
+
+
+def _hints(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
+    """`tl.multiple_of` and its like: along a dimension, runs of consecutive (or equal) elements, each beginning with a
+    multiple. Without a promise about runs, a run is what counts up by one. The sanitizer checks the same."""
+    shape = shape_of(op.result.type)
+    hints = {}
+    for name in ("divisibility", "contiguity", "constancy"):
+        given = op.attrs.get(f"tt.{name}")
+        if isinstance(given, Dense):
+            one = isinstance(given.values, int)
+            hints[name] = [given.values] * max(1, len(shape)) if one else given.values
+    if not hints:
+        return
+    lane = evaluator.lane_index(shape)
+    path = evaluator.path(op.block)
+
+    def number(index: Index) -> Int:
+        found = evaluator.ev(op.result, index)
+        return found[0].offset if isinstance(found, tuple) and len(found) == 1 else found
+
+    def moved(dim: int, to: Int) -> Index:
+        return (*lane[:dim], z3.simplify(to), *lane[dim + 1 :])
+
+    own = number(lane)
+    place = op.origin or op.location
+    unit = 1
+    if own is None or isinstance(own, tuple) or isinstance(element_of(op.result.type), Pointer):
+        yield _unknown("promise", "hint", place, "a hint about pointers")
+        return
+    for dim in range(max(1, len(shape))):
+        multiple, run, equal = (
+            hints.get(n, [1] * 8)[dim] for n in ("divisibility", "contiguity", "constancy")
+        )
+        at = lane[dim] if shape else z3.IntVal(0)
+        goals: list[tuple[str, Bool]] = []
+        if shape and run > 1:
+            first = number(moved(dim, at / run * run))
+            goals.append(("max_contiguous", own - first == at % run * unit))
+        if shape and equal > 1:
+            goals.append(("max_constancy", own == number(moved(dim, at / equal * equal))))
+        if multiple > 1:
+            begins: Bool = at % run == 0
+            if shape and run == 1 and equal == 1:
+                before = number(moved(dim, z3.If(at > 0, at - 1, 0)))
+                begins = z3.Or(at == 0, own != before + unit)
+            elif equal > 1:
+                begins = at % equal == 0
+            goals.append(("multiple_of", z3.Implies(begins, own % multiple == 0)))
+        for name, goal in goals:
+            yield Obligation(
+                "promise", f"tl.{name}", place, path, goal, lane, shows=("the value is {}", (own,))
+            )

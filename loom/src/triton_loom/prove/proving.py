@@ -1,0 +1,225 @@
+"""Asks the solver every question about a kernel, and puts the answers together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ir.reader import parse
+from .answers import Answer, Example, Report
+from .contract import Bool, Buffer, Contract, constants_of
+from .evaluate import Evaluator
+from .lemmas import about_products, about_quotients
+from .obligations import Obligation, Question, question
+from .races import Pair, races, twice
+from .solver import QUICK, THOROUGH, Lemmas, Solution, ask, decide, z3
+
+
+class Prover:
+    """One kernel, as TTIR, under one contract."""
+
+    def __init__(self, ttir: str, contract: Contract, effort: int = THOROUGH) -> None:
+        self.function = parse(ttir).entry
+        self.evaluator = Evaluator(self.function, contract)
+        self.question: Question = question(self.evaluator)
+        self.contract, self.effort = contract, effort
+        self.common = self.evaluator.facts
+
+    def facts(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
+        """All that can be used to prove a goal."""
+        scope = self.evaluator.scope
+        return [*self.common, *more, *scope.relevant([*self.common, *more, goal])]
+
+    def solve(self, facts: Sequence[Bool], goal: Bool, effort: int | None = None) -> Solution:
+        """With lemmas where they are needed."""
+        divisions = list(self.evaluator.scope.divisions.values())
+        everything = [*facts, goal]
+        names = constants_of(everything)
+        divisions = [d for d in divisions if d.quotient.get_id() in names]
+        lemmas: dict[str, Lemmas] = {
+            "quotients": lambda: about_quotients(everything, divisions),
+            "products": lambda: about_products(everything),
+            "both": lambda: [*about_quotients(everything, divisions), *about_products(everything)],
+        }
+        return decide(facts, goal, lemmas, self.effort if effort is None else effort)
+
+    def answer(self, obligation: Obligation) -> Answer:
+        """To one obligation."""
+        o = obligation
+        if o.unknown:
+            return Answer(o.kind, o.what, o.place, "unknown", o.unknown)
+        facts = self.facts(o.assuming, o.goal)
+        if o.kind == "reached":
+            return self._reached(o, facts)
+        for goal in o.stronger:
+            solution = self.solve(self.facts(o.assuming, goal), goal)
+            if solution.verdict == "proven":
+                return Answer(o.kind, o.what, o.place, "proven", solution.how)
+        solution = self.solve(facts, o.goal)
+        if solution.verdict != "counterexample":
+            return _without_example(o, solution)
+        solution = self.smallest(facts, o.goal, solution)
+        example = self.example(o, solution)
+        guessed = self.guessed(o.assuming, o.goal)
+        if guessed:  # it may be that this never happens
+            why = f"it depends on what is not modelled: {', '.join(guessed)}"
+            return Answer(o.kind, o.what, o.place, "unknown", why, example)
+        return Answer(o.kind, o.what, o.place, "counterexample", example=example)
+
+    def _reached(self, o: Obligation, facts: Sequence[Bool]) -> Answer:
+        solution = ask(facts, o.goal, self.effort)
+        if solution.verdict == "counterexample":
+            return Answer(o.kind, o.what, o.place, "proven")
+        if solution.verdict == "proven":
+            why = "under this contract it never happens, so that nothing is proven of it"
+            return Answer(o.kind, o.what, o.place, "unknown", why)
+        why = "the solver found no sizes for which it happens"
+        return Answer(o.kind, o.what, o.place, "unknown", why, query=solution.query)
+
+    def answer_pair(self, pair: Pair) -> Answer:
+        """To whether two accesses meet."""
+        o = pair.obligation
+        both = [*self.facts(o.assuming, o.goal), *pair.facts]
+        if ask(both, z3.BoolVal(False), self.effort).verdict == "proven":
+            why = "under this contract the two never happen in one launch"
+            return Answer(o.kind, o.what, o.place, "proven" if self.apart(o) else "unknown", why)
+        facts = [*both, pair.differ]
+        everything = [*facts, o.goal]
+        names = constants_of(everything)
+        known = [*self.evaluator.scope.divisions.values(), *pair.divisions]
+        divisions = [d for d in known if d.quotient.get_id() in names]
+        lemmas: dict[str, Lemmas] = {
+            "digits": lambda: pair.lemmas,
+            "quotients": lambda: [*pair.lemmas, *about_quotients(everything, divisions)],
+            "products": lambda: [*pair.lemmas, *about_products(everything)],
+        }
+        solution = decide(facts, o.goal, lemmas, self.effort)
+        if solution.verdict != "counterexample":
+            return _without_example(o, solution)
+        solution = self.smallest(facts, o.goal, solution)
+        x, y, z = (solution.value(p) for p in pair.second)
+        example = replace(self.example(o, solution), other_program=(x, y, z))
+        guessed = self.guessed(o.assuming, o.goal)
+        if not guessed and any(access.atomic for access in self.question.accesses):
+            guessed = ["atomics, which may order the two"]
+        if guessed:
+            why = f"it depends on what is not modelled: {', '.join(guessed)}"
+            return Answer(o.kind, o.what, o.place, "unknown", why, example)
+        return Answer(o.kind, o.what, o.place, "counterexample", example=example)
+
+    def apart(self, o: Obligation) -> bool:
+        """Two different accesses of which the sizes allow one at most. A single one always meets itself, unless what
+        is assumed of it contradicts itself."""
+        one, _, other = o.what.partition(" and ")
+        return one != other
+
+    def meetings(self) -> list[Answer]:
+        """Whether programs race, and whether outputs are written once."""
+        found = [*races(self.question, self.common), *twice(self.question, self.common)]
+        return [self.answer_pair(f) if isinstance(f, Pair) else self.answer(f) for f in found]
+
+    def guessed(self, assuming: Sequence[Bool], goal: Bool) -> list[str]:
+        """What a question depends on that is not modelled, so that a counterexample may be none."""
+        scope = self.evaluator.scope
+        own = [*assuming, goal]
+        local = [fact for fact in scope.relevant(own) if any(i in scope.made for i in constants_of([fact]))]
+        names = constants_of([*own, *local])
+        return sorted({scope.opaque[i] for i in names if i in scope.opaque})
+
+    # -- counterexamples --
+
+    def smallest(self, facts: Sequence[Bool], goal: Bool, solution: Solution) -> Solution:
+        """A counterexample in which one size after another is as small as it can be."""
+        more: list[Bool] = []
+        for size in [*self.contract.sizes, *self.evaluator.programs]:
+            low, high, far = getattr(size, "low", 0), solution.value(size), 0
+            while low < high:  # steps become longer until there is one, then shorter
+                limit = min(low + far, (low + high) // 2)
+                found = ask([*facts, *more, size <= limit], goal, QUICK // 4)
+                if found.verdict == "counterexample":
+                    solution = found
+                    high, far = solution.value(size), high
+                else:
+                    low, far = limit + 1, 2 * far + 1
+                if not hasattr(size, "low") and far > 3:
+                    break  # of programs, any will do
+            more.append(size <= high)
+        names = constants_of([*facts, goal])
+        for loaded in [loaded for i, loaded in self.evaluator.scope.loaded.items() if i in names]:
+            for limit in (2**7, 2**15, 2**31) if z3.is_int(loaded.constant) else ():
+                small = z3.And(-limit <= loaded.constant, loaded.constant < limit)
+                found = ask([*facts, *more, small], goal, QUICK // 4)
+                if found.verdict == "counterexample":
+                    solution = found
+                    more.append(small)
+                    break
+        return solution
+
+    def example(self, o: Obligation, solution: Solution) -> Example:
+        """What a solution says, in numbers."""
+        text, numbers = o.shows
+        value = solution.value
+        x, y, z = (value(p) for p in self.evaluator.programs)
+        grid_x, grid_y, grid_z = (value(size) for size in self.evaluator.grid)
+        return Example(
+            sizes={size.name: value(size) for size in self.contract.sizes},
+            grid=(grid_x, grid_y, grid_z),
+            program=(x, y, z),
+            lane=tuple(value(lane) for lane in o.lane),
+            detail=text.format(*(value(number) for number in numbers)),
+            iterations=self.iterations(solution),
+            loaded=self.memory(o, solution),
+        )
+
+    def iterations(self, solution: Solution) -> int:
+        """How often the innermost loop runs, if all loops are in one another: what a replay may cost."""
+        times = 1
+        for op in self.function.body.walk():
+            if op.name == "scf.for":
+                loop = self.evaluator.loop(op)
+                lower, upper, step = (solution.value(part) for part in (loop.lower, loop.upper, loop.step))
+                times *= max(1, -(-(upper - lower) // max(1, step)))
+        return times
+
+    def memory(self, o: Obligation, solution: Solution) -> tuple[tuple[str, int, int], ...]:
+        """The integers in memory that a counterexample needs."""
+        scope = self.evaluator.scope
+        names = constants_of([*o.assuming, o.goal, *scope.relevant([*o.assuming, o.goal])])
+        found = {}
+        for identity in names:
+            loaded = scope.loaded.get(identity)
+            if loaded is not None and solution.value(loaded.happens):
+                found[loaded.argument, solution.value(loaded.offset)] = solution.value(loaded.constant)
+        return tuple((argument, offset, value) for (argument, offset), value in sorted(found.items()))
+
+    def report(self) -> Report:
+        """All answers."""
+        begun = time.perf_counter()
+        answers = [*(self.answer(o) for o in self.question.obligations), *self.meetings()]
+        return Report(self.function.name, tuple(answers), assumed(self.contract), time.perf_counter() - begun)
+
+
+def _without_example(o: Obligation, solution: Solution) -> Answer:
+    """The answer where the solver has no counterexample: a proof, or nothing within its limit."""
+    if solution.verdict == "proven":
+        return Answer(o.kind, o.what, o.place, "proven", solution.how)
+    why = "the solver did not decide it within its limit"
+    return Answer(o.kind, o.what, o.place, "unknown", why, query=solution.query)
+
+
+def assumed(contract: Contract) -> tuple[str, ...]:
+    """What a contract says of memory, in words."""
+    value, place = z3.Int("v"), z3.Int("i")
+    said = []
+    for name, buffer in contract.arguments.items():
+        if not isinstance(buffer, Buffer):
+            continue
+        if buffer.values is not None:
+            text = " ".join(str(buffer.assumed(value, place)).split())
+            said.append(f"{text} for every v loaded from {name}[i]")
+        if buffer.distinct:
+            said.append(f"the elements of {name} differ")
+        if buffer.ascending:
+            said.append(f"the elements of {name} ascend")
+    return tuple(said)

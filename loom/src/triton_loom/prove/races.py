@@ -1,0 +1,187 @@
+"""Two programs at once: nothing that one writes is touched by another, and no element of an output is written twice.
+
+Everything that belongs to a program (its number, its lanes and iterations, what it loads) is taken twice, the second
+time with a prime. What programs share (sizes, and what follows from them) is taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..ir.ttir import Block, Op
+from .answers import Kind
+from .contract import Bool, Buffer, constants_of
+from .evaluate import Evaluator
+from .lemmas import ordered
+from .obligations import Access, Obligation, Question
+from .scope import Division, Loaded
+from .solver import z3
+from .values import Place, relations, storage_of
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two accesses that must not meet."""
+
+    obligation: Obligation
+    facts: Sequence[Bool]  # of the second program
+    differ: Bool  # it is not the first one again
+    divisions: Sequence[Division]
+    lemmas: Sequence[Bool]
+    second: Sequence[Any]  # its number
+
+
+class Second:
+    """The other program."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        scope = evaluator.scope
+        lanes = [lane for lane, _ in evaluator.lanes.values()]
+        shared = {part.get_id() for d in scope.divisions.values() for part in (d.quotient, d.remainder)}
+        own = [constant for identity, constant in scope.made.items() if identity not in shared]
+        self.local = scope.bound([*evaluator.programs, *lanes, *own], ())
+        self._pairs = [(c, z3.Const(f"{c}'", c.sort())) for c in self.local.values()]
+        self.divisions = [
+            Division(*map(self.prime, (d.a, d.b, d.quotient, d.remainder))) for d in scope.divisions.values()
+        ]
+
+    def prime(self, expression: Any) -> Any:
+        """The same of the other program."""
+        return z3.substitute(expression, *self._pairs)
+
+    def loaded(self, loaded: Loaded) -> Loaded:
+        """What the other program has loaded."""
+        constant, offset, happens = map(self.prime, (loaded.constant, loaded.offset, loaded.happens))
+        return Loaded(constant, loaded.argument, offset, happens)
+
+
+def races(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligation]:
+    """Of any two programs."""
+    evaluator = question.evaluator
+    second = Second(evaluator)
+    differ = z3.Or(*(p != second.prime(p) for p in evaluator.programs))
+    for number, one in enumerate(question.accesses):
+        for other in question.accesses[number:]:
+            if not (one.writes or other.writes) or (one.atomic and other.atomic):
+                continue
+            yield from _pairs(evaluator, _Meeting(second, common, differ, "race"), one, other)
+
+
+def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligation]:
+    """Of one output: by two programs, lanes or iterations, or by two stores."""
+    evaluator = question.evaluator
+    second = Second(evaluator)
+    stores = [access for access in question.accesses if access.writes and not access.atomic]
+    for output in question.evaluator.contract.outputs:
+        its = [a for a in stores if any(p.argument == output for p in a.places)]
+        for number, one in enumerate(its):
+            for other in its[number:]:
+                differ: Bool = z3.BoolVal(True)
+                if one is other:
+                    turns = [*evaluator.programs, *one.lane, *iterations(evaluator, one.op)]
+                    differ = z3.Or(*(t != second.prime(t) for t in turns if not z3.is_int_value(t)))
+                meeting = _Meeting(second, common, differ, "once", output)
+                yield from _pairs(evaluator, meeting, one, other)
+
+
+def iterations(evaluator: Evaluator, op: Op) -> list[Any]:
+    """The iterations of the loops that an operation is in."""
+    found = []
+    block: Block | None = op.block
+    while block is not None and block.region is not None and block.region.parent is not None:
+        if block.region.parent.name == "scf.for":
+            found.append(evaluator.loop(block.region.parent).count)
+        block = block.region.parent.block
+    return found
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    second: Second
+    common: Sequence[Bool]  # facts about any program
+    differ: Bool  # the two are not the same
+    kind: Kind
+    output: str | None = None  # the only one that is asked about
+
+
+def _pairs(
+    evaluator: Evaluator, meeting: _Meeting, one: Access, other: Access
+) -> Iterator[Pair | Obligation]:
+    contract = evaluator.contract
+    for a in one.places:
+        for b in other.places:
+            if a.argument is None or b.argument is None:
+                continue  # that nothing is known of it is said where it is accessed
+            if storage_of(contract, a.argument) != storage_of(contract, b.argument):
+                continue
+            if meeting.output not in (None, a.argument, b.argument):
+                continue
+            first, then = contract.arguments[a.argument], contract.arguments[b.argument]
+            what = f"{one.name} {a.argument} and {other.name} {b.argument}"
+            if first.itemsize != then.itemsize:
+                why = "the two have elements of different size in one memory"
+                yield Obligation(meeting.kind, what, one.op.location, (), z3.BoolVal(False), unknown=why)
+                continue
+            yield _pair(evaluator, meeting, (one, a), (other, b), what)
+
+
+def _pair(
+    evaluator: Evaluator, meeting: _Meeting, one: tuple[Access, Place], other: tuple[Access, Place], what: str
+) -> Pair:
+    second, scope = meeting.second, evaluator.scope
+    (access, place), (access_2, place_2) = one, other
+    offset, offset_2 = place.offset, second.prime(place_2.offset)
+    now, then = [*access.happens, place.when], [*access_2.happens, place_2.when]
+    known = scope.relevant([*meeting.common, *now, *then, offset, place_2.offset])
+    facts = [f for f in [*meeting.common, *known, *then] if z3.is_expr(f)]
+    theirs = [second.prime(fact) for fact in facts]
+    obligation = Obligation(
+        meeting.kind,
+        what,
+        access.op.location,
+        now,
+        offset != offset_2,
+        access.lane,
+        shows=("both at element {}", (offset,)),
+    )
+    return Pair(
+        obligation,
+        [*theirs, *_memory(evaluator, second, [*now, *then, offset, place_2.offset])],
+        meeting.differ,
+        second.divisions,
+        _digits(offset, offset_2, second),
+        [second.prime(program) for program in evaluator.programs],
+    )
+
+
+def _memory(evaluator: Evaluator, second: Second, expressions: Sequence[Any]) -> Iterator[Bool]:
+    """Both programs find the same in memory that nobody writes."""
+    names = constants_of(expressions)
+    found = [
+        loaded for i, loaded in evaluator.scope.loaded.items() if i in names and z3.is_int(loaded.constant)
+    ]
+    for one in found:
+        buffer: Buffer = evaluator.contract.arguments[one.argument]
+        if None in evaluator.stored or storage_of(evaluator.contract, one.argument) in evaluator.stored:
+            continue
+        for other in found:
+            if other.argument == one.argument:
+                yield from relations(buffer, one, second.loaded(other))
+
+
+def _digits(offset: Any, offset_2: Any, second: Second) -> list[Bool]:
+    """Where two offsets are sums of multiples of a size, their multiples are in order."""
+    lemmas = []
+    one, other = (z3.simplify(e, som=True) for e in (offset, offset_2))
+    for identity, size in sorted(constants_of([one]).items(), key=lambda item: str(item[1])):
+        if identity in second.local or not z3.is_int(size):
+            continue
+        parts = []
+        for expression in (one, other):
+            at = [z3.substitute(expression, (size, z3.IntVal(n))) for n in (0, 1)]
+            parts.append(z3.simplify(at[1] - at[0], som=True))
+        for a, b in (parts, parts[::-1]):
+            lemmas += ordered(a, b, size)
+    return [z3.simplify(lemma, som=True) for lemma in lemmas]

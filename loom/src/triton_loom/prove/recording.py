@@ -1,0 +1,183 @@
+"""From launches with numbers to contracts with sizes: "it worked for these; for which does it not?"
+
+A launch is recorded with its tensors, integers and grid. Every extent of a tensor becomes a size; an integer or an axis
+of the grid that is that extent, a product of two, or the number of tiles that cover it, becomes that of the size. What
+is found so is a guess, and printed as such. It is a good one where the extents of a launch are different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+from .contract import Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
+from .solver import z3
+
+_ELEMENTS = {
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "bool": "i1",
+    **{
+        f"{sign}int{bits}": f"{short}{bits}"
+        for sign, short in (("", "i"), ("u", "u"))
+        for bits in (8, 16, 32, 64)
+    },
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel."""
+
+    kernel: Any  # the `@triton.jit` function
+    grid: tuple[int, int, int]
+    arguments: Mapping[str, Any]  # all of them, by name; tensors with what was in them
+
+
+@contextmanager
+def recorded(most: int = 1) -> Iterator[list[Launch]]:
+    """The launches inside a `with` block, at most so many of each kernel."""
+    from triton.runtime import JITFunction
+
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not warmup and sum(launch.kernel is self for launch in launches) < most:
+            given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            named = {p.name: given.get(p.name, p.default) for p in self.params}
+            axes = grid(named) if callable(grid) else grid
+            x, y, z = (*axes, 1, 1)[:3]
+            launches.append(Launch(self, (x, y, z), named))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+@dataclass
+class _Sizes:
+    """The sizes of a launch, and what other numbers are in terms of them."""
+
+    symbols: dict[int, Symbol] = field(default_factory=dict)
+    tiles: Sequence[int] = ()  # constants that may be tiles
+
+    def meaning(self, number: int) -> Int:
+        """A number as a size, a product of sizes, a number of tiles, or itself."""
+        if number <= 1:
+            return number
+        if number in self.symbols:
+            return self.symbols[number]
+        for a, b in combinations_with_replacement(self.symbols, 2):
+            if a * b == number:
+                return self.symbols[a] * self.symbols[b]
+        for value, size in self.symbols.items():
+            for tile in self.tiles:
+                if tile > 1 and cdiv(value, tile) == number:
+                    return cdiv(size, tile)
+        for one, size in self.symbols.items():
+            for other, second in self.symbols.items():
+                for tile in self.tiles:
+                    if tile > 1 and cdiv(one, tile) * other == number:
+                        return cdiv(size, tile) * second
+        return number
+
+
+def generalised(launch: Launch, most: int = 2**31 - 1) -> Contract:
+    """The launches that are like this one, of other sizes."""
+    import torch
+
+    parameters = {p.name: p for p in launch.kernel.params}
+    tensors = {n: v for n, v in launch.arguments.items() if isinstance(v, torch.Tensor)}
+    constants = {n: v for n, v in launch.arguments.items() if parameters[n].is_constexpr}
+    integers = {n: v for n, v in launch.arguments.items() if type(v) is int and n not in constants}
+    tiles = sorted({v for v in constants.values() if type(v) is int and v > 1}, reverse=True)
+    sizes = _Sizes(tiles=tiles)
+    for tensor in tensors.values():
+        for extent in tensor.shape:
+            if extent > 1 and extent not in sizes.symbols and extent not in tiles:
+                sizes.symbols[extent] = _size(extent, integers, constants, most)
+    arguments: dict[str, Any] = {}
+    for name, value in launch.arguments.items():
+        if name in tensors:
+            arguments[name] = replace(_buffer(value, sizes), storage=_storage(name, tensors))
+        elif name in integers:
+            arguments[name] = sizes.meaning(value)
+        elif name not in constants:
+            arguments[name] = value if value is None or isinstance(value, bool | float) else None
+    grid = tuple(sizes.meaning(axis) for axis in launch.grid)
+    return Contract.of(
+        grid=grid, arguments=arguments, constants=constants, sizes=tuple(sizes.symbols.values())
+    )
+
+
+def _storage(name: str, tensors: Mapping[str, Any]) -> str | None:
+    """The first tensor that begins where this one does. Others in the same memory cannot be told of."""
+    own = tensors[name]
+    for other, tensor in tensors.items():
+        if tensor.data_ptr() == own.data_ptr() and tensor.numel() and own.numel():
+            return other if other != name else None
+        if tensor.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            raise ContractError(
+                f"{name} and {other} are different parts of one tensor: give a contract by hand"
+            )
+    return None
+
+
+def _size(extent: int, integers: Mapping[str, int], constants: Mapping[str, Any], most: int) -> Symbol:
+    """Named as the argument that has the number. A constant that is the next power of two was made from it: then no
+    more than that is meant."""
+    name = next((name for name, value in integers.items() if value == extent), f"size_{extent}")
+    power = 1 << (extent - 1).bit_length()
+    return symbol(name, 1, power if power in constants.values() else most)
+
+
+def _buffer(tensor: Any, sizes: _Sizes) -> Buffer:
+    import torch
+
+    element = _ELEMENTS[str(tensor.dtype).removeprefix("torch.")]
+    shape = [sizes.meaning(extent) if extent in sizes.symbols else extent for extent in tensor.shape]
+    values = _values(tensor, sizes) if tensor.dtype in (torch.int32, torch.int64) and tensor.numel() else None
+    if tensor.is_contiguous():
+        extent: Int = 1
+        for size in shape:
+            extent = extent * size
+        return Buffer(element, extent, values=values)
+    strides = [sizes.meaning(stride) for stride in tensor.stride()]
+    dims = sorted(zip(tensor.stride(), shape, strides, strict=True), key=lambda dim: -dim[0])
+    return Buffer.strided(element, [d[1] for d in dims], [d[2] for d in dims], values=values)
+
+
+def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
+    """What was in an integer tensor: from its least number up to the next size above its greatest."""
+    least, greatest = int(tensor.min()), int(tensor.max())
+    above = min((value for value in sizes.symbols if value > greatest), default=None)
+    limit = sizes.symbols[above] if above is not None else greatest + 1
+    return lambda v: z3.And(least <= v, v < limit)
+
+
+def described(contract: Contract) -> str:
+    """A contract in a few lines, for a person to agree with or not."""
+
+    def text(value: Any) -> str:
+        return " ".join(str(value).split())
+
+    lines = [f"sizes: {', '.join(f'{s.low} <= {s.name} <= {s.high}' for s in contract.sizes) or 'none'}"]
+    lines.append(f"grid: ({', '.join(map(text, contract.grid))})")
+    for name, value in contract.arguments.items():
+        if isinstance(value, Buffer):
+            dims = f" as {text(list(value.dims))}" if value.dims else ""
+            lines.append(f"{name}: {value.element}[{text(value.extent)}]{dims}")
+        elif value is not None and not isinstance(value, float):
+            lines.append(f"{name}: {text(value)}")
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,199 @@
+"""A counterexample put to the test: the kernel is launched with its sizes, and the sanitizer watches.
+
+What is launched is the TTIR that the counterexample is about. Tensors that cannot be allocated are declared only, and
+addresses evaluated (`sanitize(dry=True)`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import DeviceAssertion, Finding, sanitize
+from ..ir.reader import parse
+from ..ir.ttir import Function, Pointer, element_of, shape_of
+from .answers import Answer, Example, Kind
+from .contract import Buffer, Contract
+from .solver import ask, z3
+
+_DTYPES = {
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bf16": torch.bfloat16,
+    "i1": torch.bool,
+    **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "f8E4M3FN": torch.float8_e4m3fn,
+    "f8E5M2": torch.float8_e5m2,
+    "f8E4M3FNUZ": torch.float8_e4m3fnuz,
+    "f8E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_MOST_BYTES = 2**28
+_MOST_PROGRAMS = 2**24
+_MOST_WORK = 2**31  # lanes of all tiles of all programs
+_SHOWN_AS: dict[Kind, tuple[str, ...]] = {
+    "bounds": ("out-of-bounds load", "out-of-bounds store"),
+    "descriptor": ("out-of-bounds load", "out-of-bounds store"),
+    "overflow": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
+    "sign": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
+    "step": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
+    "promise": ("broken promise",),
+    "race": ("race",),
+    "once": ("race",),
+}
+
+
+class NotReplayed(Exception):
+    """Why a counterexample cannot be tried."""
+
+
+def replayed(ttir: str, contract: Contract, answer: Answer) -> Answer:
+    """The answer with what the sanitizer says of its example. An unknown that the sanitizer confirms is one no more."""
+    example = answer.example
+    if example is None or answer.kind not in _SHOWN_AS:
+        return answer
+    if answer.what.startswith("argument") and f"%{answer.what.split()[1]}:" not in ttir:
+        return replace(answer, example=replace(example, finding="the compiled kernel has no such argument"))
+    try:
+        findings = launched(ttir, contract, example)
+    except NotReplayed as reason:
+        return replace(answer, example=replace(example, finding=str(reason)))
+    wanted = [f for f in findings if f.kind in _SHOWN_AS[answer.kind] and _same_place(f, answer)]
+    if wanted:
+        example = replace(example, confirmed=True, finding=str(wanted[0]))
+        return replace(answer, verdict="counterexample", why="", example=example)
+    told = "; ".join(map(str, findings)) or "it found nothing"
+    # What it cannot see (masks that overflow in lanes that are off, say) is not refuted by its silence.
+    silent = None if answer.kind in ("overflow", "sign", "once") else False
+    return replace(answer, example=replace(example, confirmed=silent, finding=told))
+
+
+def _same_place(finding: Finding, answer: Answer) -> bool:
+    """Consequences of arithmetic show elsewhere; everything else where it is."""
+    if answer.kind in ("overflow", "sign", "step", "race", "once") or answer.what.startswith("argument"):
+        return True
+    return answer.place.endswith(f":{finding.line}") or not answer.place
+
+
+def launched(ttir: str, contract: Contract, example: Example) -> list[Finding]:
+    """What the sanitizer finds in the launch of an example."""
+    import triton
+
+    launch = _Launch(parse(ttir).entry, contract, example)
+    grid = example.grid
+    if prod(grid) > _MOST_PROGRAMS:
+        raise NotReplayed(f"{prod(grid):,} programs are too many to try")
+    dry = launch.bytes > _MOST_BYTES or prod(grid) > 2**17
+    if launch.work(min(prod(grid), 4096 if dry else prod(grid))) > _MOST_WORK:
+        raise NotReplayed("its loops take too long to try")
+    values = launch.values("meta" if launch.bytes > _MOST_BYTES else "cpu")
+    with tempfile.TemporaryDirectory() as folder, sanitize(collect=True, dry=dry) as seen:
+        file = Path(folder) / f"{launch.function.name}.ttir"
+        file.write_text(ttir)
+        compiled = triton.compile(str(file), target=triton.runtime.driver.active.get_current_target())
+        with suppress(DeviceAssertion):
+            compiled[grid](*values)
+    return list(seen.findings)
+
+
+@dataclass
+class _Launch:
+    function: Function
+    contract: Contract
+    example: Example
+
+    def number(self, expression: Any) -> int:
+        """What an expression of the contract is for the example's sizes."""
+        if not z3.is_expr(expression):
+            return int(expression)
+        pairs = [(size, z3.IntVal(self.example.sizes[size.name])) for size in self.contract.sizes]
+        found = z3.simplify(z3.substitute(expression, *pairs))
+        return int(z3.is_true(found)) if z3.is_bool(found) else int(found.as_long())
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        return {n: b for n, b in self.contract.arguments.items() if isinstance(b, Buffer)}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.number(b.extent) * b.itemsize for b in self.buffers.values())
+
+    def work(self, programs: int) -> int:
+        """About how many lanes a launch evaluates."""
+        tile = max(
+            (prod(shape_of(r.type)) for op in self.function.body.walk() for r in op.results), default=1
+        )
+        return programs * self.example.iterations * tile
+
+    def values(self, device: str) -> list[Any]:
+        """The arguments of the launch, in the order of the kernel."""
+        storages: dict[str, torch.Tensor] = {}
+        found: list[Any] = []
+        for arg in self.function.args:
+            given, kind = self.contract.arguments.get(arg.name), element_of(arg.type)
+            if isinstance(given, Buffer):
+                name = given.storage or arg.name
+                if name not in storages:
+                    extent = max(
+                        self.number(b.extent) for n, b in self.buffers.items() if (b.storage or n) == name
+                    )
+                    storages[name] = self._memory(arg.name, given, extent, device)
+                found.append(self._view(storages[name], given))
+            elif isinstance(kind, Pointer):
+                raise NotReplayed(f"{arg.name} has no buffer in the contract")
+            elif kind.is_float:
+                found.append(float(given) if isinstance(given, int | float) else 1.0)
+            else:
+                found.append(self.number(given))
+        return found
+
+    def _memory(self, name: str, buffer: Buffer, extent: int, device: str) -> torch.Tensor:
+        dtype = _DTYPES[buffer.element]
+        if device == "meta":
+            return torch.empty(extent, dtype=dtype, device="meta")
+        memory = torch.zeros(extent * buffer.itemsize + 128, dtype=torch.uint8)
+        # at an address that is no more aligned than was promised
+        first = (buffer.align - memory.data_ptr()) % 64 if buffer.align < 64 else -memory.data_ptr() % 64
+        memory = memory[first : first + extent * buffer.itemsize]
+        tensor = memory.view(dtype)
+        if dtype.is_floating_point or dtype == torch.bool:
+            return tensor
+        if buffer.by_place:
+            for element in range(min(extent, 2**12)):
+                tensor[element] = self._usual(buffer, element)
+        else:
+            tensor.fill_(self._usual(buffer, 0))
+        if buffer.distinct:
+            tensor.copy_(torch.arange(extent).to(dtype))
+        for argument, element, value in sorted(self.example.loaded, key=lambda place: place[1]):
+            if argument == name and 0 <= element < extent:
+                if buffer.distinct and (tensor == value).any():
+                    tensor[tensor == value] = tensor[element].clone()
+                tensor[element if not buffer.ascending else slice(element, None)] = value
+        return tensor
+
+    def _usual(self, buffer: Buffer, element: int) -> int:
+        """A number that may be at a place of a buffer."""
+        value = z3.Int("value")
+        assumed = buffer.assumed(value, z3.IntVal(element))
+        if assumed is None:
+            return 0
+        pairs = [(size, z3.IntVal(self.example.sizes[size.name])) for size in self.contract.sizes]
+        allowed = z3.substitute(assumed, *pairs)
+        if z3.is_true(z3.simplify(z3.substitute(allowed, (value, z3.IntVal(0))))):
+            return 0
+        solution = ask([allowed], z3.BoolVal(False))
+        return solution.value(value) if solution.verdict == "counterexample" else 0
+
+    def _view(self, storage: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+        if buffer.dims is None:
+            return storage[: self.number(buffer.extent)]
+        sizes, strides = zip(*((self.number(s), self.number(t)) for s, t in buffer.dims), strict=True)
+        return storage.as_strided(sizes, strides)

@@ -1,0 +1,170 @@
+"""The unknowns of a proof: constants that stand for what is not known, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .contract import Bool, Int, constants_of
+from .solver import z3
+
+
+@dataclass(frozen=True)
+class Division:
+    """a = quotient * b + remainder, for b > 0."""
+
+    a: Int
+    b: Int
+    quotient: Int
+    remainder: Int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An integer that a load has found in memory."""
+
+    constant: Any
+    argument: str
+    offset: Int
+    happens: Bool  # that the load takes place, within its buffer
+
+
+class Scope:
+    """Makes constants and keeps the facts about them. Every fact holds in all executions, also those of a program, lane
+    or iteration in which the constant has no meaning."""
+
+    def __init__(self) -> None:
+        self.facts: list[Bool] = []
+        self.made: dict[int, Any] = {}  # all constants that were made here, by id
+        self.homes: dict[int, Any] = {}  # the block that a constant belongs to
+        self.opaque: dict[int, str] = {}  # constants that stand for what is not modelled, and what that is
+        self.loaded: dict[int, Loaded] = {}
+        self.divisions: dict[tuple[int, int], Division] = {}
+        self._kept: list[Any] = []  # ids are those of expressions that are alive
+        self._count = 0
+
+    def fresh(self, name: str, *, sort: Any = None, home: Any = None) -> Any:
+        """A new constant, an integer unless another sort is given."""
+        self._count += 1
+        constant = z3.Const(f"{name}!{self._count}", z3.IntSort() if sort is None else sort)
+        self.made[constant.get_id()] = constant
+        self.homes[constant.get_id()] = home
+        return constant
+
+    def divide(self, a: Int, b: Int) -> Division:
+        """Quotient and remainder; nothing is known of them where b is not positive."""
+        a, b = z3.simplify(integer(a)), z3.simplify(integer(b))
+        if z3.is_int_value(b) and b.as_long() > 0:
+            return Division(a, b, a / b, a % b)
+        key = a.get_id(), b.get_id()
+        if key not in self.divisions:
+            quotient, remainder = self.fresh("quotient"), self.fresh("remainder")
+            exact = z3.And(a == quotient * b + remainder, remainder >= 0, remainder < b)
+            self.facts += [z3.Implies(b > 0, exact)]
+            self.divisions[key] = Division(a, b, quotient, remainder)
+        return self.divisions[key]
+
+    def without_division(self, expression: Any) -> Any:
+        """The same, a quotient or remainder by something that is not a number written as a constant of its own."""
+        if not z3.is_expr(expression):
+            return expression
+        done: dict[int, Any] = {}
+
+        def visit(e: Any) -> Any:
+            if e.get_id() in done:
+                return done[e.get_id()]
+            children = [visit(child) for child in e.children()]
+            kind = e.decl().kind() if z3.is_app(e) else None
+            if kind in (z3.Z3_OP_IDIV, z3.Z3_OP_MOD) and not z3.is_int_value(children[1]):
+                division = self.divide(*children)
+                result = division.quotient if kind == z3.Z3_OP_IDIV else division.remainder
+            elif children and any(
+                c.get_id() != o.get_id() for c, o in zip(children, e.children(), strict=True)
+            ):
+                result = z3.substitute(e, *zip(e.children(), children, strict=True))
+            else:
+                result = e
+            done[e.get_id()] = result
+            self._kept += [e, result]
+            return result
+
+        return visit(expression)
+
+    # -- copies --
+
+    def bound(self, seeds: Iterable[Any], blocks: Sequence[Any]) -> dict[int, Any]:
+        """The constants that depend on the seeds, or belong to one of the blocks."""
+        found = {seed.get_id(): seed for seed in seeds}
+        found |= {i: c for i, c in self.made.items() if any(self.homes[i] is block for block in blocks)}
+        while True:
+            more = {
+                constant.get_id(): constant
+                for division in self.divisions.values()
+                if division.quotient.get_id() not in found
+                and not found.keys().isdisjoint(constants_of([division.a, division.b]))
+                for constant in (division.quotient, division.remainder)
+            }
+            if not more:
+                return found
+            found |= more
+
+    def copied(
+        self, expressions: Sequence[Any], own: dict[int, Any], also: Sequence[tuple[Any, Any]], home: Any
+    ) -> list[Any]:
+        """The expressions with new constants, which belong to `home`, for their own; of these the same is known. What
+        is in `also` is replaced as said."""
+        given = {old.get_id() for old, _ in also}
+        pairs = list(also)
+        used = set(own) - given
+        for identity in sorted(used):
+            old = own[identity]
+            new = self.fresh(str(old).partition("!")[0], sort=old.sort(), home=home)
+            pairs.append((old, new))
+            if identity in self.opaque:
+                self.opaque[new.get_id()] = self.opaque[identity]
+        mine = set(own) | given
+        for fact in list(self.facts):
+            if not mine.isdisjoint(constants_of([fact])):
+                self.facts.append(z3.substitute(fact, *pairs))
+        for loaded in list(self.loaded.values()):
+            if loaded.constant.get_id() in used:
+                constant, offset, happens = (
+                    z3.substitute(e, *pairs) for e in (loaded.constant, loaded.offset, loaded.happens)
+                )
+                self.loaded[constant.get_id()] = Loaded(constant, loaded.argument, offset, happens)
+        for division in list(self.divisions.values()):
+            if division.quotient.get_id() in used:
+                parts = (division.a, division.b, division.quotient, division.remainder)
+                copy = Division(*(z3.substitute(e, *pairs) for e in parts))
+                self._kept += [copy.a, copy.b]
+                self.divisions.setdefault((copy.a.get_id(), copy.b.get_id()), copy)
+        return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
+
+    def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
+        """The facts that say something of the expressions, directly or through other constants that were made here."""
+        reached = {i for i in constants_of(expressions) if i in self.made}
+        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
+        chosen: list[Bool] = []
+        while True:
+            rest = []
+            for fact, names in waiting:
+                if not names or not names.isdisjoint(reached):
+                    chosen.append(fact)
+                    reached |= names
+                else:
+                    rest.append((fact, names))
+            if len(rest) == len(waiting):
+                return chosen
+            waiting = rest
+
+
+def integer(value: Any) -> Int:
+    """A number of z3's."""
+    return z3.IntVal(value) if isinstance(value, int) else value
+
+
+def conjunction(conditions: Iterable[Any]) -> Bool:
+    """All of them."""
+    found = [c for c in conditions if not (z3.is_expr(c) and z3.is_true(c))]
+    return z3.BoolVal(True) if not found else found[0] if len(found) == 1 else z3.And(*found)
