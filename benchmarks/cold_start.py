@@ -115,7 +115,7 @@ def main() -> None:
             cells = [row[name] for name in ("first", "median", "last", "compiled", "written_mb")]
             print(f"| {count} | {way} | {' | '.join(map(str, cells))} |", flush=True)
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        args.out.write_text(json.dumps({"report": "cold start", "rows": rows}, indent=1) + "\n")
     shutil.rmtree(folder)
 
 
