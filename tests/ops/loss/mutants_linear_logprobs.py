@@ -66,7 +66,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("squares not brought down", "tiles/softmax.py:add_squares", "squares * tl.exp(2.0 * (largest - joined))", "squares", (f"{T}test_splits_of_many_tiles", SCALED)),
         ("no squares", "tiles/softmax.py:add_squares", "tl.sum(e * e, axis=axis)", "tl.sum(e, axis=axis)", (SCALED,)),
         ("squares after the largest is known", "linear_logprobs_kernel", "squares = add_squares(largest, squares, z, 1)", "squares = add_squares(tl.maximum(largest, tl.max(z, axis=1)), squares, z, 1)", (f"{T}test_splits_of_many_tiles", SCALED)),
-        ("squares in another place", "linear_logprobs_kernel", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=live)", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, total, mask=live)", (SCALED,)),
+        ("squares in another place", "linear_logprobs_kernel", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, squares, mask=live)", "tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, total, mask=live)", (SCALED,)),
         ("half of the products", f"{FILE}:_product", "range(0, cols, CUT.TILE)", "range(0, cols - CUT.TILE, CUT.TILE)", (PLAIN,)),
         ("into the next row", f"{FILE}:_product", "exists = tokens.live[:, None] & (col < cols)[None, :]", "exists = tokens.live[:, None] & (col < cols + 1)[None, :]", (STRIDES,)),
     ],

@@ -12,10 +12,11 @@ import triton_loom
 from torch import Tensor
 
 import weft
+from weft.ops.common.rows import scan_config
 from weft.proof.calls import assert_same, near
 from weft.proof.truth import arguments
 from weft.proof.truths import linear_logprobs as truth_linear_logprobs
-from weft.runtime import choosing_for
+from weft.runtime import Capabilities, choosing_for
 from weft.workloads import Call
 
 head = importlib.import_module("weft.ops.loss.linear_logprobs")
@@ -535,7 +536,8 @@ def test_refusals() -> None:
 
 
 def test_more_tokens_than_are_numbered_at_a_time() -> None:
-    given = problem(head.ORDER_TILE + 300, 16, 40)
+    at_a_time = scan_config("order", Capabilities.of("cpu")).tile
+    given = problem(at_a_time + 300, 16, 40)
     given["target"][::3] = -100
     given["hidden"][::3] = torch.nan
     check(Call(weft.linear_logprobs, given))

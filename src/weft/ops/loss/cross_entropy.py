@@ -33,9 +33,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...runtime import Backward, Gradients, Launch, capabilities_of, define_op, is_distributed, warp_size_of
+from ...runtime import (
+    Backward,
+    Capabilities,
+    Gradients,
+    Launch,
+    capabilities_of,
+    choice,
+    define_op,
+    is_distributed,
+)
 from ..common.checks import check_input
-from ..common.rows import align_of, compute_dtype, contiguous, count_rows, row_strides
+from ..common.rows import align_of, compute_dtype, contiguous, count_rows, row_strides, scan_config
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
     cross_entropy_kernel,
@@ -264,18 +273,19 @@ class RowConfig(NamedTuple):
     lanes: int
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, element: int, steps: int, target: str) -> RowConfig:
-        """The tile in which each thread has `steps` loads of 128 bits under way before it uses the first."""
-        if target == "cpu":
-            # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
-            long = cols >= 2048
-            return RowConfig(1024 if long else 64, 128 if long else 64, 4)
-        wave = warp_size_of(target)
-        num_warps = (4 if wave == 64 else 8) if cols >= 4096 else 4 if cols >= 1024 else 1
-        lanes = num_warps * wave * (16 // element)
-        return RowConfig((steps if cols >= 4096 else 1) * lanes, lanes, num_warps)
+
+@choice("cross_entropy", tile=(64, 16384), lanes=(32, 4096), num_warps=(1, 16))
+def row_config(kernel: str, cols: int, element: int, steps: int, target: Capabilities) -> RowConfig:
+    """The tile of a kernel ("forward" or "backward") in which each thread has `steps` loads of 128 bits under way
+    before it uses the first."""
+    if target.is_cpu:
+        # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
+        long = cols >= 2048
+        return RowConfig(1024 if long else 64, 128 if long else 64, 4)
+    wave = target.warp_size
+    num_warps = (4 if wave == 64 else 8) if cols >= 4096 else 4 if cols >= 1024 else 1
+    lanes = num_warps * wave * (16 // element)
+    return RowConfig((steps if cols >= 4096 else 1) * lanes, lanes, num_warps)
 
 
 def _steps(capped: bool, more: bool) -> int:
@@ -356,8 +366,9 @@ def _rows_launch(c: _RowConstants) -> Launch:
 
 
 @functools.cache
-def _totals_launch(zero_if_none: bool) -> Launch:
-    return Launch.of(cross_entropy_totals_kernel, num_warps=8, ZERO_IF_NONE=zero_if_none, TILE=1024)
+def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
+    tile, num_warps = scan_config("totals", target)
+    return Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
 
 
 def _launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
@@ -374,7 +385,7 @@ def _launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
         shares = torch.empty_like(losses)
     results = _RowOutputs(None, losses, o.lse, o.entropy, hits, o.largest, o.total, shares, o.smooth)
     _launch_rows(results, a, a.loss)
-    _totals_launch(a.loss.zero_if_none)(
+    _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
         (1, 1, 1), (losses, shares, hits, o.loss, o.inverse, o.accuracy), (rows,)
     )
 
@@ -385,7 +396,7 @@ def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: Los
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
     steps = _steps(softmax.softcap is not None, True in wanted)
-    config = RowConfig.choose(cols, element, steps, capabilities_of(logits.device).target)
+    config = row_config("forward", cols, element, steps, capabilities_of(logits.device))
     mark_missing = loss is not None and loss.reduction != "none"
     align = _align(element, cols, outer_stride, inner_stride)
     _rows_launch(_RowConstants(config, softmax.kind, wanted, mark_missing, inner > 1, align))(
@@ -446,7 +457,7 @@ def _launch_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
     upstream, strides = zip(*map(_per_row, (a.dloss, a.dlse, a.dentropy, a.dspread)), strict=True)
-    config = RowConfig.choose(cols, element, 1 if softmax.softcap is not None else 2, capabilities.target)
+    config = row_config("backward", cols, element, 1 if softmax.softcap is not None else 2, capabilities)
     align = _align(element, cols, outer_stride, inner_stride)
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
     tiles = max(1, cols // config.tile)

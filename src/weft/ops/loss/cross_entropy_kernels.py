@@ -81,7 +81,8 @@ def _target_of(target_ptr, row, start_col, cols, vocab, ignore_index):
     given = y != ignore_index
     inside = (y >= 0) & (y < vocab)
     here = given & inside & (y >= start_col) & (y < start_col + cols)
-    return tl.where(here, y - start_col, -1).to(tl.int32), given & inside, given & (inside == 0)
+    column = tl.where(here, y, start_col) - start_col  # the difference of any two numbers need not fit
+    return tl.where(here, column, -1).to(tl.int32), given & inside, given & (inside == 0)
 
 
 @triton.jit
@@ -198,21 +199,22 @@ def cross_entropy_kernel(
     row_below = tl.sum(below, axis=0)
     if stats_ptr is not None:
         STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + ACCURACY
+        apart = rows.to(tl.int64)  # some multiples of it do not fit 32 bits
         out_ptr = stats_ptr + row
         tl.store(out_ptr, row_largest)
-        tl.store(out_ptr + rows, row_total)
-        tl.store(out_ptr + 2 * rows, picked)
+        tl.store(out_ptr + apart, row_total)
+        tl.store(out_ptr + 2 * apart, picked)
         if ENTROPY:
-            tl.store(out_ptr + FEW * rows, row_moment)
+            tl.store(out_ptr + FEW * apart, row_moment)
         if SPREAD:
             row_below = tl.where(row_count > 0.0, row_below + row_mass * (origin - row_largest), 0.0)
-            tl.store(out_ptr + (FEW + ENTROPY) * rows, row_below)
-            tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, row_mass)
-            tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, row_count)
+            tl.store(out_ptr + (FEW + ENTROPY) * apart, row_below)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * apart, row_mass)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * apart, row_count)
         if ACCURACY:
             at = tl.min(tl.where(largest == row_largest, best, 2147483647), axis=0)
             at = tl.where(at == 2147483647, -1, at + start_col)
-            tl.store(out_ptr + (STATS - 1) * rows, at.to(tl.int32).to(tl.float32, bitcast=True))
+            tl.store(out_ptr + (STATS - 1) * apart, at.to(tl.int32).to(tl.float32, bitcast=True))
     else:
         nothing = tl.where(wrong, float("nan"), 0.0)
         log_total = tl.log(row_total)

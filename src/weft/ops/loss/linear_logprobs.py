@@ -50,12 +50,12 @@ from ...runtime import (
     Launch,
     autocasted,
     capabilities_of,
+    choice,
     define_op,
     is_distributed,
-    warp_size_of,
 )
 from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, real
-from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows
+from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows, scan_config
 from .linear_logprobs_kernels import (
     linear_dhidden_kernel,
     linear_dlogits_kernel,
@@ -68,13 +68,13 @@ from .reduction import check_target
 from .sharding import Local, VocabShard, check_shard, localize
 from .statistics import (
     DIFFERENTIABLE,
-    JOIN_ROWS,
     Softmax,
     Statistics,
     Targets,
     TokenResults,
     Wanted,
     capped_reference,
+    join_config,
     joined_reference,
     launch_join,
     softmax_of,
@@ -236,36 +236,32 @@ class HeadConfig(NamedTuple):
     num_stages: int
     split: bool = True  # multiply bf16 parts of fp32 operands
 
-    @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def choose(role: Role, whole: bool, rich: bool, squares: bool, target: str) -> HeadConfig:
-        """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and
-        rows that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes
-        registers; `squares`: the sum of squares is part of it."""
-        if target == "cpu":
-            return HeadConfig(128, 128, 64, 4, 1, split=False)
-        # Operands are split into up to six products, or loaded element by element: both take registers.
-        if not whole:
-            return HeadConfig(64, 64, 32, 4, 2)
-        # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
-        # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.
-        if target in ("sm_90", "sm_100", "sm_103"):
-            wide = (
-                role == "dweight"
-                or (role == "logits" and not rich)
-                or (role == "dhidden" and target == "sm_90")
-            )
-            if role == "logits" and rich and target != "sm_90":
-                # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, squares among them, 64
-                # columns would spill 400.
-                return HeadConfig(128, 32 if squares else 64, 64, 4, 3)
-            return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
-        if warp_size_of(target) == 64:
-            return HeadConfig(128, 128, 32, 8, 2)
-        return HeadConfig(64 if role == "logits" and rich else 128, 128, 32, 8, 3)
+
+@choice("linear_logprobs", m=(16, 256), n=(16, 256), k=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
+def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capabilities) -> HeadConfig:
+    """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and rows
+    that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes registers;
+    `squares`: the sum of squares is part of it."""
+    name = target.target
+    if target.is_cpu:
+        return HeadConfig(128, 128, 64, 4, 1, split=False)
+    # Operands are split into up to six products, or loaded element by element: both take registers.
+    if not whole:
+        return HeadConfig(64, 64, 32, 4, 2)
+    # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
+    # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.
+    if name in ("sm_90", "sm_100", "sm_103"):
+        wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and name == "sm_90")
+        if role == "logits" and rich and name != "sm_90":
+            # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, squares among them, 64
+            # columns would spill 400.
+            return HeadConfig(128, 32 if squares else 64, 64, 4, 3)
+        return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
+    if target.warp_size == 64:
+        return HeadConfig(128, 128, 32, 8, 2)
+    return HeadConfig(64 if role == "logits" and rich else 128, 128, 32, 8, 3)
 
 
-ORDER_TILE = 1024  # tokens that are numbered at a time
 # Bytes for the gradient of one block's logits. On a GPU blocks are so large that reading and writing the fp32 sums of
 # dhidden between them is a small part of the traffic.
 CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
@@ -292,7 +288,7 @@ class _Operands:
         self.align = align_of(self.cols, *self.strides, least=least)
 
     def config(self, role: Role, rich: bool, squares: bool = False) -> HeadConfig:
-        return HeadConfig.choose(role, self.whole and self.align > 1, rich, squares, self.device.target)
+        return head_config(role, self.whole and self.align > 1, rich, squares, self.device)
 
     def descriptors(self, *tensors: Tensor) -> bool:
         """Whether tiles of these tensors can be loaded by bulk copies (TMA): the target has them, and rows are
@@ -317,11 +313,11 @@ def _new_order(target: Tensor) -> Tensor:
     return torch.empty(target.numel() + 1, dtype=torch.int32, device=target.device)
 
 
-_order_launch = functools.cache(lambda: Launch.of(linear_order_kernel, num_warps=8, TILE=ORDER_TILE))
-
-
 def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
-    _order_launch()((1, 1, 1), (target, order), (target.numel(), softmax.vocab, softmax.ignore_index))
+    tile, num_warps = scan_config("order", capabilities_of(target.device))
+    Launch.of(linear_order_kernel, num_warps=num_warps, TILE=tile)(
+        (1, 1, 1), (target, order), (target.numel(), softmax.vocab, softmax.ignore_index)
+    )
 
 
 class _ProductConstants(NamedTuple):
@@ -433,9 +429,10 @@ class _Backward:
         a, x = self.a, self.x
         self.factors, self.labels = x.empty(5, x.rows), x.empty(x.rows, dtype=torch.int32)
         upstream = [None if g is None else g.reshape(-1) for g in (a.dlogprob, a.dlse, a.dentropy, a.dspread)]
-        launch = Launch.of(linear_factors_kernel, num_warps=4, ROWS=JOIN_ROWS)
+        rows, num_warps = join_config("factors", x.device)
+        launch = Launch.of(linear_factors_kernel, num_warps=num_warps, ROWS=rows)
         launch(
-            (-(-x.rows // JOIN_ROWS), 1, 1),
+            (-(-x.rows // rows), 1, 1),
             (
                 x.target,
                 a.order,

@@ -123,7 +123,8 @@ def _capped(x, bias_ptr, col, vocab, scaling):
 def _column(y, start_col, vocab):
     """The row of weight that belongs to target y, or -1 if it is not in this shard."""
     inside = (y >= start_col) & (y < start_col + vocab)
-    return tl.where(inside, y - start_col, -1).to(tl.int32)
+    column = tl.where(inside, y, start_col) - start_col  # the difference of any two numbers need not fit
+    return tl.where(inside, column, -1).to(tl.int32)
 
 
 @kernel
@@ -204,25 +205,26 @@ def linear_logprobs_kernel(
             largest, total, moment = add_moments(largest, total, moment, z, 1)
         else:
             largest, total = add_exponentials(largest, total, z, 1)
-    out_ptr = stats_ptr + split * STATS * rows + number
+    apart = rows.to(tl.int64)  # some multiples of it do not fit 32 bits
+    out_ptr = stats_ptr + split * STATS * apart + number
     tl.store(out_ptr, largest, mask=live)
-    tl.store(out_ptr + rows, total, mask=live)
-    tl.store(out_ptr + 2 * rows, picked, mask=live)
+    tl.store(out_ptr + apart, total, mask=live)
+    tl.store(out_ptr + 2 * apart, picked, mask=live)
     if ENTROPY:
-        tl.store(out_ptr + FEW * rows, moment, mask=live)
+        tl.store(out_ptr + FEW * apart, moment, mask=live)
     if SPREAD:
         if classes_ptr is None:
             mass = there
-        spread_ptr = out_ptr + (FEW + ENTROPY) * rows
+        spread_ptr = out_ptr + (FEW + ENTROPY) * apart
         below = tl.where(there > 0.0, weighted - mass * largest, 0.0)
         tl.store(spread_ptr, below, mask=live)
-        tl.store(spread_ptr + rows, mass, mask=live)
-        tl.store(spread_ptr + 2 * rows, there, mask=live)
+        tl.store(spread_ptr + apart, mass, mask=live)
+        tl.store(spread_ptr + 2 * apart, there, mask=live)
     if SQUARES:
-        tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=live)
+        tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, squares, mask=live)
     if ACCURACY:
         best = tl.where(best < 0, best, best + start_col)
-        tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live)
+        tl.store(out_ptr + (STATS - 1) * apart, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live)
 
 
 @kernel
@@ -273,11 +275,12 @@ def linear_factors_kernel(
         bend = tl.load(dentropy_ptr + row * dentropy_stride, mask=live, other=0.0).to(tl.float32)
         factor -= bend * (tl.load(entropy_ptr + row, mask=live, other=0.0) - tl.log(total))
     exists = number < rows
+    apart = rows.to(tl.int64)  # some multiples of it do not fit 32 bits
     tl.store(factors_ptr + number, largest, mask=exists)
-    tl.store(factors_ptr + rows + number, factor / total, mask=exists)
-    tl.store(factors_ptr + 2 * rows + number, bend / total, mask=exists)
-    tl.store(factors_ptr + 3 * rows + number, at_target, mask=exists)
-    tl.store(factors_ptr + 4 * rows + number, part, mask=exists)
+    tl.store(factors_ptr + apart + number, factor / total, mask=exists)
+    tl.store(factors_ptr + 2 * apart + number, bend / total, mask=exists)
+    tl.store(factors_ptr + 3 * apart + number, at_target, mask=exists)
+    tl.store(factors_ptr + 4 * apart + number, part, mask=exists)
     y = tl.load(target_ptr + row, mask=live, other=-1)
     tl.store(labels_ptr + number, _column(y, start_col, vocab), mask=exists)
 
@@ -332,19 +335,20 @@ def linear_dlogits_kernel(
         )
         col = begin + at + tl.arange(0, VOCAB)  # [VOCAB]
         z, slope = _capped(x, bias_ptr, col, vocab, Scaling(softcap, scale, KIND))
+        apart = rows.to(tl.int64)
         largest = tl.load(factors_ptr + number, mask=live, other=0.0)
-        factor = tl.load(factors_ptr + rows + number, mask=live, other=0.0)
-        at_target = tl.load(factors_ptr + 3 * rows + number, mask=live, other=0.0)
+        factor = tl.load(factors_ptr + apart + number, mask=live, other=0.0)
+        at_target = tl.load(factors_ptr + 3 * apart + number, mask=live, other=0.0)
         y = tl.load(labels_ptr + number, mask=live, other=-1)
         t = z - largest[:, None]
         e = tl.exp(t)
         if ENTROPY:
-            bend = tl.load(factors_ptr + 2 * rows + number, mask=live, other=0.0)
+            bend = tl.load(factors_ptr + 2 * apart + number, mask=live, other=0.0)
             dz = tl.where(e == 0.0, 0.0, e * (factor[:, None] - bend[:, None] * t))
         else:
             dz = e * factor[:, None]
         if SPREAD:
-            part = tl.load(factors_ptr + 4 * rows + number, mask=live, other=0.0)[:, None]
+            part = tl.load(factors_ptr + 4 * apart + number, mask=live, other=0.0)[:, None]
             if classes_ptr is not None:
                 part = part * tl.load(classes_ptr + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
             dz -= tl.where(z > -float("inf"), part, 0.0)

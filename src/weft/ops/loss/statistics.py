@@ -31,14 +31,28 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Launch, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles.softmax import LOWEST, merge_moments, merge_squares
 from ..common.checks import checked_once, real, whole
 
 # What is done to logits before the softmax.
 PLAIN, SCALED, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FEW = tl.constexpr(3)  # the number of statistics that are always computed: largest, total, picked
-JOIN_ROWS = 128  # tokens of a program that joins statistics
+
+
+class JoinConfig(NamedTuple):
+    """How tokens are cut: `rows` of them to a program that reads their statistics."""
+
+    rows: int
+    num_warps: int
+
+
+@choice("statistics", rows=(32, 1024), num_warps=(1, 16))
+def join_config(kernel: str, target: Capabilities) -> JoinConfig:
+    """For "join", of the statistics of splits, or "factors", of the gradient of logits."""
+    return JoinConfig(128, 4)
+
+
 # The limits of temperatures: they and their reciprocals are normal fp32 numbers.
 COLDEST, HOTTEST = 2.0**-126, 2.0**126
 
@@ -337,6 +351,7 @@ def _join_statistics_kernel(
     """Join the statistics of all parts, in order; store them, or the results computed from them."""
     STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    apart = rows.to(tl.int64)  # statistics of a row; some multiples of it do not fit 32 bits
     exists = number < rows
     row = number
     if order_ptr is not None:
@@ -356,18 +371,18 @@ def _join_statistics_kernel(
     squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)
     for part in range(parts):
-        in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * rows + number
+        in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * apart + number
         largest2 = tl.load(in_ptr, mask=live, other=LOWEST)
-        total2 = tl.load(in_ptr + rows, mask=live, other=0.0)
-        picked += tl.load(in_ptr + 2 * rows, mask=live, other=0.0)
+        total2 = tl.load(in_ptr + apart, mask=live, other=0.0)
+        picked += tl.load(in_ptr + 2 * apart, mask=live, other=0.0)
         moment2 = tl.zeros((ROWS,), tl.float32)
         if ENTROPY:
-            moment2 = tl.load(in_ptr + FEW * rows, mask=live, other=0.0)
+            moment2 = tl.load(in_ptr + FEW * apart, mask=live, other=0.0)
         if SPREAD:
-            more_ptr = in_ptr + (FEW + ENTROPY) * rows
+            more_ptr = in_ptr + (FEW + ENTROPY) * apart
             below2 = tl.load(more_ptr, mask=live, other=0.0)
-            mass2 = tl.load(more_ptr + rows, mask=live, other=0.0)
-            there2 = tl.load(more_ptr + 2 * rows, mask=live, other=0.0)
+            mass2 = tl.load(more_ptr + apart, mask=live, other=0.0)
+            there2 = tl.load(more_ptr + 2 * apart, mask=live, other=0.0)
             joined = tl.maximum(largest, largest2)
             # Without columns mass is 0 and the difference may be minus infinity, whose product is NaN.
             below = tl.where(there > 0.0, below + mass * (largest - joined), 0.0)
@@ -375,27 +390,27 @@ def _join_statistics_kernel(
             mass += mass2
             there += there2
         if SQUARES:
-            squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, mask=live, other=0.0)
+            squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, mask=live, other=0.0)
             squares = merge_squares(largest, squares, largest2, squares2)
         if ACCURACY:
-            at = tl.load(in_ptr + (STATS - 1) * rows, mask=live, other=0.0).to(tl.int32, bitcast=True)
+            at = tl.load(in_ptr + (STATS - 1) * apart, mask=live, other=0.0).to(tl.int32, bitcast=True)
             best = tl.where(largest2 > largest, at, best)
         largest, total, moment = merge_moments(largest, total, moment, largest2, total2, moment2)
     if joined_ptr is not None:
         out_ptr = joined_ptr + row
         tl.store(out_ptr, largest, mask=exists)
-        tl.store(out_ptr + rows, total, mask=exists)
-        tl.store(out_ptr + 2 * rows, picked, mask=exists)
+        tl.store(out_ptr + apart, total, mask=exists)
+        tl.store(out_ptr + 2 * apart, picked, mask=exists)
         if ENTROPY:
-            tl.store(out_ptr + FEW * rows, moment, mask=exists)
+            tl.store(out_ptr + FEW * apart, moment, mask=exists)
         if SPREAD:
-            tl.store(out_ptr + (FEW + ENTROPY) * rows, below, mask=exists)
-            tl.store(out_ptr + (FEW + ENTROPY + 1) * rows, mass, mask=exists)
-            tl.store(out_ptr + (FEW + ENTROPY + 2) * rows, there, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY) * apart, below, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * apart, mass, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * apart, there, mask=exists)
         if SQUARES:
-            tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * rows, squares, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, squares, mask=exists)
         if ACCURACY:
-            tl.store(out_ptr + (STATS - 1) * rows, best.to(tl.float32, bitcast=True), mask=exists)
+            tl.store(out_ptr + (STATS - 1) * apart, best.to(tl.float32, bitcast=True), mask=exists)
     else:
         nothing = tl.where(y == ignore_index, 0.0, float("nan"))
         log_total = tl.log(total)
@@ -418,15 +433,15 @@ def _join_statistics_kernel(
 
 
 @functools.cache
-def _join_launch(wanted: Wanted) -> Launch:
+def _join_launch(wanted: Wanted, config: JoinConfig) -> Launch:
     return Launch.of(
         _join_statistics_kernel,
-        num_warps=4,
+        num_warps=config.num_warps,
         ENTROPY=wanted.entropy,
         SPREAD=wanted.spread,
         ACCURACY=wanted.accuracy,
         SQUARES=wanted.squares,
-        ROWS=JOIN_ROWS,
+        ROWS=config.rows,
     )
 
 
@@ -442,8 +457,9 @@ def launch_join(
     the tokens."""
     pointers = (*o, *(None,) * len(TokenResults._fields)) if isinstance(o, Statistics) else (None, *o)
     rows = target.numel()
-    _join_launch(wanted)(
-        (-(-rows // JOIN_ROWS), 1, 1),
+    config = join_config("join", capabilities_of(target.device))
+    _join_launch(wanted, config)(
+        (-(-rows // config.rows), 1, 1),
         (target, order, stats, *pointers),
         (rows, stats.shape[0], softmax.vocab, softmax.ignore_index),
     )

@@ -29,15 +29,16 @@ from ...quant.straight import take_apart
 from ...runtime import (
     Backward,
     BoundLaunch,
+    Capabilities,
     Gradients,
     Launch,
     capabilities_of,
+    choice,
     define_op,
     local_rows,
-    warp_size_of,
 )
 from ..common.checks import FLOATS, check_input, check_tensor
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.results import Result, ResultOptions, allocate_result, plain_result, result_options
 from ..common.rows import align_of, compute_dtype, contiguous, cpu_tile, flat_rows
 from ..quantize import QuantizeArgs, quantize_reference
@@ -233,14 +234,26 @@ class MoveConfig(NamedTuple):
     tile: int
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest: int, numbers: int, target: str) -> MoveConfig:
-        """Tiles of about `numbers` numbers for 128 threads; on a CPU, pieces of one row."""
-        if target == "cpu":
-            return MoveConfig(1, cpu_tile(cols, smallest), 4)
-        tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), numbers)
-        return MoveConfig(numbers // tile, tile, 128 // warp_size_of(target))
+
+@choice("permute", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
+def move_config(kernel: str, cols: int, coded: bool, target: Capabilities) -> MoveConfig:
+    """For "permute", whose result is `coded`, or "unpermute", whose input is. Tiles of 2048 numbers for 128 threads, or
+    of 1024 where they are sums of several rows; on a CPU, pieces of one row."""
+    smallest = 128 if coded else 1
+    if target.is_cpu:
+        return MoveConfig(1, cpu_tile(cols, smallest), 4)
+    numbers = 2048 if kernel == "permute" or coded else 1024
+    tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), numbers)
+    return MoveConfig(numbers // tile, tile, 128 // target.warp_size)
+
+
+@choice("unpermute_backward", tile=(128, 4096), num_warps=(1, 16))
+def dots_config(cols: int, target: Capabilities) -> MoveConfig:
+    """For the gradients of `unpermute`, a row to a program."""
+    if target.is_cpu:
+        return MoveConfig(1, cpu_tile(cols, 128), 4)
+    # Each thread has 64 numbers of the slots' rows and 16 bytes of dy.
+    return MoveConfig(1, min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // target.warp_size)
 
 
 Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
@@ -261,12 +274,12 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _permute_launch(
-    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: str
+    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: Capabilities
 ) -> BoundLaunch:
     """A permutation that makes codes in the format `made` of numbers of this dtype, or
     moves what there is."""
     tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
-    config = MoveConfig.choose(cols, 1 if made is None else 128, 2048, target)
+    config = move_config("permute", cols, made is not None, target)
     format = None if made is None else Format.of(made)
     launch = Launch.of(
         permute_kernel,
@@ -359,7 +372,7 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     )
     made = a.result.format if a.codes.data is None else None
     cast = 0 if made is None else cast_mode(target)
-    _permute_launch(layout, made, x.dtype, cast, target.target)(
+    _permute_launch(layout, made, x.dtype, cast, target)(
         (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs)
     )
 
@@ -371,9 +384,8 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     f, target = Format.of(a.result.format), capabilities_of(a.x.device)
     x, probs = flat_rows(a.x), contiguous(a.probs)
     cols = x.shape[1]
-    tile, num_warps = stripe_tile(f.block, target.target)
-    if target.target == "sm_89" and f.block == "1x128":
-        num_warps = 8  # with 16 a thread has 128 registers, a few too few for integer codes
+    align = align_of(cols, x.stride(0))
+    tile, num_warps = stripe_config("permute", f.block, align, target)
     data, data_scale, *strides = copy_arguments(o.result.rowwise)
     data_t, data_t_scale, *strides_t = copy_arguments(o.result.columnwise)
     launch = Launch.of(
@@ -384,7 +396,7 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
         CAST=cast_mode(target),
         ROWS=STRIPE,
         TILE=tile,
-        ALIGN=align_of(cols, x.stride(0)),
+        ALIGN=align,
         COLS_MASKED=cols % tile != 0,
     )
     launch(
@@ -411,9 +423,9 @@ def _launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
         return
     rows, scale, strides = _source(a.rows, a.codes)
     cols, probs = rows.shape[1], contiguous(a.probs)
-    target = capabilities_of(rows.device).target
+    target = capabilities_of(rows.device)
     plain = a.codes.data is None
-    config = MoveConfig.choose(cols, 1 if plain else 128, 1024 if plain else 2048, target)
+    config = move_config("unpermute", cols, not plain, target)
     align, masked = align_of(cols, strides[0]), cols % config.tile != 0
     format = None if plain else a.codes.format
     _unpermute_launch(format, _at_once(slots), config, align, masked)(
@@ -436,15 +448,11 @@ def _allocate_unpermute_backward(a: UnpermuteBackwardArgs) -> UnpermuteGradients
 
 def _launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
     tokens, row_count, slots = _sizes(a.map)
-    target = capabilities_of(a.dy.device).target
     dy, probs = flat_rows(a.dy), a.probs.contiguous()
     cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
     if o.probs is not None:
         rows, scale, strides = _source(a.rows, a.codes)
-    if target == "cpu":
-        tile, num_warps = cpu_tile(cols, 128), 4
-    else:  # each thread has 64 numbers of the slots' rows and 16 bytes of dy
-        tile, num_warps = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // warp_size_of(target)
+    _, tile, num_warps = dots_config(cols, capabilities_of(a.dy.device))
     launch = Launch.of(
         unpermute_backward_kernel,
         num_warps=num_warps,

@@ -25,10 +25,10 @@ class Probs(NamedTuple):
 @triton.jit
 def _load_probs(probs, token, slot, mask):
     """The probabilities of slots, zero where the mask is False."""
+    column = slot
     if probs.experts_ptr is not None:
-        column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=0)
-    else:
-        column = slot
+        column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=-1)
+        mask = mask & (column >= 0)  # -1 stands for no expert
     return tl.load(probs.ptr + token * probs.stride + column, mask=mask, other=0.0)
 
 
@@ -401,8 +401,8 @@ def unpermute_kernel(
             taken = row >= 0
             carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
             if experts_ptr is not None:
-                expert = tl.load(experts_ptr + slot_off, mask=taken, other=0)
-                tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=taken)
+                expert = tl.load(experts_ptr + slot_off, mask=taken, other=-1)
+                tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=expert >= 0)
             else:
                 tl.store(back_ptr + slot_off, carried, mask=exists)
 
@@ -473,8 +473,8 @@ def unpermute_backward_kernel(
             if dprobs_ptr is not None:
                 dots = dots.to(dprobs_ptr.dtype.element_ty)
                 if experts_ptr is not None:
-                    expert = tl.load(experts_ptr + token * slots + slot, mask=taken, other=0)
-                    tl.store(dprobs_ptr + token * dprobs_stride + expert, dots, mask=taken)
+                    expert = tl.load(experts_ptr + token * slots + slot, mask=taken, other=-1)
+                    tl.store(dprobs_ptr + token * dprobs_stride + expert, dots, mask=expert >= 0)
                 else:
                     tl.store(dprobs_ptr + token * dprobs_stride + slot, dots, mask=slot < slots)
     elif drows_ptr is not None:

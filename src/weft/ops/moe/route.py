@@ -39,9 +39,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, summed, warp_size_of
+from ...runtime import (
+    Backward,
+    Capabilities,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    choice,
+    define_op,
+    summed,
+)
 from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows, one_stride
+from ..common.sums import SumConfig
 from .route_kernels import route_backward_kernel, route_kernel, route_totals_kernel
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -290,21 +301,27 @@ class RouteConfig(NamedTuple):
     tile: int
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(groups: int, group_size: int, target: str) -> RouteConfig:
-        group_tiles = 1 << max(groups - 1, 0).bit_length()
-        tile = max(1 << max(group_size - 1, 0).bit_length(), 64 // group_tiles, 1)
-        width = group_tiles * tile
-        if target == "cpu":
-            return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
-        # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
-        lanes = warp_size_of(target)
-        num_warps = min(16, max(1, width // (16 * lanes)))
-        return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
+
+@choice("route", rows=(1, 1024), num_warps=(1, 16))
+def route_config(kernel: str, groups: int, group_size: int, target: Capabilities) -> RouteConfig:
+    """For a kernel: "forward" or "backward"."""
+    group_tiles = 1 << max(groups - 1, 0).bit_length()
+    tile = max(1 << max(group_size - 1, 0).bit_length(), 64 // group_tiles, 1)
+    width = group_tiles * tile
+    if target.is_cpu:
+        return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
+    # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
+    lanes = target.warp_size
+    num_warps = min(16, max(1, width // (16 * lanes)))
+    return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
 
 
 CPU_NUMBERS = 1024
+
+
+@choice("route.totals", rows=(1, 128), tile=(16, 1024), num_warps=(1, 16))
+def totals_config(experts: int, target: Capabilities) -> SumConfig:
+    return SumConfig(1, 256, 4) if target.is_cpu else SumConfig(32, 32, 4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -345,7 +362,7 @@ def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
     logits = flat_rows(a.logits)
     rows, experts = logits.shape
     stride, group_size = logits.stride(0), experts // groups.number
-    config = RouteConfig.choose(groups.number, group_size, target.target)
+    config = route_config("forward", groups.number, group_size, target)
     # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
     # which waits for the one before.
     programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
@@ -367,8 +384,8 @@ def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
         (how.eps, how.scale),
     )
     if programs > 1:
-        piece, tile = (1, 256) if target.is_cpu else (32, 32)
-        launch = Launch.of(route_totals_kernel, num_warps=4, ROWS=piece, TILE=tile)
+        piece, tile, num_warps = totals_config(experts, target)
+        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
         launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))
 
 
@@ -383,7 +400,7 @@ def _launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
     dscores, dscores_stride = one_stride(a.dscores)
     rows, experts = logits.shape
     stride = logits.stride(0)
-    config = RouteConfig.choose(1, experts, capabilities_of(logits.device).target)
+    config = route_config("backward", 1, experts, capabilities_of(logits.device))
     launch = Launch.of(
         route_backward_kernel,
         num_warps=config.num_warps,

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Backward, Gradients, Launch, Sharding, capabilities_of, define_op, kernel, warp_size_of
+from ...runtime import (
+    Backward,
+    Capabilities,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    choice,
+    define_op,
+    kernel,
+)
 from ...tiles.split import dot_fp32
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows
@@ -255,43 +265,44 @@ class ProductConfig(NamedTuple):
     num_stages: int
     split: bool  # multiply bf16 parts
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def forward(experts: int, products: int, target: str) -> ProductConfig:
-        """Rows x experts, summed over columns."""
-        if target == "cpu":
-            # A tile of the weight is converted and transposed for every tile of rows, so long tiles of rows were
-            # measured to be faster.
-            return ProductConfig(128, _side(experts, 256), 128, 4, 1, False)
-        # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
-        # 124 KB of shared memory; twice the columns at a time spill.
-        n = _side(experts, 256 if products < 6 else 64)
-        narrow = products > 1 and warp_size_of(target) == 32
-        tile, stages = (32, 3) if narrow else (64, 2)
-        return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def dx(experts: int, cols: int, products: int, target: str) -> ProductConfig:
-        """Rows x columns, summed over experts."""
-        if target == "cpu":
-            return ProductConfig(128, _side(cols, 512), _side(experts, 128), 4, 1, False)
-        # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
-        # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
-        return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
+LIMITS = {"m": (16, 256), "n": (16, 512), "k": (16, 256), "num_warps": (1, 16), "num_stages": (1, 5)}
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def dweight(experts: int, cols: int, products: int, target: str) -> ProductConfig:
-        """Experts x columns, summed over rows."""
-        if target == "cpu":
-            return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
-        # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp keeps its sums in its own registers: half
-        # the tile takes 170 registers there, and the whole tile spills.
-        largest = 64 if products == 6 or target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
-        return ProductConfig(
-            _side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True
-        )
+
+@choice("router_linear.forward", **LIMITS)
+def forward_config(experts: int, products: int, target: Capabilities) -> ProductConfig:
+    """Rows x experts, summed over columns."""
+    if target.is_cpu:
+        # A tile of the weight is converted and transposed for every tile of rows, so long tiles of rows were
+        # measured to be faster.
+        return ProductConfig(128, _side(experts, 256), 128, 4, 1, False)
+    # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
+    # 124 KB of shared memory; twice the columns at a time spill.
+    n = _side(experts, 256 if products < 6 else 64)
+    narrow = products > 1 and target.warp_size == 32
+    tile, stages = (32, 3) if narrow else (64, 2)
+    return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
+
+
+@choice("router_linear.dx", **LIMITS)
+def dx_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
+    """Rows x columns, summed over experts."""
+    if target.is_cpu:
+        return ProductConfig(128, _side(cols, 512), _side(experts, 128), 4, 1, False)
+    # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
+    # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
+    return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
+
+
+@choice("router_linear.dweight", **LIMITS)
+def dweight_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
+    """Experts x columns, summed over rows."""
+    if target.is_cpu:
+        return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
+    # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp keeps its sums in its own registers: half
+    # the tile takes 170 registers there, and the whole tile spills.
+    largest = 64 if products == 6 or target.target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
+    return ProductConfig(_side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True)
 
 
 def _products(a: torch.dtype, b: torch.dtype) -> int:
@@ -310,10 +321,6 @@ SPLIT_COLS = 512  # columns of a split where programs share a sum over columns; 
 def _four(*sizes: int) -> int:
     """4 if all sizes are multiples of it, 128 bits of fp32; else 1."""
     return min(4, align_of(*sizes, least=4))
-
-
-# The tile (rows, columns) in which partial sums are added up, of which there are few and long ones.
-FEW_SPLITS = (8, 256)
 
 
 @functools.cache
@@ -344,7 +351,7 @@ def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     rows, stride = x.shape[0], x.stride(0)
     # An x that is not bf16 is split into parts, which take room too (on sm_100 the room of the sums): smallest tiles.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
-    config = ProductConfig.forward(experts, products, target.target)
+    config = forward_config(experts, products, target)
     grid = (-(-rows // config.m), -(-experts // config.n))
     y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
     if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
@@ -353,7 +360,7 @@ def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
     launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
     if splits > 1:
-        sum_partials(y, o.y, tile=FEW_SPLITS)
+        sum_partials(y, o.y, few=True)
 
 
 def _allocate_router_linear_backward(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
@@ -377,7 +384,7 @@ def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
     rows, dy_stride = dy.shape[0], dy.stride(0)
     experts, cols = weight.shape
     products = _products(dy.dtype, weight.dtype)
-    config = ProductConfig.dx(experts, cols, products, capabilities_of(dy.device).target)
+    config = dx_config(experts, cols, products, capabilities_of(dy.device))
     launch = Launch.of(
         _router_linear_dx_kernel,
         num_warps=config.num_warps,
@@ -398,7 +405,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     """The sums over rows, of weight and bias."""
     rows, cols, experts, stride, dy_stride = *x.shape, dy.shape[1], x.stride(0), dy.stride(0)
     target = capabilities_of(x.device)
-    config = ProductConfig.dweight(experts, cols, _products(x.dtype, dy.dtype), target.target)
+    config = dweight_config(experts, cols, _products(x.dtype, dy.dtype), target)
     tiles = -(-experts // config.m) * (1 if o.weight is None else -(-cols // config.n))
     # Enough splits of the rows to fill the device twice, but each with at least four steps.
     splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
@@ -428,7 +435,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     launch((tiles, splits, 1), (x, dy, dweight, dbias), integers)
     for grad, partials in ((o.weight, dweight), (o.bias, dbias)):
         if grad is not None and partials is not None and partials is not grad:
-            sum_partials(partials, grad, tile=FEW_SPLITS)
+            sum_partials(partials, grad, few=True)
 
 
 # ---- registration ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ and about kernels, as compiled for GPUs, what is not expected of every kernel:
 - `MOVED`, by kernel: which tensors (read, written) it reads and writes in whole tiles, if the usual names do not tell.
 - `WIDTHS`, by kernel: a width of accesses in bits that it needs besides the usual ones, on targets that begin so.
 - `SPILLS`, by kernel and target: bytes that it spills although it should not.
+- `LOADED`, by kernel and parameter: what it takes for granted of the integers in that tensor, see `weft.proof.loaded`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import weft
 
 from ...workloads import Call
 from .. import oracle
+from ..loaded import Loaded
 from ..truth import Near, arguments
 
 # Where the batch, the tokens and the heads are.
@@ -341,4 +342,20 @@ TRUTHS = {
     "attention": attention,
     "attention_backward": attention_backward,
     "attention_decode": attention_decode,
+}
+
+# Where packed sequences begin, and how many tokens there are.
+_STARTS = {
+    "lengths.q_starts": Loaded(least=0, most="lengths.q", ascending=True),
+    "lengths.k_starts": Loaded(least=0, most="lengths.k", ascending=True),
+}
+
+LOADED = {
+    (kernel, name): known
+    for kernel in ("attention_kernel", "value_kernel", "query_gradient_kernel", "key_gradient_kernel")
+    for name, known in _STARTS.items()
+} | {
+    ("decode_kernel", "pages.table"): Loaded(least=0, below=lambda given: given["k.ptr", 0]),
+    ("decode_kernel", "pages.lengths"): Loaded(least=0),
+    ("join_kernel", "pages.lengths"): Loaded(least=0),
 }

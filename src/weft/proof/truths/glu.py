@@ -19,6 +19,7 @@ import weft
 
 from ...workloads import Call
 from ..copies import regions
+from ..loaded import Loaded
 from ..truth import ROUNDINGS, Near, arguments
 from .quantize import y_and_amax
 
@@ -169,4 +170,11 @@ SPILLS = {
     ("glu_backward_kernel", "sm_89"): 320,
     ("glu_backward_kernel", "sm_100"): 32,
     ("glu_backward_kernel", "sm_120"): 32,
+}
+
+# Where the rows of groups end.
+_ENDS = Loaded(least=0, most="rows", ascending=True)
+
+LOADED = {
+    (kernel, "groups.ends"): _ENDS for kernel in ("glu_kernel", "glu_backward_kernel", "_sum_runs_kernel")
 }

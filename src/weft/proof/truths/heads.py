@@ -12,7 +12,6 @@ import weft
 
 from ...workloads import Call
 from ...workloads.heads import PAGE, prepare, prepare_cached, rotate
-from .. import oracle
 from ..truth import ROUNDINGS, Near, arguments
 
 FEW = ROUNDINGS * EPS32
@@ -401,21 +400,28 @@ def rope(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
 
 
 def qkv_prepare_cached(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Of a workload: results as without a cache; codes and scales from its own fp32 numbers, each token in its slot."""
+    """Of a workload: results as without a cache; each token's codes and scales in its slot, zeros in all others."""
     slots = call["slots"].long()
     plain = Call(prepare, {name: value for name, value in call.kwargs.items() if name != "slots"})
     found = qkv_prepare(plain, gradients)
-    wide = plain.with_(qkv=plain["qkv"].float())()
     pages = -(-len(slots) // PAGE)
-    for i, heads in enumerate(wide[1:3]):
-        made = oracle.quantize(
-            heads.flatten(0, 1), block="row", element="e4m3", convention="te", power_of_two=False
-        )
-        codes = torch.zeros(pages * PAGE, *heads.shape[1:], dtype=torch.uint8)
-        scales = torch.zeros(pages * PAGE, heads.shape[1])
-        codes[slots], scales[slots] = made.data.view(heads.shape), made.scale.view(heads.shape[:2])
-        found[f"output{3 + i}"] = codes.unflatten(0, (pages, PAGE))
-        found[f"output{5 + i}"] = scales.unflatten(0, (pages, PAGE))
+
+    def kept(near: Near) -> Near:
+        """The numbers of tokens where a cache has them."""
+        empty = torch.zeros(2, pages * PAGE, *near.truth.shape[1:], dtype=torch.float64)
+        empty[0, slots], empty[1, slots] = near.truth, near.noise
+        return Near(*empty.unflatten(1, (pages, PAGE)))
+
+    for i, name in enumerate(NAMES[1:3]):
+        heads = found[name]
+        assert isinstance(heads, Near)
+        largest = heads.truth.abs().amax(-1, keepdim=True)
+        scale = largest / torch.finfo(torch.float8_e4m3fn).max
+        # That of the largest number, and of a division and a product.
+        relative = heads.noise.amax(-1, keepdim=True) / largest + 4 * EPS32
+        codes = heads.truth / scale
+        found[f"output{3 + i}"] = kept(Near(codes, heads.noise / scale + codes.abs() * relative))
+        found[f"output{5 + i}"] = kept(Near(scale[..., 0], (scale * relative)[..., 0]))
     return found
 
 

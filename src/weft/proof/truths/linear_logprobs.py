@@ -11,6 +11,7 @@ from triton_loom.testing import EPS32
 import weft
 
 from ...workloads import Call
+from ..loaded import Loaded
 from ..truth import Near, arguments
 
 # Of a token's own sums: exponentials, logarithms, sums over tiles and splits.
@@ -261,3 +262,18 @@ MOVED: dict[str, tuple[set[str], set[str]]] = {
 WIDTHS = dict.fromkeys(
     ("linear_dlogits_kernel", "linear_dweight_kernel", "linear_dhidden_kernel"), ("gfx", 64)
 )
+
+# The rows that have a label, then the others; in place `rows` how many have one.
+_ORDER = Loaded(least=0, below="rows", apart=("rows", Loaded(least=0, most="rows")))
+
+LOADED = {
+    (kernel, "order_ptr"): _ORDER
+    for kernel in (
+        "linear_logprobs_kernel",
+        "linear_factors_kernel",
+        "linear_dlogits_kernel",
+        "linear_dweight_kernel",
+        "linear_dhidden_kernel",
+        "_join_statistics_kernel",
+    )
+}

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton_loom.testing import EPS32
 
 from ...workloads import Call
+from ..loaded import Loaded
 from ..truth import Near
 
 # Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors
@@ -55,3 +56,9 @@ def multi_tensor_clip(call: Call, _: dict[str, Tensor]) -> dict[str, Near | Tens
 
 
 TRUTHS = {f.__name__: f for f in (multi_tensor_reduce, multi_tensor_clip)}
+
+# Addresses, and how many elements lie there.
+LOADED = {
+    (kernel, "table_ptr"): Loaded(least=0)
+    for kernel in ("multi_tensor_reduce_kernel", "multi_tensor_clip_kernel")
+}

@@ -207,12 +207,9 @@ def own_value(call: Call) -> Tensor:
     """The fp32 y that a quantising norm encodes: that of a plain norm whose rows are added up in the same pieces."""
     dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax", "return_plain")
     plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
-    config, group = (
-        importlib.import_module("weft.ops.norm.launch").RowConfig,
-        Format.of(call["quantize"]).group,
-    )
-    choose = config.choose
-    with patch.object(config, "choose", staticmethod(lambda cols, _, target: choose(cols, group, target))):
+    launch, group = importlib.import_module("weft.ops.norm.launch"), Format.of(call["quantize"]).group
+    choose = launch.row_config
+    with patch.object(launch, "row_config", lambda cols, _, target: choose(cols, group, target)):
         value = results(plain.with_(out_dtype=torch.float32))["y"]
     near(value, norm(plain)["y"])
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ...quant import Copy
 from ...workloads import Call
 from .. import oracle
 from ..calls import results
+from ..loaded import Given, Loaded
 from ..truth import Near
 
 
@@ -182,4 +184,34 @@ ENCODED = {"permute": _encoded}
 MOVED = {
     "unpermute_kernel": ({"rows_ptr"}, {"y_ptr"}),
     "unpermute_backward_kernel": ({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+}
+
+
+def _experts(given: Given) -> Any:
+    """How many experts a token's probabilities, or their gradients, are of."""
+    present = (name for name in ("probs_ptr", "back_ptr", "dprobs_ptr") if name in given.shapes)
+    return given[next(present), -1]
+
+
+# Indices that `row_map` makes: -1 stands for no row, or no slot. Experts of a mask are -1 where a token has fewer.
+_ROW = Loaded(least=-1, below="rows")
+_SLOT = Loaded(least=-1, below=lambda given: given["tokens"] * given["slots"])
+_EXPERT = Loaded(least=-1, below=lambda given: _experts(given))
+
+LOADED = {
+    ("permute_kernel", "row_of_slot_ptr"): _ROW,
+    ("permute_kernel", "slot_of_row_ptr"): _SLOT,
+    ("permute_kernel", "experts_ptr"): _EXPERT,
+    ("permute_stripe_kernel", "slot_of_row_ptr"): Loaded(
+        least=-1, below=lambda given: given.rows("x_ptr") * given["slots"]
+    ),
+    ("permute_stripe_kernel", "experts_ptr"): _EXPERT,
+    ("unpermute_kernel", "row_of_slot_ptr"): Loaded(least=-1, below=lambda given: given.rows("rows_ptr")),
+    ("unpermute_kernel", "experts_ptr"): _EXPERT,
+    ("unpermute_backward_kernel", "row_of_slot_ptr"): _ROW,
+    ("unpermute_backward_kernel", "slot_of_row_ptr"): _SLOT,
+    ("unpermute_backward_kernel", "experts_ptr"): _EXPERT,
+    ("matmul_kernel", "gather.slot_of_row"): Loaded(
+        least=-1, below=lambda given: given["gather.tokens"] * given["gather.slots"]
+    ),
 }

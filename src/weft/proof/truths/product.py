@@ -14,6 +14,7 @@ import weft
 from ... import QTensor
 from ...workloads import Call
 from .. import oracle
+from ..loaded import Loaded
 from ..truth import Near, arguments
 from .glu import activation
 
@@ -204,3 +205,5 @@ MOVED: dict[str, tuple[set[str], set[str]]] = {
     "matmul_kernel": (set(), set()),
     "finish_kernel": (set(), set()),
 }
+
+LOADED = {("matmul_kernel", "groups.ends"): Loaded(least=0, ascending=True)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
+from ..loaded import Loaded
 from ..truth import Near
 
 # A sum of n terms in chains of at most 64, then of the chains: the roundings of a random walk over both, with room.
@@ -147,3 +148,5 @@ MOVED: dict[str, tuple[set[str], set[str]]] = {
 }
 # A lane of AMD's matrix units holds four neighbours of a result: 64 bits of bf16.
 WIDTHS = {"_router_linear_dx_kernel": ("gfx", 64)}
+
+LOADED = {("route_backward_kernel", "indices_ptr"): Loaded(least=0, below="experts")}

@@ -1,0 +1,235 @@
+"""`weft prove`: that kernels stay inside of their tensors, for all sizes at once, or sizes for which they do not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.text import Text
+
+from .. import __version__
+from ..runtime import TARGETS, catalogue
+from ..runtime.loom import pip
+from ..workloads import WORKLOADS, Workload
+from .screen import complain, plain_table, progress_bar
+
+if TYPE_CHECKING:
+    from ..proof.proofs import Proof, Proven
+
+SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "prove",
+        help="prove kernels memory-safe for all sizes",
+        description="Run the host code of ops with symbols for sizes, and have a solver prove for all of them that "
+        "what is launched stays inside of its tensors. Nothing is run on a GPU. The exit code is 0 if there is no "
+        "counterexample.",
+    )
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
+    )
+    parser.add_argument("--workload", default="", help="only workloads whose name has this in it")
+    parser.add_argument("--target", default="sm_90", choices=TARGETS, help="(%(default)s)")
+    parser.add_argument(
+        "--regions",
+        type=int,
+        default=64,
+        metavar="N",
+        help="look at no more than so many ways through the host code of a workload (%(default)s)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all answers as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if there is a counterexample, 2 if nothing could be proven."""
+    problem = _problem(args)
+    if problem:
+        complain(problem)
+        return 2
+    begin = time.perf_counter()
+    chosen = workloads(args)
+    if not chosen:
+        complain("no workload has that name; `weft traffic` lists all of them")
+        return 2
+    told = _prove(chosen, args)
+    made = {
+        "report": "weft prove",
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "weft": __version__,
+        "target": args.target,
+        "regions": args.regions,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "workloads": told,
+    }
+    Console().print(render(made))
+    if args.out:
+        args.out.write_text(json.dumps(made, indent=1) + "\n")
+    return int(any(each["verdict"] == "counterexample" for each in told))
+
+
+def _problem(args: argparse.Namespace) -> str:
+    """Why nothing can be proven, and what to do about it."""
+    for needed in ("triton_loom", "z3"):
+        if importlib.util.find_spec(needed) is None:
+            return f"`weft prove` needs Loom and the solver z3: {pip()} install 'weft[prove]'"
+    wrong = [op for op in args.op if op not in catalogue]
+    return f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}" if wrong else ""
+
+
+def workloads(args: argparse.Namespace) -> list[Workload]:
+    """Those that together launch every kernel of the ops: sizes are symbols, so that one stands for many."""
+    from ..proof.selection import by_kernels
+
+    ops = args.op or list(catalogue)
+    if args.workload:
+        return [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
+    return [workload for op in ops for workload in by_kernels(op, args.target)]
+
+
+def _prove(chosen: Sequence[Workload], args: argparse.Namespace) -> list[dict[str, Any]]:
+    from ..proof.proofs import proven
+
+    told = []
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(chosen))
+        for workload in chosen:
+            found = proven(
+                workload,
+                args.target,
+                regions=args.regions,
+                progress=lambda done, of, name=str(workload): progress.update(  # type: ignore[misc]
+                    bar, description=f"{name}: {done} of {of} launches"
+                ),
+            )
+            told.append(record(workload, found))
+            progress.advance(bar)
+    return told
+
+
+# ---- what is told ---------------------------------------------------------------------------------------
+
+
+def record(workload: Workload, found: Proven) -> dict[str, Any]:
+    """All that was found out about a workload, for JSON."""
+    contracts = found.contracts
+    return {
+        "op": workload.op,
+        "workload": str(workload),
+        "verdict": found.verdict,
+        "sizes": [size.name for size in contracts.sizes],
+        "fixed": contracts.fixed,
+        "regions": contracts.regions,
+        "complete": contracts.complete,
+        "gaps": contracts.gaps,
+        "refused": contracts.refused,
+        "skipped": found.skipped,
+        "launches": [_launch(proof) for proof in found.proofs],
+        "seconds": round(contracts.seconds + sum(proof.report.seconds for proof in found.proofs), 1),
+    }
+
+
+def _launch(proof: Proof) -> dict[str, Any]:
+    answers = [*proof.answers, *proof.races]
+    return {
+        "kernel": proof.case.variant.kernel,
+        "regions": len(proof.case.regions),
+        "verdict": proof.verdict,
+        "accesses": sum(answer.kind == "bounds" for answer in proof.answers),
+        "memory": dict(Counter(answer.verdict for answer in proof.answers)),
+        "races": dict(Counter(answer.verdict for answer in proof.races)),
+        "assumed": list(proof.report.assumed),
+        "open": [
+            {
+                "kind": answer.kind,
+                "what": answer.what,
+                "place": _place(answer.place),
+                "verdict": answer.verdict,
+                "why": answer.why,
+                "example": str(answer.example) if answer.example else "",
+            }
+            for answer in answers
+            if answer.verdict != "proven"
+        ],
+    }
+
+
+def _place(place: str) -> str:
+    """A line of the package."""
+    root = f"{Path(__file__).parents[1]}/"
+    return place.removeprefix(root)
+
+
+def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each op: how many of its kernels, launches and accesses there are, and what is known of them."""
+    rows = []
+    for op in dict.fromkeys(each["op"] for each in report["workloads"]):
+        found = [each for each in report["workloads"] if each["op"] == op]
+        launches = [launch for each in found for launch in each["launches"]]
+        memory: Counter[str] = sum((Counter(launch["memory"]) for launch in launches), Counter())
+        races: Counter[str] = sum((Counter(launch["races"]) for launch in launches), Counter())
+        rows.append(
+            {
+                "op": op,
+                "kernels": len({launch["kernel"] for launch in launches}),
+                "launches": len(launches),
+                "accesses": sum(launch["accesses"] for launch in launches),
+                "proven": memory["proven"],
+                "counterexample": memory["counterexample"],
+                "unknown": memory["unknown"] + sum(len(each["skipped"]) for each in found),
+                "races": f"{races['proven']} of {races.total()}",
+                "assumed": len({said for launch in launches for said in launch["assumed"]}),
+                "complete": f"{sum(each['complete'] for each in found)} of {len(found)}",
+                "seconds": round(sum(each["seconds"] for each in found)),
+            }
+        )
+    return rows
+
+
+HEADINGS = {
+    "op": "op",
+    "kernels": "kernels",
+    "launches": "launches",
+    "accesses": "accesses",
+    "proven": "proven",
+    "counterexample": "refuted",
+    "unknown": "unknown",
+    "races": "no races",
+    "assumed": "assumed",
+    "complete": "all sizes",
+    "seconds": "s",
+}
+
+
+def render(report: dict[str, Any]) -> Group:
+    """A row for each op, and below what is not proven."""
+    table = plain_table()
+    table.padding = (0, 1, 0, 0)
+    for name, heading in HEADINGS.items():
+        table.add_column(heading, justify="left" if name == "op" else "right", no_wrap=name == "op")
+    for row in summary(report):
+        style = "red" if row["counterexample"] else "yellow" if row["unknown"] else "green"
+        table.add_row(*(Text(str(row[name]), style if name == "op" else "") for name in HEADINGS))
+    parts: list[Any] = [Text(f"Weft for {report['target']}", "bold"), table, Text()]
+    for each in report["workloads"]:
+        said = [f"not looked at: {gap}" for gap in each["gaps"]]
+        said += [f"not read: {skipped}" for skipped in each["skipped"]]
+        for launch in each["launches"]:
+            for answer in launch["open"]:
+                about = answer["example"] or answer["why"]
+                where = f"{launch['kernel']}, {answer['what']} at {answer['place']}"
+                said.append(f"{answer['verdict']}: {answer['kind']} of {where}: {about}")
+        if said:
+            parts += [Text(each["workload"], "bold"), *(Text(f"  {line}") for line in dict.fromkeys(said))]
+    return Group(*parts)

@@ -1,0 +1,204 @@
+"""Contracts that are derived from host code, and what is proven of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+pytest.importorskip("z3", reason="the solver is an extra: weft[prove]")
+
+from triton_loom.prove import Buffer, prove
+from triton_loom.prove.solver import z3
+
+import weft
+from weft.cli import main
+from weft.proof.contracts import Translator, contracts_of, ttir_by_name
+from weft.proof.loaded import Given, Loaded, holding, within
+from weft.proof.proofs import proven
+from weft.proof.selection import by_kernels
+from weft.proof.truths import declared
+from weft.runtime import catalogue
+from weft.workloads import WORKLOADS, Workload
+
+TARGET = "sm_90"
+SHARDED = "sharded_logprobs:qwen3-30b-a3b/vocabulary-shard:plain:8192"
+
+
+def named(name: str) -> Workload:
+    return next(w for w in WORKLOADS if str(w) == name)
+
+
+# ---- expressions ------------------------------------------------------------------------------------------------
+
+
+def test_expressions_mean_the_same_to_both() -> None:
+    a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
+    ceiling = -FloorDiv(-a, b)
+    cases = [
+        FloorDiv(a, b),
+        ceiling,
+        -16 * FloorDiv(-a, 16),
+        FloorDiv(a, ceiling),
+        -FloorDiv(-a, ceiling),
+        FloorDiv(a, 8 * FloorDiv(-a, 8)),
+        FloorDiv(-a, 3) + 1,
+        Mod(a * b, 7) ** 2,
+        sympy.Max(a, b, 5) - sympy.Min(a, 2 * b),
+        sympy.Eq(Mod(a, 4), 0) | (a > b),
+        sympy.Ne(a, b) & ~sympy.Le(a, 3),
+    ]
+    draw = random.Random(0)
+    for expression in cases:
+        said = Translator({a: "a", b: "b"})(expression)
+        for _ in range(40):
+            numbers = {a: draw.randrange(1, 200), b: draw.randrange(1, 40)}
+            values = [(z3.Int(str(name)), z3.IntVal(value)) for name, value in numbers.items()]
+            found = z3.simplify(z3.substitute(said, *values))
+            wanted = expression.subs(numbers)
+            assert str(found) == str(wanted), (expression, numbers)
+
+
+def test_what_is_divided_by_has_to_be_positive() -> None:
+    a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
+    translate = Translator({a: "a", b: "b"})
+    translate(FloorDiv(a, b + 1))
+    assert not translate.positive
+    translate(FloorDiv(a, b - 1))
+    assert len(translate.positive) == 1
+
+
+# ---- contracts --------------------------------------------------------------------------------------------------
+
+
+def test_all_sizes_of_a_small_op() -> None:
+    """Every way through the host code is found, and every launch proven."""
+    found = proven(named(SHARDED), TARGET)
+    assert found.contracts.complete
+    assert {size.name for size in found.contracts.sizes} == {"rows", "cols"}
+    assert found.verdict == "proven"
+    assert found.counts()["proven"] > 20
+
+
+def test_one_size_is_not_all_sizes() -> None:
+    """A call that can only be traced with numbers has a contract, which is of these numbers."""
+    found = contracts_of(named("multi_tensor_clip:odd/33:clip:4096"), TARGET)
+    assert found.cases
+    assert not found.sizes
+    assert not found.complete
+    assert found.fixed["cols"] == 33
+
+
+def broken(buffer: Buffer) -> Buffer:
+    """The same tensor without its last element."""
+    return replace(buffer, extent=buffer.extent - 1, dims=None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(SHARDED, marks=pytest.mark.slow),
+        pytest.param("norm:odd/200:llama:8192", marks=pytest.mark.slow),
+    ],
+)
+def test_a_contract_that_promises_too_little_is_refuted(name: str) -> None:
+    """Each tensor of a launch, one element shorter than it is."""
+    (case, *_) = contracts_of(named(name), TARGET, regions=1).cases
+    ttir = ttir_by_name(case.variant, TARGET)
+    buffers = [each for each, given in case.contract.arguments.items() if isinstance(given, Buffer)]
+    assert len(buffers) >= 3
+    for each in buffers:
+        arguments: dict[str, Any] = dict(case.contract.arguments)
+        arguments[each] = broken(arguments[each])
+        report = prove(ttir, replace(case.contract, arguments=arguments), replay=False, effort=300_000)
+        assert any(each in answer.what for answer in report.counterexamples), each
+
+
+def test_proofs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    workload = named(SHARDED)
+    first = proven(workload, TARGET, regions=1)
+    monkeypatch.setattr("triton_loom.prove.prove", None)
+    again = proven(workload, TARGET, regions=1)
+    assert again.proofs
+    assert [p.report for p in again.proofs] == [p.report for p in first.proofs]
+
+
+# ---- what is assumed of memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_assumption_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = named("permute:odd/33:mx-both:8192")
+    (case,) = contracts_of(workload, TARGET, regions=1).cases
+    assert case.contract.arguments["slot_of_row_ptr"].values is not None
+    monkeypatch.delitem(declared("LOADED"), ("permute_stripe_kernel", "slot_of_row_ptr"))
+    (bare,) = contracts_of(workload, TARGET, regions=1).cases
+    report = prove(ttir_by_name(bare.variant, TARGET), bare.contract, replay=False, effort=300_000)
+    assert any("x_ptr" in answer.what for answer in report.counterexamples)
+
+
+def test_assumptions_are_of_parameters_that_exist() -> None:
+    import importlib
+    import pkgutil
+
+    kernels = {}
+    for found in pkgutil.walk_packages(weft.ops.__path__, "weft.ops."):
+        for value in vars(importlib.import_module(found.name)).values():
+            if isinstance(value, weft.runtime.Kernel):
+                kernels[value.name] = value
+    for kernel, parameter in declared("LOADED"):
+        assert parameter in [leaf.name for leaf in kernels[kernel].layout.leaves], (kernel, parameter)
+
+
+def test_assumptions_are_checked_where_kernels_run() -> None:
+    tokens = torch.randn(4, 32)
+    rows = weft.row_map(torch.tensor([[0], [1], [1], [0]]), experts=2, align=1)
+    with holding():
+        weft.permute(tokens, rows)
+    wrong = rows._replace(row_of_slot=rows.row_of_slot + 9)
+    with pytest.raises(AssertionError, match="row_of_slot_ptr of permute_kernel has the element"), holding():
+        weft.permute(tokens, wrong)
+
+
+def test_bounds() -> None:
+    given = Given({"rows": 8}, {"x_ptr": (3, 5, 7)})
+    known = Loaded(least=-1, below="rows", most=lambda g: g.rows("x_ptr"))
+    assert [all(within(known, given, value)) for value in (-2, -1, 7, 8)] == [False, True, True, False]
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prove.json"
+    assert main(["prove", "--workload", SHARDED, "--out", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["report"] == "weft prove"
+    (told,) = report["workloads"]
+    assert told["verdict"] == "proven"
+    assert told["complete"] is True
+    assert "sharded_logprobs" in capsys.readouterr().out
+    assert main(["evidence", str(file)]) == 0
+    assert "| `sharded_logprobs` | 1 |" in capsys.readouterr().out
+
+
+def test_the_command_refuses_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "--op", "nothing"]) == 2
+    assert "there is no op 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", catalogue)
+def test_no_counterexample(op: str) -> None:
+    """One region of sizes of each kernel; `weft prove` looks at more."""
+    for workload in by_kernels(op, TARGET):
+        for proof in proven(workload, TARGET, regions=1).proofs:
+            assert proof.verdict != "counterexample", proof.report

@@ -1,0 +1,169 @@
+"""Host code run with symbols launches what it launches with numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.proof.selection import by_kernels
+from weft.proof.symbolic import (
+    Launched,
+    Pointer,
+    Size,
+    Trace,
+    candidates,
+    variable,
+    with_sizes,
+    without_numbers,
+)
+from weft.runtime import Launch, Op, catalogue
+from weft.workloads import WORKLOADS, Workload
+
+TARGET = "sm_90"
+BY_DAY = ("norm", "glu", "matmul")
+
+
+def named(name: str) -> Workload:
+    return next(w for w in WORKLOADS if str(w) == name)
+
+
+def numbers_of(launched: Launched, values: Mapping[str, int]) -> tuple[Any, ...]:
+    """A launch with its symbols replaced by numbers."""
+    known = {launched.symbols[name]: value for name, value in values.items() if name in launched.symbols}
+
+    def number(e: Any) -> int:
+        return int(sympy.sympify(e).subs(known))
+
+    def place(pointer: Pointer) -> tuple[Any, ...]:
+        sizes = tuple(map(number, pointer.shape))
+        strides = [number(stride) for size, stride in zip(sizes, pointer.stride, strict=True) if size != 1]
+        return pointer.dtype, sizes, tuple(strides), number(pointer.offset)
+
+    integers = {name: number(value) for name, value in launched.integers.items()}
+    pointers = {name: place(pointer) for name, pointer in launched.pointers.items()}
+    return launched.variant, tuple(map(number, launched.grid)), integers, pointers
+
+
+def holds(trace: Trace, values: Mapping[str, int]) -> bool:
+    known = {trace.sizes[name]: value for name, value in values.items()}
+    return all(bool(guard.subs(known)) for guard in trace.guards if not isinstance(guard, bool))
+
+
+def assert_same_launches(workload: Workload, sizes: list[Size], values: dict[str, int]) -> None:
+    """What is traced at these sizes, and what is launched at them."""
+    trace = Trace.of(workload, TARGET, sizes, values)
+    assert holds(trace, values), "the guards do not hold where they were noted"
+    concrete = with_sizes(workload, values)
+    plain = Trace.of(Workload(**{**vars(concrete), "rows": values.get("rows", workload.rows)}), TARGET, [])
+    assert trace.failure is None
+    assert (trace.refused is None) == (plain.refused is None), (trace.refused, plain.refused)
+    if trace.refused is None:
+        assert [numbers_of(each, values) for each in trace.launches] == [
+            numbers_of(each, {}) for each in plain.launches
+        ]
+
+
+def workloads_of(op: str) -> list[Workload]:
+    return list(by_kernels(op, TARGET))
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[] if op in BY_DAY else pytest.mark.slow) for op in catalogue]
+)
+def test_symbols_and_numbers_launch_the_same(op: str) -> None:
+    draw = random.Random(op)
+    for workload in workloads_of(op)[: 1 if op in BY_DAY else None]:
+        sizes = variable(workload, TARGET)
+        for _ in range(3):
+            values = {size.name: draw.choice((1, 16, draw.randrange(1, 5000), size.usual)) for size in sizes}
+            assert_same_launches(workload, sizes, values)
+
+
+def test_a_trace_stands_for_its_region() -> None:
+    """Elsewhere in the region, the expressions of one trace are what is launched."""
+    workload = named("norm:odd/200:llama:8192")
+    sizes = variable(workload, TARGET)
+    assert [size.name for size in sizes] == ["rows", "cols"]
+    trace = Trace.of(workload, TARGET, sizes, {"rows": 300, "cols": 200})
+    draw, seen = random.Random(0), 0
+    for _ in range(60):
+        values = {"rows": draw.randrange(1, 10000), "cols": 8 * draw.randrange(1, 40)}
+        if not holds(trace, values):
+            continue
+        seen += 1
+        other = Trace.of(workload, TARGET, sizes, values)
+        assert [numbers_of(e, values) for e in trace.launches] == [
+            numbers_of(e, values) for e in other.launches
+        ]
+    assert seen > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", catalogue)
+def test_traces_stand_for_their_regions(op: str) -> None:
+    """The same for every op: sizes near those of a trace, wherever its guards hold, launch what its expressions say."""
+    draw = random.Random(op)
+    for workload in workloads_of(op):
+        sizes = variable(workload, TARGET)
+        trace = Trace.of(workload, TARGET, sizes)
+        for _ in range(20):
+            values = {
+                size.name: draw.choice((size.usual, draw.randrange(1, 2 * size.usual + 1))) for size in sizes
+            }
+            if trace.launches and holds(trace, values):
+                other = Trace.of(workload, TARGET, sizes, values)
+                assert [numbers_of(e, values) for e in trace.launches] == [
+                    numbers_of(e, values) for e in other.launches
+                ]
+
+
+def test_what_is_told_apart() -> None:
+    """A branch of host code is a guard: at other sizes another variant is launched."""
+    workload = named("norm:odd/200:llama:8192")
+    sizes = variable(workload, TARGET)
+    short, long = (Trace.of(workload, TARGET, sizes, {"rows": 300, "cols": cols}) for cols in (200, 40001))
+    assert dict(short.launches[0].variant.constants)["LOOP"] is False
+    assert dict(long.launches[0].variant.constants)["LOOP"] is True
+    assert not holds(short, {"rows": 300, "cols": 40001})
+
+
+@pytest.mark.slow
+def test_sizes_that_decide_the_code_are_fixed() -> None:
+    workload = named("attention:gpt-oss-20b/heads:window-sinks:256")
+    assert {size.name for size in candidates(workload)} - {
+        size.name for size in variable(workload, TARGET)
+    } == {
+        "dim",
+        "v_dim",
+    }
+
+
+def test_a_refusal_is_no_failure() -> None:
+    """An op's own words, and something that went wrong."""
+    refused = replace(named("glu:odd/33:swiglu:8192"), settings=(("act", "nothing"),))
+    trace = Trace.of(refused, TARGET, [Size("cols", 33)])
+    assert trace.refused is not None
+    assert trace.failure is None
+    broken = named("rope:odd/heads:three-axes:1000")
+    trace = Trace.of(broken, TARGET, [Size("cols", 66)])
+    assert trace.refused is None
+    assert trace.failure is not None
+
+
+def test_nothing_is_left_behind() -> None:
+    """Symbols are unhashable again, ops go through the dispatcher, and fake tensors have no addresses."""
+    owners = [(torch.SymInt, "__hash__"), (torch.SymInt, "bit_length"), (torch.SymBool, "__eq__")]
+    owners += [(Op, "dispatch"), (Op, "is_traced"), (Launch, "of"), (FakeTensor, "data_ptr")]
+    before = [vars(owner).get(name) for owner, name in owners]
+    with without_numbers():
+        assert all(
+            vars(owner).get(name) is not old for (owner, name), old in zip(owners, before, strict=True)
+        )
+    assert [vars(owner).get(name) for owner, name in owners] == before
