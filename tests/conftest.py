@@ -17,6 +17,8 @@ from weft.proof.calls import under
 # Kernels run on little data here, so that building them is most of the work. The bits are the same either way;
 # TRITON_LOOM_QUICK_BUILD=0 tests what users run.
 os.environ.setdefault("TRITON_LOOM_QUICK_BUILD", "1")
+# What somebody has tuned on this machine is not what is tested.
+os.environ.setdefault("WEFT_TILES", "")
 
 __all__ = [
     "device_under_test",

@@ -44,7 +44,7 @@ What Weft and Loom are tested with. The table is `.ci/versions`, which continuou
 
 {versions.table()}
 
-- **every change**: the whole suite, or where it says so the tests marked `compat`, on a machine without a GPU.
+- **every change**: the whole suite, on a machine without a GPU.
 - **`.ci/run floor`**, **`.ci/run frameworks`**: by night, and by whoever moves a version. How far the frameworks were
   tried: [frameworks](integrations.md).
 - Linux on x86-64. A compiler for C++17, `g++` or `clang++`, for Loom.

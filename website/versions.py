@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROLES = {
     "main": "every change",
     "any": "every change (whichever pip finds)",
-    "newest": "every change (tests marked `compat`)",
+    "newest": "`.ci/run floor`",
     "between": "`.ci/run floor`",
     "floor": "`.ci/run floor`",
     "oldest": "`.ci/run frameworks`",

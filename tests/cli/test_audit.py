@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from weft.cli import audit, main
-from weft.proof.model import BOARDS, USUAL, expected_seconds, memory_seconds, public_timings
+from weft.proof.model import BOARDS, USUAL, Bounds, memory_seconds, public_timings
 from weft.runtime import TARGETS, Binary, CompileError
 from weft.runtime.occupancy import occupancy_of
 from weft.workloads import WORKLOADS, flops_of, for_op
@@ -70,6 +71,8 @@ def test_a_fault_is_named(
     assert said in printed
     assert "glu_kernel" in printed
     assert len(json.loads(out.read_text())["kernels"]) > 5
+    assert main(["evidence", str(out)]) == 0
+    assert re.search(r"\| `glu` \| \d+ \| \S+ \| - \|.* \| [1-9]\d* \|", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -130,7 +133,7 @@ def test_the_model_beside_published_timings() -> None:
 def test_a_workload_takes_no_less_than_its_bytes() -> None:
     for workload in WORKLOADS[::7]:
         for board in (BOARDS[USUAL[target]] for target in USUAL if workload.runs_on(target)):
-            assert expected_seconds(workload, board, 1) >= memory_seconds(board, workload.least_bytes())
+            assert Bounds.of(workload).seconds(board, 1) >= memory_seconds(board, workload.least_bytes())
 
 
 def test_products_have_flops() -> None:

@@ -189,7 +189,7 @@ def test_there_are_python_blocks() -> None:
 
 QUICK = ("weft", "python examples/")
 # What needs a GPU or compiles for minutes: its arguments are read, and nothing is run.
-READ_ONLY = ("weft verify --device cuda", "weft aot build --target sm_")
+READ_ONLY = ("weft verify --device cuda", "weft tune --device cuda", "weft aot build --target sm_")
 # Commands that count bytes or compile, ranks, and examples whose functions have tests of their own.
 BY_NIGHT = (
     "weft traffic",
@@ -197,7 +197,9 @@ BY_NIGHT = (
     "weft verify",
     "weft bench",
     "weft audit",
+    "weft tune",
     "weft aot",
+    "weft prove",
     "python examples/sharded_vocabulary.py",
     "python examples/moe_block.py",
     "python examples/train_moe.py",

@@ -257,7 +257,7 @@ def test_column_wise_alone() -> None:
 @pytest.mark.parametrize("spec", ["e4m3:1x128:te:pow2", "int8:row:te", "e2m1:nvfp4:te", "e4m3:tensor:te"])
 def test_several_rows_to_a_program(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: on a CPU a program has one row, so that the mask over rows would never be compiled."""
-    monkeypatch.setattr(QUANTIZE, "_rows_tile", lambda cols, target: (8, 256, 4))
+    monkeypatch.setattr(QUANTIZE, "row_config", lambda kernel, cols, target: (8, 256, 4))
     f = Format.of(spec)
     for rows in (1, 13):
         x = torch.randn(rows, 300)

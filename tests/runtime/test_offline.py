@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import subprocess
 import time
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import triton
+from triton import knobs
 
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
-from weft.runtime import Launch, offline, recording
-from weft.runtime.offline import TARGETS, Binary, CompileError, Variant, compile_all
+from weft.runtime import Launch, machine_code, offline, recording
+from weft.runtime.offline import (
+    TARGETS,
+    Binary,
+    CompileError,
+    Variant,
+    build_variant,
+    compile_all,
+    triton_target,
+)
 
 
 def variant(kernel: str, types: str, *constants: object, warps: int = 4) -> Variant:
@@ -159,7 +172,10 @@ def test_failures_concern_their_own_variant() -> None:
     ]
     seen: list[tuple[int, int, object]] = []
     results = compile_all(jobs, progress=lambda *what: seen.append(what))
-    assert seen == [(i + 1, len(jobs), result) for i, result in enumerate(results)]
+    assert [(done, all_of_them) for done, all_of_them, _ in seen] == [
+        (i + 1, len(jobs)) for i in range(len(jobs))
+    ]
+    assert {id(result) for *_, result in seen} == set(map(id, results))
     expected = {
         0: "fp8e4nv not supported",
         2: "invalid instruction",
@@ -192,6 +208,7 @@ def test_a_compilation_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -
             started.append(self.process.pid)
 
     monkeypatch.setattr(offline, "_Worker", Noted)
+    monkeypatch.setattr(offline, "_memory_of", lambda variant, target: None)
     endless = variant("endless", "x:*fp32 COUNT", 10**7)
     begin = time.monotonic()
     stopped, after = compile_all([(endless, "gfx942"), (COPY, "gfx942")], timeout=3)
@@ -252,7 +269,7 @@ def test_nothing_to_do_and_wrong_arguments() -> None:
     ],
 )
 def test_widths_of_nvidia(opcode: str, access: tuple[str, int] | None) -> None:
-    assert offline._classify_nvidia(opcode) == access
+    assert machine_code.classify_nvidia(opcode) == access
 
 
 @pytest.mark.parametrize(
@@ -282,7 +299,23 @@ def test_widths_of_nvidia(opcode: str, access: tuple[str, int] | None) -> None:
     ],
 )
 def test_widths_of_amd(opcode: str, access: tuple[str, int] | None) -> None:
-    assert offline._classify_amd(opcode) == access
+    assert machine_code.classify_amd(opcode) == access
+
+
+def test_codes_are_disassembled_together_as_they_are_alone(tmp_path: Path) -> None:
+    """And what is no code of the target is told apart from its neighbours."""
+    binary = build_variant(COPY, triton_target("sm_90")).asm["cubin"]
+    code = machine_code.instructions(binary)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(binary)
+    tool = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
+    text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    alone = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@\S+ )?([A-Z][\w.]*)", text, re.MULTILINE))
+    del alone["NOP"]
+    assert machine_code.disassembled([code, code[:160], code], "sm_90")[::2] == [alone, alone]
+    first, second, third = machine_code.disassembled([code, bytes(range(128)), code], "sm_90")
+    assert (first, third) == (alone, alone)
+    assert isinstance(second, RuntimeError)
 
 
 @pytest.mark.parametrize(

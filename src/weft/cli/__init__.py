@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """That of all commands."""
-    from . import aot, audit, bench, doctor, published, traffic, verify
+    from . import aot, audit, bench, doctor, evidence, prove, published, traffic, tune, verify
 
     made = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
@@ -25,9 +25,12 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_command(commands)
     verify.add_command(commands)
+    prove.add_command(commands)
     bench.add_command(commands)
     audit.add_command(commands)
+    tune.add_command(commands)
     aot.add_command(commands)
     traffic.add_command(commands)
     published.add_command(commands)
+    evidence.add_command(commands)
     return made

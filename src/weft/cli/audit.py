@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,14 +19,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..proof.binaries import collected, faults
-from ..proof.model import BOARDS, USUAL, Public, expected_seconds, public_timings
+from .. import __version__
+from ..proof.binaries import collected, faults, variants_of
+from ..proof.model import BOARDS, USUAL, Bounds, Public, public_timings
 from ..runtime import TARGETS, Binary, CompileError, Variant, catalogue, compile_all
 from ..runtime.occupancy import Occupancy, occupancy_of
 from ..workloads import WORKLOADS, Workload
 from .screen import complain, plain_table, progress_bar
 
-SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+SCHEMA = 2  # of the JSON; raised when a field changes its meaning
 
 
 def add_command(commands: Any) -> None:
@@ -43,6 +48,10 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one kernel (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--brief", action="store_true", help="leave single kernels out of that file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the modelled times under the roofline"
+    )
     parser.add_argument(
         "--model", action="store_true", help="the time model beside published timings, and nothing else"
     )
@@ -77,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model:
         Console().print(errors(public_timings()))
         return 0
+    if args.plot and find_spec("matplotlib") is None:
+        complain("a picture needs matplotlib: pip install 'weft[plot]'")
+        return 2
     wrong = [op for op in args.op if op not in catalogue]
     if wrong:
         complain(f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}")
@@ -90,21 +102,38 @@ def run(args: argparse.Namespace) -> int:
     if not jobs:
         complain("no workload has that name; `weft traffic` lists all of them")
         return 2
+    begin = time.perf_counter()
     rows = compiled(jobs, args.workers, args.timeout)
-    Console().print(summary(rows))
+    seconds = time.perf_counter() - begin
+    found = summary(rows)
+    Console().print(rendered(found))
     bad = [row for row in rows if row.faults]
+    print(f"{len(rows):,} kernels, {len(bad)} with faults, {seconds:.0f} s, {args.workers} at once")
     for row in bad:
         Console().print(
             Text(f"{row.target} {row.variant.kernel} of {row.workload}: {'; '.join(row.faults)}", "red")
         )
+    expected = []
+    if args.plot or (args.out and not args.brief):
+        expected = [*expectations(chosen, args.target or TARGETS)]
     if args.out:
         report = {
             "report": "weft audit",
             "schema": SCHEMA,
-            "kernels": [as_json(row) for row in rows],
-            "expected": [*expectations(chosen, args.target or TARGETS)],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "weft": __version__,
+            "triton": version("triton"),
+            "kernels_compiled": len(rows),
+            "seconds": round(seconds),
+            "workers": args.workers,
+            "summary": [asdict(each) for each in found],
         }
+        if not args.brief:
+            report["kernels"] = [as_json(row) for row in rows]
+            report["expected"] = expected
         args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        draw(expected, args.plot)
     return int(bool(bad))
 
 
@@ -123,8 +152,51 @@ def compiled(jobs: dict[tuple[Variant, str], str], workers: int, timeout: float)
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
-def summary(rows: Sequence[Row]) -> Table:
-    """A row for each op and target: the extremes of its kernels."""
+@dataclass(frozen=True)
+class Extremes:
+    """Of the kernels of an op on a target: the most that one has, and the fewest warps that are there at once."""
+
+    op: str
+    target: str
+    kernels: int
+    registers: int
+    spilled: int  # bytes
+    shared: int  # bytes
+    warps: int
+    most_warps: int  # that a multiprocessor can hold
+    limited_by: str
+    faults: int  # kernels that have some
+
+
+def summary(rows: Sequence[Row]) -> list[Extremes]:
+    """For each op and target."""
+    found = []
+    for op in dict.fromkeys(row.op for row in rows):
+        for target in dict.fromkeys(row.target for row in rows):
+            of_both = [row for row in rows if (row.op, row.target) == (op, target)]
+            binaries = [row.result for row in of_both if isinstance(row.result, Binary)]
+            if not of_both:
+                continue
+            occupancies = [row.occupancy for row in of_both if row.occupancy]
+            least = min(occupancies, key=lambda o: o.share, default=None)
+            found.append(
+                Extremes(
+                    op=op,
+                    target=target,
+                    kernels=len(of_both),
+                    registers=max((b.registers for b in binaries), default=0),
+                    spilled=max((b.spill_bytes if b.stack else 0 for b in binaries), default=0),
+                    shared=max((b.shared for b in binaries), default=0),
+                    warps=least.warps if least else 0,
+                    most_warps=least.most_warps if least else 1,
+                    limited_by=least.limited_by if least else "not compiled",
+                    faults=sum(bool(row.faults) for row in of_both),
+                )
+            )
+    return found
+
+
+def rendered(found: Sequence[Extremes]) -> Table:
     table = plain_table("Kernels as compiled, none measured")
     for heading in ("op", "target"):
         table.add_column(heading, overflow="fold")
@@ -133,25 +205,18 @@ def summary(rows: Sequence[Row]) -> Table:
     table.caption = (
         "the most of a kernel: registers, bytes spilled, KiB shared; the fewest warps at once, and why"
     )
-    for op in dict.fromkeys(row.op for row in rows):
-        for target in dict.fromkeys(row.target for row in rows):
-            found = [row for row in rows if (row.op, row.target) == (op, target)]
-            binaries = [row.result for row in found if isinstance(row.result, Binary)]
-            if not binaries:
-                continue
-            least = min((row.occupancy for row in found if row.occupancy), key=lambda o: o.share)
-            bad = sum(bool(row.faults) for row in found)
-            table.add_row(
-                op,
-                target,
-                str(len(found)),
-                str(max(b.registers for b in binaries)),
-                str(max(b.spill_bytes if b.stack else 0 for b in binaries)),
-                f"{max(b.shared for b in binaries) / 1024:.0f}",
-                f"{least.warps}/{least.most_warps}",
-                least.limited_by.removesuffix(" memory"),
-                Text(str(bad), "red") if bad else Text("0", "green"),
-            )
+    for each in found:
+        table.add_row(
+            each.op,
+            each.target,
+            str(each.kernels),
+            str(each.registers),
+            str(each.spilled),
+            f"{each.shared / 1024:.0f}",
+            f"{each.warps}/{each.most_warps}",
+            each.limited_by.removesuffix(" memory"),
+            Text(str(each.faults), "red") if each.faults else Text("0", "green"),
+        )
     return table
 
 
@@ -184,16 +249,48 @@ def as_json(row: Row) -> dict[str, Any]:
 
 def expectations(workloads: Sequence[Workload], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The time of each workload on the usual board of each target, modelled."""
-    for target in (target for target in targets if target in USUAL):
-        board = BOARDS[USUAL[target]]
-        for workload in (workload for workload in workloads if workload.runs_on(target)):
-            launches = len(collected([workload], target))
+    for workload in workloads:
+        bounds = Bounds.of(workload)
+        for target in (target for target in targets if target in USUAL and workload.runs_on(target)):
+            board = BOARDS[USUAL[target]]
+            launches = len(variants_of(workload, target))
             yield {
                 "workload": str(workload),
                 "board": board.name,
                 "least_bytes": workload.least_bytes(),
-                "modelled_us": round(expected_seconds(workload, board, launches) * 1e6, 2),
+                "flops": bounds.flops,
+                "modelled_us": round(bounds.seconds(board, launches) * 1e6, 2),
             }
+
+
+def draw(expected: Sequence[dict[str, Any]], file: Path) -> None:
+    """Products of workloads under the roofs of the boards that stand for targets: how fast they may be at best by the
+    model, beside how many operations a byte that must move has."""
+    from matplotlib.figure import Figure
+
+    boards = list(dict.fromkeys(each["board"] for each in expected))
+    figure = Figure(figsize=(3.6 * max(1, len(boards)), 3.6), layout="constrained")
+    for index, name in enumerate(boards):
+        axes = figure.add_subplot(1, len(boards), index + 1)
+        board = BOARDS[name]
+        intensities = [10 ** (exponent / 20) for exponent in range(-10, 91)]
+        for element, rate in board.sustained.items():
+            roof = [min(rate, board.bandwidth * each) / 1e12 for each in intensities]
+            axes.loglog(intensities, roof, linewidth=1, label=element)
+        points = [each for each in expected if each["board"] == name and each["flops"]]
+        axes.loglog(
+            [each["flops"] / each["least_bytes"] for each in points],
+            [each["flops"] / each["modelled_us"] / 1e6 for each in points],
+            "k.",
+            markersize=4,
+        )
+        axes.set_title(f"{name}, modelled", fontsize=9)
+        axes.set_xlabel("operations a byte", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False, loc="lower right")
+        if not index:
+            axes.set_ylabel("TFLOPS", fontsize=8)
+    figure.savefig(file)
 
 
 def errors(timings: Sequence[Public]) -> Table:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -342,7 +342,9 @@ def _describe(device: Device, runs: str) -> None:
     device.fp8 = "conversion" if can.fp8_cast else "integer"
     device.products = products_on(can.target)
     device.attention = attention_on(can.target)
-    device.capabilities = asdict(can)
+    device.capabilities = {fact.name: getattr(can, fact.name) for fact in fields(can) if fact.repr}
+    if can.tuned.path is not None:
+        device.runs += f", tiles of {can.tuned.path}"
 
 
 def _environment(report: Report) -> None:

@@ -15,7 +15,6 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
@@ -29,10 +28,12 @@ from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
 from ..runtime import (
     Backward,
+    Capabilities,
     Gradients,
     Launch,
     Sharding,
     capabilities_of,
+    choice,
     define_op,
     is_distributed,
     kernel,
@@ -58,6 +59,7 @@ from .common.copies import (
     Codes,
     Encoding,
     Stripe,
+    StripeConfig,
     Tile,
     cast_mode,
     copy_arguments,
@@ -67,7 +69,7 @@ from .common.copies import (
     store_rows,
     store_stripe,
     store_transposed,
-    stripe_tile,
+    stripe_config,
     tensor_factor,
 )
 from .common.results import (
@@ -450,13 +452,21 @@ def _dequantize_kernel(
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
-def _rows_tile(cols: int, target: str) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile that is quantised along its rows: 4096 numbers, or on a CPU one row."""
-    if target == "cpu":
-        return 1, cpu_tile(cols, 128), 4
+class RowConfig(NamedTuple):
+    """A tile of rows: `rows` of them, `tile` columns at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+
+@choice("quantize", rows=(1, 64), tile=(128, 4096), num_warps=(1, 16))
+def row_config(kernel: str, cols: int, target: Capabilities) -> RowConfig:
+    """For "quantize" along rows or "dequantize": 4096 numbers, or on a CPU one row."""
+    if target.is_cpu:
+        return RowConfig(1, cpu_tile(cols, 128), 4)
     tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-    return 4096 // tile, tile, 4
+    return RowConfig(4096 // tile, tile, 4)
 
 
 def _allocate_quantize(a: QuantizeArgs) -> QuantizeOutputs:
@@ -492,15 +502,19 @@ class _Quantize:
         return count_stripes(self.rows, self.cols)
 
     @property
+    def stripe_config(self) -> StripeConfig:
+        return stripe_config("quantize", self.format.block, self.align, self.target)
+
+    @property
     def tiles(self) -> int:
         """Into which a stripe is cut."""
-        return -(-self.cols // stripe_tile(self.format.block, self.target.target)[0])
+        return -(-self.cols // self.stripe_config.tile)
 
     def rows_pass(
         self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         x, cols = self.x, self.cols
-        tile_rows, tile, warps = _rows_tile(cols, self.target.target)
+        tile_rows, tile, warps = row_config("quantize", cols, self.target)
         row_programs = 1 if self.format.block == "row" or self.target.is_cpu else -(-cols // tile)
         programs = -(-self.rows // tile_rows) * row_programs
         partials = self.empty(programs) if wants_amax else None
@@ -528,7 +542,7 @@ class _Quantize:
     ) -> Tensor | None:
         """`given_t` is the amax of the rotated x, `amax_t` room for that of each program's part of it."""
         x, rows, cols, stripes, tiles = self.x, self.rows, self.cols, self.stripes, self.tiles
-        tile, warps = stripe_tile(self.format.block, self.target.target)
+        tile, warps = self.stripe_config
         shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
         largest_of_row = largest_of_col = None
         # No code can be made before the amax of its whole row and column is known.
@@ -595,7 +609,7 @@ def _allocate_dequantize(a: DequantizeArgs) -> DequantizeOutputs:
 def _launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
     f, rows, cols = Format.of(a.format).stored, a.data.shape[0], a.cols
     data = flat_rows(a.data)
-    tile_rows, tile, warps = _rows_tile(cols, capabilities_of(data.device).target)
+    tile_rows, tile, warps = row_config("dequantize", cols, capabilities_of(data.device))
     launch = Launch.of(
         _dequantize_kernel,
         num_warps=warps,

@@ -167,7 +167,10 @@ def differentiable(workload: Workload) -> bool:
 
 
 def near(got: Tensor, expected: Near) -> None:
-    """Rounded once; and where a result is more than a speck, damage of it is noticed. Infinities are exact."""
+    """Rounded once; and where a result is more than a speck, damage of it is noticed. Infinities are exact, and bytes
+    are codes of e4m3."""
+    if got.dtype == torch.uint8:
+        got = got.view(torch.float8_e4m3fn)
     infinite = expected.truth.isinf()
     if infinite.any():
         assert torch.equal(got[infinite].double(), expected.truth[infinite])

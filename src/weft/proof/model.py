@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..quant import QTensor
+from ..runtime import Binary
 from ..workloads import Workload, flops_of
 from ..workloads.published import PUBLISHED
 
 # Seconds that a launch takes besides, when launches follow each other in a graph.
 LAUNCH = 2e-6
 PROLOGUE = 3500  # cycles
+LATENCY = 7e-7  # seconds until what a busy memory is asked for arrives; 0.6 to 0.8 us are published for A100 and H100
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,26 @@ def product_seconds(board: Board, element: str, m: int, n: int, k: int, tile: Ti
     return 2.0 * m * n * k / board.sustained[element] * cycles / ideal
 
 
+def tile_stretch(board: Board, element: str, tile: Tile) -> float:
+    """How many times as long as its multiplications a block of k takes, with what shared memory moves for it."""
+    bits = BITS[element]
+    tensor = tile.m * tile.n * tile.k / (board.macs * 16 // bits)
+    shared = ((tile.m + tile.n) + (tile.m + tile.n * tile.groups)) * tile.k * bits / 8 / 128
+    return max(1.0, shared / tensor)
+
+
+def latency_stretch(board: Board, binary: Binary, programs: int, held: int, threads: int) -> float:
+    """How many times as long as its bytes a launch takes that moves memory. A multiprocessor holds so many of its
+    programs at once, of so many threads. Each has the loads of its code under way; where all of them are less than the
+    board moves in the time that a load takes, it waits. A last wave that is not full counts as a full one."""
+    at_once = held * board.multiprocessors
+    waves = programs / at_once
+    loaded = sum(bits // 8 * count for bits, count in binary.loads.items())
+    under_way = min(programs, at_once) * threads * max(loaded, 4)
+    waits = max(1.0, board.bandwidth * LATENCY / under_way)
+    return waits * (math.ceil(waves) / waves if waves > 1 else 1.0)
+
+
 # ---- what others have measured ----------------------------------------------------------------------------
 
 
@@ -151,13 +173,27 @@ def public_timings() -> list[Public]:
 # ---- Weft's own -------------------------------------------------------------------------------------------
 
 
-def expected_seconds(workload: Workload, board: Board, launches: int) -> float:
-    """For a workload at its real size: what its op may move at most, and its products at the rate that is sustained."""
-    seconds = memory_seconds(board, workload.least_bytes() * workload.moves, launches)
-    flops = flops_of(workload)
-    if flops is None:
-        return seconds
-    return max(seconds, flops / board.sustained.get(element_of(workload), board.sustained["bf16"]))
+@dataclass(frozen=True)
+class Bounds:
+    """What keeps a workload at its real size from being faster: what its op may move at most, and its products."""
+
+    moved: float  # bytes
+    flops: int | None
+    element: str  # what the products multiply
+
+    @classmethod
+    def of(cls, workload: Workload) -> Bounds:
+        flops = flops_of(workload)
+        return cls(
+            workload.least_bytes() * workload.moves, flops, "bf16" if flops is None else element_of(workload)
+        )
+
+    def seconds(self, board: Board, launches: int) -> float:
+        """On a board that moves memory and multiplies at the rates that were sustained there."""
+        memory = memory_seconds(board, self.moved, launches)
+        if self.flops is None:
+            return memory
+        return max(memory, self.flops / board.sustained.get(self.element, board.sustained["bf16"]))
 
 
 def element_of(workload: Workload) -> str:

@@ -3,6 +3,7 @@
 from .autocast import autocasted
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
+from .choices import choice
 from .fields import Fields, Written
 from .launch import (
     BoundLaunch,
@@ -13,6 +14,7 @@ from .launch import (
     is_recording,
     kernel,
     observing,
+    recorded_by,
     recording,
 )
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
@@ -41,6 +43,7 @@ __all__ = [
     "backend",
     "capabilities_of",
     "catalogue",
+    "choice",
     "choosing_for",
     "compile_all",
     "define_op",
@@ -53,6 +56,7 @@ __all__ = [
     "local_rows",
     "observing",
     "place_like",
+    "recorded_by",
     "recording",
     "serves",
     "set_backend",

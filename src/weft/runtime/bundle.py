@@ -28,10 +28,10 @@ class BundleError(RuntimeError):
 
 @functools.cache
 def sources() -> str:
-    """A hash of Weft's own code: the binaries of another version are not those of this one."""
+    """A hash of Weft's own code and tables: the binaries of another version are not those of this one."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted((*package.rglob("*.py"), *package.rglob("*.json"))):
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from .choices import NOTHING_TUNED, Tuned, tuned_for
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
 class Capabilities:
-    """Facts about one target, taken from what Triton 3.7 compiles for it.
+    """Facts about one target, taken from what Triton 3.7 compiles for it. There is one object for devices that are
+    alike: what is kept for a target is found by identity, which costs a launch nothing.
 
     - `fp8_cast`: an fp32 number becomes e4m3 or e5m2 in hardware with one rounding to nearest even. Without it
       (sm_80 has no such type, sm_89 rounds twice, gfx942 emulates it) kernels encode with integer arithmetic:
@@ -19,6 +28,7 @@ class Capabilities:
     - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions that take these operands.
     - `descriptors`: tensor descriptors become bulk copies.
     - `multiprocessors`: how many the device has; for a named target, how many a typical product has.
+    - `tuned`: the launch choices that are made otherwise on this device (`choices.py`).
     """
 
     target: str
@@ -32,10 +42,16 @@ class Capabilities:
     multiprocessors: int
     warp_size: int = 32
     shared_bytes: int = 101_376
+    tuned: Tuned = field(default=NOTHING_TUNED, repr=False)
 
     @property
     def is_cpu(self) -> bool:
         return self.backend == "cpu"
+
+    @functools.cached_property
+    def untuned(self) -> Capabilities:
+        """The same with all choices as they are shipped."""
+        return replace(self, tuned=NOTHING_TUNED)
 
     @staticmethod
     def of(target: str) -> Capabilities:
@@ -105,12 +121,19 @@ _TARGETS = {
 }
 
 
+def _constant_in_graphs(found: Callable[[T], Capabilities]) -> Callable[[T], Capabilities]:
+    """Has torch.compile call a function once and keep what it returned: it cannot trace the search for tuned files."""
+    torch.compiler.assume_constant_result(found)  # type: ignore[no-untyped-call]
+    return found
+
+
 @functools.cache
+@_constant_in_graphs
 def of_device(device: torch.device) -> Capabilities:
     """The capabilities of a device of this machine, by what PyTorch says about it. A device that is newer than the
     table is taken for the nearest older one."""
     if device.type == "cpu":
-        return Capabilities.of("cpu")
+        return _with(Capabilities.of("cpu"), tuned_for("cpu", device_name(device)))
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         target = properties.gcnArchName.split(":")[0]
@@ -121,4 +144,36 @@ def of_device(device: torch.device) -> Capabilities:
         if not older:
             raise RuntimeError(f"{properties.name} is an sm_{number}; Weft's kernels need sm_80 or later")
         target, known = f"sm_{number}", _TARGETS[max(older, key=lambda t: int(t[3:]))]
-    return replace(known, target=target, multiprocessors=properties.multi_processor_count)
+    return _with(
+        _of_size(known, target, properties.multi_processor_count), tuned_for(target, device_name(device))
+    )
+
+
+@functools.cache
+def _of_size(known: Capabilities, target: str, multiprocessors: int) -> Capabilities:
+    return replace(known, target=target, multiprocessors=multiprocessors)
+
+
+@functools.cache
+def _with(known: Capabilities, tuned: Tuned) -> Capabilities:
+    return known if tuned is NOTHING_TUNED else replace(known, tuned=tuned)
+
+
+@functools.cache
+@_constant_in_graphs
+def of_target(target: str) -> Capabilities:
+    """The capabilities of a named target with what was tuned for it, if `WEFT_TILES` names a file; the CPU is that of
+    this machine."""
+    if target == "cpu":
+        return of_device(torch.device("cpu"))
+    return _with(Capabilities.of(target), tuned_for(target))
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """What a device of this machine is called, by which its tuned choices are found."""
+    if device.type != "cpu":
+        return str(torch.cuda.get_device_name(device))
+    about = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", about.read_text()) if about.exists() else None
+    return f"cpu {found[1].strip() if found else ''}".strip()

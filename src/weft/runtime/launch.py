@@ -22,6 +22,7 @@ from ..language import TRITON
 from . import bundle, capabilities
 from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
+from .choices import VARIABLE
 from .notice import NOTICE
 from .offline import Variant, build
 
@@ -86,7 +87,7 @@ class Kernel:
             if key not in self.variants:
                 compiled = bundle.find(self.fn, variant, target)
                 if compiled is None and os.environ.get("WEFT_NO_JIT") == "1":
-                    raise RuntimeError(self._missing(variant, target))
+                    raise RuntimeError(self._missing(variant, target, index))
                 with NOTICE.building():
                     if compiled is None:
                         compiled = build(self.fn, variant, target)
@@ -94,17 +95,22 @@ class Kernel:
                 self.variants[key] = compiled
             return self.variants[key]
 
-    def _missing(self, variant: Variant, target: Any) -> str:
+    def _missing(self, variant: Variant, target: Any, index: int | None) -> str:
         """What to say where nothing may be compiled."""
         from .ops import catalogue  # which knows this module
 
         family = self.module.rpartition(".")[0]
         ops = [name for name, op in catalogue.items() if op.launch.__module__.startswith(family)]
         options = " ".join(f"--op {name}" for name in ops)
+        tuned = capabilities_of(
+            torch.device("cpu") if index is None else torch.device("cuda", index)
+        ).tuned.path
+        tiles = "" if tuned is None else f"{VARIABLE}={tuned} "  # what was tuned decides what is launched
         return (
             f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling one. Its key is "
-            f"{bundle.key_of(variant)[:16]}, of {variant}. To compile what the workloads of its ops launch: `weft aot "
-            f"build --target {bundle.name_of(target)} {options} --out FILE`; for other calls see `help(weft.aot)`."
+            f"{bundle.key_of(variant)[:16]}, of {variant}. To compile what the workloads of its ops launch: "
+            f"`{tiles}weft aot build --target {bundle.name_of(target)} {options} --out FILE`; for other calls see "
+            "`help(weft.aot)`."
         )
 
 
@@ -202,13 +208,13 @@ class Launch:
         leaves = {leaf.name: kind for leaf, kind in zip(layout.leaves, kinds, strict=True)}
         absent = {name: None for name, kind in leaves.items() if kind == "constexpr"}
         signature = layout.nested(leaves) | dict.fromkeys(self.constants, "constexpr")
-        low_bits = functools.reduce(int.__or__, (t.data_ptr() for t in pointers if t is not None), 0)
+        addresses = [tensor.data_ptr() for tensor in pointers if tensor is not None]
         return Variant(
             module=self.kernel.module,
             kernel=self.kernel.name,
             signature=tuple((name, signature[name]) for name in self.kernel.parameters),
             constants=tuple((absent | self.constants).items()),
-            aligned=low_bits % 16 == 0,
+            aligned=all(address % 16 == 0 for address in addresses),
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
@@ -242,11 +248,12 @@ class BoundLaunch:
     An op that keeps one for each layout of its arguments does not look at their sizes and strides again.
     """
 
-    __slots__ = ("_known", "_largest", "_rest", "grid", "integers", "launch")
+    __slots__ = ("_known", "_rest", "_wide", "grid", "integers", "launch")
 
     def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
         self.launch, self.grid, self.integers = launch, grid, integers
-        self._largest = max(integers)
+        # One comparison with a constant each: where sizes are symbols, comparing them with each other would part cases.
+        self._wide = any(integer >= WIDE for integer in integers)
         # Where there are structs, the integers are bound into the launcher.
         self._rest = integers if launch.kernel.layout.is_flat else ()
         self._known: dict[Any, _Prepared] = {}
@@ -256,7 +263,7 @@ class BoundLaunch:
             return
         dtypes, addresses, low_bits = self.launch.read(*pointers)
         driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
-        identity = (driver, index, low_bits % 16 == 0, self._largest >= WIDE, dtypes)
+        identity = (driver, index, low_bits % 16 == 0, self._wide, dtypes)
         found = self._known.get(identity)
         if found is None:
             found = self.launch.prepare(identity, pointers, len(self.integers))
@@ -363,17 +370,29 @@ def recording(target: str) -> Iterator[list[Variant]]:
     >>> [v.kernel for v in variants]
     ['norm_kernel']
     """
-    global _is_recording
     variants: list[Variant] = []
 
-    def record(launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> bool:
+    def record(launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
         variants.append(launch.variant(pointers, max(integers) >= WIDE, len(integers)))
+
+    with recorded_by(record, target):
+        yield variants
+
+
+@contextmanager
+def recorded_by(note: Callable[..., object], target: str) -> Iterator[None]:
+    """Call `note(launch, grid, pointers, integers, floats)` instead of launching, with what ops would launch on
+    `target`."""
+    global _is_recording
+
+    def observer(*call: Any) -> bool:
+        note(*call)
         return False
 
     previous, _is_recording = _is_recording, True
     try:
-        with choosing_for(target), _observed_by(record):
-            yield variants
+        with choosing_for(target), _observed_by(observer):
+            yield
     finally:
         _is_recording = previous
 
@@ -382,7 +401,7 @@ def recording(target: str) -> Iterator[list[Variant]]:
 def choosing_for(target: str | Capabilities) -> Iterator[None]:
     """Launch on this machine's device what ops would launch on `target`: the same tiles and conversions."""
     global _chosen_target
-    chosen = Capabilities.of(target) if isinstance(target, str) else target
+    chosen = capabilities.of_target(target) if isinstance(target, str) else target
     previous, _chosen_target = _chosen_target, chosen
     try:
         yield
@@ -400,4 +419,4 @@ def capabilities_of(device: torch.device) -> Capabilities:
     if _chosen_target is not None:
         return _chosen_target
     emulated = getattr(drivers._active, "emulates", None) if TRITON else None
-    return capabilities.of_device(device) if emulated is None else Capabilities.of(emulated)
+    return capabilities.of_device(device) if emulated is None else capabilities.of_target(emulated)

@@ -12,6 +12,8 @@ far more than a small kernel does, and is replaced when it is lost.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -26,12 +28,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import machine_code, tensor_memory
 from .tensor_memory import early_accesses
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
@@ -111,7 +115,7 @@ class Binary:
 
     `uses_fp64` is any float64 arithmetic or conversion. `early_accesses` are those to sums in tensor memory that an MMA
     may still be adding to, a mistake of some versions of Triton (`tensor_memory.py`). `opcodes` counts the mnemonics
-    of the whole binary. `seconds` is what compiling and reading took, next to nothing when the caches had both.
+    of the whole binary. `seconds` is what compiling took, when it was last done.
     """
 
     target: str
@@ -126,9 +130,30 @@ class Binary:
     seconds: float
     opcodes: Counter[str] = field(repr=False)
 
+    def with_opcodes(self, opcodes: Counter[str]) -> Binary:
+        """The same with the instructions of the binary, once they are known."""
+        moved: dict[str, Counter[int]] = {"load": Counter(), "store": Counter()}
+        classify = (
+            machine_code.classify_nvidia if self.target.startswith("sm_") else machine_code.classify_amd
+        )
+        for opcode, n in opcodes.items():
+            if access := classify(opcode):
+                kind, bits = access
+                moved[kind][bits] += n
+        return replace(self, opcodes=opcodes, loads=dict(moved["load"]), stores=dict(moved["store"]))
+
     def count(self, pattern: str) -> int:
         """How many instructions have a mnemonic that begins with this regular expression."""
         return sum(n for opcode, n in self.opcodes.items() if re.match(pattern, opcode))
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A binary whose instructions are still to be disassembled."""
+
+    binary: Binary
+    code: bytes
+    kernel: str
 
 
 class CompileError(RuntimeError):
@@ -167,11 +192,79 @@ def compile_all(
         raise ValueError(f"unknown targets {sorted(unknown)}; known are {', '.join(TARGETS)}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
-    waiting = deque(range(len(jobs)))
     results: dict[int, Binary | CompileError] = {}
+    memories = [_memory_of(*job) for job in jobs]
+
+    def finish(index: int, result: Binary | CompileError) -> None:
+        results[index] = result
+        if progress is not None:
+            progress(len(results), len(jobs), result)
+
+    def finish_new(index: int, result: Binary | CompileError) -> None:
+        memory = memories[index]
+        if isinstance(result, Binary) and memory is not None:
+            _remember(memory, result)
+        finish(index, result)
+
+    for index, memory in enumerate(memories):
+        if memory is not None and memory.exists():
+            finish(index, _recalled(memory))
+    new = [index for index in range(len(jobs)) if index not in results]
+    with _Disassembly(workers, finish_new) as disassembly:
+        for index, result in _compiled(jobs, new, workers, timeout):
+            if isinstance(result, _Unread):
+                disassembly.add(index, result)
+            else:
+                finish_new(index, result)
+    return [results[index] for index in range(len(jobs))]
+
+
+def _memory_of(variant: Variant, target: str) -> Path | None:
+    """The file beside Triton's cache that holds what an earlier run read from the binary, found by the key that Triton
+    finds it by. None for what has no key; a child says what is wrong with it."""
+    try:
+        from triton import knobs
+        from triton.compiler import make_backend
+        from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key
+
+        gpu = triton_target(target)
+        backend = make_backend(gpu)
+        source = source_of(_kernel(variant), variant, gpu)
+        options = backend.parse_options({**_options(variant), **source.parse_options()})
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    except Exception:
+        return None
+    digest = hashlib.sha256(f"{_readers()} {target} {key}".encode()).hexdigest()
+    return Path(knobs.cache.dir) / "weft-offline" / f"{digest}.json"
+
+
+@functools.cache
+def _readers() -> str:
+    """A hash of the code that reads binaries: what other code has read is not believed."""
+    files = (__file__, machine_code.__file__, tensor_memory.__file__)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+def _remember(path: Path, binary: Binary) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(vars(binary)))
+    partial.replace(path)
+
+
+def _recalled(path: Path) -> Binary:
+    found = Binary(**json.loads(path.read_text()))
+    return replace(found, early_accesses=tuple(found.early_accesses)).with_opcodes(Counter(found.opcodes))
+
+
+def _compiled(
+    jobs: Sequence[tuple[Variant, str]], wanted: Sequence[int], workers: int, timeout: float
+) -> Iterator[tuple[int, Binary | _Unread | CompileError]]:
+    """The number of each job that is wanted with its result, in the order in which children finish them."""
+    waiting, left = deque(wanted), len(wanted)
     team: list[_Worker] = []
     try:
-        while len(results) < len(jobs):
+        while left:
             while waiting and len(team) < workers:
                 team.append(_Worker(timeout))
             for worker in [w for w in team if w.job is None]:
@@ -191,13 +284,56 @@ def compile_all(
                     team.remove(worker)
                     worker.stop()
                 if result is not None:
-                    results[job] = result
-                    if progress is not None:
-                        progress(len(results), len(jobs), result)
+                    left -= 1
+                    yield job, result
     finally:
         for worker in team:
             worker.stop()
-    return [results[index] for index in range(len(jobs))]
+
+
+class _Disassembly:
+    """Instructions of NVIDIA's binaries, many kernels of a target at a time: the disassembler takes half a second to
+    start, longer than most kernels take to compile."""
+
+    AT_ONCE = 32
+
+    def __init__(self, workers: int, finish: Callable[[int, Binary | CompileError], None]) -> None:
+        self.pool = ThreadPoolExecutor(workers)
+        self.finish = finish
+        self.gathered: dict[str, list[tuple[int, _Unread]]] = {}
+        self.running: list[tuple[list[tuple[int, _Unread]], Future[list[Counter[str] | RuntimeError]]]] = []
+
+    def add(self, index: int, unread: _Unread) -> None:
+        target = unread.binary.target
+        batch = self.gathered.setdefault(target, [])
+        batch.append((index, unread))
+        if len(batch) == self.AT_ONCE:
+            self._begin(target)
+        self._collect([future for _, future in self.running if future.done()])
+
+    def _begin(self, target: str) -> None:
+        batch = self.gathered.pop(target)
+        codes = [unread.code for _, unread in batch]
+        self.running.append((batch, self.pool.submit(machine_code.disassembled, codes, target)))
+
+    def _collect(self, futures: list[Future[list[Counter[str] | RuntimeError]]]) -> None:
+        for batch, future in [(b, f) for b, f in self.running if f in futures]:
+            for (index, unread), opcodes in zip(batch, future.result(), strict=True):
+                if isinstance(opcodes, RuntimeError):
+                    self.finish(index, CompileError(unread.binary.target, unread.kernel, str(opcodes), ""))
+                else:
+                    self.finish(index, unread.binary.with_opcodes(opcodes))
+        self.running = [(b, f) for b, f in self.running if f not in futures]
+
+    def __enter__(self) -> _Disassembly:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self.pool:
+            if kind is None:
+                for target in list(self.gathered):
+                    self._begin(target)
+                self._collect([future for _, future in self.running])
 
 
 class _Worker:
@@ -238,7 +374,7 @@ class _Worker:
         with contextlib.suppress(OSError):  # if the child has died, `listen` will find out
             self.pipe.send((variant, target))
 
-    def listen(self, heard: bool) -> Binary | CompileError | None:
+    def listen(self, heard: bool) -> Binary | _Unread | CompileError | None:
         """The result of the job, or None while it is being done."""
         if not heard:
             if time.monotonic() < self.deadline:
@@ -255,7 +391,7 @@ class _Worker:
             self.ready = True
             self.deadline = time.monotonic() + self.timeout
             return None
-        result = message if isinstance(message, Binary) else self._failure(str(message))
+        result = message if isinstance(message, (Binary, _Unread)) else self._failure(str(message))
         self.job = None
         return result
 
@@ -302,6 +438,7 @@ def _serve(handle: int, timeout: float) -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()  # hashes the compiler once per process, which is no part of the first variant's time
+    gc.freeze()  # what was imported stays, and there is much of it: collections need not look at it again
     pipe.send(None)
     while True:
         try:
@@ -310,7 +447,7 @@ def _serve(handle: int, timeout: float) -> None:
             return
         signal.alarm(int(timeout) + 10)  # for the case that the parent is no longer there to stop us
         try:
-            result: Binary | str = _compile(variant, target)
+            result: Binary | _Unread | str = _compile(variant, target)
         except Exception as error:
             traceback.print_exc()
             result = f"{type(error).__name__}: {error}"[:_TAIL]
@@ -331,8 +468,17 @@ def build_variant(variant: Variant, target: Any) -> Any:
     return build(_kernel(variant), variant, target)
 
 
+def ttir_of(variant: Variant, target: str) -> str:
+    """The TTIR of a variant for a target, after Triton's own passes."""
+    return _compiled_to("ttir", variant, target)
+
+
 def ttgir_of(variant: Variant, target: str) -> str:
     """The TTGIR of a variant for a target, compiled in this process: a fraction of the time that its binary takes."""
+    return _compiled_to("ttgir", variant, target)
+
+
+def _compiled_to(last: str, variant: Variant, target: str) -> str:
     from triton._C.libtriton import ir
     from triton.compiler import make_backend
 
@@ -349,6 +495,8 @@ def ttgir_of(variant: Variant, target: str) -> str:
     module = source.make_ir(gpu, options, implementation, backend.get_module_map(), context)
     for stage in ("ttir", "ttgir"):
         module = stages[stage](module, {})
+        if stage == last:
+            break
     return str(module)
 
 
@@ -401,7 +549,7 @@ def _kernel(variant: Variant) -> Any:
     return kernel
 
 
-def _compile(variant: Variant, target: str) -> Binary:
+def _compile(variant: Variant, target: str) -> Binary | _Unread:
     begin = time.perf_counter()
     kernel = _kernel(variant)
     names = [name for name, _ in variant.signature]
@@ -416,98 +564,33 @@ def _compile(variant: Variant, target: str) -> Binary:
     gpu = triton_target(target)
     compiled = build(kernel, variant, gpu)
     if gpu.backend == "cuda":
-        found = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], gpu, _options(variant))
-        fp64 = re.search(_PTX_FP64, compiled.asm["ptx"]) is not None
-        classify = _classify_nvidia
+        cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+        found = machine_code.resources(cubin, lambda: _assembler_log(ptx, gpu, _options(variant)))
+        fp64 = re.search(_PTX_FP64, ptx) is not None
+        opcodes: Counter[str] = Counter()
     else:
-        found = _read_amd(compiled.asm["amdgcn"])
-        fp64 = any("_f64" in opcode for opcode in found.opcodes)
-        classify = _classify_amd
-    loads: Counter[int] = Counter()
-    stores: Counter[int] = Counter()
-    for opcode, n in found.opcodes.items():
-        if access := classify(opcode):
-            (loads if access[0] == "load" else stores)[access[1]] += n
-    return Binary(
+        found, opcodes = machine_code.read_assembly(compiled.asm["amdgcn"])
+        fp64 = any("_f64" in opcode for opcode in opcodes)
+    binary = Binary(
         target=target,
         registers=found.registers,
         spill_bytes=found.spill_bytes,
         stack=found.stack,
         shared=compiled.metadata.shared,
-        loads=dict(loads),
-        stores=dict(stores),
+        loads={},
+        stores={},
         uses_fp64=fp64,
         early_accesses=tuple(early_accesses(compiled.asm["ttgir"])),
         seconds=time.perf_counter() - begin,
-        opcodes=found.opcodes,
+        opcodes=Counter(),
     )
-
-
-@dataclass(frozen=True)
-class _Reading:
-    registers: int
-    spill_bytes: int
-    stack: int
-    opcodes: Counter[str]
+    if gpu.backend == "cuda":
+        return _Unread(binary, machine_code.instructions(cubin), f"{variant.module}.{variant.kernel}")
+    return binary.with_opcodes(opcodes)
 
 
 # Moves of 64-bit values are not arithmetic, whatever type they carry.
 _PTX_FP64 = re.compile(r"(?<![\w.])(?!(?:ld|st|mov|selp)\b)[a-z]\w*(?:[.:]+\w+)*\.f64\b")
-_SASS_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-_SASS_ACCESS = {
-    "LDG": "load",
-    "LD": "load",
-    "LDGSTS": "load",
-    "UTMALDG": "load",
-    "STG": "store",
-    "ST": "store",
-    "UTMASTG": "store",
-}
-_SASS_WIDTH = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
-_GCN_OPCODE = re.compile(r"^\t([a-z]\w*)", re.MULTILINE)
-_GCN_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:lds_)?(\w+)")
-# Names up to gfx9 (dwordx4, sbyte_d16_hi) and from gfx11 on (b128, d16_hi_u8).
-_GCN_WIDTHS = (
-    (re.compile(r"dword(?:x(\d+))?"), 32),
-    (re.compile(r"[us]?short|format_d16_x$"), 16),
-    (re.compile(r"[us]?byte"), 8),
-)
-_GCN_BITS = re.compile(r"(?:^|_)[biu](8|16|32|64|96|128)$")
-
-
-def _read_nvidia(cubin: bytes, ptx: str, gpu: Any, options: dict[str, Any]) -> _Reading:
-    import triton
-    from triton import knobs
-
-    # The disassembler takes half a second for any binary, longer than a small kernel takes to compile.
-    digest = hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode() + cubin).hexdigest()
-    cached = Path(knobs.cache.dir) / "weft-offline" / f"{digest}.json"
-    if cached.exists():
-        registers, spill_bytes, stack, opcodes = json.loads(cached.read_text())
-        return _Reading(registers, spill_bytes, stack, Counter(opcodes))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
-        sass = _run(knobs.nvidia.nvdisasm.path, "-c", str(path))
-    functions = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    registers = max(int(r) for r, _ in functions)
-    stack = max(int(s) for _, s in functions)
-    spill_bytes = 0
-    if stack:  # spills live on the stack, but so do other things: only the assembler tells them apart
-        spills = re.findall(
-            r"(\d+) bytes spill stores, (\d+) bytes spill loads", _assembler_log(ptx, gpu, options)
-        )
-        if not spills:
-            raise RuntimeError("the assembler's log says nothing about spills")
-        spill_bytes = sum(int(stored) + int(loaded) for stored, loaded in spills)
-    counts = Counter(_SASS_OPCODE.findall(sass))
-    del counts["NOP"]  # padding after the end
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    partial = cached.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps([registers, spill_bytes, stack, counts]))
-    partial.replace(cached)
-    return _Reading(registers, spill_bytes, stack, counts)
 
 
 def _assembler_log(ptx: str, gpu: Any, options: dict[str, Any]) -> str:
@@ -524,51 +607,3 @@ def _assembler_log(ptx: str, gpu: Any, options: dict[str, Any]) -> str:
         knobs.nvidia.dump_ptxas_log = True
         stages["cubin"](ptx, {})
     return log.getvalue()
-
-
-def _read_amd(assembly: str) -> _Reading:
-    def number(key: str) -> int:
-        values = re.findall(rf"^\s*(?:- )?\.{key}:\s+(\d+)$", assembly, re.MULTILINE)
-        if not values:
-            raise RuntimeError(f"the assembly has no .{key}")
-        return max(int(value) for value in values)
-
-    return _Reading(
-        registers=number("vgpr_count"),
-        spill_bytes=4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
-        stack=number("private_segment_fixed_size"),
-        opcodes=Counter(_GCN_OPCODE.findall(assembly)),
-    )
-
-
-def _classify_nvidia(opcode: str) -> tuple[str, int] | None:
-    base, *parts = opcode.split(".")
-    if base == "UBLKCP":  # a bulk copy: to shared from global memory, or the reverse
-        return ("load" if parts[:1] == ["S"] else "store"), 128
-    kind = _SASS_ACCESS.get(base)
-    if kind is None:
-        return None
-    if base.startswith("UTMA"):
-        return kind, 128
-    return kind, next((_SASS_WIDTH[part] for part in parts if part in _SASS_WIDTH), 32)
-
-
-def _classify_amd(opcode: str) -> tuple[str, int] | None:
-    match = _GCN_ACCESS.fullmatch(opcode)
-    if match is None:
-        return None
-    kind, rest = match.groups()
-    if bits := _GCN_BITS.search(rest):
-        return kind, int(bits[1])
-    for pattern, width in _GCN_WIDTHS:
-        if found := pattern.match(rest):
-            many = found[1] if found.re.groups else None
-            return kind, width * int(many or 1)
-    raise ValueError(f"unknown width of {opcode}")
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-_TAIL:]}")
-    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,3 +111,11 @@ def _flops(workload: Workload) -> int:
 
 
 FLOPS = {"matmul": _flops}
+
+
+def product(pair: str, m: int, n: int, k: int) -> Workload:
+    """A product of m x n over k in a pair of formats, for who measures products of any size."""
+    (made,) = _workloads({pair: ("qwen3-30b-a3b/key",)}, m, "training")
+    return replace(
+        made, name=f"{m}x{n}x{k}", shape=("rows", k), settings=(("columns", n), *PAIRS[pair].items())
+    )

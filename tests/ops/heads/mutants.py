@@ -60,7 +60,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("written where it was read", "_prepare_heads", "PLAN.out_interleaved)", "PLAN.interleaved)", (f"{S}test_deepseek_of_hugging_face",)),
         ("cached where it was read", "_keep_pairs", "PLAN.out_interleaved)", "PLAN.interleaved)", (f"{S}test_cache",)),
         ("a norm after the rotation in the order before it", "_load_vector", "PLAN.out_interleaved if PLAN.after else PLAN.interleaved", "PLAN.interleaved", (CROSSED_AFTER,)),
-        ("an inverse that writes as the rotation does", "ops/heads/launch.py:_choice", "reversed(styles) if inverse else styles", "styles", (f"{S}test_deepseek_of_hugging_face",)),
+        ("an inverse that writes as the rotation does", "ops/heads/launch.py:_code", "reversed(styles) if inverse else styles", "styles", (f"{S}test_deepseek_of_hugging_face",)),
         ("codes of the first sequence", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch * 0, token, exists", (CODES,)),
         ("codes of all tokens in one place", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch, token * 0, exists", (CODES,)),
         ("codes of queries at the strides of keys", "ops/heads/launch.py:_forward", "q_codes=(None, None, q_codes)", "q_codes=(None, None, cache.k)", (CODES,)),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, define_op
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous
 from ..heads.cache import E4M3, LATENT_ROW, Kept, KVCache, format_of, kept_strides
@@ -173,6 +173,32 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+class DecodeConfig(NamedTuple):
+    """A tile has `m` queries, those of the heads that share a key, and `n` tokens of the cache."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+@choice("attention_decode", m=(1, 64), n=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
+def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: Capabilities) -> DecodeConfig:
+    """For `rows` queries of a key, rounded up to a power of two. `kept` is how a cache is: "plain", "codes" with few
+    scales, "tokens" with those of each token, or FlashMLA's "rows"; `latent`: values are part of keys."""
+    if target.is_cpu:
+        return DecodeConfig(min(rows, 16), 128, 4, 1)
+    stages = 1 if target.backend == "hip" else 2
+    if latent:
+        # Rows of codes are decoded in registers, of which twice as many threads have enough.
+        return DecodeConfig(16, 32, 8 if kept == "rows" and target.backend == "cuda" else 4, stages)
+    m = max(16, min(rows, 64))
+    if kept != "plain" and (max(qk, v) > 128 or qk % 16 or v % 16) and target.backend == "cuda":
+        return DecodeConfig(m, 64, 8, stages)  # decoded in registers, as above
+    # Codes are half as many bytes: twice as many tokens keep as much memory busy.
+    return DecodeConfig(m, 128 if kept == "codes" and target.fp8_cast and m == 16 else 64, 4, stages)
+
+
 @functools.lru_cache(maxsize=4096)
 def _planned(forms: Forms, target: Capabilities) -> _Plan:
     sequences, queries, heads, dim = forms.query
@@ -181,17 +207,8 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     coded = forms.format is not None
     by_token = coded and forms.k_scale is not None and len(forms.k_scale) > 1
     rows = queries * group
-    if target.is_cpu:
-        m, n, warps, stages = min(_power(rows), 16), 128, 4, 1
-    else:
-        m, n, warps, stages = max(16, min(_power(rows), 64)), 64, 4, 2
-        if latent:
-            # Rows of codes are decoded in registers, of which twice as many threads have enough.
-            m, n, warps = 16, 32, 8 if forms.rows and target.backend == "cuda" else 4
-        elif coded and target.fp8_cast and m == 16 and not by_token:
-            n = 128  # codes are half as many bytes: twice as many tokens keep as much memory busy
-        if target.backend == "hip":
-            stages = 1
+    kept = "rows" if forms.rows else "tokens" if by_token else "codes" if coded else "plain"
+    m, n, warps, stages = decode_config(_power(rows), dim, forms.v_dim, kept, latent, target)
     k_at = kept_strides(forms.k_strides, forms.k_scale)
     v_at = kept_strides(forms.v_strides, forms.v_scale)
     at = Strides(0, *forms.query_strides[:3])

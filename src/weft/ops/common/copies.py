@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...quant import Copy, Format
-from ...runtime import Capabilities, Launch, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles import (
     CONVERT,
     CONVERT_CLAMPED,
@@ -29,7 +28,7 @@ from ...tiles import (
     round_to,
     scaled,
 )
-from .rows import tile_mask
+from .rows import scan_config, tile_mask
 
 STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
 
@@ -43,20 +42,33 @@ def count_stripes(rows: int, cols: int) -> int:
     return -(-rows // STRIPE)
 
 
-@functools.lru_cache(maxsize=1024)
-def stripe_tile(block: str, target: str, norm: bool = False) -> tuple[int, int]:
-    """(columns, warps) of the tiles that stripes are cut into, for formats with this block. `norm`: the kernel computes
-    a norm as well, which takes registers."""
-    if target == "cpu":
-        return 128, 4
+class StripeConfig(NamedTuple):
+    """How stripes are cut: `tile` columns at a time."""
+
+    tile: int
+    num_warps: int
+
+
+@choice("stripes", tile=(32, 256), num_warps=(1, 16))
+def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> StripeConfig:
+    """For a kernel ("quantize", "permute", "norm" or "gated_norm") and formats with this block. `align` is what columns
+    and strides are multiples of."""
+    if target.is_cpu:
+        return StripeConfig(128, 4)
     # 16 numbers for each thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
     # compiled for sm_90 with 16 warps, in a norm, 1x128 takes 108 registers, 128x128 64, and nvfp4 88.
     tile = 128 if block in ("row", "1x128", "128x128") else 64
-    if target.startswith("gfx"):
-        return tile, tile * STRIPE // 16 // 64
+    if target.backend == "hip":
+        return StripeConfig(tile, tile * STRIPE // 16 // 64)
     # 8 warps where 16 would have too few registers. Compiled for sm_90: mx in a norm spills with 16 warps (64
     # registers) and takes 97 with 8; nvfp4 alone takes 127 to 182 with 8.
-    return tile, 8 if block in (("mx",) if norm else ("nvfp4", "nvfp4_16x16")) else 16
+    norm = kernel in ("norm", "gated_norm")
+    few = block in (("mx",) if norm else ("nvfp4", "nvfp4_16x16"))
+    if kernel == "gated_norm" and align == 1:
+        few = False
+    if kernel == "permute" and block == "1x128" and target.target == "sm_89":
+        few = True  # with 16 a thread has 128 registers, a few too few for integer codes
+    return StripeConfig(tile, 8 if few else 16)
 
 
 def cast_mode(capabilities: Capabilities) -> int:
@@ -342,5 +354,12 @@ def reduce_amax(
 ) -> None:
     """Launch the kernel that makes the amax of a tensor from that of its parts, and its scale in up to two places."""
     first, second = [*scales, None, None][:2]
-    launch = Launch.of(_tensor_scale_kernel, INPUT_MAX=torch.finfo(input_dtype).max, FORMAT=format, TILE=1024)
+    tile, num_warps = scan_config("amax", capabilities_of(partials.device))
+    launch = Launch.of(
+        _tensor_scale_kernel,
+        num_warps=num_warps,
+        INPUT_MAX=torch.finfo(input_dtype).max,
+        FORMAT=format,
+        TILE=tile,
+    )
     launch((1, 1, 1), (partials, amax, first, second), (partials.numel(),))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import warp_size_of
+from ...runtime import Capabilities, choice
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -102,11 +103,23 @@ def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
     return min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), 1024)
 
 
-def tile_warps(numbers: int, target: str) -> int:
+def tile_warps(numbers: int, target: Capabilities) -> int:
     """Warps for a tile of `numbers` numbers: each thread has 16, which are 16 bytes of codes or two loads of bf16; but
     at least 128 threads."""
-    lanes = warp_size_of(target)
+    lanes = target.warp_size
     return min(16, max(128 // lanes, numbers // (16 * lanes)))
+
+
+class ScanConfig(NamedTuple):
+    """How the only program of a launch reads all there is: `tile` numbers at a time."""
+
+    tile: int
+    num_warps: int
+
+
+@choice("scans", tile=(64, 8192), num_warps=(1, 16))
+def scan_config(kernel: str, target: Capabilities) -> ScanConfig:
+    return ScanConfig(1024, 4 if kernel == "amax" else 8)
 
 
 @triton.jit

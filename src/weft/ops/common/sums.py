@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Launch, capabilities_of, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from .copies import STRIPE
 from .groups import NO_ENDS, GroupEnds, stripes_of_group
 from .rows import align_of
@@ -47,17 +49,31 @@ def _sum_kernel(
     )
 
 
-def sum_partials(
-    partials: Tensor, out: Tensor, count: int | None = None, *, tile: tuple[int, int] = (32, 64)
-) -> None:
+class SumConfig(NamedTuple):
+    """How sums over rows are cut: `tile` columns to a program, `rows` rows at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+
+@choice("sums", rows=(1, 128), tile=(16, 1024), num_warps=(1, 16))
+def sum_config(kernel: str, cols: int, few: bool, target: Capabilities) -> SumConfig:
+    """For a kernel, "partials" or "runs". Few columns and hundreds of rows, so that many loads are under way at once;
+    `few`: there are few and long rows."""
+    if target.is_cpu:
+        return SumConfig(1, 256, 4)
+    return SumConfig(8, 256, 4) if few else SumConfig(32, 64, 4)
+
+
+def sum_partials(partials: Tensor, out: Tensor, count: int | None = None, *, few: bool = False) -> None:
     """Sum partials [any, count, cols] over the middle dimension into out [any, cols]; without `count`, over all rows.
-    `tile` is (rows, columns) at a time on a GPU: few columns and hundreds of rows, so that many loads are under way at
-    once."""
+    `few`: those are few and long."""
     cols = partials.shape[-1]
     rows = partials.numel() // cols
     count = rows if count is None else count
-    piece, width = (1, 256) if capabilities_of(out.device).is_cpu else tile
-    launch = Launch.of(_sum_kernel, num_warps=4, ROWS=piece, TILE=width, ALIGN=align_of(cols))
+    piece, width, warps = sum_config("partials", cols, few, capabilities_of(out.device))
+    launch = Launch.of(_sum_kernel, num_warps=warps, ROWS=piece, TILE=width, ALIGN=align_of(cols))
     launch((-(-cols // width) * (rows // count), 1, 1), (partials, out), (count, cols))
 
 
@@ -98,9 +114,11 @@ def _sum_runs_kernel(
 
 
 def _sum_runs(x: Tensor, out: Tensor, rows: int, groups: GroupEnds, anew: bool) -> None:
-    (runs, cols), cpu = out.shape, capabilities_of(x.device).is_cpu
-    piece, width = (1, 256) if cpu else (32, 64)
-    launch = Launch.of(_sum_runs_kernel, num_warps=4, ANEW=anew, ROWS=piece, TILE=width, ALIGN=align_of(cols))
+    runs, cols = out.shape
+    piece, width, warps = sum_config("runs", cols, False, capabilities_of(x.device))
+    launch = Launch.of(
+        _sum_runs_kernel, num_warps=warps, ANEW=anew, ROWS=piece, TILE=width, ALIGN=align_of(cols)
+    )
     arguments = _sum_runs_kernel.arguments(
         x_ptr=x, out_ptr=out, groups=groups, rows=rows, cols=cols, run_rows=STRIPE
     )

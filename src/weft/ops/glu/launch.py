@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import (
-    BoundLaunch,
-    Launch,
-    capabilities_of,
-    warp_size_of,
-)
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import NO_CODES, STRIPE, cast_mode, copy_arguments, count_stripes
 from ..common.groups import (
     NO_ENDS,
@@ -51,35 +46,37 @@ class GluConfig(NamedTuple):
     tile: int
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, backward: bool, known_multiple: int, target: str) -> GluConfig:
-        if target == "cpu":
-            return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
-        tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-        # Where an access has one element, its address is longer than it.
-        numbers = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
-        return GluConfig(max(1, numbers // tile), tile, 4)
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose_stripe(
-        block: str, rowwise: bool, backward: bool, interleaved: bool, known_multiple: int, target: str
-    ) -> GluConfig:
-        narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
-        tile = 64 if narrow else 128
-        warps = 16
-        if target == "cpu":
-            tile = 128
-        elif warp_size_of(target) == 64:
-            warps = tile * STRIPE // 16 // 64
-        elif (backward and tile == 128) or known_multiple == 1:
-            # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
-            # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
-            # integers.
-            warps = 8
-        # Interleaved gradients are twice as wide as gate or up.
-        return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
+@choice("glu.rows", rows=(1, 64), tile=(64, 4096), num_warps=(1, 16))
+def row_config(
+    cols: int, smallest_tile: int, backward: bool, known_multiple: int, target: Capabilities
+) -> GluConfig:
+    if target.is_cpu:
+        return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
+    tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
+    # Where an access has one element, its address is longer than it.
+    numbers = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
+    return GluConfig(max(1, numbers // tile), tile, 4)
+
+
+@choice("glu.stripes", tile=(32, 256), num_warps=(1, 16))
+def stripe_config(
+    block: str, rowwise: bool, backward: bool, interleaved: bool, known_multiple: int, target: Capabilities
+) -> GluConfig:
+    narrow = block in ("mx", "nvfp4", "tensor") or (block == "1x128" and not rowwise)
+    tile = 64 if narrow else 128
+    warps = 16
+    if target.is_cpu:
+        tile = 128
+    elif target.warp_size == 64:
+        warps = tile * STRIPE // 16 // 64
+    elif (backward and tile == 128) or known_multiple == 1:
+        # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
+        # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
+        # integers.
+        warps = 8
+    # Interleaved gradients are twice as wide as gate or up.
+    return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
 
 
 class _Layout(NamedTuple):
@@ -126,19 +123,24 @@ class _Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(
-    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
+    layout: _Layout,
+    unit: GatedUnit,
+    groups: tuple[int, int] | None,
+    made: _Pass,
+    cast: int,
+    target: Capabilities,
 ) -> _Cut:
     """groups: how many there are, and their align."""
-    backward, cpu, multiple = made.static is None, target == "cpu", layout.known_multiple
+    backward, cpu, multiple = made.static is None, target.is_cpu, layout.known_multiple
     interleaved = unit.layout == "interleaved"
     format = None if made.format is None else Format.of(made.format)
     if made.stripes:
         assert format is not None
-        config = GluConfig.choose_stripe(format.block, made.rowwise, backward, interleaved, multiple, target)
+        config = stripe_config(format.block, made.rowwise, backward, interleaved, multiple, target)
         blocks = count_stripes(layout.rows, layout.cols)
     else:
         group = 1 if format is None else format.group
-        config = GluConfig.choose(layout.cols, group, backward, multiple, target)
+        config = row_config(layout.cols, group, backward, multiple, target)
         height = STRIPE if made.bias_sums else config.rows
         blocks = -(-layout.rows // height)
     places = "rows"
@@ -175,7 +177,12 @@ def _cut(
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    layout: _Layout, unit: GatedUnit, groups: tuple[int, int] | None, made: _Pass, cast: int, target: str
+    layout: _Layout,
+    unit: GatedUnit,
+    groups: tuple[int, int] | None,
+    made: _Pass,
+    cast: int,
+    target: Capabilities,
 ) -> BoundLaunch:
     """A pass of glu; each call gives its tensors and floats."""
     launch, blocks, row_programs = _cut(layout, unit, groups, made, cast, target)
@@ -234,11 +241,13 @@ class _Call:
             self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
         self.target = capabilities_of(x.device)
 
-    def plan(self, made: _Pass) -> tuple[_Layout, GatedUnit, tuple[int, int] | None, _Pass, int, str]:
+    def plan(
+        self, made: _Pass
+    ) -> tuple[_Layout, GatedUnit, tuple[int, int] | None, _Pass, int, Capabilities]:
         """What decides the launch of a pass."""
         ends, *groups = self.groups
         known = None if ends is None else (groups[0], groups[1])
-        return self.layout, self.unit, known, made, cast_mode(self.target), self.target.target
+        return self.layout, self.unit, known, made, cast_mode(self.target), self.target
 
 
 def allocate_glu(a: GluArgs) -> GluOutputs:

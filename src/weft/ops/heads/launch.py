@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
@@ -20,7 +20,7 @@ from .layout import Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_o
 from .norm import Norm
 
 
-class Choice(NamedTuple):
+class Code(NamedTuple):
     """What decides the code of a kernel, apart from strides."""
 
     cut: Cut
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
         return Sizes(batch, tokens, grouped, max(cut.kv, 1), half, rest, self.v_dim)
 
 
-def _choice(
+def _code(
     cut: Cut,
     v_dim: int,
     norm: Norm,
@@ -58,55 +58,74 @@ def _choice(
     inverse: bool = False,
     scaled: str = "none",
     element: str = "e4m3",
-) -> Choice:
+) -> Code:
     styles = turning.style == "interleaved", turning.out_style == "interleaved"
     read, written = reversed(styles) if inverse else styles
-    return Choice(
+    return Code(
         cut, v_dim, norm.kind, norm.after, turning.dim, read, written, turning.first, turning.sections, inverse, scaled,
         element,
     )  # fmt: skip
 
 
+class HeadConfig(NamedTuple):
+    """How heads are cut: those of `tokens` tokens to a program, `heads` of each at a time."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+@choice("qkv_prepare", tokens=(1, 256), heads=(1, 16), num_warps=(1, 16))
+def head_config(
+    kernel: str, heads: int, pairs: int, narrowest: int, apart: bool, target: Capabilities
+) -> HeadConfig:
+    """For tokens with so many heads of `pairs` pairs, rounded up to powers of two. `narrowest` is the width of the
+    narrowest tile; `apart`: each number has an address of its own."""
+    if target.is_cpu:
+        return HeadConfig(1, 1, 4)
+    # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
+    rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
+    if apart:
+        # With a norm, the backward spills otherwise: compiled in full tiles 32 bytes on sm_90, in halves of them 80 on
+        # sm_120.
+        rows = max(1, rows // 4)
+    at_once = min(4, heads, rows)
+    return HeadConfig(max(1, rows // at_once), at_once, 128 // target.warp_size)
+
+
 @functools.lru_cache(maxsize=1024)
-def _chosen(kernel: Any, choice: Choice, align: int, target: Capabilities) -> Launch:
-    cut, (_, rest) = choice.cut, choice.halves
-    heads, interleaved = cut.kv or cut.q, choice.interleaved and choice.out_interleaved
+def _chosen(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch:
+    cut, (_, rest) = code.cut, code.halves
+    interleaved = code.interleaved and code.out_interleaved
     pairs, v_tile, gates = (
         _tile(cut.dim - cut.dim // 2),
-        _tile(choice.v_dim),
+        _tile(code.v_dim),
         _tile(cut.dim) if cut.gate else 0,
     )
-    tokens, at_once, num_warps = 1, 1, 4
-    if not target.is_cpu:
-        # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
-        narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
-        rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
-        if rest and choice.interleaved != choice.out_interleaved:
-            # Every number has an address of its own. With a norm, the backward spills otherwise: compiled in full tiles
-            # 32 bytes on sm_90, in halves of them 80 on sm_120.
-            rows = max(1, rows // 4)
-        at_once = min(4, _tile(heads), rows)
-        tokens = max(1, rows // at_once)
-        num_warps = 128 // target.warp_size
+    narrowest = min(pairs * (1 + interleaved), v_tile or pairs)
+    apart = rest > 0 and code.interleaved != code.out_interleaved
+    tokens, at_once, num_warps = head_config(
+        kernel.name, _tile(cut.kv or cut.q), pairs, narrowest, apart, target
+    )
     plan = Plan(
         tokens=tokens,
         heads=at_once,
         pairs=pairs,
         v_dim=v_tile,
         dim=gates,
-        masked=2 * pairs != cut.dim or v_tile != choice.v_dim,
+        masked=2 * pairs != cut.dim or v_tile != code.v_dim,
         partial=rest > 0,
-        norm=choice.norm,
-        after=choice.after,
-        rotate=choice.turned > 0,
-        inverse=choice.inverse,
-        interleaved=choice.interleaved,
-        out_interleaved=choice.out_interleaved,
-        first=choice.first,
-        sections=choice.sections != "",
-        scaled=choice.scaled,
-        element=choice.element,
-        cast=0 if choice.scaled == "none" else cast_mode(target),
+        norm=code.norm,
+        after=code.after,
+        rotate=code.turned > 0,
+        inverse=code.inverse,
+        interleaved=code.interleaved,
+        out_interleaved=code.out_interleaved,
+        first=code.first,
+        sections=code.sections != "",
+        scaled=code.scaled,
+        element=code.element,
+        cast=0 if code.scaled == "none" else cast_mode(target),
     )
     return Launch(kernel, num_warps=num_warps, PLAN=plan, ALIGN=align)
 
@@ -116,13 +135,11 @@ def _tile(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _align(choice: Choice, angles: AngleStrides, *places: Strides, more: tuple[int, ...] = ()) -> int:
+def _align(code: Code, angles: AngleStrides, *places: Strides, more: tuple[int, ...] = ()) -> int:
     """What all sizes, starts and strides are multiples of."""
-    half, rest = choice.halves
+    half, rest = code.halves
     numbers = (number for place in places for number in place)
-    return align_of(
-        half, rest, rest // 2, choice.v_dim, angles.table_batch, angles.table_row, *numbers, *more
-    )
+    return align_of(half, rest, rest // 2, code.v_dim, angles.table_batch, angles.table_row, *numbers, *more)
 
 
 def _norms(norm: Norm, x: Tensor) -> tuple[Affine, Affine]:
@@ -153,7 +170,7 @@ def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float
 class Forms(NamedTuple):
     """What decides the integers of a launch."""
 
-    choice: Choice
+    code: Code
     batch: int
     tokens: int
     inputs: tuple[tuple[int, ...] | None, ...]  # strides of x, k and v
@@ -162,7 +179,7 @@ class Forms(NamedTuple):
     positions: Form | None
     cache: CacheForms | None
     scales: tuple[tuple[int, ...], ...]  # strides of those of q and k, if they leave as codes
-    target: str
+    target: Capabilities
 
 
 _known: dict[Forms, BoundLaunch] = {}
@@ -170,10 +187,10 @@ _known: dict[Forms, BoundLaunch] = {}
 
 def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
     """The launch for these forms, computed once for all calls that have them."""
-    choice, cut = forms.choice, forms.choice.cut
+    code, cut = forms.code, forms.code.cut
     source = PartStrides.of(forms.inputs, cut)
     to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
-    angles = AngleStrides.of(forms.table, forms.positions, choice.sections)
+    angles = AngleStrides.of(forms.table, forms.positions, code.sections)
     cache, q_codes = CacheStrides.of(forms.cache, cut.layout, forms.batch, forms.tokens), NOT_KEPT
     if forms.scales:
         q_codes, k_codes = (
@@ -182,10 +199,10 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
             if codes is not None
         )
         cache = cache._replace(k=k_codes)
-    align = _align(choice, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
-    launch = _chosen(qkv_kernel, choice, align, target)
+    align = _align(code, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
+    launch = _chosen(qkv_kernel, code, align, target)
     programs = -(-forms.tokens // launch.constants["PLAN"].tokens) * forms.batch
-    sizes = choice.sizes(forms.batch, forms.tokens)
+    sizes = code.sizes(forms.batch, forms.tokens)
     if len(_known) >= 4096:
         _known.clear()
     to_q, to_k, to_v, to_gate = (Place(None, strides) for strides in to)
@@ -237,7 +254,7 @@ def launch_forward(
     batch, tokens = sizes(x, cut.layout)
     target = capabilities_of(device)
     forms = Forms(
-        _choice(cut, 0 if to_v is None else cut.v_dim, a.norm, turning, inverse, scaled, cache.element),
+        _code(cut, 0 if to_v is None else cut.v_dim, a.norm, turning, inverse, scaled, cache.element),
         batch,
         tokens,
         inputs,
@@ -246,7 +263,7 @@ def launch_forward(
         Form.of(turning.positions),
         cache.forms(),
         () if q_scale is None or cache.k_scale is None else (q_scale.stride(), cache.k_scale.stride()),
-        target.target,
+        target,
     )
     q_codes = None
     if q_scale is not None:
@@ -281,10 +298,10 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     into = PartStrides.of((stride_of(outputs.x), stride_of(outputs.k), stride_of(outputs.v)), cut)
     cos, sin = alike(turning.cos, turning.sin)
     angles = AngleStrides.of(Form.of(cos), Form.of(turning.positions), turning.sections)
-    choice = _choice(cut, cut.v_dim if v_grad is not None else 0, norm, turning)
+    code = _code(cut, cut.v_dim if v_grad is not None else 0, norm, turning)
     group_stride = cut.group_stride if x is not None or outputs.x is not None else 0
-    align = _align(choice, angles, *given, source.q, source.k, *into, more=(group_stride,))
-    launch = _chosen(qkv_backward_kernel, choice, align, target)
+    align = _align(code, angles, *given, source.q, source.k, *into, more=(group_stride,))
+    launch = _chosen(qkv_backward_kernel, code, align, target)
     tiles = -(-tokens // launch.constants["PLAN"].tokens) * a.batch
     program_tiles = 1
     vectors = (outputs.q_weight, outputs.k_weight, outputs.q_bias, outputs.k_bias)
@@ -317,7 +334,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
             q_sums=Sums(q_weight, q_bias),
             k_sums=Sums(k_weight, k_bias),
             angles=Angles(cos, sin, per_position, turning.positions, angles, magnitude),
-            sizes=choice.sizes(a.batch, tokens),
+            sizes=code.sizes(a.batch, tokens),
             tiles=tiles,
             program_tiles=program_tiles,
         ),

@@ -29,10 +29,21 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...runtime import LATER, Backward, BoundLaunch, Gradients, Launch, Sharding, capabilities_of, define_op
+from ...runtime import (
+    LATER,
+    Backward,
+    BoundLaunch,
+    Capabilities,
+    Gradients,
+    Launch,
+    Sharding,
+    capabilities_of,
+    choice,
+    define_op,
+)
 from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.results import (
     Result,
     ResultOptions,
@@ -166,25 +177,25 @@ class GroupConfig(NamedTuple):
 
     rows: int
     tile: int
-    loop: bool
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, backward: bool, align: int, target: str) -> GroupConfig:
-        if target == "cpu":
-            tile = cpu_tile(cols, 128, 4096 if backward else 1024)  # 128: a block of any format
-            return GroupConfig(1, tile, tile < cols, 4)
-        # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
-        tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
-        most = 8192 if backward else 16384
-        loop = tile > most
-        tile = min(tile, most // 2 if loop else most)
-        # Where accesses are one element wide, addresses take more registers than the elements.
-        rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
+
+@choice("gated_norm", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+def group_config(
+    cols: int, smallest_tile: int, backward: bool, align: int, target: Capabilities
+) -> GroupConfig:
+    if target.is_cpu:
         return GroupConfig(
-            rows, tile, loop, tile_warps(rows * tile * (2 if loop and backward else 1), target)
-        )
+            1, cpu_tile(cols, 128, 4096 if backward else 1024), 4
+        )  # 128: a block of any format
+    # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
+    tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
+    most = 8192 if backward else 16384
+    loop = tile > most
+    tile = min(tile, most // 2 if loop else most)
+    # Where accesses are one element wide, addresses take more registers than the elements.
+    rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
+    return GroupConfig(rows, tile, tile_warps(rows * tile * (2 if loop and backward else 1), target))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -280,10 +291,10 @@ _PLAIN = _Pass()
 
 
 @functools.lru_cache(maxsize=4096)
-def _groups_launch(layout: _Layout, act: str, casting: str, target: str, made: _Pass) -> BoundLaunch:
+def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities, made: _Pass) -> BoundLaunch:
     """A pass over groups."""
     align = layout.align
-    config = GroupConfig.choose(layout.cols, made.smallest_tile, False, align, target)
+    config = group_config(layout.cols, made.smallest_tile, False, align, target)
     launch = Launch.of(
         gated_norm_kernel,
         num_warps=config.num_warps,
@@ -295,7 +306,7 @@ def _groups_launch(layout: _Layout, act: str, casting: str, target: str, made: _
         KNOWN=made.known,
         ROWS=config.rows,
         TILE=config.tile,
-        LOOP=config.loop,
+        LOOP=config.tile < layout.cols,
         ALIGN=align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
@@ -317,7 +328,7 @@ class _GatedNorm:
         self.rstd = o.rstd
 
     def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
-        _groups_launch(self.layout, self.a.act, self.a.casting, self.target.target, made)(
+        _groups_launch(self.layout, self.a.act, self.a.casting, self.target, made)(
             (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
             (self.a.eps, self.a.weight_offset),
         )
@@ -347,7 +358,7 @@ class _GatedNorm:
         data, data_scale, _, *strides = copy_arguments(copy)
         format = None if copy is None else to.format
         made = _Pass(self.format.group, format, self.cast, to.scale is not None, known, tuple(strides))
-        launch = _groups_launch(self.layout, a.act, a.casting, self.target.target, made)
+        launch = _groups_launch(self.layout, a.act, a.casting, self.target, made)
         partials = (
             torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         )
@@ -365,7 +376,7 @@ class _GatedNorm:
     ) -> Tensor | None:
         rows, cols, groups, levels = self.layout
         tokens, width, align = rows // groups, cols * groups, self.layout.align
-        tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
+        tile, num_warps = stripe_config("gated_norm", self.format.block, align, self.target)
         stripes = count_stripes(tokens, width)
         tiles = stripes * -(-width // tile)
         partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
@@ -373,7 +384,7 @@ class _GatedNorm:
         data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             gated_norm_stripe_kernel,
-            num_warps=16 if align == 1 and self.target.backend == "cuda" else num_warps,
+            num_warps=num_warps,
             ACT=self.a.act,
             LLAMA=self.a.casting == "llama",
             FORMAT=self.format,
@@ -425,7 +436,7 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
     if o.x is None:
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
-    config = GroupConfig.choose(cols, 1, True, align, target.target)
+    config = group_config(cols, 1, True, align, target)
     # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
     # tokens.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
@@ -442,7 +453,7 @@ def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs)
         LLAMA=a.casting == "llama",
         ROWS=config.rows,
         TILE=config.tile,
-        LOOP=config.loop,
+        LOOP=config.tile < cols,
         ALIGN=align,
         COLS_MASKED=cols % config.tile != 0,
     )

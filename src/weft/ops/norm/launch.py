@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format
-from ...runtime import BoundLaunch, Launch, capabilities_of
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_tile
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.results import (
     allocate_result,
     make_copies,
@@ -36,38 +36,34 @@ class RowConfig(NamedTuple):
 
     rows: int
     tile: int
-    loop: bool
     num_warps: int
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose(cols: int, smallest_tile: int, target: str) -> RowConfig:
-        # A power of two that holds the row, up to what registers hold.
-        tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
-        if target == "cpu":
-            # Measured with 2048 columns: reading a row twice is 1.1 times as fast as keeping it.
-            # Quantised rows in pieces of 1024, plain ones of 512: 1.05 times as fast as the other way round.
-            return RowConfig(1, cpu_tile(cols, smallest_tile, 1024 if smallest_tile > 1 else 512), True, 4)
-        loop = tile > 16384
-        tile = min(tile, 8192 if loop else 16384)
-        rows = max(1, 2048 // tile)
-        # Compiled for sm_90: 32 to 48 registers.
-        return RowConfig(rows, tile, loop, tile_warps(rows * tile, target))
 
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def choose_backward(cols: int, target: str) -> RowConfig:
-        # Two tiles and up to six sums live at once: half the columns of the forward.
-        tile = max(1 << max(cols - 1, 0).bit_length(), 64)
-        if target == "cpu":
-            tile = cpu_tile(cols, largest=4096)
-            return RowConfig(1, tile, tile < cols, 4)
-        loop = tile > 8192
-        tile = min(tile, 4096 if loop else 8192)
-        rows = max(1, 1024 // tile)
-        # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
-        # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
-        return RowConfig(rows, tile, loop, tile_warps(rows * tile * (2 if loop else 1), target))
+@choice("norm.rows", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+def row_config(cols: int, smallest_tile: int, target: Capabilities) -> RowConfig:
+    # A power of two that holds the row, up to what registers hold.
+    tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
+    if target.is_cpu:
+        # Quantised rows in pieces of 1024, plain ones of 512: 1.05 times as fast as the other way round.
+        return RowConfig(1, cpu_tile(cols, smallest_tile, 1024 if smallest_tile > 1 else 512), 4)
+    tile = min(tile, 8192 if tile > 16384 else 16384)
+    rows = max(1, 2048 // tile)
+    # Compiled for sm_90: 32 to 48 registers.
+    return RowConfig(rows, tile, tile_warps(rows * tile, target))
+
+
+@choice("norm.backward", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
+def backward_config(cols: int, target: Capabilities) -> RowConfig:
+    # Two tiles and up to six sums live at once: half the columns of the forward.
+    tile = max(1 << max(cols - 1, 0).bit_length(), 64)
+    if target.is_cpu:
+        return RowConfig(1, cpu_tile(cols, largest=4096), 4)
+    loop = tile > 8192
+    tile = min(tile, 4096 if loop else 8192)
+    rows = max(1, 1024 // tile)
+    # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
+    # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
+    return RowConfig(rows, tile, tile_warps(rows * tile * (2 if loop else 1), target))
 
 
 def allocate_norm(a: NormArgs) -> NormOutputs:
@@ -190,13 +186,13 @@ def _rows_launch(
     kind: str,
     casting: str,
     unrounded: bool,
-    target: str,
+    target: Capabilities,
     made: _Pass = _PLAIN,
     align: int | None = None,
 ) -> BoundLaunch:
     """A pass over rows; `align` is that of the layout, or what another pass has to go by."""
     format = None if made.format is None else Format.of(made.format)
-    config = RowConfig.choose(layout.cols, 1 if format is None else format.group, target)
+    config = row_config(layout.cols, 1 if format is None else format.group, target)
     launch = Launch.of(
         norm_kernel,
         num_warps=config.num_warps,
@@ -209,7 +205,8 @@ def _rows_launch(
         KNOWN=made.known,
         ROWS=config.rows,
         TILE=config.tile,
-        LOOP=config.loop,
+        # Measured on a CPU with 2048 columns: reading a row twice is 1.1 times as fast as keeping it.
+        LOOP=target.is_cpu or config.tile < layout.cols,
         NESTED=layout.inner > 1,
         ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
@@ -222,7 +219,7 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
     if a.result.format is not None:
         _Quantized(o, a, operands, layout).make()
         return
-    target = capabilities_of(a.x.device).target
+    target = capabilities_of(a.x.device)
     _rows_launch(layout, a.kind, a.casting, a.unrounded_sum, target)(
         (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
         (a.weight_offset, a.eps),
@@ -280,9 +277,7 @@ class _Quantized:
         a, operands = self.a, self.operands
         data, data_scale, *strides = copy_arguments(copy)
         made = _Pass(a.result.format, copy is not None, self.cast, self.static, known, tuple(strides))
-        launch = _rows_launch(
-            self.layout, a.kind, a.casting, a.unrounded_sum, self.target.target, made, self.align
-        )
+        launch = _rows_launch(self.layout, a.kind, a.casting, a.unrounded_sum, self.target, made, self.align)
         partials = self._empty(launch.grid[0]) if wants_amax else None
         y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
         if copy is None and partials is None and y is None:  # no more than the statistics
@@ -299,7 +294,7 @@ class _Quantized:
     ) -> Tensor | None:
         self._read_h()
         layout = self.layout
-        tile, num_warps = stripe_tile(self.format.block, self.target.target, norm=True)
+        tile, num_warps = stripe_config("norm", self.format.block, self.align or layout.align, self.target)
         tiles = count_stripes(layout.rows, layout.cols) * -(-layout.cols // tile)
         partials = self._empty(tiles) if wants_amax else None
         data, data_scale, *strides = copy_arguments(row)
@@ -375,15 +370,14 @@ def _backward_launch(
     layer: bool,
     casting: str,
     unrounded: bool,
-    target: str,
-    multiprocessors: int,
+    target: Capabilities,
 ) -> tuple[Launch, Programs, int]:
     """(launch, how rows are dealt out to programs, how many programs)."""
-    config = RowConfig.choose_backward(cols, target)
+    config = backward_config(cols, target)
     # What belongs to single rows is stored by row. Of two sizes of samples the larger is a multiple of the smaller.
     sample_rows = min([rows, *(n for n in (layout.rows_per_sample, layout.rows_per_gate) if n > 1)])
     samples = rows // sample_rows
-    wanted = max(1, (multiprocessors * 2) // samples)
+    wanted = max(1, (target.multiprocessors * 2) // samples)
     sample_programs = min(-(-sample_rows // config.rows), wanted)
     program_rows = -(-sample_rows // sample_programs)
     program_rows = -(-program_rows // config.rows) * config.rows
@@ -398,7 +392,7 @@ def _backward_launch(
         GATE_PER_ROW=layout.rows_per_gate == 1,
         ROWS=config.rows,
         TILE=config.tile,
-        LOOP=config.loop,
+        LOOP=config.tile < cols,
         NESTED=layout.inner > 1,
         ALIGN=layout.align(cols),
         COLS_MASKED=cols % config.tile != 0,
@@ -437,9 +431,8 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     )
     target = capabilities_of(h.device)
     launch, programs, count = _backward_launch(
-        rows, cols, layout, a.mean is not None, a.casting, a.unrounded_sum, target.target,
-        target.multiprocessors,
-    )  # fmt: skip
+        rows, cols, layout, a.mean is not None, a.casting, a.unrounded_sum, target
+    )
 
     def partial(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else torch.empty((count, cols), dtype=torch.float32, device=h.device)

@@ -107,6 +107,7 @@ class _Shape(NamedTuple):
     groups: int = 0
     align: int = 1
     scale_slots: bool = False
+    adds: bool = False  # a residual is added
 
 
 class _Plan(NamedTuple):
@@ -129,9 +130,11 @@ def _planned(
     batch, m, n, k, gated, invariant, grouped, *_ = shape
     few = m <= {None: FEW, "rows": 16 * shape.groups, "depth": 0}[grouped]
     product = Product.of(a.form(), b.form(), precision, few or invariant, target)
-    config = product_config(product.kind, few, gated, target, invariant, grouped)
+    follows = "residual" if shape.adds else "nothing" if activation is None else "activation"
+    odd = min(a.align, b.align) == 1
+    config = product_config(product.kind, few or invariant, gated, invariant, grouped, odd, follows, target)
     spans = spans_of(n, k, config, target) if grouped is None and (few or invariant) else 1
-    tile = config.tile.fitting(n, k, gated)
+    tile = config.tile(gated, target).fitting(n, k, gated)
     if grouped == "depth":
         tile = tile.along_groups(shape.align, shape.scale_slots)
     tiles_m = -(-m // tile.m) + (shape.groups if grouped == "rows" else 0)
@@ -161,7 +164,7 @@ def _planned(
         Launch.of(finish_kernel, num_warps=4, **constants) if apart else None,
         programs=batch * tiles_m * -(-n // tile.n),
         spans=spans,
-        span=-(-math.ceil(k / tile.k) // spans),
+        span=-(k // -tile.k // spans),
         sums=torch.int32 if product.sums == "int32" and product.body == "sum" else torch.float32,
         within=within,
     )
@@ -213,7 +216,7 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
         _Call(
             _operand(a.a, a.a_codes),
             _operand(a.b.transpose(-1, -2), a.b_codes),
-            _Shape(batch, a.a.shape[-2], n, k, a.gated, a.batch_invariant),
+            _Shape(batch, a.a.shape[-2], n, k, a.gated, a.batch_invariant, adds=residual is not None),
             finish,
             a.activation,
             a.precision,

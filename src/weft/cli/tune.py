@@ -1,0 +1,303 @@
+"""`weft tune`: launch choices near the default ones, measured on a device, or modelled for a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..proof.model import USUAL
+from ..runtime import Capabilities, capabilities_of, catalogue, compile_all, loom
+from ..runtime.capabilities import device_name
+from ..runtime.choices import Key, choices, path_for, write
+from ..workloads import WORKLOADS, Call, Workload, for_op
+from ..workloads.problem import moved
+from ..workloads.traffic import rows_within
+from .bench.clocks import Times, clock_of, timed
+from .bench.showing import NOISE, verdict
+from .screen import complain, plain_table, progress_bar
+
+ROUNDS = 20
+STEPS = 3  # from a config to a better one near it, at most
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure other tiles on a device and keep the better ones",
+        description="For every launch choice that workloads make: other configs near the default one, judged first "
+        "(bits where they are promised, else accuracy), then timed in turn with it. Those that are faster by more than "
+        "the noise are written to a file that later runs read. With --target nothing is measured: candidates are "
+        "compiled, those that spill are dropped, and the rest is ranked by a model; written only with --out.",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    parser.add_argument(
+        "--target", choices=USUAL, help="model a GPU of this kind instead; it need not be here"
+    )
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
+    )
+    parser.add_argument(
+        "--workload", default="", help="all whose name has this in it, instead of one for each op"
+    )
+    parser.add_argument(
+        "--most", type=float, default=64.0, help="MB that a workload may have to move (%(default)s)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="compilers at once (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there, not for the device's name")
+    parser.set_defaults(run=run)
+
+
+@dataclass
+class Row:
+    """What became of one choice."""
+
+    key: Key
+    workload: str
+    default: dict[str, int]
+    best: dict[str, int]
+    gain: float = (
+        1.0  # how many times as fast as the default the best is, or the fastest candidate if none is better
+    )
+    milliseconds: tuple[float, float] | None = None  # of both; modelled ones with --target
+    tried: int = 0
+    refused: dict[str, str] = field(default_factory=dict)  # candidates, and why
+
+    @property
+    def is_better(self) -> bool:
+        return self.best != self.default
+
+    def entry(self, how: str) -> dict[str, Any] | None:
+        """For the file; None if the default is best."""
+        if not self.is_better:
+            return None
+        return {
+            "config": self.best,
+            "instead_of": self.default,
+            "workload": self.workload,
+            "gain": round(self.gain, 3),
+            "how": how,
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """2 if there is nothing to tune."""
+    problem = _problem(args)
+    if problem:
+        complain(problem)
+        return 2
+    ops = args.op or list(catalogue)
+    chosen = [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
+    if not args.workload:
+        chosen = [for_op(op)[0] for op in ops]
+    if args.target:
+        chosen = [w for w in chosen if w.runs_on(args.target)]
+    if not chosen:
+        complain("no workload has that name; `weft traffic` lists all of them")
+        return 2
+    rows: list[Row] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(chosen))
+        done: set[Key] = set()
+        for workload in chosen:
+
+            def say(text: str, op: str = workload.op) -> None:
+                bar.update(task, description=f"{op}: {text}")
+
+            found = (
+                _modelled(workload, args, done, say) if args.target else _measured(workload, args, done, say)
+            )
+            rows += found
+            bar.advance(task)
+    device = "" if args.target else device_name(torch.device(args.device))
+    Console().print(table(rows, f"modelled for {args.target}" if args.target else f"measured on {device}"))
+    _keep(rows, args, device)
+    return 0
+
+
+def _problem(args: argparse.Namespace) -> str:
+    """Why nothing can be tuned, and what to do about it."""
+    unknown = [op for op in args.op if op not in catalogue]
+    if unknown:
+        return f"there is no op {unknown[0]!r}; there are {', '.join(catalogue)}"
+    if args.target:
+        return (
+            "" if args.device == "cpu" else "give --device, which is measured, or --target, which is modelled"
+        )
+    if not loom.is_installed():
+        return f"`weft tune` judges with Loom's tools: {loom.install_command()}"
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device)
+        if args.out is None:
+            path_for(device_name(device))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _keep(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
+    """Write what is better. A model's preferences are written only where they were asked for."""
+    if args.target and args.out is None:
+        Console().print("Nothing is written: with --out FILE, WEFT_TILES=FILE takes these.")
+        return
+    target = args.target or capabilities_of(torch.device(args.device)).target
+    path = args.out or path_for(device)
+    how = "modelled" if args.target else "measured"
+    write(path, target, device, {row.key: row.entry(how) for row in rows})
+    Console().print(
+        f"{sum(row.is_better for row in rows)} of {len(rows)} choices are made otherwise by {path}"
+    )
+
+
+# ---- measured ---------------------------------------------------------------------------------------------
+
+
+def _measured(
+    workload: Workload, args: argparse.Namespace, done: set[Key], say: Callable[[str], None]
+) -> Iterator[Row]:
+    """The choices of a workload that no other has made before."""
+    from ..proof.calls import returned
+    from ..proof.checks import CPU
+    from ..proof.tuning import asked, default_of
+
+    device = torch.device(args.device)
+    target = capabilities_of(device)
+    call = workload.make(rows=rows_within(workload, int(args.most * 1e6))).to(device)
+    for key in asked(call, target):
+        if key not in done:
+            done.add(key)
+            wanted = moved(default_of(key, target).running(lambda: returned(call))(), CPU)
+            yield _climb(workload, call, key, wanted, target, say)
+
+
+def _climb(
+    workload: Workload, call: Call, key: Key, wanted: dict[str, Any], target: Capabilities,
+    say: Callable[[str], None],
+) -> Row:  # fmt: skip
+    """From the default to the fastest config near it, and on from there while that is faster by more than the noise."""
+    from ..proof.tuning import Candidate, default_of, failed_check, why_not
+
+    default = best = default_of(key, target)
+    row = Row(key, str(workload), default.fields, default.fields)
+    seen = {default.config}
+    for _ in range(STEPS):
+        able = []
+        for config in best.choice.near(best.config, target):
+            if config in seen:
+                continue
+            seen.add(config)
+            candidate = Candidate.of(key, config, target)
+            say(f"{key[0]} {_short(candidate.fields)}")
+            reason = why_not(candidate, workload, call, wanted)
+            if reason:
+                row.refused[_short(candidate.fields)] = reason
+            else:
+                able.append(candidate)
+        if not able:
+            break
+        say(f"{key[0]}, {len(able)} candidates in turn")
+        times = _times([best, *able], call)
+        first, *others = times
+        fastest = min(range(len(able)), key=lambda number: others[number].p50)
+        if best is default:
+            row.gain = first.p50 / others[fastest].p50
+        if verdict(first, others[fastest]) != "faster":
+            break
+        best = able[fastest]
+    row.tried = len(seen) - 1
+    if best is default:
+        return row
+    # The fastest of many is partly luck: it has to win once more, against the default alone.
+    before, after = _times([default, best], call)
+    if verdict(before, after) != "faster":
+        return row
+    wrong = failed_check(best, workload, call.device)
+    if wrong:
+        row.refused[_short(best.fields)] = wrong
+        return row
+    row.best, row.gain, row.milliseconds = best.fields, before.p50 / after.p50, (before.p50, after.p50)
+    return row
+
+
+def _times(candidates: Sequence[Any], call: Call) -> list[Times]:
+    """Of each, called in turn."""
+    contenders = {str(number): [each.running(call)] for number, each in enumerate(candidates)}
+    times, _ = timed(clock_of(call.device), contenders, ROUNDS)
+    return list(times.values())
+
+
+# ---- modelled ---------------------------------------------------------------------------------------------
+
+
+def _modelled(
+    workload: Workload, args: argparse.Namespace, done: set[Key], say: Callable[[str], None]
+) -> Iterator[Row]:
+    """The choices of a workload at its real size, each with the configs near the default one."""
+    from ..proof.tuning import Candidate, asked, default_of, modelled, started
+    from ..runtime import recording
+
+    target = Capabilities.of(args.target)
+    with recording(args.target):
+        call = workload.make("meta")
+        keys = [key for key in asked(call, target) if key not in done]
+    done.update(keys)
+    for key in keys:
+        default = default_of(key, target)
+        near = default.choice.near(default.config, target)
+        candidates = [default, *(Candidate.of(key, config, target) for config in near)]
+        launches = [started(candidate, workload) for candidate in candidates]
+        every = [{launch.variant for launch in each} for each in launches]
+        changed = every[0].union(*every) - every[0].intersection(*every)
+        say(f"{key[0]}, {len(changed)} kernels compiled")
+        jobs = list(changed)
+        binaries = dict(
+            zip(jobs, compile_all([(v, args.target) for v in jobs], workers=args.workers), strict=True)
+        )
+        found = [
+            modelled(candidate, workload, each, binaries, changed)
+            for candidate, each in zip(candidates, launches, strict=True)
+        ]
+        row = Row(key, str(workload), default.fields, default.fields, tried=len(candidates) - 1)
+        row.refused = {_short(c.fields): why for c, (_, why) in zip(candidates, found, strict=True) if why}
+        seconds = [each for each, _ in found]
+        best = min(range(len(found)), key=lambda number: seconds[number])
+        row.gain = seconds[0] / seconds[best]
+        if row.gain > 1 + NOISE:
+            row.best = candidates[best].fields
+            row.milliseconds = (1e3 * seconds[0], 1e3 * seconds[best])
+        yield row
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------
+
+
+def _short(fields: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def table(rows: Sequence[Row], how: str) -> Table:
+    made = plain_table(f"Launch choices, {how}")
+    made.caption = "in brackets: the fastest candidate, which is not kept"
+    for heading in ("choice", "workload", "default", "better"):
+        made.add_column(heading, overflow="fold")
+    for heading in ("times as fast", "tried", "refused"):
+        made.add_column(heading, justify="right")
+    for row in rows:
+        name, facts = row.key
+        known = " ".join(f"{fact}={value}" for fact, value in zip(choices[name].facts, facts, strict=True))
+        better = {field: value for field, value in row.best.items() if value != row.default[field]}
+        made.add_row(
+            f"{name} {known}", row.workload, _short(row.default), _short(better) or "-",
+            f"{row.gain:.2f}" if row.is_better else f"({row.gain:.2f})", str(row.tried), str(len(row.refused)),
+        )  # fmt: skip
+    return made

@@ -1,0 +1,337 @@
+"""Launch choices as data: how a kernel is cut into programs, chosen by facts of a call and its target.
+
+A *choice* is a function from facts (sizes, names, flags: nothing that is a tensor) and a target to a config, a
+NamedTuple of integers. It is declared with a name, and with the limits of the fields that may be chosen otherwise:
+
+    @choice("norm.rows", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+    def row_config(cols: int, smallest_tile: int, target: Capabilities) -> RowConfig: ...
+
+Three places are asked, in this order, and the answer is kept, so that a call after the first asks none of them:
+
+1. what was tuned for the device (`weft tune`), in a file that is read once, when the device is first used. For those of
+   this machine it is `~/.cache/weft/tuned/DEVICE-TRITON.json`. `WEFT_TILES` names another folder; or one file, which
+   then holds for every device of the target that it was made for, also where kernels are compiled ahead of time; or
+   nothing, if it is empty;
+2. the rules in `tiles.json` beside the module of the function, which are shipped: tables by target;
+3. the function itself, a formula.
+
+No fact of a choice is a number of rows, other than whether there are few: what is compiled must not depend on it, and
+neither may the bits of a row. Nothing is ever tuned inside of a call.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import inspect
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from . import bundle
+
+if TYPE_CHECKING:
+    from .capabilities import Capabilities
+
+SCHEMA = 1
+VARIABLE = "WEFT_TILES"
+RULES = "tiles.json"  # beside the module of a choice
+# On a CPU they decide nothing.
+OF_GPUS = ("num_warps", "num_stages")
+
+Fact = int | str | bool | None
+Key = tuple[str, tuple[Fact, ...]]  # the name of a choice, and its facts
+P = ParamSpec("P")
+C = TypeVar("C")
+
+
+class TilesError(ValueError):
+    """A file of choices cannot be used, and why."""
+
+
+class Tuned:
+    """Choices that are made otherwise on a device: by name and facts, the fields of the config that differ. Part of the
+    `Capabilities` of the device, so that whatever is kept for these is kept for these choices."""
+
+    def __init__(
+        self, entries: Mapping[Key, Mapping[str, int]] | None = None, path: Path | None = None
+    ) -> None:
+        self.entries = dict(entries or {})
+        self.path = path  # of the file that they come from
+
+    def find(self, name: str, facts: tuple[Fact, ...]) -> Mapping[str, int] | None:
+        return self.entries.get((name, facts))
+
+
+NOTHING_TUNED = Tuned()
+
+
+# ---- choices ----------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """A declared choice: its formula, its rules, and which other configs there are near the one that is chosen."""
+
+    def __init__(self, name: str, function: Callable[..., Any], limits: dict[str, tuple[int, int]]) -> None:
+        self.name, self.function, self.limits = name, function, limits
+        self.facts = tuple(inspect.signature(function).parameters)[:-1]  # the last parameter is the target
+        self.module: str = function.__module__
+
+    @functools.cached_property
+    def rules(self) -> list[_Rule]:
+        """Those that are shipped, the first that fits a call first."""
+        path = Path(inspect.getfile(self.function)).with_name(RULES)
+        tables = _table(path) if path.exists() else {}
+        return _rules(self, tables[self.name], path) if self.name in tables else []
+
+    def choose(self, *given: Any) -> Any:
+        """The config for these facts and this target."""
+        *facts, target = given
+        return self.with_fields(
+            self.default(tuple(facts), target), target.tuned.find(self.name, tuple(facts)) or {}
+        )
+
+    def default(self, facts: tuple[Fact, ...], target: Capabilities) -> Any:
+        """What is chosen where nothing is tuned."""
+        for rule in self.rules:
+            found = rule.find(facts, target.target)
+            if found is not None:
+                return found
+        return self.function(*facts, target)
+
+    def with_fields(self, config: Any, fields: Mapping[str, int]) -> Any:
+        return config._replace(**fields) if fields else config
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise if these are no fields that may be chosen, or are beyond their limits."""
+        for field, value in fields.items():
+            if field not in self.limits:
+                raise TilesError(f"{self.name} has no field {field!r}; there are {', '.join(self.limits)}")
+            least, most = self.limits[field]
+            whole = type(value) is int and least <= value <= most
+            if not whole or (field != "num_stages" and value & (value - 1)):
+                kind = "an integer" if field == "num_stages" else "a power of two"
+                raise TilesError(
+                    f"{field} of {self.name} must be {kind} from {least} to {most}, not {value!r}"
+                )
+
+    def near(self, config: Any, target: Capabilities) -> Iterator[Any]:
+        """The configs with one field halved or doubled, or with a stage more or less."""
+        for field, (least, most) in self.limits.items():
+            if target.is_cpu and field in OF_GPUS:
+                continue
+            value = getattr(config, field)
+            steps = (value - 1, value + 1) if field == "num_stages" else (value // 2, value * 2)
+            for other in steps:
+                if least <= other <= most:
+                    yield config._replace(**{field: other})
+
+    def fields_of(self, config: Any) -> dict[str, int]:
+        """The fields of a config that may be chosen."""
+        return {field: getattr(config, field) for field in self.limits}
+
+    def key(self, facts: Mapping[str, Any]) -> Key:
+        """The key of facts by name."""
+        if set(facts) != set(self.facts):
+            raise TilesError(f"the facts of {self.name} are {', '.join(self.facts)}, not {', '.join(facts)}")
+        return self.name, tuple(facts[fact] for fact in self.facts)
+
+
+choices: dict[str, Choice] = {}  # all that are declared, by name
+
+
+def choice(name: str, **limits: tuple[int, int]) -> Callable[[Callable[P, C]], Callable[P, C]]:
+    """Declare a choice. The function is called with positional arguments: facts, and last the target."""
+
+    def declare(function: Callable[P, C]) -> Callable[P, C]:
+        if name in choices:
+            raise ValueError(f"there are two choices {name!r}")
+        made = choices[name] = Choice(name, function, limits)
+        kept: Any = functools.lru_cache(maxsize=4096)(made.choose)
+        functools.update_wrapper(kept, function)
+        return cast("Callable[P, C]", kept)
+
+    return declare
+
+
+# ---- rules that are shipped -------------------------------------------------------------------------------
+
+
+class _Rule:
+    """Configs by target, for calls whose facts fit: equal to a value, one of a list, or `{"most": number}`."""
+
+    def __init__(self, when: dict[int, Any], targets: dict[str, Any]) -> None:
+        self.when, self.targets = when, targets
+
+    def find(self, facts: tuple[Fact, ...], target: str) -> Any:
+        if all(_fits(facts[place], wanted) for place, wanted in self.when.items()):
+            return self.targets.get(target) or self.targets.get("")
+        return None
+
+
+def _fits(fact: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return bool(fact <= wanted["most"])
+    return fact in wanted if isinstance(wanted, list) else bool(fact == wanted)
+
+
+@functools.cache
+def _table(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
+    """The rules of a choice, checked: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. All other
+    targets are the target ""."""
+    from .capabilities import Capabilities
+
+    make: Any = inspect.get_annotations(of.function, eval_str=True)["return"]
+    try:
+        found = []
+        for rule in table["rules"]:
+            unknown = set(rule["when"]) - set(of.facts)
+            if unknown:
+                raise TilesError(f"{of.name} has no fact {', '.join(sorted(unknown))}")
+            configs = {}
+            for target, numbers in rule["targets"].items():
+                if target:
+                    Capabilities.of(target)
+                fields = dict(zip(table["config"], numbers, strict=True))
+                of.check(fields)
+                configs[target] = make(**fields)
+            found.append(
+                _Rule({of.facts.index(name): wanted for name, wanted in rule["when"].items()}, configs)
+            )
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        raise TilesError(f"{path}: {error}") from error
+
+
+# ---- files of what was tuned ------------------------------------------------------------------------------
+
+
+def folder() -> Path | None:
+    """Where files of devices lie; None if `WEFT_TILES` is empty or names one file."""
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(cache, "weft", "tuned")
+    return Path(named) if named and not Path(named).is_file() and Path(named).suffix != ".json" else None
+
+
+def path_for(device: str) -> Path:
+    """The file of a device by its name: that of `WEFT_TILES`, or one in the folder."""
+    import triton
+
+    within = folder()
+    if within is None:
+        named = os.environ[VARIABLE]
+        if not named:
+            raise TilesError(
+                f"{VARIABLE} is empty, which means that nothing is tuned: unset it, or name a folder"
+            )
+        return Path(named)
+    return within / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device).strip('-')}-{triton.__version__}.json"
+
+
+@functools.cache
+def tuned_for(target: str, device: str = "") -> Tuned:
+    """What was tuned for a device of this machine by its name, or for a target. A file that cannot be used is ignored,
+    with one warning."""
+    if os.environ.get(VARIABLE) == "" or (folder() is not None and not device):
+        return NOTHING_TUNED
+    path = path_for(device)
+    if not path.exists():
+        return NOTHING_TUNED
+    try:
+        header, entries = read(path)
+    except TilesError as error:
+        warnings.warn(f"{error}. The file is ignored: run `weft tune` again, or remove it", stacklevel=2)
+        return NOTHING_TUNED
+    if header["target"] != target:
+        return NOTHING_TUNED
+    return Tuned({key: entry["config"] for key, entry in entries.items()}, path)
+
+
+def header_for(target: str, device: str) -> dict[str, Any]:
+    """What a file says of itself: that of another Weft or Triton is not used, since its kernels are others."""
+    import triton
+
+    return {
+        "file": "weft tiles",
+        "schema": SCHEMA,
+        "triton": triton.__version__,
+        "sources": bundle.sources(),
+        "target": target,
+        "device": device,
+    }
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[Key, dict[str, Any]]]:
+    """(header, entries) of a file, each entry with its `config`. Raises TilesError if it cannot be used here."""
+    try:
+        content = json.loads(path.read_text())
+        header = header_for(content["target"], content["device"])
+        lists = content["choices"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TilesError(f"{path} is no file of `weft tune`: {type(error).__name__}: {error}") from error
+    what = {"file": "kind", "schema": "format", "triton": "Triton", "sources": "Weft"}
+    for field, word in what.items():
+        if content.get(field) != header[field]:
+            raise TilesError(
+                f"{path} was made by or for another {word}: {content.get(field)}, not {header[field]}"
+            )
+    entries: dict[Key, dict[str, Any]] = {}
+    try:
+        for name, found in lists:
+            if name not in choices:
+                raise TilesError(f"there is no choice {name!r}")
+            for entry in found:
+                choices[name].check(entry["config"])
+                entries[choices[name].key(entry["facts"])] = entry
+    except (KeyError, TypeError, TilesError) as error:
+        raise TilesError(f"{path}: {error}") from error
+    return header, entries
+
+
+def write(path: Path, target: str, device: str, entries: Mapping[Key, Mapping[str, Any] | None]) -> None:
+    """Add entries to a file, or with None remove them; those that it has for other choices stay, unless they are of
+    another Weft or Triton. Whoever reads meanwhile sees the old file or the new one; writers wait for each other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        header = header_for(target, device)
+        merged: dict[Key, dict[str, Any]] = {}
+        if path.exists():
+            try:
+                before, merged = read(path)
+                if before != header:
+                    raise TilesError(f"{path} is for {before['device'] or before['target']}")
+            except TilesError:
+                merged = {}
+        for (name, facts), entry in entries.items():
+            merged.pop((name, facts), None)
+            if entry is not None:
+                named = dict(zip(choices[name].facts, facts, strict=True))
+                merged[name, facts] = {"facts": named, **entry}
+        by_name: dict[str, list[Any]] = {}
+        for (name, _), entry in sorted(merged.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+            by_name.setdefault(name, []).append(entry)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            json.dump(header | {"choices": by_name}, file, indent=1)
+            file.write("\n")
+        os.replace(file.name, path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process is in here for the same file."""
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,197 @@
+"""`weft tune`: which candidates are refused, which are kept, and what is written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.cli import main, tune
+from weft.cli.bench.clocks import Times
+from weft.proof.calls import returned
+from weft.proof.model import BOARDS, Tile, latency_stretch, tile_stretch
+from weft.proof.tuning import Candidate, asked, default_of, why_not
+from weft.runtime import Binary, Capabilities
+from weft.runtime.choices import choices, read
+from weft.workloads import Call, for_op
+
+WORKLOAD = for_op("dequantize")[0]  # 2048 columns
+KEY = ("quantize", ("dequantize", 2048))
+CPU = Capabilities.of("cpu")
+SMALL = ("--op", "dequantize", "--most", "0.05")
+
+
+def taking(monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> list[int]:
+    """Times are as given for a candidate's tile, named tile_512; others take 10."""
+    sizes: list[int] = []
+
+    def times(candidates: Sequence[Candidate], call: Call) -> list[Times]:
+        sizes.append(len(candidates))
+        taken = [milliseconds.get(f"tile_{each.fields['tile']}", 10.0) for each in candidates]
+        return [Times(0.99 * each, each, 1.01 * each) for each in taken]
+
+    monkeypatch.setattr(tune, "_times", times)
+    return sizes
+
+
+def test_a_run_on_this_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing stands in for anything: candidates are built, judged and timed."""
+    monkeypatch.setattr(tune, "ROUNDS", 5)
+    out = tmp_path / "tiles.json"
+    assert main(["tune", *SMALL, "--out", str(out)]) == 0
+    header, _ = read(out)
+    assert header["target"] == "cpu"
+    assert header["device"].startswith("cpu")
+    said = capsys.readouterr().out
+    assert "measured on cpu" in said
+    assert "0 of 1 choices" in said or "1 of 1 choices" in said
+
+
+def test_the_faster_is_kept_and_walked_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = taking(monkeypatch, tile_512=8.0, tile_256=6.0)
+    out = tmp_path / "tiles.json"
+    assert main(["tune", *SMALL, "--out", str(out)]) == 0
+    entry = read(out)[1][KEY]
+    assert entry["config"]["tile"] == 256
+    assert entry["instead_of"]["tile"] == 1024
+    assert entry["gain"] == pytest.approx(10 / 6, rel=1e-3)
+    assert (entry["how"], entry["workload"]) == ("measured", str(WORKLOAD))
+    assert sizes[-1] == 2, "the best was not timed once more against the default alone"
+    # Another run, in which nothing is faster, takes the entry out again.
+    taking(monkeypatch, tile_512=9.8)
+    assert main(["tune", *SMALL, "--out", str(out)]) == 0
+    assert read(out)[1] == {}
+
+
+def test_one_that_fails_a_check_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.proof import tuning
+
+    taking(monkeypatch, tile_512=5.0)
+
+    def fails(workload: Any) -> None:
+        raise AssertionError("a byte beside the result was written")
+
+    monkeypatch.setitem(tuning.CHECKS, "guard_bands", fails)
+    out = tmp_path / "tiles.json"
+    assert main(["tune", *SMALL, "--out", str(out)]) == 0
+    assert read(out)[1] == {}
+
+
+# ---- judging ----------------------------------------------------------------------------------------------
+
+
+def test_other_bits_are_refused_where_they_are_promised() -> None:
+    """A sum in another order: a number may differ in its last bit, but not the scales and codes that are made of it."""
+    x = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1))
+    workload = for_op("multi_tensor_reduce")[0]
+
+    def codes(x: torch.Tensor) -> Any:
+        return weft.quantize(x[0] * weft.grad_norm([x]), "row")
+
+    def number(x: torch.Tensor) -> Any:
+        return weft.grad_norm([x])
+
+    for function, refused in ((codes, True), (number, False)):
+        call = Call(function, {"x": x})
+        key = next(key for key in asked(call, CPU) if key[:1] == ("multi_tensor",) and "reduce" in key[1])
+        default = default_of(key, CPU)
+        wanted = returned(call)
+        assert why_not(default, workload, call, wanted) == ""
+        other = Candidate.of(key, default.config._replace(tile=256), CPU)
+        assert not torch.equal(number(x), other.running(lambda: number(x))()), "the sum has the same bits"
+        reason = why_not(other, workload, call, wanted)
+        assert ("bits that are promised" in reason) == refused, reason
+
+
+def test_a_wrong_candidate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = WORKLOAD.make(rows=4)
+    default = default_of(KEY, CPU)
+    wanted = returned(call)
+    assert why_not(default, WORKLOAD, call, wanted) == ""
+    wrong = {name: value.roll(1, 0) for name, value in wanted.items()}
+    assert "far from the default's" in why_not(default, WORKLOAD, call, wrong)
+    impossible = Candidate.of(KEY, default.config._replace(tile=128, rows=3), CPU)
+    assert why_not(impossible, WORKLOAD, call, wanted), "tiles of three rows cannot be compiled"
+
+
+def test_candidates_are_near_and_within_limits() -> None:
+    one = choices["norm.rows"]
+    for target, fields in (("sm_90", {"rows", "tile", "num_warps"}), ("cpu", {"rows", "tile"})):
+        config = one.default((4096, 1), Capabilities.of(target))
+        near = list(one.near(config, Capabilities.of(target)))
+        assert len(near) == len(set(near)) >= 3
+        for other in near:
+            changed = {name for name in config._fields if getattr(other, name) != getattr(config, name)}
+            assert len(changed) == 1
+            assert changed <= fields
+            one.check(one.fields_of(other))
+
+
+# ---- modelled ---------------------------------------------------------------------------------------------
+
+GOOD = Binary("sm_90", 40, 0, 0, 0, {128: 64}, {128: 64}, False, (), 0.1, Counter({"LDG.E.128": 64}))
+
+
+def test_a_target_is_modelled_and_what_spills_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is compiled: with two warps there are spills, with eight there is more under way."""
+
+    def compile_all(jobs: Sequence[Any], **options: Any) -> list[Binary]:
+        made = []
+        for variant, _ in jobs:
+            few = variant.num_warps == 2
+            loads = {128: 64} if variant.num_warps == 8 else {128: 1}
+            made.append(replace(GOOD, loads=loads, spill_bytes=64 * few, stack=64 * few, registers=255))
+        return made
+
+    monkeypatch.setattr(tune, "compile_all", compile_all)
+    monkeypatch.setattr("weft.proof.binaries._narrow", lambda *call: [])
+    assert main(["tune", "--op", "dequantize", "--target", "sm_90"]) == 0
+    said = capsys.readouterr().out
+    assert "modelled for sm_90" in said
+    assert "Nothing is written" in said
+    out = tmp_path / "tiles.json"
+    assert main(["tune", "--op", "dequantize", "--target", "sm_90", "--out", str(out)]) == 0
+    header, entries = read(out)
+    assert (header["target"], header["device"]) == ("sm_90", "")
+    (entry,) = entries.values()
+    assert entry["config"]["num_warps"] == 8
+    assert entry["how"] == "modelled"
+    assert json.loads(out.read_text())["file"] == "weft tiles"
+
+
+def test_the_model_prefers_what_it_should() -> None:
+    board = BOARDS["H100"]
+    more, less = (replace(GOOD, loads={128: number}) for number in (4, 1))
+    assert latency_stretch(board, less, 10**6, 1, 128) > latency_stretch(board, more, 10**6, 1, 128) >= 1
+    assert latency_stretch(board, more, 8 * 132 + 1, 8, 128) > latency_stretch(board, more, 8 * 132, 8, 128)
+    assert (
+        tile_stretch(board, "bf16", Tile(32, 32, 64)) > tile_stretch(board, "bf16", Tile(128, 256, 64)) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--op", "nothing"], "there is no op 'nothing'"),
+        (["--workload", "nothing"], "no workload has that name"),
+        (["--target", "sm_90", "--device", "cuda"], "give --device, which is measured, or --target"),
+        (["--op", "rope"], "WEFT_TILES is empty"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if arguments == ["--op", "rope"] else ["--out", "/dev/null"]
+    assert main(["tune", *arguments, *out]) == 2
+    assert said in capsys.readouterr().err
