@@ -176,14 +176,34 @@ def free_names(expressions: Iterable[Any]) -> set[str]:
 def constants_of(expressions: Iterable[Any]) -> dict[int, Any]:
     """The constants without a value in expressions of z3's, by their ids."""
     found: dict[int, Any] = {}
+    for expression in expressions:
+        if z3.is_expr(expression):
+            found |= _constants_in(expression)
+    return found
+
+
+# The constants of whole expressions. Facts are asked about with every obligation, and walking through them would take
+# most of the time. An id belongs to an expression for as long as there is one, so the expression is kept with it.
+_remembered: dict[int, tuple[Any, dict[int, Any]]] = {}
+_MOST_REMEMBERED = 20_000
+
+
+def _constants_in(expression: Any) -> dict[int, Any]:
+    identity = expression.get_id()
+    if identity in _remembered and _remembered[identity][0].ctx is expression.ctx:
+        return _remembered[identity][1]
+    found: dict[int, Any] = {}
     seen: set[int] = set()
-    todo = [expression for expression in expressions if z3.is_expr(expression)]
+    todo = [expression]
     while todo:
-        expression = todo.pop()
-        if expression.get_id() in seen:
+        part = todo.pop()
+        if part.get_id() in seen:
             continue
-        seen.add(expression.get_id())
-        if z3.is_const(expression) and expression.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            found[expression.get_id()] = expression
-        todo += expression.children()
+        seen.add(part.get_id())
+        if z3.is_const(part) and part.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+            found[part.get_id()] = part
+        todo += part.children()
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()
+    _remembered[identity] = expression, found
     return found
