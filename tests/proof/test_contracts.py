@@ -20,16 +20,24 @@ from triton_loom.prove.solver import z3
 
 import weft
 from weft.cli import main
+from weft.cli.prove import lost, prove_workload
 from weft.proof.contracts import Translator, contracts_of, ttir_by_name
 from weft.proof.loaded import Given, Loaded, holding, within
 from weft.proof.proofs import proven
-from weft.proof.selection import by_kernels
 from weft.proof.truths import declared
 from weft.runtime import catalogue
 from weft.workloads import WORKLOADS, Workload
 
 TARGET = "sm_90"
+COMMITTED = Path(__file__).parents[2] / "docs" / "runs" / "prove.json"
+QUICK_SECONDS = 3.0
 SHARDED = "sharded_logprobs:qwen3-30b-a3b/vocabulary-shard:plain:8192"
+
+
+def committed() -> dict[str, Any]:
+    """The report that the page shows."""
+    read: dict[str, Any] = json.loads(COMMITTED.read_text())
+    return read
 
 
 def named(name: str) -> Workload:
@@ -195,10 +203,58 @@ def test_the_command_refuses_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     assert "there is no op 'nothing'" in capsys.readouterr().err
 
 
+def test_the_command_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ("", "[]", '{"report": "weft bench", "schema": 1}'):
+        (tmp_path / "other.json").write_text(content)
+        assert main(["prove", "--against", str(tmp_path / "other.json")]) == 2
+        assert "is no report of `weft prove --out`" in capsys.readouterr().err
+
+
+# ---- what was proven stays proven -------------------------------------------------------------------------------
+
+
+def test_what_is_lost_is_named() -> None:
+    def report(
+        *launches: tuple[str, list[str]], complete: bool = True, workload: str = "norm"
+    ) -> dict[str, Any]:
+        told = [
+            {"kernel": kernel, "open": [{"kind": "bounds", "what": what} for what in unproven]}
+            for kernel, unproven in launches
+        ]
+        found = {"workload": workload, "complete": complete, "launches": told}
+        return {"target": TARGET, "regions": 1, "workloads": [found]}
+
+    before = report(("a", ["load x"]), ("b", []))
+    assert not list(lost(before, before))
+    assert not list(lost(before, report(("a", []), ("b", [])))), "more is proven"
+    assert not list(lost(before, report(("a", ["load x"]), ("b", []), ("new", ["load x"]))))
+    assert not list(lost(before, report(("a", ["load y"]), workload="another")))
+    assert list(lost(before, report(("a", ["load x", "load x"]), ("b", [])))) == ["norm: a: bounds of load x"]
+    assert list(lost(before, report(("a", ["load x"])))) == ["norm: b, which has no contract or is not read"]
+    assert len(list(lost(before, report(("a", ["load x"]), ("b", []), complete=False)))) == 1
+
+
+def test_every_op_is_in_the_table() -> None:
+    assert {each["op"] for each in committed()["workloads"]} == set(catalogue)
+
+
+def test_no_counterexample_is_left() -> None:
+    for each in committed()["workloads"]:
+        assert each["verdict"] != "counterexample", each["workload"]
+
+
+def test_the_quickest_of_the_table_is_still_proven(tmp_path: Path) -> None:
+    """All that takes a second or two, on which every change is tried."""
+    quick = [each["workload"] for each in committed()["workloads"] if each["seconds"] <= QUICK_SECONDS]
+    assert len(quick) >= 5
+    now = [prove_workload(name, TARGET, committed()["regions"]) for name in quick]
+    assert not list(lost(committed(), {**committed(), "workloads": now}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", catalogue)
-def test_no_counterexample(op: str) -> None:
-    """One region of sizes of each kernel; `weft prove` looks at more."""
-    for workload in by_kernels(op, TARGET):
-        for proof in proven(workload, TARGET, regions=1).proofs:
-            assert proof.verdict != "counterexample", proof.report
+def test_the_table_is_still_proven(op: str) -> None:
+    regions = str(committed()["regions"])
+    assert (
+        main(["prove", "--op", op, "--workers", "1", "--regions", regions, "--against", str(COMMITTED)]) == 0
+    )

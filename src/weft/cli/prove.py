@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +36,7 @@ def add_command(commands: Any) -> None:
         help="prove kernels memory-safe for all sizes",
         description="Run the host code of ops with symbols for sizes, and have a solver prove for all of them that "
         "what is launched stays inside of its tensors. Nothing is run on a GPU. The exit code is 0 if there is no "
-        "counterexample.",
+        "counterexample, and if nothing of an earlier report is lost.",
     )
     parser.add_argument(
         "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
@@ -47,12 +50,25 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help="look at no more than so many ways through the host code of a workload (%(default)s)",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes at once (%(default)s)",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="a report of `--out`: fail where something was proven in it, and is not now",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all answers as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if there is a counterexample, 2 if nothing could be proven."""
+    """1 if there is a counterexample or less is proven than before, 2 if nothing could be proven."""
     problem = _problem(args)
     if problem:
         complain(problem)
@@ -76,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
     Console().print(render(made))
     if args.out:
         args.out.write_text(json.dumps(made, indent=1) + "\n")
-    return int(any(each["verdict"] == "counterexample" for each in told))
+    gone = list(lost(json.loads(args.against.read_text()), made)) if args.against else []
+    for line in gone:
+        Console().print(Text(f"proven in {args.against}, and not now: {line}", "red"))
+    return int(bool(gone) or any(each["verdict"] == "counterexample" for each in told))
 
 
 def _problem(args: argparse.Namespace) -> str:
@@ -85,7 +104,19 @@ def _problem(args: argparse.Namespace) -> str:
         if importlib.util.find_spec(needed) is None:
             return f"`weft prove` needs Loom and the solver z3: {pip()} install 'weft[prove]'"
     wrong = [op for op in args.op if op not in catalogue]
-    return f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}" if wrong else ""
+    if wrong:
+        return f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}"
+    if args.against and not _is_report(args.against):
+        return f"{args.against} is no report of `weft prove --out`"
+    return ""
+
+
+def _is_report(file: Path) -> bool:
+    try:
+        read = json.loads(file.read_text())
+        return bool(read["report"] == "weft prove" and read["schema"] == SCHEMA)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def workloads(args: argparse.Namespace) -> list[Workload]:
@@ -99,23 +130,34 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def _prove(chosen: Sequence[Workload], args: argparse.Namespace) -> list[dict[str, Any]]:
-    from ..proof.proofs import proven
-
-    told = []
+    """A record for each workload, in their order."""
+    told: dict[str, dict[str, Any]] = {}
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(chosen))
-        for workload in chosen:
-            found = proven(
-                workload,
-                args.target,
-                regions=args.regions,
-                progress=lambda done, of, name=str(workload): progress.update(  # type: ignore[misc]
-                    bar, description=f"{name}: {done} of {of} launches"
-                ),
-            )
-            told.append(record(workload, found))
+        for each in _records([str(workload) for workload in chosen], args):
+            told[each["workload"]] = each
+            progress.update(bar, description=f"{each['workload']}: {each['verdict']}")
             progress.advance(bar)
-    return told
+    return [told[str(workload)] for workload in chosen]
+
+
+def _records(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each workload, as they are done."""
+    if len(names) == 1 or args.workers == 1:
+        yield from (prove_workload(name, args.target, args.regions) for name in names)
+        return
+    # A process that was forked would share the solver's state with its parent.
+    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+        doing = [pool.submit(prove_workload, name, args.target, args.regions) for name in names]
+        yield from (done.result() for done in as_completed(doing))
+
+
+def prove_workload(name: str, target: str, regions: int) -> dict[str, Any]:
+    """All that is found out about a workload, for JSON."""
+    from ..proof.proofs import proven
+
+    workload = next(w for w in WORKLOADS if str(w) == name)
+    return record(workload, proven(workload, target, regions=regions))
 
 
 # ---- what is told ---------------------------------------------------------------------------------------
@@ -169,6 +211,32 @@ def _place(place: str) -> str:
     """A line of the package."""
     root = f"{Path(__file__).parents[1]}/"
     return place.removeprefix(root)
+
+
+def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What was proven in an earlier report of the same workloads, and is not now. What is new was not proven before."""
+    earlier = {each["workload"]: each for each in before["workloads"]}
+    for each in now["workloads"]:
+        known = earlier.get(each["workload"])
+        if known is None or before["target"] != now["target"]:
+            continue
+        kernels = {launch["kernel"] for launch in known["launches"]}
+        for kernel in sorted(kernels - {launch["kernel"] for launch in each["launches"]}):
+            yield f"{each['workload']}: {kernel}, which has no contract or is not read"
+        for (kernel, kind, what), count in (_open(each) - _open(known)).items():
+            if kernel in kernels:
+                yield f"{each['workload']}: {kernel}: {kind} of {what}{f', {count} times' if count > 1 else ''}"
+        if known["complete"] and not each["complete"] and before["regions"] <= now["regions"]:
+            yield f"{each['workload']}: that these are all sizes"
+
+
+def _open(workload: dict[str, Any]) -> Counter[tuple[str, str, str]]:
+    """What is not proven of the kernels of a workload."""
+    return Counter(
+        (launch["kernel"], answer["kind"], answer["what"])
+        for launch in workload["launches"]
+        for answer in launch["open"]
+    )
 
 
 def summary(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -77,26 +77,17 @@ class Proven:
         )
 
 
-def proven(
-    workload: Workload,
-    target: str,
-    *,
-    regions: int = 64,
-    effort: int = EFFORT,
-    progress: Callable[[int, int], object] = lambda done, of: None,
-) -> Proven:
+def proven(workload: Workload, target: str, *, regions: int = 64, effort: int = EFFORT) -> Proven:
     """Every launch of a workload, for as many of its regions as `regions`."""
     contracts = contracts_of(workload, target, regions=regions)
     found = Proven(contracts)
-    for done, case in enumerate(contracts.cases):
-        progress(done, len(contracts.cases))
+    for case in contracts.cases:
         try:
             found.proofs.append(Proof(case, _report(case, target, effort)))
         except Exception as error:  # the prover does not read every kernel
             found.skipped.append(
                 f"{case.variant.kernel}: {type(error).__name__}: {error}".partition("\n")[0][:300]
             )
-    progress(len(contracts.cases), len(contracts.cases))
     return found
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from .choices import NOTHING_TUNED, Tuned, tuned_for
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,19 +117,12 @@ _TARGETS = {
 }
 
 
-def _constant_in_graphs(found: Callable[[T], Capabilities]) -> Callable[[T], Capabilities]:
-    """Has torch.compile call a function once and keep what it returned: it cannot trace the search for tuned files."""
-    torch.compiler.assume_constant_result(found)  # type: ignore[no-untyped-call]
-    return found
-
-
 @functools.cache
-@_constant_in_graphs
-def of_device(device: torch.device) -> Capabilities:
-    """The capabilities of a device of this machine, by what PyTorch says about it. A device that is newer than the
-    table is taken for the nearest older one."""
+def facts_of(device: torch.device) -> Capabilities:
+    """The capabilities of a device of this machine without what was tuned for it, by what PyTorch says about it. A
+    device that is newer than the table is taken for the nearest older one."""
     if device.type == "cpu":
-        return _with(Capabilities.of("cpu"), tuned_for("cpu", device_name(device)))
+        return Capabilities.of("cpu")
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         target = properties.gcnArchName.split(":")[0]
@@ -144,9 +133,14 @@ def of_device(device: torch.device) -> Capabilities:
         if not older:
             raise RuntimeError(f"{properties.name} is an sm_{number}; Weft's kernels need sm_80 or later")
         target, known = f"sm_{number}", _TARGETS[max(older, key=lambda t: int(t[3:]))]
-    return _with(
-        _of_size(known, target, properties.multi_processor_count), tuned_for(target, device_name(device))
-    )
+    return _of_size(known, target, properties.multi_processor_count)
+
+
+@functools.cache
+def of_device(device: torch.device) -> Capabilities:
+    """The capabilities of a device of this machine."""
+    known = facts_of(device)
+    return _with(known, tuned_for(known.target, device_name(device)))
 
 
 @functools.cache
@@ -160,7 +154,6 @@ def _with(known: Capabilities, tuned: Tuned) -> Capabilities:
 
 
 @functools.cache
-@_constant_in_graphs
 def of_target(target: str) -> Capabilities:
     """The capabilities of a named target with what was tuned for it, if `WEFT_TILES` names a file; the CPU is that of
     this machine."""

@@ -418,5 +418,9 @@ def capabilities_of(device: torch.device) -> Capabilities:
     Triton's driver emulates (`triton_loom.emulate`), else of the device itself."""
     if _chosen_target is not None:
         return _chosen_target
+    if (
+        torch.compiler.is_compiling()
+    ):  # which asks for facts alone, and cannot trace the search for a tuned file
+        return capabilities.facts_of(device)
     emulated = getattr(drivers._active, "emulates", None) if TRITON else None
     return capabilities.of_device(device) if emulated is None else capabilities.of_target(emulated)
