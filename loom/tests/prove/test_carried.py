@@ -96,6 +96,31 @@ def test_places_counted_wrongly(constants: dict[str, Any]) -> None:
 
 
 @triton.jit
+def remaining(x_ptr, y_ptr, REVERSE: tl.constexpr, FROM: tl.constexpr, TILE: tl.constexpr = 64):
+    """As many places before a lane as there are ones up to it, or from it on."""
+    lane = tl.arange(0, TILE)
+    flag = (tl.load(x_ptr + lane) > 0).to(tl.int32)
+    tl.store(y_ptr + lane + FROM - tl.cumsum(flag, axis=0, reverse=REVERSE), 1)
+
+
+@pytest.mark.parametrize(
+    ("reverse", "first", "room", "verdict"),
+    [
+        (False, 1, 65, "proven"),
+        (False, 1, 64, "unknown"),
+        (False, 0, 65, "unknown"),
+        (True, 1, 65, "unknown"),  # lane 0 has 64 of them, itself among them
+        (True, 64, 128, "proven"),
+        (True, 63, 128, "unknown"),
+    ],
+)
+def test_a_running_count_has_a_direction(reverse: bool, first: int, room: int, verdict: str) -> None:
+    buffers = {"x_ptr": Buffer("i32", 64), "y_ptr": Buffer("i32", room)}
+    report = asked(remaining, (1,), {"REVERSE": reverse, "FROM": first}, **buffers)
+    assert {a.verdict for a in report.of("bounds") if a.what == "store y_ptr"} == {verdict}, report
+
+
+@triton.jit
 def count(x_ptr, y_ptr, n, lead, MASKED: tl.constexpr, TILE: tl.constexpr = 64):
     """The number that is found among `lead` and n more, as an index."""
     found = tl.zeros((), tl.int64)
