@@ -712,3 +712,26 @@ def test_nested_sanitizers() -> None:
     assert kinds(inner.findings) == ["out-of-bounds load"]
     assert kinds(outer.findings) == ["out-of-bounds load", "uninitialised read"]
     assert (inner.launches, outer.launches) == (1, 2)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def named_like_the_sanitizer(x_ptr, y_ptr, n):
+    for i in range(n):
+        fits = tl.load(x_ptr + i) + n
+        seen_load = fits * fits
+        seen_store = seen_load + fits
+        keeps_promise = seen_store * seen_load
+        tl.store(y_ptr + i, keeps_promise + seen_store + seen_load + fits)
+
+
+def test_values_may_have_the_names_of_what_the_sanitizer_calls() -> None:
+    x, y = torch.arange(3), torch.empty(3, dtype=torch.int64)
+    with triton_loom.sanitize():
+        named_like_the_sanitizer[(1,)](x, y, 3)
+    fits = x + 3
+    squared = fits * fits
+    total = squared + fits
+    assert y.tolist() == (total * squared + total + squared + fits).tolist()

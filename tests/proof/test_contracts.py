@@ -22,7 +22,7 @@ import weft
 from weft.cli import main
 from weft.cli.prove import lost, prove_workload
 from weft.proof.contracts import Translator, contracts_of, ttir_by_name
-from weft.proof.loaded import Given, Loaded, holding, within
+from weft.proof.loaded import Given, Loaded, _check, holding, within
 from weft.proof.proofs import proven
 from weft.proof.truths import declared
 from weft.runtime import catalogue
@@ -174,6 +174,47 @@ def test_assumptions_are_checked_where_kernels_run() -> None:
     wrong = rows._replace(row_of_slot=rows.row_of_slot + 9)
     with pytest.raises(AssertionError, match="row_of_slot_ptr of permute_kernel has the element"), holding():
         weft.permute(tokens, wrong)
+
+
+def test_maps_lead_back_where_kernels_run() -> None:
+    tokens = torch.randn(4, 32)
+    rows = weft.row_map(torch.tensor([[0], [1], [1], [0]]), experts=2, align=1)
+    swapped = rows._replace(row_of_slot=rows.row_of_slot[[1, 0, 2, 3]])
+    with (
+        pytest.raises(AssertionError, match="row_of_slot_ptr of permute_kernel does not lead back"),
+        holding(),
+    ):
+        weft.permute(tokens, swapped)
+    twice = rows._replace(slot_of_row=rows.slot_of_row[[0, 0, 2, 3]])
+    with pytest.raises(AssertionError, match="does not lead back"), holding():
+        weft.permute(tokens, twice)
+
+
+def test_elements_that_differ() -> None:
+    given = Given({"rows": 3}, {})
+    order = Loaded(least=0, below="rows", distinct=True, apart=("rows", Loaded(least=0, most="rows")))
+    _check(order, "order", torch.tensor([2, 0, 1, 2]), given)
+    with pytest.raises(AssertionError, match="order has an element twice"):
+        _check(order, "order", torch.tensor([2, 0, 2, 1]), given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel", "parameter"),
+    [
+        ("linear_logprobs:odd/33:everything:300", "_join_statistics_kernel", "order_ptr"),
+        ("unpermute_backward:odd/200:probs:8192", "unpermute_backward_kernel", "row_of_slot_ptr"),
+    ],
+)
+def test_races_by_lists_of_rows(name: str, kernel: str, parameter: str, monkeypatch: Any) -> None:
+    """No two programs write one row, because of what is assumed of the list that they find it in."""
+    workload = named(name)
+    races = [p.races for p in proven(workload, TARGET, regions=1).proofs if p.case.variant.kernel == kernel]
+    assert {answer.verdict for answer in races[0]} == {"proven"}
+    known = declared("LOADED")[kernel, parameter]
+    monkeypatch.setitem(declared("LOADED"), (kernel, parameter), replace(known, distinct=False, inverse=None))
+    races = [p.races for p in proven(workload, TARGET, regions=1).proofs if p.case.variant.kernel == kernel]
+    assert {answer.verdict for answer in races[0]} - {"proven"}
 
 
 def test_bounds() -> None:

@@ -365,6 +365,10 @@ def _buffer(
     more: dict[str, Any] = {"align": 16 if variant.aligned else pointer.dtype.itemsize}
     if known is not None:
         more |= {"values": _values(known, given), "ascending": known.ascending}
+        more["distinct"] = _distinct(known, given)
+        back = None if known.inverse is None else launched.pointers.get(known.inverse)
+        if back is not None and _is_flat(pointer) and _is_flat(back):
+            more["inverse"] = known.inverse
     alike = [
         other
         for other, p in launched.pointers.items()
@@ -396,6 +400,18 @@ def _values(known: Loaded, given: Given) -> Any:
         return z3.If(place == there, special, usual)
 
     return assumed
+
+
+def _distinct(known: Loaded, given: Given) -> Any:
+    """Whether all elements differ, or which ones do."""
+    there = place_apart(known, given)
+    return known.distinct if there is None or not known.distinct else lambda value, place: place != there
+
+
+def _is_flat(pointer: Pointer) -> bool:
+    """Whether the number of an element is its place in memory."""
+    dims = _dense(pointer)
+    return not dims or (len(dims) == 1 and dims[0][1] == 1)
 
 
 def _dense(pointer: Pointer) -> list[tuple[Any, Any]]:

@@ -47,6 +47,10 @@ class Loaded:
     below: Bound | None = None
     most: Bound | None = None
     ascending: bool = False  # no element is less than the one before it
+    distinct: bool = False  # no two elements are the same, the one at the place apart not counted
+    # The parameter that leads back: where element i is j, and not negative, element j of that is i. So no two elements
+    # that are not negative are the same.
+    inverse: str | None = None
     apart: tuple[Bound, Loaded] | None = None  # a place where something else is known of the element
 
 
@@ -81,10 +85,14 @@ def holding() -> Iterator[None]:
             dict(zip(leaves[len(pointers) :], integers, strict=False)),
             {name: t.shape for name, t in zip(leaves, pointers, strict=False) if t is not None},
         )
-        for name, tensor in zip(leaves, pointers, strict=False):
+        tensors = {name: t for name, t in zip(leaves, pointers, strict=False) if t is not None}
+        for name, tensor in tensors.items():
             known = declared("LOADED").get((launch.kernel.name, name))
-            if known is not None and tensor is not None and tensor.numel():
-                _check(known, f"{name} of {launch.kernel.name}", tensor, given)
+            if known is not None and tensor.numel():
+                what = f"{name} of {launch.kernel.name}"
+                _check(known, what, tensor, given)
+                if known.inverse in tensors:
+                    _check_inverse(what, tensor, tensors[known.inverse])
 
     with observing(note):
         yield
@@ -105,3 +113,13 @@ def _check(known: Loaded, what: str, tensor: torch.Tensor, given: Given) -> None
                 raise AssertionError(f"{what} has the element {int(extreme)}, which {said} does not allow")
     if known.ascending and bool((flat[1:] < flat[:-1]).any()):
         raise AssertionError(f"{what} does not ascend")
+    if known.distinct and parts[0][1].unique().numel() < parts[0][1].numel():
+        raise AssertionError(f"{what} has an element twice")
+
+
+def _check_inverse(what: str, there: torch.Tensor, back: torch.Tensor) -> None:
+    there, back = (t.detach().cpu().long().flatten() for t in (there, back))
+    places = (there >= 0).nonzero()[:, 0]
+    targets = there[places]
+    if bool((targets >= back.numel()).any()) or bool((back[targets] != places).any()):
+        raise AssertionError(f"{what} does not lead back to where it comes from")

@@ -154,7 +154,8 @@ def _said(contract: Contract) -> Iterator[str]:
             yield from map(
                 text, (argument.element, argument.extent, argument.dims is None, *dims, argument.align)
             )
-            yield from map(text, (values, argument.distinct, argument.ascending, argument.storage))
+            yield from map(text, (values, argument.ascending, argument.storage, argument.inverse))
+            yield text(argument.differs(z3.Int("v"), z3.Int("place")))
         else:
             yield text(argument)
     yield from map(text, (*contract.grid, *contract.facts))

@@ -58,7 +58,7 @@ _GLU: list[tuple[Any, ...]] = [
     ("padding begins with the next expert", f"{GROUPS}:real_rows", "start = _begin_after(before, groups.align)", "start = before", (PADDED,)),
     ("rows after the last expert are real", f"{GROUPS}:real_rows", " & (row < last)", "", (ONE_BY_ONE,)),
     ("one chunk of experts", f"{GROUPS}:real_rows", "range(0, groups.number, CHUNK)", "range(0, 1, CHUNK)", (f"{G}test_experts_of_any_number_and_size",)),
-    ("slots of the wrong expert", f"{GROUPS}:group_tile", "group = passed - 1", "group = passed", (SLOTS,)),
+    ("slots of the wrong expert", f"{GROUPS}:group_tile", "tl.maximum(passed - 1, 0)", "passed", (SLOTS,)),
     ("experts share a slot", f"{GROUPS}:group_tile", "(start // ROWS + group <= number)", "(start // ROWS <= number)", (SLOTS,)),
     ("one chunk of slots", f"{GROUPS}:group_tile", "range(0, groups.number + 1, CHUNK)", "range(0, 1, CHUNK)", (MANY,)),
     ("stripes of padding are real", f"{GROUPS}:group_stripe", "tl.where(begun, tl.minimum(after - first_row, exist), 0)", "tl.minimum(after - first_row, exist)", (STRIPES_OF,)),

@@ -41,7 +41,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the count of the last tokens", "linear_order_kernel", "count += tl.sum", "count = tl.sum", (MANY,)),
         ("numbers from 1", "linear_order_kernel", "tl.where(valid, upto - 1,", "tl.where(valid, upto,", (PLAIN,)),
         ("numbers of each piece from 0", "linear_order_kernel", "found + tl.cumsum", "0 * found + tl.cumsum", (MANY,)),
-        ("the ignored over the others", "linear_order_kernel", "count + row.to(tl.int32) - upto", "row.to(tl.int32) - upto", (SMOOTH,)),
+        ("the ignored over the others", "linear_order_kernel", "count + row - upto", "row - upto", (SMOOTH,)),
         ("ignored tokens count", "linear_order_kernel", "& (y != ignore_index)\n        count", "& (y == y)\n        count", (f"{T}test_an_ignored_column",)),
         ("negative targets count", "linear_order_kernel", "(y >= 0) & (y < vocab) & (y != ignore_index)\n        upto", "(y < vocab) & (y != ignore_index)\n        upto", (WRONG,)),
         ("targets past the vocabulary count", "linear_order_kernel", "(y >= 0) & (y < vocab) & (y != ignore_index)\n        count", "(y >= 0) & (y != ignore_index)\n        count", (WRONG,)),

@@ -70,7 +70,12 @@ class Buffer:
     )
     align: int = 16  # bytes that the address of element 0 is a multiple of
     values: Callable[..., Bool] | None = None  # what is assumed of a loaded integer, or of it and its place
-    distinct: bool = False  # its elements differ from each other, as those of a permutation do
+    # Its elements differ from each other, as those of a permutation do; or those do of which this holds, given an
+    # element and its place.
+    distinct: bool | Callable[[Int, Int], Bool] = False
+    # The argument that leads back: where the element at place i is j, and not negative, the one at place j of that
+    # argument is i.
+    inverse: str | None = None
     ascending: bool = False  # no element is less than the one before it, as with offsets of groups
     storage: str | None = (
         None  # arguments that name the same storage are one memory, element 0 at the same place
@@ -95,6 +100,10 @@ class Buffer:
         if self.values is None:
             return None
         return self.values(value, place) if self.by_place else self.values(value)
+
+    def differs(self, value: Int, place: Int) -> Bool:
+        """Whether the integer at a place is one of those that differ from each other."""
+        return self.distinct(value, place) if callable(self.distinct) else z3.BoolVal(self.distinct)
 
     @property
     def by_place(self) -> bool:
@@ -134,6 +143,12 @@ class Contract:
         for name in self.outputs:
             if not isinstance(self.arguments.get(name), Buffer):
                 raise ContractError(f"the output {name} is not a buffer among the arguments")
+        for name, argument in self.arguments.items():
+            back = argument.inverse if isinstance(argument, Buffer) else None
+            if back is not None and not isinstance(self.arguments.get(back), Buffer):
+                raise ContractError(
+                    f"{back}, which leads back from {name}, is not a buffer among the arguments"
+                )
         known = {size.name for size in self.sizes}
         for name in sorted(free_names(self.expressions()) - known):
             raise ContractError(

@@ -16,9 +16,11 @@ from typing import Any
 from ..ir.ttir import I1, Block, Function, Op, Opaque, Pointer, Scalar, Value, element_of, shape_of
 from .arithmetic import ARITHMETIC
 from .contract import Bool, Buffer, Contract, ContractError, Int, constants_of
+from .invariants import Invariant, Moment, inductive
+from .lemmas import about_products, about_quotients
 from .reductions import reduced, scanned
 from .scope import Loaded, Scope, conjunction, integer
-from .solver import z3
+from .solver import QUICK, decide, z3
 from .values import (
     Dependencies,
     Dependency,
@@ -336,18 +338,29 @@ class Evaluator:
                 self.scope.facts.append(z3.Implies(here, self.scope.without_division(assumed)))
             loaded = Loaded(constant, place.argument, place.offset, here)
             if element != I1:
-                self._related(loaded, buffer)
+                self._related(loaded)
             self.scope.loaded[constant.get_id()] = loaded
         return constant
 
-    def _related(self, loaded: Loaded, buffer: Buffer) -> None:
-        """What is assumed of two elements of one buffer that nobody writes meanwhile."""
-        written = not self.stored.isdisjoint({None, storage_of(self.contract, loaded.argument)})
-        if written or not (buffer.distinct or buffer.ascending):
+    def _related(self, loaded: Loaded) -> None:
+        """What is assumed of two elements of memory that nobody writes meanwhile."""
+        buffer: Buffer = self.contract.arguments[loaded.argument]
+        alike = {loaded.argument} if buffer.distinct or buffer.ascending or buffer.inverse else set()
+        alike |= {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        if not self.constant(loaded.argument):
             return
-        for other in self.scope.loaded.values():
-            if other.argument == loaded.argument and not z3.is_bool(other.constant):
-                self.scope.facts += relations(buffer, loaded, other)
+        for other in list(self.scope.loaded.values()):
+            if other.argument in alike and self.constant(other.argument) and not z3.is_bool(other.constant):
+                self.scope.facts += relations(self.contract, loaded, other)
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """The arguments that are one."""
+        return {name: b for name, b in self.contract.arguments.items() if isinstance(b, Buffer)}
+
+    def constant(self, argument: str) -> bool:
+        """Whether nobody writes the memory of an argument while the kernel runs."""
+        return self.stored.isdisjoint({None, storage_of(self.contract, argument)})
 
     def _reduce(self, op: Op, value: Value, index: Index) -> Any:
         found = reduced(self, op, value, index) if op.name == "tt.reduce" else scanned(self, op, value, index)
@@ -459,14 +472,24 @@ class Evaluator:
         return chosen(condition, first, second)
 
     def _scf_for(self, op: Op, value: Value, index: Index) -> Any:
-        """What a loop leaves: affine in the number of its iterations, or anything."""
+        """What a loop leaves: affine in the number of its iterations, or anything of which its invariants hold."""
         slot = op.results.index(value)
         start, step = self.ev(op.operands[3 + slot], index), self.increment(op, slot, index)
-        if step is None:
+        invariants = self.invariants(op, slot) if step is None else []
+        if step is None and not invariants:
             return self.opaque(value, "a value carried by scf.for")
         loop = self.loop(op)
         times = self._remembered(("times", op), lambda: self._times(op, loop))
-        return moved(start, times * step)
+        if step is not None:
+            return moved(start, times * step)
+        result = self.opaque(value, "a value carried by scf.for")
+        end = Moment(
+            result, start, loop, times, loop.lower + times * loop.step, self._starts(op, slot, index)
+        )
+        some = z3.And(*(invariant(end) for invariant in invariants))
+        runs = conjunction(self.path(op.block))
+        self.scope.facts.append(z3.Implies(runs, z3.If(loop.lower < loop.upper, some, result == start)))
+        return result
 
     def _times(self, op: Op, loop: Loop) -> Int:
         times = self.scope.fresh("iterations", home=op.block)
@@ -486,6 +509,17 @@ class Evaluator:
         if step is not None:
             self._depends(value, index)
             return moved(start, loop.count * step)
+        invariants = self.invariants(op, slot)
+        if invariants:
+            carried = self.opaque(value, "a value carried by scf.for")
+            now = Moment(carried, start, loop, loop.count, loop.counter, self._starts(op, slot, index))
+            some = z3.And(
+                *(invariant(now) for invariant in invariants),
+                z3.Implies(loop.count == 0, carried == start),
+            )
+            runs = conjunction(self.path(op.regions[0].block))
+            self.scope.facts.append(z3.Implies(runs, some))
+            return carried
         self._doing.add(key)
         try:
             with self.strictly(), self.apart():
@@ -498,6 +532,60 @@ class Evaluator:
         own.pop(loop.count.get_id(), None)
         (before,) = self.scope.copied([left], own, [(loop.count, loop.count - 1)], op.regions[0].block)
         return chosen(loop.count == 0, start, before)
+
+    def invariants(self, op: Op, slot: int) -> list[Invariant]:
+        """What always holds of an integer that a loop carries, in every lane, if it is made from what it was before."""
+        key = ("invariants", op, slot)
+        if key in self._doing or self._depth > 4:
+            return []
+        self._doing.add(key)
+        try:
+            found: list[Invariant] = self._remembered(key, lambda: self._invariants(op, slot))
+            return found
+        finally:
+            self._doing.discard(key)
+
+    def _invariants(self, op: Op, slot: int) -> list[Invariant]:
+        body = op.regions[0].block
+        value, end = body.args[1 + slot], body.ops[-1].operands[slot]
+        element = element_of(value.type)
+        if element == I1 or not isinstance(element, Scalar) or element.is_float:
+            return []
+        index = self.lane_index(shape_of(value.type))
+        loop, start = self.loop(op), self.ev(op.operands[3 + slot], index)
+        outside, inside = self.path(op.block), self.path(body)
+        with self.strictly(), self.apart():
+            before = self.opaque(value, "a value carried by scf.for")
+            self.memo[value, tuple(i.get_id() for i in index)] = before, {}
+            left = self.ev(end, index)
+        if before.get_id() not in constants_of([left, *self.scope.relevant([left])]):
+            return []
+
+        def proven(facts: Sequence[Bool], goal: Bool) -> bool:
+            known = [*self.facts, *facts]
+            known += self.scope.relevant([*known, goal])
+            names = constants_of([*known, goal])
+            divisions = [d for d in self.scope.divisions.values() if d.quotient.get_id() in names]
+            lemmas = {
+                "quotients": lambda: about_quotients([*known, goal], divisions),
+                "products": lambda: about_products([*known, goal]),
+            }
+            return decide(known, goal, lemmas, QUICK).verdict == "proven"
+
+        return inductive(
+            Moment(before, start, loop, loop.count, loop.counter, self._starts(op, slot, index)),
+            left,
+            lambda goal: proven([*outside, loop.lower < loop.upper], goal),
+            lambda facts, goal: proven([*inside, *facts], goal),
+        )
+
+    def _starts(self, op: Op, slot: int, index: Index) -> list[Int]:
+        """What the other integers of the same shape that a loop carries are before its first iteration."""
+        own = op.operands[3 + slot]
+        others = [o for o in op.operands[3:] if o is not own and shape_of(o.type) == shape_of(own.type)]
+        with self.unnoticed():
+            found = [self.ev(o, index) for o in others]
+        return [start for start in found if z3.is_expr(start) and z3.is_int(start)]
 
     def increment(self, op: Op, slot: int, index: Index) -> Int | None:
         """What each iteration adds to a value that a loop carries, if that is always the same."""

@@ -218,8 +218,13 @@ def assumed(contract: Contract) -> tuple[str, ...]:
         if buffer.values is not None:
             text = " ".join(str(buffer.assumed(value, place)).split())
             said.append(f"{text} for every v loaded from {name}[i]")
-        if buffer.distinct:
+        if callable(buffer.distinct):
+            text = " ".join(str(buffer.differs(value, place)).split())
+            said.append(f"elements v of {name}[i] with {text} differ")
+        elif buffer.distinct:
             said.append(f"the elements of {name} differ")
+        if buffer.inverse is not None:
+            said.append(f"{buffer.inverse}[v] = i for every v >= 0 that is {name}[i]")
         if buffer.ascending:
             said.append(f"the elements of {name} ascend")
     return tuple(said)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..ir.ttir import Block, Op
 from .answers import Kind
-from .contract import Bool, Buffer, constants_of
+from .contract import Bool, constants_of
 from .evaluate import Evaluator
 from .lemmas import ordered
 from .obligations import Access, Obligation, Question
@@ -162,13 +162,10 @@ def _memory(evaluator: Evaluator, second: Second, expressions: Sequence[Any]) ->
     found = [
         loaded for i, loaded in evaluator.scope.loaded.items() if i in names and z3.is_int(loaded.constant)
     ]
+    found = [loaded for loaded in found if evaluator.constant(loaded.argument)]
     for one in found:
-        buffer: Buffer = evaluator.contract.arguments[one.argument]
-        if None in evaluator.stored or storage_of(evaluator.contract, one.argument) in evaluator.stored:
-            continue
         for other in found:
-            if other.argument == one.argument:
-                yield from relations(buffer, one, second.loaded(other))
+            yield from relations(evaluator.contract, one, second.loaded(other))
 
 
 def _digits(offset: Any, offset_2: Any, second: Second) -> list[Bool]:

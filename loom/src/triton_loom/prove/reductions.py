@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..ir.ttir import Block, Op, Region, Value, element_of, shape_of
+from .contract import Bool, constants_of
 from .scope import Scope
-from .solver import z3
+from .solver import QUICK, ask, z3
 from .values import Index
 
 _CHOICES = {"arith.minsi", "arith.maxsi", "arith.minui", "arith.maxui"}
@@ -24,8 +27,8 @@ class Evaluator(Protocol):
     def opaque(self, value: Value, why: str, home: Block | None = None) -> Any:
         """Anything that the type of a value can hold."""
 
-    def lane(self, name: str, size: int) -> Any:
-        """Any lane of a dimension."""
+    def path(self, block: Block | None) -> list[Bool]:
+        """What has to hold for a block to run."""
 
     def strictly(self) -> AbstractContextManager[None]:
         """All that is evaluated inside matters in every lane."""
@@ -50,28 +53,40 @@ def reduced(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
         result = evaluator.opaque(value, "the lane that a reduction chooses", op.block)
         evaluator.scope.facts.append(result == element)
         return result
-    return (
-        _count(evaluator, op, value, size) if _is_sum_of_flags(evaluator, op, operand, index, axis) else None
-    )
+    flags = _flags(evaluator, op, operand, index, axis)
+    return None if flags is None else _count(evaluator, op, value, flags)
 
 
 def scanned(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
     """A running sum of zeros and ones is a count of those up to a lane. None for anything else."""
     slot, axis = op.results.index(value), int(op.attrs["axis"])
     operand = op.operands[slot]
-    size = shape_of(operand.type)[axis]
     inner = (*index[:axis], *index[axis + 1 :])
-    if not _is_sum_of_flags(evaluator, op, operand, inner, axis):
+    flags = _flags(evaluator, op, operand, inner, axis)
+    if flags is None:
         return None
-    result = _count(evaluator, op, value, size)
-    reverse = bool(op.attrs.get("reverse"))
-    evaluator.scope.facts.append(result <= (size - index[axis] if reverse else index[axis] + 1))
+    result = _count(evaluator, op, value, flags)
+    with evaluator.strictly():
+        own = evaluator.ev(operand, index)
+    before = flags.size - 1 - index[axis] if op.attrs.get("reverse") else index[axis]
+    evaluator.scope.facts.append(z3.And(result >= own, result <= before + own))
     return result
 
 
-def _count(evaluator: Evaluator, op: Op, value: Value, size: int) -> Any:
+@dataclass(frozen=True)
+class _Flags:
+    """Zeros and ones along a dimension."""
+
+    size: int
+    limits: list[Any]  # for each of these: no lane from it on is one
+
+
+def _count(evaluator: Evaluator, op: Op, value: Value, flags: _Flags) -> Any:
+    """How many of them are ones."""
     result = evaluator.opaque(value, "a count", op.block)
-    evaluator.scope.facts.append(z3.And(result >= 0, result <= size))
+    evaluator.scope.facts.append(z3.And(result >= 0, result <= flags.size))
+    for limit in flags.limits:
+        evaluator.scope.facts.append(result <= z3.If(limit >= 0, limit, 0))
     return result
 
 
@@ -87,21 +102,56 @@ def _is_chosen(value: Value, body: Region, slot: int, count: int) -> bool:
     return op.name in _CHOICES and all(_is_chosen(o, body, slot, count) for o in op.operands)
 
 
-def _is_sum_of_flags(evaluator: Evaluator, op: Op, operand: Value, index: Index, axis: int) -> bool:
-    """A sum of one operand whose elements are 0 or 1, and of which an integer of its type can hold enough."""
+def _flags(evaluator: Evaluator, op: Op, operand: Value, index: Index, axis: int) -> _Flags | None:
+    """Those that an operation adds up; None if it is not a sum of one operand whose elements are 0 or 1, and of which
+    an integer of its type can hold enough."""
     body = op.regions[0].blocks
     if len(op.operands) != 1 or len(body) != 1 or element_of(operand.type).is_float:
-        return False
+        return None
     last = body[0].ops[-1].operands[0].producer
     if last is None or last.name != "arith.addi" or set(last.operands) != set(body[0].args):
-        return False
+        return None
     size = shape_of(operand.type)[axis]
     if size >= 2 ** (element_of(operand.type).bits - 1):
-        return False
-    lane = evaluator.lane(f"summed.{size}", size)
+        return None
+    evaluator.path(op.block)  # so that the iteration is among what there is before the lane
+    shared = set(evaluator.scope.made)
+    lane = evaluator.scope.fresh("summed", home=op.block)
+    evaluator.scope.facts.append(z3.And(lane >= 0, lane < size))
     with evaluator.strictly():
         element = evaluator.ev(operand, (*index[:axis], lane, *index[axis:]))
-    return element is not None and not isinstance(element, tuple) and _is_flag(element)
+    if element is None or isinstance(element, tuple) or not _is_flag(element):
+        return None
+    local = set(evaluator.scope.made) - shared
+    return _Flags(size, list(_limits(element, lane, local)))
+
+
+def _limits(flag: Any, lane: Any, local: set[int]) -> Iterator[Any]:
+    """Numbers that a lane is below if its flag is one. They are found among the comparisons that the flag is made from,
+    and they are the same in every lane: `local` are the constants that may have another value in each."""
+    for distance in _distances(flag):
+        limit = z3.simplify(z3.substitute(distance, (lane, z3.IntVal(0))), som=True)
+        rest = z3.simplify(distance + lane - limit, som=True)
+        same = local.isdisjoint(constants_of([limit]))
+        below = same and z3.is_int_value(rest) and rest.as_long() == 0
+        if below and ask([flag == 1], lane < limit, QUICK // 4).verdict == "proven":
+            yield limit
+
+
+def _distances(expression: Any) -> Iterator[Any]:
+    """Of every comparison in an expression: by how much the larger side is larger, such that it holds from 1 on."""
+    seen: set[int] = set()
+    todo = [expression]
+    while todo:
+        part = todo.pop()
+        if part.get_id() in seen:
+            continue
+        seen.add(part.get_id())
+        todo += part.children()
+        if z3.is_lt(part) or z3.is_le(part):
+            yield part.arg(1) - part.arg(0) + (1 if z3.is_le(part) else 0)
+        elif z3.is_gt(part) or z3.is_ge(part):
+            yield part.arg(0) - part.arg(1) + (1 if z3.is_ge(part) else 0)
 
 
 def _is_flag(expression: Any) -> bool:

@@ -156,6 +156,8 @@ class _Launch:
 
     def _memory(self, name: str, buffer: Buffer, extent: int, device: str) -> torch.Tensor:
         dtype = _DTYPES[buffer.element]
+        if buffer.inverse is not None or any(b.inverse == name for b in self.buffers.values()):
+            raise NotReplayed(f"{name} and its inverse are not made up")
         if device == "meta":
             return torch.empty(extent, dtype=dtype, device="meta")
         memory = torch.zeros(extent * buffer.itemsize + 128, dtype=torch.uint8)

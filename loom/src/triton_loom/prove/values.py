@@ -80,12 +80,24 @@ def storage_of(contract: Contract, argument: str | None) -> str | None:
     return given.storage or argument if isinstance(given, Buffer) else None
 
 
-def relations(buffer: Buffer, one: Loaded, other: Loaded) -> Iterator[Bool]:
-    """What follows from where two integers were loaded from, for buffers that are distinct or ascending."""
+def relations(contract: Contract, one: Loaded, other: Loaded) -> Iterator[Bool]:
+    """What follows from where two integers were loaded from, of memory that nobody writes meanwhile."""
+    buffer, theirs = contract.arguments[one.argument], contract.arguments[other.argument]
     both = z3.And(one.happens, other.happens)
+    for there, back, leads in ((one, other, buffer.inverse), (other, one, theirs.inverse)):
+        if leads == back.argument:
+            met = z3.And(both, there.constant >= 0, there.constant == back.offset)
+            yield z3.Implies(met, back.constant == there.offset)
+    if one.argument != other.argument:
+        return
+    apart = z3.And(both, one.offset != other.offset)
     yield z3.Implies(z3.And(both, one.offset == other.offset), one.constant == other.constant)
     if buffer.distinct:
-        yield z3.Implies(z3.And(both, one.offset != other.offset), one.constant != other.constant)
+        those = z3.And(*(buffer.differs(loaded.constant, loaded.offset) for loaded in (one, other)))
+        yield z3.Implies(z3.And(apart, those), one.constant != other.constant)
+    if buffer.inverse is not None:
+        # The way back from two elements that are the same would have to lead to both places.
+        yield z3.Implies(z3.And(apart, one.constant >= 0), one.constant != other.constant)
     if buffer.ascending:
         yield z3.Implies(z3.And(both, one.offset <= other.offset), one.constant <= other.constant)
         yield z3.Implies(z3.And(both, other.offset <= one.offset), other.constant <= one.constant)

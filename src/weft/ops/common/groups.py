@@ -209,8 +209,10 @@ def group_tile(number, groups, rows, ROWS: tl.constexpr):
         begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
         later = (group <= groups.number) & (mine == 0)
         following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
-    group = passed - 1
-    first_row = begin + (number - begin // ROWS - group) * ROWS
+    # With ends that do not ascend nothing of the result is right, but it leads to no other memory.
+    group = tl.maximum(passed - 1, 0)
+    first_row = begin + tl.maximum(number - begin // ROWS - group, 0) * ROWS
+    first_row = tl.minimum(first_row, following)  # of a number without a tile
     exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
     end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
     return group, first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)

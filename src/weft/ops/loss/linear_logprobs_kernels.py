@@ -42,9 +42,10 @@ def linear_order_kernel(
         row = tl.cast(start, tl.int64) + piece
         y = tl.load(target_ptr + row, mask=row < rows, other=-1)
         valid = (row < rows) & (y >= 0) & (y < vocab) & (y != ignore_index)
-        upto = found + tl.cumsum(valid.to(tl.int32), axis=0)  # tokens with a target up to this one
-        place = tl.where(valid, upto - 1, count + row.to(tl.int32) - upto)
-        tl.store(order_ptr + place, row.to(tl.int32), mask=row < rows)
+        upto = (found + tl.cumsum(valid.to(tl.int32), axis=0)).to(tl.int64)  # with a target, up to this one
+        place = tl.where(valid, upto - 1, count + row - upto)
+        # All places are below `rows`, unless somebody changes targets after they were counted.
+        tl.store(order_ptr + place, row.to(tl.int32), mask=(row < rows) & (place < rows))
         found += tl.sum(valid.to(tl.int32), axis=0)
 
 

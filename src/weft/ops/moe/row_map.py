@@ -238,8 +238,8 @@ def _place_kernel(
         # (high 16 bits). [BLOCK, BLOCK]
         side = tl.where(lane[None, :] < lane[:, None], 1, tl.where(lane[None, :] > lane[:, None], 65536, 0))
         same = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=1)
-        row = next + (same & 0xFFFF)
-        fits = (expert >= 0) & (row < rows)
+        row = next.to(tl.int64) + (same & 0xFFFF)
+        fits = (expert >= 0) & (row < rows) & (row >= 0)
         mine = (first + lane < program_slots) & (slot < count)
         tl.store(row_of_slot_ptr + slot, tl.where(fits, row, -1), mask=mine)
         tl.store(slot_of_row_ptr + row, slot.to(tl.int32), mask=fits)

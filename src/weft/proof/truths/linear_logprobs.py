@@ -264,7 +264,7 @@ WIDTHS = dict.fromkeys(
 )
 
 # The rows that have a label, then the others; in place `rows` how many have one.
-_ORDER = Loaded(least=0, below="rows", apart=("rows", Loaded(least=0, most="rows")))
+_ORDER = Loaded(least=0, below="rows", distinct=True, apart=("rows", Loaded(least=0, most="rows")))
 
 LOADED = {
     (kernel, "order_ptr"): _ORDER

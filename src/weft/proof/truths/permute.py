@@ -194,8 +194,8 @@ def _experts(given: Given) -> Any:
 
 
 # Indices that `row_map` makes: -1 stands for no row, or no slot. Experts of a mask are -1 where a token has fewer.
-_ROW = Loaded(least=-1, below="rows")
-_SLOT = Loaded(least=-1, below=lambda given: given["tokens"] * given["slots"])
+_ROW = Loaded(least=-1, below="rows", inverse="slot_of_row_ptr")
+_SLOT = Loaded(least=-1, below=lambda given: given["tokens"] * given["slots"], inverse="row_of_slot_ptr")
 _EXPERT = Loaded(least=-1, below=lambda given: _experts(given))
 
 LOADED = {
