@@ -10,8 +10,9 @@ from typing import Any
 from ..ir.reader import parse
 from .answers import Answer, Example, Report
 from .contract import Bool, Buffer, Contract, constants_of
+from .digits import same
 from .evaluate import Evaluator
-from .lemmas import about_products, about_quotients
+from .lemmas import about_products, about_quotients, range_of
 from .obligations import Obligation, Question, question
 from .races import Pair, races, twice
 from .scope import conjunction
@@ -95,6 +96,8 @@ class Prover:
         if ask(both, z3.BoolVal(False), self.effort).verdict == "proven":
             why = "under this contract the two never happen in one launch"
             return Answer(o.kind, o.what, o.place, "proven" if self.apart(o) else "unknown", why)
+        if o.kind == "race" and self.one_program(pair, both):
+            return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
         everything = [*facts, o.goal]
         names = self.evaluator.scope.names(everything)
@@ -118,6 +121,17 @@ class Prover:
             why = f"it depends on what is not modelled: {', '.join(guessed)}"
             return Answer(o.kind, o.what, o.place, "unknown", why, example)
         return Answer(o.kind, o.what, o.place, "counterexample", example=example)
+
+    def one_program(self, pair: Pair, facts: Sequence[Bool]) -> bool:
+        """Whether two accesses of one element are always those of one program: `digits`."""
+        names = self.evaluator.scope.names([*facts, *pair.offsets])
+        every = (*self.evaluator.scope.divisions.values(), *pair.divisions)
+        divisions = [d for d in every if d.quotient.get_id() in names]
+        divisors = {d.b.get_id(): d.b for d in divisions}
+        known = [b > 0 for b in divisors.values() if self.solve(facts, b > 0).verdict == "proven"]
+        known += [lemma for d in divisions for lemma in range_of(d)]
+        programs = list(zip(self.evaluator.programs, pair.second, strict=True))
+        return same([*facts, *known], pair.offsets, programs, pair.twins)
 
     def apart(self, o: Obligation) -> bool:
         """Two different accesses of which the sizes allow one at most. A single one always meets itself, unless what
