@@ -1,9 +1,9 @@
 """Two programs at one element are one program: their offsets have the same digits, so the same made the digits.
 
 An offset is a sum such as (program // n * 64 + lane) * columns + column. If the sums of two programs are equal and
-column < columns for both, then what is multiplied by `columns` is equal too, and so on down to the programs. Each step is
-a question of its own, with nothing about products but what the step needs. Steps that fail are left out: what was shown
-so far is all that the next ones may use.
+column < columns for both, then what is multiplied by `columns` is equal too, and so on down to the programs. Each step
+is a question of its own, with nothing about products but what the step needs. Steps that fail are left out: what was
+shown so far is all that the next ones may use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins:
     """Whether it follows from the facts, if both offsets are equal, that the programs are."""
     steps = _Steps(facts, twins)
     steps.peel(*offsets)
-    return steps.shown(z3.And(*(one == other for one, other in programs)))
+    return steps.shown(z3.And(*(one == z3.substitute(other, *steps.found) for one, other in programs)))
 
 
 class _Steps:
@@ -32,8 +32,10 @@ class _Steps:
 
     def __init__(self, facts: Sequence[Any], twins: Twins) -> None:
         self.facts, self.twins = list(facts), list(twins)
+        self.found: list[tuple[Any, Any]] = []  # what is replaced, and by what
 
     def shown(self, goal: Any, lemmas: Sequence[Any] = ()) -> bool:
+        """Whether a goal follows from what is known."""
         return follows([*self.facts, *lemmas], goal)
 
     def peel(self, one: Any, other: Any) -> None:
@@ -60,6 +62,7 @@ class _Steps:
             for mine, theirs in list(self.twins):
                 if theirs.get_id() in names and z3.is_int(mine) and self.shown(mine == theirs):
                     self.twins.remove((mine, theirs))
+                    self.found.append((theirs, mine))
                     self.facts = [z3.substitute(fact, (theirs, mine)) for fact in self.facts]
                     other = z3.substitute(other, (theirs, mine))
                     again = True

@@ -43,7 +43,9 @@ class Scope:
         self.divisions: dict[tuple[int, int], Division] = {}
         self._kept: list[Any] = []  # ids are those of expressions that are alive
         self._names: dict[int, frozenset[int]] = {}
-        self._defined: dict[int, set[int]] = {}  # by facts that define constants, which exist whatever the others are
+        self._defined: dict[
+            int, set[int]
+        ] = {}  # by facts that define constants, which exist whatever the others are
         self._count = 0
 
     def fresh(self, name: str, *, sort: Any = None, home: Any = None) -> Any:
@@ -149,7 +151,7 @@ class Scope:
         return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
 
     def names(self, expressions: Iterable[Any]) -> set[int]:
-        """The ids of the constants in expressions, which are looked through once: most questions have the same facts."""
+        """The ids of the constants in expressions, each of which is looked through once."""
         found: set[int] = set()
         for expression in expressions:
             if z3.is_expr(expression):
@@ -161,8 +163,8 @@ class Scope:
         return found
 
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
-        """The facts that say something of the expressions, directly or through other constants that were made here. What
-        a quotient is says nothing of the dividend: it is left out where the quotient is not asked about."""
+        """The facts that say something of the expressions, directly or through other constants that were made here.
+        What a quotient is says nothing of the dividend: it is left out where the quotient is not asked about."""
         reached = {i for i in self.names(expressions) if i in self.made}
         waiting = [(fact, {i for i in self.names([fact]) if i in self.made}) for fact in self.facts]
         chosen: list[Bool] = []
