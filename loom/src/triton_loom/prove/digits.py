@@ -8,21 +8,23 @@ shown so far is all that the next ones may use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import Any
 
 from .contract import constants_of
-from .lemmas import factors_of, ordered
+from .lemmas import factors_of, ordered, product, without
 from .linear import follows
 from .solver import z3
 
+_MOST_NAMES = 4  # of strides that are sums
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
 
 
 def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins) -> bool:
     """Whether it follows from the facts, if both offsets are equal, that the programs are."""
     steps = _Steps(facts, twins)
-    steps.peel(*offsets)
+    steps.peel(*steps.named(*offsets))
     return steps.shown(z3.And(*(one == z3.substitute(other, *steps.found) for one, other in programs)))
 
 
@@ -33,6 +35,7 @@ class _Steps:
     def __init__(self, facts: Sequence[Any], twins: Twins) -> None:
         self.facts, self.twins = list(facts), list(twins)
         self.found: list[tuple[Any, Any]] = []  # what is replaced, and by what
+        self._names = 0
 
     def shown(self, goal: Any, lemmas: Sequence[Any] = ()) -> bool:
         """Whether a goal follows from what is known."""
@@ -42,15 +45,60 @@ class _Steps:
         """All that follows from the equality of two expressions, factor after factor of their products."""
         one, other = self._learn(one, other)
         for size in self._sizes(one):
-            high, high_2 = (_multiplied_by(size, e) for e in (one, other))
-            if high is None or high_2 is None or self._is_same(high, high_2):
+            parts = [_multiplied_by(size, e) for e in (one, other)]
+            if None in parts or _is_same(*parts):
                 continue
-            lemmas = [z3.simplify(lemma, som=True) for lemma in _in_order(high, high_2, size)]
-            if self.shown(high == high_2, lemmas):
+            common = gcd(*(number for part in parts for number, _ in _terms(part)))
+            high, high_2 = (_sum((number // common, f) for number, f in _terms(part)) for part in parts)
+            whole = common * size
+            if self.shown(high == high_2, [*ordered(high, high_2, whole), *ordered(high_2, high, whole)]):
                 self.peel(high, high_2)
-                low, low_2 = (z3.simplify(e - h * size, som=True) for e, h in ((one, high), (other, high_2)))
-                self.peel(low, low_2)
+                self.peel(*(z3.simplify(e - h * whole, som=True) for e, h in ((one, high), (other, high_2))))
                 return
+
+    def named(self, one: Any, other: Any) -> tuple[Any, Any]:
+        """The same with names for what is multiplied in both: a stride may be a sum, such as cols + cols % 2, of which
+        products would have a term for each part of it."""
+        one, other = (z3.simplify(e, som=True) for e in (one, other))
+        for factor in self._sizes(one):
+            if not z3.is_const(factor):
+                one, other = self._with_name(factor, factor, factor, one, other)
+        for _ in range(_MOST_NAMES):
+            strides = [stride for stride in self._strides(one) if len(_terms(stride)) > 1]
+            plain = [
+                (s, f[0])
+                for s in strides
+                for n, f in _terms(s)
+                if n == 1 and len(f) == 1 and z3.is_const(f[0])
+            ]
+            if not plain:
+                break
+            stride, part = plain[0]
+            one, other = self._with_name(stride, part, stride - part, one, other)
+        return one, other
+
+    def _with_name(self, stride: Any, part: Any, rest: Any, *expressions: Any) -> tuple[Any, ...]:
+        """Expressions with a name for the stride: the part of it is the name without the rest."""
+        self._names += 1
+        name = z3.Int(f"stride!{self._names}")
+        self.facts.append(name == stride)
+        to = name if part.eq(stride) else name - rest
+        return tuple(z3.simplify(z3.substitute(e, (part, to)), som=True) for e in expressions)
+
+    def _strides(self, e: Any) -> list[Any]:
+        """What a sum has beside each product of what belongs to one program, without a number that all of it has."""
+        local = {constant.get_id() for pair in self.twins for constant in pair}
+        found: dict[str, list[tuple[int, list[Any]]]] = {}
+        for number, factors in _terms(e):
+            own = [f for f in factors if not local.isdisjoint(constants_of([f]))]
+            if own:
+                shared = [f for f in factors if local.isdisjoint(constants_of([f]))]
+                found.setdefault(str(sorted(map(str, own))), []).append((number, shared))
+        strides = []
+        for terms in found.values():
+            common = gcd(*(number for number, _ in terms))
+            strides.append(_sum((number // common, factors) for number, factors in terms))
+        return sorted(strides, key=str)
 
     def _learn(self, one: Any, other: Any) -> tuple[Any, Any]:
         """Add that two expressions are equal, and replace what is the same in both by that."""
@@ -72,28 +120,40 @@ class _Steps:
         """What products in a sum are made of and both programs have, the factor of most products first."""
         local = {constant.get_id() for pair in self.twins for constant in pair}
         found: dict[int, tuple[int, Any]] = {}
-        for term in e.children() if z3.is_add(e) else [e]:
-            for factor in factors_of(term) if z3.is_mul(term) else ():
+        for _, factors in _terms(e):
+            for factor in factors if len(factors) > 1 else ():
                 if local.isdisjoint(constants_of([factor])):
                     count, _ = found.get(factor.get_id(), (0, factor))
                     found[factor.get_id()] = count + 1, factor
         return [factor for count, factor in sorted(found.values(), key=lambda item: (-item[0], str(item[1])))]
 
-    def _is_same(self, one: Any, other: Any) -> bool:
-        return z3.is_true(z3.simplify(one == other, som=True))
+
+def _is_same(one: Any, other: Any) -> bool:
+    return z3.is_true(z3.simplify(one == other, som=True))
+
+
+def _terms(e: Any) -> list[tuple[int, list[Any]]]:
+    """(number, factors) of each term of a sum of products."""
+    found = []
+    for term in e.children() if z3.is_add(e) else [e]:
+        number = 1
+        for part in term.children() if z3.is_mul(term) else [term]:
+            number *= part.as_long() if z3.is_int_value(part) else 1
+        found.append((number, factors_of(term)))
+    return found
+
+
+def _sum(terms: Iterable[tuple[int, list[Any]]]) -> Any:
+    return z3.simplify(z3.Sum([number * product(factors) for number, factors in terms]), som=True)
 
 
 def _multiplied_by(size: Any, e: Any) -> Any:
-    """What a factor is multiplied by in a sum of products; None if it is there twice."""
+    """What a factor is multiplied by in a sum of products; None if it is there twice, or not at all."""
     parts = []
-    for term in e.children() if z3.is_add(e) else [e]:
-        own = [f for f in factors_of(term) if f.eq(size)] if z3.is_mul(term) or term.eq(size) else []
-        if len(own) > 1:
+    for number, factors in _terms(e):
+        times = sum(factor.eq(size) for factor in factors)
+        if times > 1:
             return None
-        if own:
-            parts.append(z3.substitute(term, (size, z3.IntVal(1))))
-    return z3.simplify(z3.Sum(parts), som=True) if parts else None
-
-
-def _in_order(high: Any, high_2: Any, size: Any) -> list[Any]:
-    return [*ordered(high, high_2, size), *ordered(high_2, high, size)]
+        if times:
+            parts.append((number, without(factors, size)))
+    return _sum(parts) if parts else None
