@@ -71,7 +71,7 @@ class Translator:
         factors = list(e.args)
         for place, factor in enumerate(factors):
             # -(-a // b) is how Python writes a ceiling.
-            if isinstance(factor, torch_sympy.FloorDiv) and factor.args[0].could_extract_minus_sign():
+            if isinstance(factor, torch_sympy.FloorDiv) and _is_negative(factor.args[0]):
                 rest = sympy.Mul(-1, *factors[:place], *factors[place + 1 :])
                 ceiling = cdiv(self(-factor.args[0]), self._divisor(factor.args[1]))
                 return self(rest) * ceiling
@@ -141,12 +141,13 @@ class Translator:
 
 
 def _is_negative(e: Any) -> bool:
-    """Whether an expression is written as a negative one: -a // b, or a product with an odd number of such."""
+    """Whether an expression is written as a negative one: -a // b, or a product with an odd number of such. It decides
+    how the expression is written down, not what it is worth: a // b is (-a) // (-b) for all signs."""
     if isinstance(e, torch_sympy.FloorDiv):
-        return bool(e.args[0].could_extract_minus_sign())
+        return _is_negative(e.args[0]) != _is_negative(e.args[1])
     if isinstance(e, sympy.Mul):
         return sum(map(_is_negative, e.args)) % 2 == 1
-    return bool(e.is_Integer and e < 0)
+    return bool(e.could_extract_minus_sign())
 
 
 def _z3(value: Any) -> Any:

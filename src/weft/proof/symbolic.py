@@ -26,6 +26,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from ..ops.heads import launch as heads
 from ..runtime import Launch, Op, Variant, catalogue, recorded_by
 from ..runtime.launch import WIDE
 from ..workloads import Inputs, Workload
@@ -261,6 +262,9 @@ def without_numbers() -> Iterator[None]:
         # Ops look at the type of tensors for what compilers trace: here the host code itself is to run.
         stack.enter_context(patch(Op, "dispatch", _run))
         stack.enter_context(patch(Op, "is_traced", lambda op, a: False))
+        # Of the table of angles only its size matters; its numbers are computed one by one with floats.
+        stack.enter_context(patch(heads, "frequencies", lambda base, dim, scaling: ((), 1.0)))
+        stack.enter_context(patch(heads, "turns", _turns))
         try:
             yield
         finally:
@@ -272,6 +276,11 @@ def without_numbers() -> Iterator[None]:
 def _run(op: Any, a: Any) -> Any:
     with torch.no_grad():
         return op.run(a)
+
+
+def _turns(base: float, dim: Any, scaling: str, device: torch.device) -> Tensor:
+    """A table as `weft.ops.heads.angles.turns` makes it, without its numbers."""
+    return torch.empty(dim // 2, dtype=torch.int64, device=device)
 
 
 def _bit_length(number: SymInt) -> int:

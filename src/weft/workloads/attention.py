@@ -27,6 +27,7 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
 
 # Further arguments of `attention`, and: tokens, the queries of each sequence; keys, how many keys it has if that is
 # another number; sinks, packed and kv_lengths say that such tensors are made; codes, the format of queries and keys.
+# Tokens and keys become settings of the workloads: numbers that may be others, as those of its shape.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 100, "is_causal": True},
     "packed": {"tokens": 90, "packed": True, "is_causal": True, "return_lse": True},
@@ -68,10 +69,14 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
 _TILES = "keys and values are read once for each tile of queries and each head, and the other way round in backward"
 
 
-def _starts(rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Where sequences begin: of four, one has all tokens, one none, one a single token, and one half of them."""
-    lengths = torch.tensor([tokens, 0, 1, tokens // 2]).repeat(rows // 4 + 1)[:rows]
-    return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(device, torch.int32)
+def _starts(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where sequences begin, and how many tokens they have: of four, one has all tokens, one none, one a single token,
+    and one half of them. The sum is computed from the sizes, which may be symbols, and not read from the tensor."""
+    kind = torch.arange(rows, device=device) % 4
+    lengths = (kind == 0) * tokens + (kind == 2) * 1 + (kind == 3) * (tokens // 2)
+    first = torch.zeros(1, dtype=torch.long, device=device)
+    starts = torch.cat([first, lengths.cumsum(0)]).to(torch.int32)
+    return starts, tokens * ((rows + 3) // 4) + (rows + 1) // 4 + tokens // 2 * (rows // 4)
 
 
 def _shaped(layout: str, rows: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
@@ -97,18 +102,18 @@ def _tensors(
     """(tensors by name, further arguments)."""
     (rows, width), options = shape, dict(OPTIONS[workload.options])
     heads, key_heads, dim, v_dim = _heads(workload, width)
-    tokens, device = options.pop("tokens"), inputs.device
-    keys = options.pop("keys", tokens)
+    settings, device = dict(workload.settings), inputs.device
+    tokens = settings["tokens"]
+    keys = settings.get("keys", tokens)
+    options = {name: value for name, value in options.items() if name not in ("tokens", "keys")}
     made: dict[str, Any] = {}
     if options.pop("packed", False):
-        starts = _starts(rows, tokens, torch.device("cpu"))
-        total = int(starts[-1])
+        made["cu_seqlens"], total = _starts(rows, tokens, device)
         shapes: list[tuple[int, ...]] = [
             (total, heads, dim),
             (total, key_heads, dim),
             (total, key_heads, v_dim),
         ]
-        made["cu_seqlens"] = starts.to(device)
     else:
         layout = options.get("layout", "bhsd")
         shapes = [
@@ -119,8 +124,7 @@ def _tensors(
     if options.pop("sinks", False):
         made["sinks"] = inputs.normal(heads)
     if options.pop("kv_lengths", False):
-        lengths = torch.arange(rows, dtype=torch.int32) * 23 % (keys + 1)
-        made["kv_lengths"] = lengths.to(device)
+        made["kv_lengths"] = torch.arange(rows, dtype=torch.int32, device=device) * 23 % (keys + 1)
     codes = options.pop("codes", None)
     for name, size in zip(("query", "key", "value"), shapes, strict=True):
         drawn = inputs.normal(*size)
@@ -185,7 +189,10 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
             rows=256,
             build=build,
             tags=frozenset(tags),
-            settings=(("group", group), ("dim", dim), ("v_dim", v_dim)),
+            settings=(
+                *(("group", group), ("dim", dim), ("v_dim", v_dim)),
+                *((name, OPTIONS[options][name]) for name in ("tokens", "keys") if name in OPTIONS[options]),
+            ),
             fp8_dot="codes" in OPTIONS[options],
             rereads=_TILES,
             moves=2.7,

@@ -22,7 +22,7 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
 }
 
 # Further arguments of `attention_decode`, and: tokens, of the longest sequence; page, tokens of one; queries, of each
-# sequence; cache: its dtype, and what has a scale.
+# sequence; cache: its dtype, and what has a scale. Tokens, page and queries become settings of the workloads.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"tokens": 130, "page": 16},
     "window-sinks": {"tokens": 700, "page": 32, "window": 127, "sinks": True},
@@ -97,7 +97,8 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     group, dim, v_dim = settings["group"], settings["dim"], settings["v_dim"]
     key_heads = max(1, width // (dim * group)) if v_dim <= dim and dim < 512 else 1
     heads = key_heads * group
-    tokens, page, queries = options.pop("tokens"), options.pop("page"), options.pop("queries", 1)
+    tokens, page, queries = (settings[name] for name in ("tokens", "page", "queries"))
+    options = {name: value for name, value in options.items() if name not in ("tokens", "page", "queries")}
     pages = -(-tokens // page)
     latent = workload.options == "latent"
     query = (rows, heads, dim) if queries == 1 else (rows, queries, heads, dim)
@@ -116,7 +117,8 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     # Pages are handed out from the end.
     on: dict[str, Any] = {"dtype": torch.int32, "device": inputs.device}
     made["page_table"] = torch.arange(rows * pages - 1, -1, -1, **on).view(rows, pages)
-    made["lengths"] = torch.tensor(_lengths(4, tokens), **on).repeat(rows // 4 + 1)[:rows]
+    kind = torch.arange(rows, **on) % 4  # as in `_lengths`, of sizes that may be symbols
+    made["lengths"] = ((kind < 2) * tokens + (kind == 3) * (tokens // 3)).to(torch.int32)
     if latent:
         options["scale"] = 192**-0.5
     return Call(decode, made | options)
@@ -131,7 +133,10 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         rows=32,
         build=_build,
         tags=frozenset({"inference"}),
-        settings=(("group", group), ("dim", dim), ("v_dim", v_dim)),
+        settings=(
+            *(("group", group), ("dim", dim), ("v_dim", v_dim)),
+            *((name, OPTIONS[options].get(name, 1)) for name in ("tokens", "page", "queries")),
+        ),
         rereads=_PARTS,
         moves=1.5,
     )

@@ -94,7 +94,8 @@ def rows_of(name: str, tokens: int, layer: Layer, align: int) -> int | None:
 
 
 def _rows(workload: Workload, inputs: Inputs, tokens: int) -> RowMap:
-    settings, layer = dict(workload.settings), LAYERS[workload.name]
+    settings = dict(workload.settings)
+    layer = LAYERS[workload.name]._replace(experts=settings["experts"], slots=settings["slots"])
     mask = settings.get("mask", False)
     return row_map(
         _routing(inputs, tokens, layer, mask),
@@ -200,7 +201,10 @@ WORKLOADS: tuple[Workload, ...] = (
             rows=8192,
             build=_build_backward if op == "unpermute_backward" else _build,
             tags=frozenset({"training", "backward"} if op == "unpermute_backward" else {"training"}),
-            settings=tuple(OPTIONS[options].items()),
+            settings=(
+                *(("experts", LAYERS[name].experts), ("slots", LAYERS[name].slots)),
+                *OPTIONS[options].items(),
+            ),
             **_rereads(op, options),
         )
         for op, used in _USED.items()

@@ -29,16 +29,17 @@ def monomials(expression: Any) -> list[Monomial]:
             continue
         seen.add(part.get_id())
         if z3.is_mul(part):
-            factors = _factors(part)
+            factors = factors_of(part)
             if len(factors) > 1:
                 found.append(tuple(sorted(factors, key=str)))
         todo += part.children()
     return found
 
 
-def _factors(part: Any) -> list[Any]:
+def factors_of(part: Any) -> list[Any]:
+    """The factors of a product that are not numbers."""
     if z3.is_mul(part):
-        return [factor for child in part.children() for factor in _factors(child)]
+        return [factor for child in part.children() for factor in factors_of(child)]
     if part.decl().kind() == z3.Z3_OP_POWER and z3.is_int_value(part.arg(1)):
         return [part.arg(0)] * part.arg(1).as_long()
     return [] if z3.is_int_value(part) else [part]
@@ -73,7 +74,7 @@ def about_quotients(expressions: Iterable[Any], divisions: Iterable[Division]) -
     lemmas, limits = [], []
     for d in divisions:
         divisor = z3.simplify(d.b, som=True)
-        parts = _factors(divisor) if z3.is_mul(divisor) else [divisor]
+        parts = factors_of(divisor) if z3.is_mul(divisor) else [divisor]
         others: dict[str, Any] = {}
         for factors in products:
             rest: list[Any] | None = list(factors)
@@ -84,8 +85,7 @@ def about_quotients(expressions: Iterable[Any], divisions: Iterable[Division]) -
         for limit in others.values():
             lemmas.append(z3.Implies(z3.And(d.b > 0, d.a < limit * d.b), d.quotient + 1 <= limit))
             limits.append((d.quotient, limit))
-        lemmas.append(z3.Implies(z3.And(d.b > 0, d.a >= 0), d.quotient >= 0))
-        lemmas.append(z3.Implies(z3.And(d.b > 0, d.a >= 0), d.quotient <= d.a))
+        lemmas += range_of(d)
     for factors in products:
         for quotient, limit in limits:
             if any(f.eq(quotient) for f in factors):
@@ -97,6 +97,12 @@ def about_quotients(expressions: Iterable[Any], divisions: Iterable[Division]) -
                     z3.Implies(z3.And(quotient >= 0, rest_ >= 0), quotient * rest_ >= 0),
                 ]
     return lemmas
+
+
+def range_of(division: Division) -> list[Any]:
+    """Of a quotient of what is not negative."""
+    natural = z3.And(division.b > 0, division.a >= 0)
+    return [z3.Implies(natural, division.quotient >= 0), z3.Implies(natural, division.quotient <= division.a)]
 
 
 def about_products(expressions: Iterable[Any]) -> list[Any]:

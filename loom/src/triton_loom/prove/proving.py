@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..ir.reader import parse
 from .answers import Answer, Example, Report
 from .contract import Bool, Buffer, Contract, constants_of
+from .digits import same
 from .evaluate import Evaluator
-from .lemmas import about_products, about_quotients
+from .lemmas import about_products, about_quotients, range_of
 from .obligations import Obligation, Question, question
 from .races import Pair, races, twice
+from .scope import conjunction
 from .solver import QUICK, THOROUGH, Lemmas, Solution, ask, decide, z3
 
 
@@ -25,24 +28,34 @@ class Prover:
         self.question: Question = question(self.evaluator)
         self.contract, self.effort = contract, effort
         self.common = self.evaluator.facts
+        self._whole = conjunction(self.common)  # one expression costs less to hand over than a hundred
+        self._solved: dict[tuple[Any, ...], tuple[Solution, Any]] = {}
 
     def facts(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
         """All that can be used to prove a goal."""
         scope = self.evaluator.scope
-        return [*self.common, *more, *scope.relevant([*self.common, *more, goal])]
+        return [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
 
-    def solve(self, facts: Sequence[Bool], goal: Bool, effort: int | None = None) -> Solution:
-        """With lemmas where they are needed."""
+    def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
+        """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
+        if z3.is_true(z3.simplify(goal)):
+            return Solution("proven")
+        key = goal.get_id(), *sorted({fact.get_id() for fact in facts})
+        if key not in self._solved:
+            self._solved[key] = self._solve(facts, goal), (facts, goal)  # ids are those of what is alive
+        return self._solved[key][0]
+
+    def _solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         divisions = list(self.evaluator.scope.divisions.values())
         everything = [*facts, goal]
-        names = constants_of(everything)
+        names = self.evaluator.scope.names(everything)
         divisions = [d for d in divisions if d.quotient.get_id() in names]
         lemmas: dict[str, Lemmas] = {
             "quotients": lambda: about_quotients(everything, divisions),
             "products": lambda: about_products(everything),
             "both": lambda: [*about_quotients(everything, divisions), *about_products(everything)],
         }
-        return decide(facts, goal, lemmas, self.effort if effort is None else effort)
+        return decide(facts, goal, lemmas, self.effort)
 
     def answer(self, obligation: Obligation) -> Answer:
         """To one obligation."""
@@ -59,12 +72,11 @@ class Prover:
         solution = self.solve(facts, o.goal)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
-        solution = self.smallest(facts, o.goal, solution)
-        example = self.example(o, solution)
         guessed = self.guessed(o.assuming, o.goal)
         if guessed:  # it may be that this never happens
             why = f"it depends on what is not modelled: {', '.join(guessed)}"
-            return Answer(o.kind, o.what, o.place, "unknown", why, example)
+            return Answer(o.kind, o.what, o.place, "unknown", why, self.example(o, solution))
+        example = self.example(o, self.smallest(facts, o.goal, solution))
         return Answer(o.kind, o.what, o.place, "counterexample", example=example)
 
     def _reached(self, o: Obligation, facts: Sequence[Bool]) -> Answer:
@@ -84,9 +96,11 @@ class Prover:
         if ask(both, z3.BoolVal(False), self.effort).verdict == "proven":
             why = "under this contract the two never happen in one launch"
             return Answer(o.kind, o.what, o.place, "proven" if self.apart(o) else "unknown", why)
+        if o.kind == "race" and self.one_program(pair, both):
+            return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
         everything = [*facts, o.goal]
-        names = constants_of(everything)
+        names = self.evaluator.scope.names(everything)
         known = [*self.evaluator.scope.divisions.values(), *pair.divisions]
         divisions = [d for d in known if d.quotient.get_id() in names]
         lemmas: dict[str, Lemmas] = {
@@ -108,6 +122,17 @@ class Prover:
             return Answer(o.kind, o.what, o.place, "unknown", why, example)
         return Answer(o.kind, o.what, o.place, "counterexample", example=example)
 
+    def one_program(self, pair: Pair, facts: Sequence[Bool]) -> bool:
+        """Whether two accesses of one element are always those of one program: `digits`."""
+        names = self.evaluator.scope.names([*facts, *pair.offsets])
+        every = (*self.evaluator.scope.divisions.values(), *pair.divisions)
+        divisions = [d for d in every if d.quotient.get_id() in names]
+        divisors = {d.b.get_id(): d.b for d in divisions}
+        known = [b > 0 for b in divisors.values() if self.solve(facts, b > 0).verdict == "proven"]
+        known += [lemma for d in divisions for lemma in range_of(d)]
+        programs = list(zip(self.evaluator.programs, pair.second, strict=True))
+        return same([*facts, *known], pair.offsets, programs, pair.twins)
+
     def apart(self, o: Obligation) -> bool:
         """Two different accesses of which the sizes allow one at most. A single one always meets itself, unless what
         is assumed of it contradicts itself."""
@@ -123,8 +148,8 @@ class Prover:
         """What a question depends on that is not modelled, so that a counterexample may be none."""
         scope = self.evaluator.scope
         own = [*assuming, goal]
-        local = [fact for fact in scope.relevant(own) if any(i in scope.made for i in constants_of([fact]))]
-        names = constants_of([*own, *local])
+        local = [fact for fact in scope.relevant(own) if any(i in scope.made for i in scope.names([fact]))]
+        names = scope.names([*own, *local])
         return sorted({scope.opaque[i] for i in names if i in scope.opaque})
 
     # -- counterexamples --

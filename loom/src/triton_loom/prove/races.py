@@ -31,6 +31,8 @@ class Pair:
     divisions: Sequence[Division]
     lemmas: Sequence[Bool]
     second: Sequence[Any]  # its number
+    twins: Sequence[tuple[Any, Any]]  # what belongs to a program, and the same of the second one
+    offsets: tuple[Any, Any]
 
 
 class Second:
@@ -42,14 +44,14 @@ class Second:
         shared = {part.get_id() for d in scope.divisions.values() for part in (d.quotient, d.remainder)}
         own = [constant for identity, constant in scope.made.items() if identity not in shared]
         self.local = scope.bound([*evaluator.programs, *lanes, *own], ())
-        self._pairs = [(c, z3.Const(f"{c}'", c.sort())) for c in self.local.values()]
+        self.twins = [(c, z3.Const(f"{c}'", c.sort())) for c in self.local.values()]
         self.divisions = [
             Division(*map(self.prime, (d.a, d.b, d.quotient, d.remainder))) for d in scope.divisions.values()
         ]
 
     def prime(self, expression: Any) -> Any:
         """The same of the other program."""
-        return z3.substitute(expression, *self._pairs)
+        return z3.substitute(expression, *self.twins)
 
     def loaded(self, loaded: Loaded) -> Loaded:
         """What the other program has loaded."""
@@ -153,6 +155,8 @@ def _pair(
         second.divisions,
         _digits(offset, offset_2, second),
         [second.prime(program) for program in evaluator.programs],
+        second.twins,
+        (offset, offset_2),
     )
 
 

@@ -42,6 +42,10 @@ class Scope:
         self.loaded: dict[int, Loaded] = {}
         self.divisions: dict[tuple[int, int], Division] = {}
         self._kept: list[Any] = []  # ids are those of expressions that are alive
+        self._names: dict[int, frozenset[int]] = {}
+        self._defined: dict[
+            int, set[int]
+        ] = {}  # by facts that define constants, which exist whatever the others are
         self._count = 0
 
     def fresh(self, name: str, *, sort: Any = None, home: Any = None) -> Any:
@@ -62,6 +66,7 @@ class Scope:
             quotient, remainder = self.fresh("quotient"), self.fresh("remainder")
             exact = z3.And(a == quotient * b + remainder, remainder >= 0, remainder < b)
             self.facts += [z3.Implies(b > 0, exact)]
+            self._defined[self.facts[-1].get_id()] = {quotient.get_id(), remainder.get_id()}
             self.divisions[key] = Division(a, b, quotient, remainder)
         return self.divisions[key]
 
@@ -127,6 +132,10 @@ class Scope:
         for fact in list(self.facts):
             if not mine.isdisjoint(constants_of([fact])):
                 self.facts.append(z3.substitute(fact, *pairs))
+                if fact.get_id() in self._defined:
+                    new = {old.get_id(): to.get_id() for old, to in pairs}
+                    defined = {new.get(i, i) for i in self._defined[fact.get_id()]}
+                    self._defined[self.facts[-1].get_id()] = defined
         for loaded in list(self.loaded.values()):
             if loaded.constant.get_id() in used:
                 constant, offset, happens = (
@@ -141,15 +150,28 @@ class Scope:
                 self.divisions.setdefault((copy.a.get_id(), copy.b.get_id()), copy)
         return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
 
+    def names(self, expressions: Iterable[Any]) -> set[int]:
+        """The ids of the constants in expressions, each of which is looked through once."""
+        found: set[int] = set()
+        for expression in expressions:
+            if z3.is_expr(expression):
+                identity = expression.get_id()
+                if identity not in self._names:
+                    self._kept.append(expression)
+                    self._names[identity] = frozenset(constants_of([expression]))
+                found |= self._names[identity]
+        return found
+
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
-        """The facts that say something of the expressions, directly or through other constants that were made here."""
-        reached = {i for i in constants_of(expressions) if i in self.made}
-        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
+        """The facts that say something of the expressions, directly or through other constants that were made here.
+        What a quotient is says nothing of the dividend: it is left out where the quotient is not asked about."""
+        reached = {i for i in self.names(expressions) if i in self.made}
+        waiting = [(fact, {i for i in self.names([fact]) if i in self.made}) for fact in self.facts]
         chosen: list[Bool] = []
         while True:
             rest = []
             for fact, names in waiting:
-                if not names or not names.isdisjoint(reached):
+                if not names or not self._defined.get(fact.get_id(), names).isdisjoint(reached):
                     chosen.append(fact)
                     reached |= names
                 else:

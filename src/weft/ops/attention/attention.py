@@ -434,13 +434,13 @@ def _sequences(
         check_tensor("cu_seqlens", q_starts, INTEGERS, device)
         k_starts = q_starts if k_starts is None else k_starts
         check_tensor("cu_seqlens_k", k_starts, (q_starts.dtype,), device)
-        least = 2 if len(query) else 1
-        if q_starts.dim() != 1 or len(q_starts) < least or k_starts.shape != q_starts.shape:
+        least = 2 if query.shape[0] else 1
+        if q_starts.dim() != 1 or q_starts.shape[0] < least or k_starts.shape != q_starts.shape:
             raise ValueError(
                 "cu_seqlens and cu_seqlens_k must have one shape [sequences + 1], and tokens belong to at least one "
                 f"sequence; got {tuple(q_starts.shape)} and {tuple(k_starts.shape)}"
             )
-        used = (len(q_starts) - 1,)
+        used = (q_starts.shape[0] - 1,)
     if kv_lengths is not None:
         check_tensor("kv_lengths", kv_lengths, INTEGERS, device, used)
     return layout, Packed(q_starts, k_starts, kv_lengths)

@@ -458,7 +458,7 @@ def _decode(
     if cache.scaled == "none" and wanted != query.dtype:
         raise ValueError(f"query must be {wanted} for this cache, which has no scales; it is {query.dtype}")
     check_tensor("page_table", page_table, (torch.int32,), query.device)
-    if page_table.dim() != 2 or len(page_table) != sequences or page_table.stride(1) != 1:
+    if page_table.dim() != 2 or page_table.shape[0] != sequences or page_table.stride(1) != 1:
         raise ValueError(
             f"page_table must be [{sequences}, pages] with neighbouring entries; got {tuple(page_table.shape)} with "
             f"strides {page_table.stride()}"

@@ -72,7 +72,7 @@ class Forms(NamedTuple):
             query.stride(),
             key.stride(),
             value.stride(),
-            0 if a.packed.q_starts is None else len(a.packed.q_starts) - 1,
+            0 if a.packed.q_starts is None else a.packed.q_starts.shape[0] - 1,
             a.mask,
             a.softcap != 0,
             query.dtype,
@@ -265,7 +265,7 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
         y = torch.empty((1,) if found.within else result.y.shape, dtype=to.dtype, device=query.device)
     tops = None
     if o.max is not None:
-        tops = torch.empty((found.tiles, len(o.max)), dtype=torch.float32, device=query.device)
+        tops = torch.empty((found.tiles, o.max.shape[0]), dtype=torch.float32, device=query.device)
     codes, scales = (copy.data, copy.scale) if found.within else (None, None)
     values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
     found.launch(
@@ -369,7 +369,7 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
     found = _delta(forms, up, target)
     sums = None
     if o.sinks is not None:
-        sums = torch.empty((found.tiles, len(o.sinks)), dtype=torch.float32, device=lse.device)
+        sums = torch.empty((found.tiles, o.sinks.shape[0]), dtype=torch.float32, device=lse.device)
     found.launch((y, dy, lse, dlse, delta, sinks, sums, None, None, None))
     if o.sinks is not None and sums is not None:
         sum_partials(sums, o.sinks)

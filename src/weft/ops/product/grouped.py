@@ -312,23 +312,23 @@ def grouped_matmul(
     if w.device != x.device:
         raise ValueError(f"w must be on {x.device} like x; it is on {w.device}")
     n, k = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
-    if k != x.shape[1] or len(w) != len(ends):
+    if k != x.shape[1] or w.shape[0] != ends.shape[0]:
         meant = "[groups, K, N]" if transpose else "[groups, N, K]"
         raise ValueError(
-            f"x {tuple(x.shape)}, w {tuple(w.shape)} as {meant} and {len(ends)} ends do not fit together"
+            f"x {tuple(x.shape)}, w {tuple(w.shape)} as {meant} and {ends.shape[0]} ends do not fit together"
         )
     if gated and n % 2:
         raise ValueError(f"glu= takes the gate's rows and up's from w, [groups, 2N, K]; got {tuple(w.shape)}")
     slots = 1
     if gather is not None:
         slots = gather.row_of_slot.shape[-1]
-        if gather.row_of_slot.numel() != len(x) * slots:
+        if gather.row_of_slot.numel() != x.shape[0] * slots:
             raise ValueError(
                 f"gather= reads x by tokens: it has {gather.row_of_slot.numel() // max(slots, 1)}, and x "
-                f"{len(x)} rows"
+                f"{x.shape[0]} rows"
             )
     if bias is not None:
-        check_tensor("bias", bias, FLOATS, x.device, (len(w), n))
+        check_tensor("bias", bias, FLOATS, x.device, (w.shape[0], n))
     left, x_codes = _operand_of(x, "x", "row", _take_rows)
     right, w_codes = _weights_of(w, transpose)
     check_pair(Form.of(x.dtype, x_codes.format), Form.of(w.dtype, w_codes.format), precision)
@@ -376,7 +376,7 @@ def grouped_wgrad(
     check_input("dy", dy)
     check_input("x", x)
     _check_groups(ends, align, dy)
-    if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or dy.device != x.device:
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0] or dy.device != x.device:
         raise ValueError(
             f"dy must be [rows, N] and x [rows, K] on one device; got {tuple(dy.shape)} on {dy.device} and "
             f"{tuple(x.shape)} on {x.device}"
@@ -386,10 +386,19 @@ def grouped_wgrad(
     check_pair(Form.of(dy.dtype, dy_codes.format), Form.of(x.dtype, x_codes.format), precision)
     check_rotations(dy_codes.format, x_codes.format)
     for name, codes in (("dy", dy_codes), ("x", x_codes)):
-        _check_blocks(name, codes, len(dy), len(ends), align)
-    if len({has_slots(codes, len(dy), len(ends)) for codes in (dy_codes, x_codes) if _in_blocks(codes)}) > 1:
+        _check_blocks(name, codes, dy.shape[0], ends.shape[0], align)
+    if (
+        len(
+            {
+                has_slots(codes, dy.shape[0], ends.shape[0])
+                for codes in (dy_codes, x_codes)
+                if _in_blocks(codes)
+            }
+        )
+        > 1
+    ):
         raise ValueError("the blocks of one operand begin with groups, and those of the other do not")
-    shape = (len(ends), dy.shape[1], x.shape[1])
+    shape = (ends.shape[0], dy.shape[1], x.shape[1])
     if out is not None:
         check_tensor("out", out, FLOATS, dy.device, shape)
         out_dtype = out.dtype
@@ -412,8 +421,8 @@ def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
         raise ValueError(f"ends has one number for each group, [groups]; its shape is {tuple(ends.shape)}")
     if whole("align", align) < 1:
         raise ValueError(f"align must be at least 1; got {align}")
-    if len(x) >= 2**31 - 128:
-        raise ValueError(f"rows of groups are numbered in 32 bits; got {len(x)}")
+    if x.shape[0] >= 2**31 - 128:
+        raise ValueError(f"rows of groups are numbered in 32 bits; got {x.shape[0]}")
 
 
 def _operand_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -231,14 +230,14 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
         return
     groups, n, k = a.w.shape
     n //= 2 if a.gated else 1
-    rows = len(a.x) if a.slot_of_row is None else len(a.slot_of_row)
+    rows = a.x.shape[0] if a.slot_of_row is None else a.slot_of_row.shape[0]
     left, layout = _operand(a.x, a.x_codes)
     if not layout.along_k:
         # A group may begin at any row: where rows are contiguous, none are known to begin at multiples.
         layout = layout._replace(align=1)
     gather = NO_GATHER
     if a.slot_of_row is not None:
-        gather = Gather(a.slot_of_row.contiguous(), a.slots, len(a.x))
+        gather = Gather(a.slot_of_row.contiguous(), a.slots, a.x.shape[0])
     bias = None if a.bias is None else a.bias.contiguous()
     finish = Finish(bias, None, None, a.w.shape[1], 0, 0, 1.0)
     _launch(
@@ -261,13 +260,13 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     """Fill the gradients of the matrices of groups, by the engine that is chosen for them."""
     if not o.result.y.numel() or _by_another(o, a):
         return
-    groups, (rows, n), k = len(a.ends), a.dy.shape, a.x.shape[1]
+    groups, (rows, n), k = a.ends.shape[0], a.dy.shape, a.x.shape[1]
     operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
     for i, (operand, layout) in enumerate(operands):
         if layout.along_k:
             # Groups begin at multiples of `align` alone. Whatever the number of rows, there are two kernels, not three.
-            align = math.gcd(layout.align, a.align)
-            operands[i] = operand, layout._replace(align=align if align == 16 else 1)
+            aligned = layout.align % 16 == 0 and a.align % 16 == 0
+            operands[i] = operand, layout._replace(align=16 if aligned else 1)
     addend = None if a.addend is None else a.addend.contiguous()
     finish = Finish(None, addend, None, 0, 0 if addend is None else k, 0 if addend is None else n * k, 1.0)
     slots = any(has_slots(codes, rows, groups) for codes in (a.dy_codes, a.x_codes))

@@ -1,0 +1,67 @@
+"""Questions without products of unknowns: each such product becomes an unknown of its own.
+
+What is proven then holds for whatever number stands for a product, hence also for the product itself; what is not
+proven says nothing. z3 decides such questions soon, and what it needs to know of products it is told by `lemmas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .lemmas import factors_of
+from .solver import QUICK, ask, z3
+
+
+class Linear:
+    """Replaces products of unknowns, the same one by the same unknown in all expressions."""
+
+    def __init__(self) -> None:
+        self._products: dict[tuple[int, ...], Any] = {}
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # ids are those of expressions that are alive
+
+    def __call__(self, expression: Any) -> Any:
+        """An expression without products of unknowns."""
+        return self._visited(z3.simplify(expression, som=True))
+
+    def _visited(self, e: Any) -> Any:
+        identity = e.get_id()
+        if identity not in self._done:
+            self._kept.append(e)
+            self._done[identity] = self._replaced(e)
+        return self._done[identity]
+
+    def _replaced(self, e: Any) -> Any:
+        if z3.is_mul(e) or (z3.is_app(e) and e.decl().kind() == z3.Z3_OP_POWER):
+            factors = factors_of(e)
+            if len(factors) > 1:
+                return self._number(e) * self._unknown(factors)
+        pairs = [(child, self._visited(child)) for child in e.children()]
+        changed = [(old, new) for old, new in pairs if not old.eq(new)]
+        return z3.substitute(e, *changed) if changed else e
+
+    def _unknown(self, factors: Sequence[Any]) -> Any:
+        self._kept += factors
+        key = tuple(sorted(factor.get_id() for factor in factors))
+        if key not in self._products:
+            self._products[key] = z3.Int(f"product!{len(self._products)}")
+        return self._products[key]
+
+    def _number(self, e: Any) -> Any:
+        """What a product has beside its unknowns."""
+        if not z3.is_mul(e):
+            return z3.IntVal(1)
+        number = 1
+        for child in e.children():
+            if z3.is_int_value(child):
+                number *= child.as_long()
+            elif z3.is_mul(child):
+                number *= self._number(child).as_long()
+        return z3.IntVal(number)
+
+
+def follows(facts: Iterable[Any], goal: Any, effort: int = QUICK) -> bool:
+    """Whether a goal is proven without anything about products but what the facts say of them."""
+    linear = Linear()
+    return ask([linear(fact) for fact in facts], linear(goal), effort).verdict == "proven"
