@@ -48,7 +48,7 @@ class Prover:
     def _solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         divisions = list(self.evaluator.scope.divisions.values())
         everything = [*facts, goal]
-        names = self.evaluator.scope.names(everything)
+        names = constants_of(everything)
         divisions = [d for d in divisions if d.quotient.get_id() in names]
         lemmas: dict[str, Lemmas] = {
             "quotients": lambda: about_quotients(everything, divisions),
@@ -100,7 +100,7 @@ class Prover:
             return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
         everything = [*facts, o.goal]
-        names = self.evaluator.scope.names(everything)
+        names = constants_of(everything)
         known = [*self.evaluator.scope.divisions.values(), *pair.divisions]
         divisions = [d for d in known if d.quotient.get_id() in names]
         lemmas: dict[str, Lemmas] = {
@@ -124,7 +124,7 @@ class Prover:
 
     def one_program(self, pair: Pair, facts: Sequence[Bool]) -> bool:
         """Whether two accesses of one element are always those of one program: `digits`."""
-        names = self.evaluator.scope.names([*facts, *pair.offsets])
+        names = constants_of([*facts, *pair.offsets])
         every = (*self.evaluator.scope.divisions.values(), *pair.divisions)
         divisions = [d for d in every if d.quotient.get_id() in names]
         divisors = {d.b.get_id(): d.b for d in divisions}
@@ -148,8 +148,8 @@ class Prover:
         """What a question depends on that is not modelled, so that a counterexample may be none."""
         scope = self.evaluator.scope
         own = [*assuming, goal]
-        local = [fact for fact in scope.relevant(own) if any(i in scope.made for i in scope.names([fact]))]
-        names = scope.names([*own, *local])
+        local = [fact for fact in scope.relevant(own) if any(i in scope.made for i in constants_of([fact]))]
+        names = constants_of([*own, *local])
         return sorted({scope.opaque[i] for i in names if i in scope.opaque})
 
     # -- counterexamples --

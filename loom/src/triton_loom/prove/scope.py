@@ -42,7 +42,6 @@ class Scope:
         self.loaded: dict[int, Loaded] = {}
         self.divisions: dict[tuple[int, int], Division] = {}
         self._kept: list[Any] = []  # ids are those of expressions that are alive
-        self._names: dict[int, frozenset[int]] = {}
         self._defined: dict[
             int, set[int]
         ] = {}  # by facts that define constants, which exist whatever the others are
@@ -150,23 +149,11 @@ class Scope:
                 self.divisions.setdefault((copy.a.get_id(), copy.b.get_id()), copy)
         return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
 
-    def names(self, expressions: Iterable[Any]) -> set[int]:
-        """The ids of the constants in expressions, each of which is looked through once."""
-        found: set[int] = set()
-        for expression in expressions:
-            if z3.is_expr(expression):
-                identity = expression.get_id()
-                if identity not in self._names:
-                    self._kept.append(expression)
-                    self._names[identity] = frozenset(constants_of([expression]))
-                found |= self._names[identity]
-        return found
-
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
         """The facts that say something of the expressions, directly or through other constants that were made here.
         What a quotient is says nothing of the dividend: it is left out where the quotient is not asked about."""
-        reached = {i for i in self.names(expressions) if i in self.made}
-        waiting = [(fact, {i for i in self.names([fact]) if i in self.made}) for fact in self.facts]
+        reached = {i for i in constants_of(expressions) if i in self.made}
+        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
         chosen: list[Bool] = []
         while True:
             rest = []
