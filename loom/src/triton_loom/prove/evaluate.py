@@ -20,7 +20,7 @@ from .invariants import Invariant, Moment, inductive
 from .lemmas import about_products, about_quotients
 from .reductions import reduced, scanned
 from .scope import Loaded, Scope, conjunction, integer
-from .solver import QUICK, decide, z3
+from .solver import QUICK, Lemmas, decide, z3
 from .values import (
     Dependencies,
     Dependency,
@@ -345,8 +345,9 @@ class Evaluator:
     def _related(self, loaded: Loaded) -> None:
         """What is assumed of two elements of memory that nobody writes meanwhile."""
         buffer: Buffer = self.contract.arguments[loaded.argument]
-        alike = {loaded.argument} if buffer.distinct or buffer.ascending or buffer.inverse else set()
-        alike |= {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        alike = {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        if buffer.distinct or buffer.ascending or buffer.inverse:
+            alike.add(loaded.argument)
         if not self.constant(loaded.argument):
             return
         for other in list(self.scope.loaded.values()):
@@ -566,7 +567,7 @@ class Evaluator:
             known += self.scope.relevant([*known, goal])
             names = constants_of([*known, goal])
             divisions = [d for d in self.scope.divisions.values() if d.quotient.get_id() in names]
-            lemmas = {
+            lemmas: dict[str, Lemmas] = {
                 "quotients": lambda: about_quotients([*known, goal], divisions),
                 "products": lambda: about_products([*known, goal]),
             }
