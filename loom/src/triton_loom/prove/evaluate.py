@@ -20,6 +20,7 @@ from .invariants import Invariant, Moment, inductive
 from .lemmas import about_products, about_quotients
 from .reductions import reduced, scanned
 from .scope import Loaded, Scope, conjunction, integer
+from .shapes import Shapes
 from .solver import QUICK, Lemmas, decide, z3
 from .values import (
     Dependencies,
@@ -30,7 +31,6 @@ from .values import (
     blocks_inside,
     chosen,
     in_type,
-    linear,
     mask_of,
     moved,
     relations,
@@ -38,7 +38,7 @@ from .values import (
 )
 
 
-class Evaluator:
+class Evaluator(Shapes):
     """Evaluates the values of one kernel under a contract."""
 
     def __init__(self, function: Function, contract: Contract) -> None:
@@ -202,79 +202,6 @@ class Evaluator:
                     return result
         return self.opaque(value, op.name)
 
-    # -- operations on indices and constants --
-
-    def _arith_constant(self, op: Op, value: Value, index: Index) -> Any:
-        number, element = op.attrs.get("value"), element_of(value.type)
-        one = z3.BoolVal if element == I1 else z3.IntVal
-
-        def literal(given: Any) -> Any:
-            return one(bool(given) if element == I1 else int(given))
-
-        if isinstance(number, list) and len(set(number)) == 1:
-            number = number[0]
-        if isinstance(number, bool | int):
-            return literal(number)
-        if isinstance(number, list) and len(number) <= 32 and all(isinstance(n, bool | int) for n in number):
-            at = linear(shape_of(value.type), index)
-            result = literal(number[-1])
-            for position, n in reversed(list(enumerate(number[:-1]))):
-                result = z3.If(at == position, literal(n), result)
-            return result
-        return self.opaque(value, "a constant tile")
-
-    def _tt_get_program_id(self, op: Op, value: Value, index: Index) -> Any:
-        return self.programs["xyz".index(op.attrs["flags"][0])]
-
-    def _tt_get_num_programs(self, op: Op, value: Value, index: Index) -> Any:
-        return self.grid["xyz".index(op.attrs["flags"][0])]
-
-    def _tt_make_range(self, op: Op, value: Value, index: Index) -> Any:
-        return index[0] + int(op.attrs["start"]) if int(op.attrs["start"]) else index[0]
-
-    def _tt_splat(self, op: Op, value: Value, index: Index) -> Any:
-        return self.ev(op.operands[0])
-
-    def _tt_unsplat(self, op: Op, value: Value, index: Index) -> Any:
-        return self.ev(op.operands[0], tuple(z3.IntVal(0) for _ in shape_of(op.operands[0].type)))
-
-    def _tt_expand_dims(self, op: Op, value: Value, index: Index) -> Any:
-        axis = int(op.attrs["axis"])
-        return self.ev(op.operands[0], index[:axis] + index[axis + 1 :])
-
-    def _tt_broadcast(self, op: Op, value: Value, index: Index) -> Any:
-        shape = shape_of(op.operands[0].type)
-        inner = tuple(z3.IntVal(0) if size == 1 else i for size, i in zip(shape, index, strict=True))
-        return self.ev(op.operands[0], inner)
-
-    def _tt_trans(self, op: Op, value: Value, index: Index) -> Any:
-        inner: list[Any] = [None] * len(index)
-        for dim, source in enumerate(op.attrs["order"]):
-            inner[int(source)] = index[dim]
-        return self.ev(op.operands[0], tuple(inner))
-
-    def _tt_reshape(self, op: Op, value: Value, index: Index) -> Any:
-        if "allow_reorder" in op.attrs or "allow_reorder" in op.attrs.get("flags", ()):
-            return self.opaque(value, "tt.reshape in any order")
-        source = shape_of(op.operands[0].type)
-        rest, inner = linear(shape_of(value.type), index), []
-        for size in reversed(source):
-            inner.append(z3.simplify(rest % size))
-            rest = rest / size
-        return self.ev(op.operands[0], tuple(reversed(inner)))
-
-    def _tt_join(self, op: Op, value: Value, index: Index) -> Any:
-        first, second = (self.ev(o, index[:-1]) for o in op.operands)
-        return chosen(index[-1] == 0, first, second)
-
-    def _tt_split(self, op: Op, value: Value, index: Index) -> Any:
-        return self.ev(op.operands[0], (*index, z3.IntVal(op.results.index(value))))
-
-    def _arith_select(self, op: Op, value: Value, index: Index) -> Any:
-        condition = self.ev(op.operands[0], index if shape_of(op.operands[0].type) else ())
-        first, second = (self.ev(o, index) for o in op.operands[1:])
-        return chosen(condition, first, second)
-
     # -- pointers and memory --
 
     def _tt_addptr(self, op: Op, value: Value, index: Index) -> Any:
@@ -345,10 +272,9 @@ class Evaluator:
     def _related(self, loaded: Loaded) -> None:
         """What is assumed of two elements of memory that nobody writes meanwhile."""
         buffer: Buffer = self.contract.arguments[loaded.argument]
-        alike: set[str | None] = (
-            {loaded.argument} if buffer.distinct or buffer.ascending or buffer.inverse else set()
-        )
-        alike |= {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        alike = {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        if buffer.distinct or buffer.ascending or buffer.inverse:
+            alike.add(loaded.argument)
         if not self.constant(loaded.argument):
             return
         for other in list(self.scope.loaded.values()):
