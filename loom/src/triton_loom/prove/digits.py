@@ -8,6 +8,7 @@ shown so far is all that the next ones may use.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Any
@@ -114,7 +115,12 @@ class _Steps:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return z3.is_true(z3.simplify(one == other, som=True))
+    """Whether two sums have the same terms. z3 does not always write the factors of a product in one order."""
+    kept, total = [z3.simplify(e, som=True) for e in (one, other)], Counter[tuple[int, ...]]()
+    for sign, e in zip((1, -1), kept, strict=True):
+        for number, factors in _terms(e):
+            total[tuple(sorted(factor.get_id() for factor in factors))] += sign * number
+    return not any(total.values())
 
 
 def _terms(e: Any) -> Terms:
