@@ -8,23 +8,24 @@ shown so far is all that the next ones may use.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Any
 
 from .contract import constants_of
 from .lemmas import factors_of, ordered, product, without
-from .linear import follows
+from .linear import Linear
 from .solver import z3
 
-_MOST_NAMES = 4  # of strides that are sums
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
+Terms = list[tuple[int, list[Any]]]  # (number, factors) of each term of a sum of products
 
 
 def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins) -> bool:
     """Whether it follows from the facts, if both offsets are equal, that the programs are."""
     steps = _Steps(facts, twins)
-    steps.peel(*steps.named(*offsets))
+    steps.peel(*offsets)
     return steps.shown(z3.And(*(one == z3.substitute(other, *steps.found) for one, other in programs)))
 
 
@@ -35,73 +36,31 @@ class _Steps:
     def __init__(self, facts: Sequence[Any], twins: Twins) -> None:
         self.facts, self.twins = list(facts), list(twins)
         self.found: list[tuple[Any, Any]] = []  # what is replaced, and by what
-        self._names = 0
+        self._local = {constant.get_id() for pair in twins for constant in pair}
+        self._linear = Linear()
 
     def shown(self, goal: Any, lemmas: Sequence[Any] = ()) -> bool:
         """Whether a goal follows from what is known."""
-        return follows([*self.facts, *lemmas], goal)
+        return self._linear.follows([*self.facts, *lemmas], goal)
 
     def peel(self, one: Any, other: Any) -> None:
-        """All that follows from the equality of two expressions, factor after factor of their products."""
+        """All that follows from the equality of two expressions, one after the other of what they have multiples of."""
         one, other = self._learn(one, other)
         for size in self._sizes(one):
-            parts = [_multiplied_by(size, e) for e in (one, other)]
-            if None in parts or _is_same(*parts):
+            parts = [self._multiple(size, e) for e in (one, other)]
+            if not all(parts) or _is_same(*map(_sum, parts)):
                 continue
-            common = gcd(*(number for part in parts for number, _ in _terms(part)))
-            high, high_2 = (_sum((number // common, f) for number, f in _terms(part)) for part in parts)
+            common = gcd(*(number for part in parts for number, _ in part))
+            high, high_2 = (_sum((number // common, factors) for number, factors in part) for part in parts)
             whole = common * size
             if self.shown(high == high_2, [*ordered(high, high_2, whole), *ordered(high_2, high, whole)]):
                 self.peel(high, high_2)
-                self.peel(*(z3.simplify(e - h * whole, som=True) for e, h in ((one, high), (other, high_2))))
+                self.peel(one - high * whole, other - high_2 * whole)
                 return
-
-    def named(self, one: Any, other: Any) -> tuple[Any, Any]:
-        """The same with names for what is multiplied in both: a stride may be a sum, such as cols + cols % 2, of which
-        products would have a term for each part of it."""
-        one, other = (z3.simplify(e, som=True) for e in (one, other))
-        for factor in self._sizes(one):
-            if not z3.is_const(factor):
-                one, other = self._with_name(factor, factor, factor, one, other)
-        for _ in range(_MOST_NAMES):
-            strides = [stride for stride in self._strides(one) if len(_terms(stride)) > 1]
-            plain = [
-                (s, f[0])
-                for s in strides
-                for n, f in _terms(s)
-                if n == 1 and len(f) == 1 and z3.is_const(f[0])
-            ]
-            if not plain:
-                break
-            stride, part = plain[0]
-            one, other = self._with_name(stride, part, stride - part, one, other)
-        return one, other
-
-    def _with_name(self, stride: Any, part: Any, rest: Any, *expressions: Any) -> tuple[Any, ...]:
-        """Expressions with a name for the stride: the part of it is the name without the rest."""
-        self._names += 1
-        name = z3.Int(f"stride!{self._names}")
-        self.facts.append(name == stride)
-        to = name if part.eq(stride) else name - rest
-        return tuple(z3.simplify(z3.substitute(e, (part, to)), som=True) for e in expressions)
-
-    def _strides(self, e: Any) -> list[Any]:
-        """What a sum has beside each product of what belongs to one program, without a number that all of it has."""
-        local = {constant.get_id() for pair in self.twins for constant in pair}
-        found: dict[str, list[tuple[int, list[Any]]]] = {}
-        for number, factors in _terms(e):
-            own = [f for f in factors if not local.isdisjoint(constants_of([f]))]
-            if own:
-                shared = [f for f in factors if local.isdisjoint(constants_of([f]))]
-                found.setdefault(str(sorted(map(str, own))), []).append((number, shared))
-        strides = []
-        for terms in found.values():
-            common = gcd(*(number for number, _ in terms))
-            strides.append(_sum((number // common, factors) for number, factors in terms))
-        return sorted(strides, key=str)
 
     def _learn(self, one: Any, other: Any) -> tuple[Any, Any]:
         """Add that two expressions are equal, and replace what is the same in both by that."""
+        one, other = (z3.substitute(e, *self.found) if self.found else e for e in (one, other))
         self.facts.append(one == other)
         names = constants_of([one, other])
         again = True
@@ -116,24 +75,55 @@ class _Steps:
                     again = True
         return z3.simplify(one, som=True), z3.simplify(other, som=True)
 
+    def _is_shared(self, e: Any) -> bool:
+        return self._local.isdisjoint(constants_of([e]))
+
+    def _coefficients(self, e: Any) -> list[tuple[list[Any], Terms]]:
+        """A sum as products of what belongs to one program, and what each of them is multiplied by."""
+        found: dict[tuple[int, ...], tuple[list[Any], Terms]] = {}
+        for number, factors in _terms(e):
+            own = [f for f in factors if not self._is_shared(f)]
+            key = tuple(sorted(f.get_id() for f in own))
+            found.setdefault(key, (own, []))[1].append((number, [f for f in factors if self._is_shared(f)]))
+        return [item for item in found.values() if item[0]]
+
     def _sizes(self, e: Any) -> list[Any]:
-        """What products in a sum are made of and both programs have, the factor of most products first."""
-        local = {constant.get_id() for pair in self.twins for constant in pair}
-        found: dict[int, tuple[int, Any]] = {}
-        for _, factors in _terms(e):
-            for factor in factors if len(factors) > 1 else ():
-                if local.isdisjoint(constants_of([factor])):
-                    count, _ = found.get(factor.get_id(), (0, factor))
-                    found[factor.get_id()] = count + 1, factor
-        return [factor for count, factor in sorted(found.values(), key=lambda item: (-item[0], str(item[1])))]
+        """What products in a sum are multiples of and both programs have, that of most products first: factors, and
+        sums such as cols + cols % 2."""
+        found: dict[str, Any] = {}
+        for _, terms in self._coefficients(e):
+            if len(terms) > 1:
+                common = gcd(*(number for number, _ in terms))
+                size = _sum((number // common, factors) for number, factors in terms)
+                found[str(size)] = size
+            for _, factors in terms:
+                found |= {str(factor): factor for factor in factors}
+        counted = [(len(self._multiple(size, e)), text) for text, size in found.items()]
+        return [found[text] for _, text in sorted(counted, key=lambda item: (-item[0], item[1]))]
+
+    def _multiple(self, size: Any, e: Any) -> Terms:
+        """What a size is multiplied by in a sum of products."""
+        found = []
+        for own, terms in self._coefficients(e):
+            if z3.is_add(size):
+                ratio = _ratio(terms, size)
+                found += [] if ratio is None else [(ratio[0], [*own, *ratio[1]])]
+            else:
+                having = [(n, factors) for n, factors in terms if any(f.eq(size) for f in factors)]
+                found += [(n, [*own, *without(factors, size)]) for n, factors in having]
+        return found
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return z3.is_true(z3.simplify(one == other, som=True))
+    """Whether two sums have the same terms. z3 does not always write the factors of a product in one order."""
+    kept, total = [z3.simplify(e, som=True) for e in (one, other)], Counter[tuple[int, ...]]()
+    for sign, e in zip((1, -1), kept, strict=True):
+        for number, factors in _terms(e):
+            total[tuple(sorted(factor.get_id() for factor in factors))] += sign * number
+    return not any(total.values())
 
 
-def _terms(e: Any) -> list[tuple[int, list[Any]]]:
-    """(number, factors) of each term of a sum of products."""
+def _terms(e: Any) -> Terms:
     found = []
     for term in e.children() if z3.is_add(e) else [e]:
         number = 1
@@ -147,13 +137,18 @@ def _sum(terms: Iterable[tuple[int, list[Any]]]) -> Any:
     return z3.simplify(z3.Sum([number * product(factors) for number, factors in terms]), som=True)
 
 
-def _multiplied_by(size: Any, e: Any) -> Any:
-    """What a factor is multiplied by in a sum of products; None if it is there twice, or not at all."""
-    parts = []
-    for number, factors in _terms(e):
-        times = sum(factor.eq(size) for factor in factors)
-        if times > 1:
-            return None
-        if times:
-            parts.append((number, without(factors, size)))
-    return _sum(parts) if parts else None
+def _ratio(terms: Terms, size: Any) -> tuple[int, list[Any]] | None:
+    """The term that a sum has to be multiplied by to give another sum, if there is one."""
+    whole = _sum(terms)
+    first, least = _terms(size)[0]
+    for number, factors in terms:
+        rest: list[Any] | None = list(factors)
+        for factor in least:
+            rest = without(rest, factor) if rest is not None and any(f.eq(factor) for f in rest) else None
+        if (
+            rest is not None
+            and number % first == 0
+            and _is_same(number // first * product(rest) * size, whole)
+        ):
+            return number // first, rest
+    return None

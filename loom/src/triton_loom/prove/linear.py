@@ -19,11 +19,20 @@ class Linear:
     def __init__(self) -> None:
         self._products: dict[tuple[int, ...], Any] = {}
         self._done: dict[int, Any] = {}
+        self._whole: dict[int, Any] = {}  # what was asked for, by what it was before it was simplified
         self._kept: list[Any] = []  # ids are those of expressions that are alive
 
     def __call__(self, expression: Any) -> Any:
         """An expression without products of unknowns."""
-        return self._visited(z3.simplify(expression, som=True))
+        identity = expression.get_id()
+        if identity not in self._whole:
+            self._kept.append(expression)
+            self._whole[identity] = self._visited(z3.simplify(expression, som=True))
+        return self._whole[identity]
+
+    def follows(self, facts: Iterable[Any], goal: Any, effort: int = QUICK) -> bool:
+        """Whether a goal is proven without anything about products but what the facts say of them."""
+        return ask([self(fact) for fact in facts], self(goal), effort).verdict == "proven"
 
     def _visited(self, e: Any) -> Any:
         identity = e.get_id()
@@ -59,9 +68,3 @@ class Linear:
             elif z3.is_mul(child):
                 number *= self._number(child).as_long()
         return z3.IntVal(number)
-
-
-def follows(facts: Iterable[Any], goal: Any, effort: int = QUICK) -> bool:
-    """Whether a goal is proven without anything about products but what the facts say of them."""
-    linear = Linear()
-    return ask([linear(fact) for fact in facts], linear(goal), effort).verdict == "proven"
