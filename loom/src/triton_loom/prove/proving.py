@@ -13,6 +13,8 @@ from .contract import Bool, Buffer, Contract, constants_of
 from .digits import same
 from .evaluate import Evaluator
 from .lemmas import about_products, about_quotients, range_of
+from .linear import Linear
+from .nested import inside
 from .obligations import Obligation, Question, question
 from .races import Pair, races, twice
 from .scope import conjunction
@@ -46,16 +48,19 @@ class Prover:
         return self._solved[key][0]
 
     def _solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
+        lemmas = self._lemmas(facts, goal)
+        both = {"both": lambda: [lemma for make in lemmas.values() for lemma in make()]}
+        return decide(facts, goal, lemmas | both, self.effort)
+
+    def _lemmas(self, facts: Sequence[Bool], goal: Bool) -> dict[str, Lemmas]:
         divisions = list(self.evaluator.scope.divisions.values())
         everything = [*facts, goal]
         names = self.evaluator.scope.names(everything)
         divisions = [d for d in divisions if d.quotient.get_id() in names]
-        lemmas: dict[str, Lemmas] = {
+        return {
             "quotients": lambda: about_quotients(everything, divisions),
             "products": lambda: about_products(everything),
-            "both": lambda: [*about_quotients(everything, divisions), *about_products(everything)],
         }
-        return decide(facts, goal, lemmas, self.effort)
 
     def answer(self, obligation: Obligation) -> Answer:
         """To one obligation."""
@@ -69,6 +74,8 @@ class Prover:
             solution = self.solve(self.facts(o.assuming, goal), goal)
             if solution.verdict == "proven":
                 return Answer(o.kind, o.what, o.place, "proven", solution.how)
+        if o.within is not None and self.inside(facts, o):
+            return Answer(o.kind, o.what, o.place, "proven", "digits")
         solution = self.solve(facts, o.goal)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
@@ -78,6 +85,25 @@ class Prover:
             return Answer(o.kind, o.what, o.place, "unknown", why, self.example(o, solution))
         example = self.example(o, self.smallest(facts, o.goal, solution))
         return Answer(o.kind, o.what, o.place, "counterexample", example=example)
+
+    def inside(self, facts: Sequence[Bool], o: Obligation) -> bool:
+        """Whether an access is shown to be inside of its buffer digit by digit: `nested`. Most need no such help."""
+        if ask(facts, o.goal, QUICK // 8).verdict != "unknown":
+            return False
+        assert o.within is not None
+        return inside(*o.within, lambda goal: self.soon(self.facts(o.assuming, goal), goal))
+
+    def soon(self, facts: Sequence[Bool], goal: Bool) -> bool:
+        """Whether a goal is proven with little effort: as it is, or with lemmas in place of products."""
+        key = ("soon", goal.get_id(), *sorted({fact.get_id() for fact in facts}))
+        if key not in self._solved:
+            solution = ask(facts, goal, QUICK // 2)
+            if solution.verdict == "unknown":
+                lemmas = [lemma for make in self._lemmas(facts, goal).values() for lemma in make()]
+                shown = Linear().follows([*facts, *lemmas], goal)
+                solution = Solution("proven") if shown else solution
+            self._solved[key] = solution, (facts, goal)
+        return self._solved[key][0].verdict == "proven"
 
     def _reached(self, o: Obligation, facts: Sequence[Bool]) -> Answer:
         solution = ask(facts, o.goal, self.effort)
