@@ -138,12 +138,13 @@ class Prover:
         solution = decide(facts, o.goal, lemmas, self.effort // 2)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
-        solution = self.smallest(facts, o.goal, solution)
-        x, y, z = (solution.value(p) for p in pair.second)
-        example = replace(self.example(o, solution), other_program=(x, y, z))
         guessed = self.guessed(o.assuming, o.goal)
         if not guessed and any(access.atomic for access in self.question.accesses):
             guessed = ["atomics, which may order the two"]
+        if not guessed:
+            solution = self.smallest(facts, o.goal, solution)
+        x, y, z = (solution.value(p) for p in pair.second)
+        example = replace(self.example(o, solution), other_program=(x, y, z))
         if guessed:
             why = f"it depends on what is not modelled: {', '.join(guessed)}"
             return Answer(o.kind, o.what, o.place, "unknown", why, example)
