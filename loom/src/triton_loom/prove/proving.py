@@ -31,12 +31,15 @@ class Prover:
         self.contract, self.effort = contract, effort
         self.common = self.evaluator.facts
         self._whole = conjunction(self.common)  # one expression costs less to hand over than a hundred
+        self._learned: list[Bool] = []  # what was proven and helps with what comes after it
         self._solved: dict[tuple[Any, ...], tuple[Solution, Any]] = {}
 
     def facts(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
         """All that can be used to prove a goal."""
         scope = self.evaluator.scope
-        return [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
+        found = [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
+        names = scope.names([*found, goal])
+        return found + [fact for fact in self._learned if scope.names([fact]) <= names]
 
     def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
@@ -63,8 +66,16 @@ class Prover:
         }
 
     def answer(self, obligation: Obligation) -> Answer:
-        """To one obligation."""
-        o = obligation
+        """To one obligation. What is assumed of an integer in memory holds for one that lies in its buffer: where that
+        is proven of a load, later questions about what it has loaded need not find it out again."""
+        found = self._answer(obligation)
+        argument = obligation.what.rpartition(" ")[2]
+        buffer = self.contract.arguments.get(argument) if obligation.kind == "bounds" else None
+        if found.verdict == "proven" and isinstance(buffer, Buffer) and buffer.values is not None:
+            self._learned.append(z3.Implies(conjunction(obligation.assuming), obligation.goal))
+        return found
+
+    def _answer(self, o: Obligation) -> Answer:
         if o.unknown:
             return Answer(o.kind, o.what, o.place, "unknown", o.unknown)
         facts = self.facts(o.assuming, o.goal)
