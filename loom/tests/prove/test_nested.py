@@ -107,3 +107,32 @@ def test_heads_that_share_keys(more: int) -> None:
         answer.verdict for answer in prove(heads, contract, effort=3_000_000, replay=False).of("bounds")
     ]
     assert (bounds == ["proven"]) == (more == 0)
+
+
+@triton.jit
+def gathered(x_ptr, index_ptr, rows, cols, PAST: tl.constexpr, BLOCK: tl.constexpr = 32):
+    """Rows by a list that has one for each program, or that is read past its end."""
+    row = tl.load(index_ptr + tl.program_id(0) + PAST).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0)
+    tl.device_print("sum", tl.sum(x))
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_what_is_loaded_from_outside_is_anything(past: int) -> None:
+    """What is assumed of the elements of a list holds for its elements alone."""
+    rows, cols, programs = symbol("rows", 1, 2**20), symbol("cols", 1, 2**20), symbol("programs", 1, 2**20)
+    contract = Contract(
+        arguments={
+            "x_ptr": Buffer("f32", rows * cols),
+            "index_ptr": Buffer("i32", programs, values=lambda v: z3.And(v >= 0, v < rows)),
+            "rows": rows,
+            "cols": cols,
+        },
+        grid=(programs, 1, 1),
+        sizes=(rows, cols, programs),
+        constants={"PAST": past, "BLOCK": 32},
+    )
+    answers = prove(gathered, contract, effort=3_000_000, replay=False).of("bounds")
+    proven = {answer.what: answer.verdict == "proven" for answer in answers}
+    assert proven == {"load index_ptr": past == 0, "load x_ptr": past == 0}
