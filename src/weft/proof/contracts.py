@@ -261,7 +261,7 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64, seconds:
                 found.refused.setdefault(trace.refused, where)
             else:
                 for launched in trace.launches:
-                    plain = _without_extremes(launched, region, sizes, translate)
+                    plain = without_extremes(launched, region, sizes, translate)
                     groups.setdefault(_key(plain, translate), []).append((plain, region))
         except Untranslatable as error:
             found.gaps.append(f"at {where}: {error}")
@@ -288,7 +288,7 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64, seconds:
     return found
 
 
-def _without_extremes(
+def without_extremes(
     launched: Launched, region: Region, sizes: Sequence[Size], translate: Translator
 ) -> Launched:
     """The launch with e for max(1, e) where e is positive in the region: PyTorch writes strides like that, in case that
@@ -408,7 +408,7 @@ def _buffer(
     if len(alike) > 1:
         more["storage"] = alike[0]
     values = {launched.symbols[size]: value for size, value in example.items()}
-    dims = _dense(pointer, values)
+    dims = dense_dims(pointer, values)
     element = _ELEMENTS.get(kind, kind)
     if not dims:
         return Buffer(element, 1, **more)
@@ -431,7 +431,7 @@ def _values(known: Loaded, given: Given) -> Any:
     return assumed
 
 
-def _dense(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
+def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
     """(size, stride) of a tensor, with dimensions that lie together as one and without those that do not move.
 
     Larger strides come first, at the sizes of an example: that is how the prover finds out the indices of an element.
