@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv, Mod
+from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 pytest.importorskip("z3", reason="the solver is an extra: weft[prove]")
 
@@ -21,9 +21,17 @@ from triton_loom.prove.solver import z3
 import weft
 from weft.cli import main
 from weft.cli.prove import lost, prove_workload
-from weft.proof.contracts import Translator, contracts_of, ttir_by_name
+from weft.proof.contracts import (
+    Region,
+    Translator,
+    contracts_of,
+    dense_dims,
+    ttir_by_name,
+    without_extremes,
+)
 from weft.proof.loaded import Given, Loaded, _check, holding, within
 from weft.proof.proofs import proven
+from weft.proof.symbolic import Launched, Pointer, Size
 from weft.proof.truths import declared
 from weft.runtime import catalogue
 from weft.workloads import WORKLOADS, Workload
@@ -57,6 +65,9 @@ def test_expressions_mean_the_same_to_both() -> None:
         FloorDiv(a, ceiling),
         -FloorDiv(-a, ceiling),
         FloorDiv(a, 8 * FloorDiv(-a, 8)),
+        FloorDiv(b * FloorDiv(-a, 4), 9),
+        -FloorDiv(b * FloorDiv(-a, 4), -FloorDiv(b * FloorDiv(-a, 4), 9)),
+        FloorDiv(a - b, FloorDiv(-a - b, 7)),
         FloorDiv(-a, 3) + 1,
         Mod(a * b, 7) ** 2,
         sympy.Max(a, b, 5) - sympy.Min(a, 2 * b),
@@ -72,6 +83,27 @@ def test_expressions_mean_the_same_to_both() -> None:
             found = z3.simplify(z3.substitute(said, *values))
             wanted = expression.subs(numbers)
             assert str(found) == str(wanted), (expression, numbers)
+
+
+def test_strides_of_tensors_that_have_elements() -> None:
+    """max(1, e) is e where the region says that e is positive, and there alone."""
+    a = sympy.Symbol("a", positive=True, integer=True)
+    pointer = Pointer(torch.float32, (a, a - 5), (Max(1, a - 5), 1), 0, 1)
+    variant: Any = None  # is not looked at
+    launched = Launched(variant, (a,), {"x_ptr": pointer}, {"stride": Max(1, a - 5)}, {"a": a})
+    for least, wanted in ((1, Max(1, a - 5)), (5, Max(1, a - 5)), (6, a - 5)):
+        region = Region((z3.Int("a") >= least,), {"a": 9})
+        found = without_extremes(launched, region, [Size("a", 9)], Translator({a: "a"}))
+        assert found.integers["stride"] == found.pointers["x_ptr"].stride[0] == wanted
+
+
+def test_dimensions_that_lie_together_are_one() -> None:
+    a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
+    values = {a: 6, b: 7}
+    dense = Pointer(torch.float32, (3, b, a, 8), (8 * a * b, 8, 8 * b, 1), 0, 1)  # heads before tokens
+    assert dense_dims(dense, values) == [(24 * a * b, 1)]
+    apart = Pointer(torch.float32, (3, b, a, 8), (8 * a * b, 8, 8 * b + 8, 1), 0, 1)
+    assert dense_dims(apart, values) == [(3, 8 * a * b), (a, 8 * b + 8), (8 * b, 1)]
 
 
 def test_what_is_divided_by_has_to_be_positive() -> None:

@@ -12,6 +12,8 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.ops.heads import launch as heads
+from weft.ops.heads.angles import turns
 from weft.proof.selection import by_kernels
 from weft.proof.symbolic import (
     Launched,
@@ -143,6 +145,17 @@ def test_sizes_that_decide_the_code_are_fixed() -> None:
         "dim",
         "v_dim",
     }
+
+
+def test_tables_of_angles_have_the_right_size() -> None:
+    """In place of the numbers there is what host code makes without them."""
+    device = torch.device("cpu")
+    for dim in (2, 64, 126):
+        table = turns(10000.0, dim, "", device)
+        with without_numbers():
+            made = heads.turns(10000.0, dim, "", device)
+        assert (made.shape, made.dtype, made.stride()) == (table.shape, table.dtype, table.stride())
+    assert heads.turns is turns
 
 
 def test_a_refusal_is_no_failure() -> None:

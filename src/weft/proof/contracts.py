@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add, mul
 from typing import Any
@@ -261,7 +261,8 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contr
                 found.refused.setdefault(trace.refused, where)
             else:
                 for launched in trace.launches:
-                    groups.setdefault(_key(launched, translate), []).append((launched, region))
+                    plain = without_extremes(launched, region, sizes, translate)
+                    groups.setdefault(_key(plain, translate), []).append((plain, region))
         except Untranslatable as error:
             found.gaps.append(f"at {where}: {error}")
             break
@@ -285,6 +286,39 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contr
             found.gaps.append(f"{members[0][0].variant.kernel}: {error}")
     found.seconds = time.perf_counter() - begun
     return found
+
+
+def without_extremes(
+    launched: Launched, region: Region, sizes: Sequence[Size], translate: Translator
+) -> Launched:
+    """The launch with e for max(1, e) where e is positive in the region: PyTorch writes strides like that, in case that
+    a tensor has no elements. Then it shows that dimensions lie together."""
+    pointers = launched.pointers.values()
+    parts = [*launched.grid, *launched.integers.values()]
+    parts += [e for p in pointers for e in (*p.shape, *p.stride, p.offset)]
+    facts, found = [*_domain(sizes), *region.conditions], {}
+    for extreme in {e for part in parts if not isinstance(part, int) for e in part.atoms(torch_sympy.Max)}:
+        rest = [e for e in extreme.args if e != 1]
+        if len(rest) == 1 and ask(facts, _z3(translate(rest[0])) >= 1).verdict == "proven":
+            found[extreme] = rest[0]
+
+    def plain(e: Any) -> Any:
+        return e if isinstance(e, int) else e.xreplace(found)
+
+    return replace(
+        launched,
+        grid=tuple(map(plain, launched.grid)),
+        integers={name: plain(e) for name, e in launched.integers.items()},
+        pointers={
+            name: replace(
+                p,
+                shape=tuple(map(plain, p.shape)),
+                stride=tuple(map(plain, p.stride)),
+                offset=plain(p.offset),
+            )
+            for name, p in launched.pointers.items()
+        },
+    )
 
 
 def _key(launched: Launched, translate: Translator) -> Any:
@@ -377,15 +411,13 @@ def _buffer(
     ]
     if len(alike) > 1:
         more["storage"] = alike[0]
-    dims = _dense(pointer)
+    values = {launched.symbols[size]: value for size, value in example.items()}
+    dims = dense_dims(pointer, values)
     element = _ELEMENTS.get(kind, kind)
     if not dims:
         return Buffer(element, 1, **more)
     if len(dims) == 1 and dims[0][1] == 1:
         return Buffer(element, translate(dims[0][0]), **more)
-    # Larger strides first, which is how the prover finds out the indices of an element; in another order it may fail.
-    values = {launched.symbols[size]: value for size, value in example.items()}
-    dims.sort(key=lambda dim: -int(sympy.sympify(dim[1]).subs(values)))
     sizes, strides = ([translate(dim[place]) for dim in dims] for place in (0, 1))
     return Buffer.strided(element, sizes, strides, **more)
 
@@ -410,15 +442,23 @@ def _distinct(known: Loaded, given: Given) -> Any:
 
 
 def _is_flat(pointer: Pointer) -> bool:
-    """Whether the number of an element is its place in memory."""
-    dims = _dense(pointer)
-    return not dims or (len(dims) == 1 and dims[0][1] == 1)
+    """Whether the number of an element, counted row after row, is its place in memory."""
+    wanted: Any = 1
+    for size, stride in zip(reversed(pointer.shape), reversed(pointer.stride), strict=True):
+        if size != 1 and sympy.expand(stride - wanted) != 0:
+            return False
+        wanted = wanted * size
+    return True
 
 
-def _dense(pointer: Pointer) -> list[tuple[Any, Any]]:
-    """(size, stride) of a tensor, with dimensions that lie together as one and without those that do not move."""
+def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
+    """(size, stride) of a tensor, with dimensions that lie together as one and without those that do not move.
+
+    Larger strides come first, at the sizes of an example: that is how the prover finds out the indices of an element.
+    In another order it may fail, but nothing wrong is proven."""
     dims: list[tuple[Any, Any]] = []
-    for size, stride in zip(pointer.shape, pointer.stride, strict=True):
+    given = zip(pointer.shape, pointer.stride, strict=True)
+    for size, stride in sorted(given, key=lambda dim: -int(sympy.sympify(dim[1]).subs(values))):
         one = isinstance(size, int | sympy.Integer) and size == 1
         if one or (stride == 0 and sympy.sympify(size).is_positive):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -281,6 +282,17 @@ def test_mistakes_are_named(changed: dict[str, Any], message: str) -> None:
     given["query"] = given["query"][:, 0]
     with pytest.raises((ValueError, TypeError), match=message):
         decode(**given | changed)
+
+
+def test_more_tokens_than_32_bits_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem([20, 30])
+    room = given["page_table"].shape[1] * given["k"].shape[1] + given["query"].shape[1]
+    module = sys.modules["weft.ops.attention.decode"]
+    monkeypatch.setattr(module, "_MOST_TOKENS", room)
+    decode(**given)
+    monkeypatch.setattr(module, "_MOST_TOKENS", room - 1)
+    with pytest.raises(ValueError, match="numbered in 32 bits"):
+        decode(**given)
 
 
 def test_the_right_function_for_the_cache() -> None:

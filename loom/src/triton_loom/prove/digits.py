@@ -8,18 +8,17 @@ shown so far is all that the next ones may use.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 from .contract import constants_of
-from .lemmas import factors_of, ordered, product, without
+from .lemmas import ordered, product, without
 from .linear import Linear
 from .solver import z3
+from .sums import Terms, is_same, sum_of, terms_of
 
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
-Terms = list[tuple[int, list[Any]]]  # (number, factors) of each term of a sum of products
 
 
 def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins) -> bool:
@@ -48,10 +47,10 @@ class _Steps:
         one, other = self._learn(one, other)
         for size in self._sizes(one):
             parts = [self._multiple(size, e) for e in (one, other)]
-            if not all(parts) or _is_same(*map(_sum, parts)):
+            if not all(parts) or is_same(*map(sum_of, parts)):
                 continue
             common = gcd(*(number for part in parts for number, _ in part))
-            high, high_2 = (_sum((number // common, factors) for number, factors in part) for part in parts)
+            high, high_2 = (sum_of((number // common, factors) for number, factors in part) for part in parts)
             whole = common * size
             if self.shown(high == high_2, [*ordered(high, high_2, whole), *ordered(high_2, high, whole)]):
                 self.peel(high, high_2)
@@ -81,7 +80,7 @@ class _Steps:
     def _coefficients(self, e: Any) -> list[tuple[list[Any], Terms]]:
         """A sum as products of what belongs to one program, and what each of them is multiplied by."""
         found: dict[tuple[int, ...], tuple[list[Any], Terms]] = {}
-        for number, factors in _terms(e):
+        for number, factors in terms_of(e):
             own = [f for f in factors if not self._is_shared(f)]
             key = tuple(sorted(f.get_id() for f in own))
             found.setdefault(key, (own, []))[1].append((number, [f for f in factors if self._is_shared(f)]))
@@ -94,7 +93,7 @@ class _Steps:
         for _, terms in self._coefficients(e):
             if len(terms) > 1:
                 common = gcd(*(number for number, _ in terms))
-                size = _sum((number // common, factors) for number, factors in terms)
+                size = sum_of((number // common, factors) for number, factors in terms)
                 found[str(size)] = size
             for _, factors in terms:
                 found |= {str(factor): factor for factor in factors}
@@ -114,33 +113,10 @@ class _Steps:
         return found
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two sums have the same terms. z3 does not always write the factors of a product in one order."""
-    kept, total = [z3.simplify(e, som=True) for e in (one, other)], Counter[tuple[int, ...]]()
-    for sign, e in zip((1, -1), kept, strict=True):
-        for number, factors in _terms(e):
-            total[tuple(sorted(factor.get_id() for factor in factors))] += sign * number
-    return not any(total.values())
-
-
-def _terms(e: Any) -> Terms:
-    found = []
-    for term in e.children() if z3.is_add(e) else [e]:
-        number = 1
-        for part in term.children() if z3.is_mul(term) else [term]:
-            number *= part.as_long() if z3.is_int_value(part) else 1
-        found.append((number, factors_of(term)))
-    return found
-
-
-def _sum(terms: Iterable[tuple[int, list[Any]]]) -> Any:
-    return z3.simplify(z3.Sum([number * product(factors) for number, factors in terms]), som=True)
-
-
 def _ratio(terms: Terms, size: Any) -> tuple[int, list[Any]] | None:
     """The term that a sum has to be multiplied by to give another sum, if there is one."""
-    whole = _sum(terms)
-    first, least = _terms(size)[0]
+    whole = sum_of(terms)
+    first, least = terms_of(size)[0]
     for number, factors in terms:
         rest: list[Any] | None = list(factors)
         for factor in least:
@@ -148,7 +124,7 @@ def _ratio(terms: Terms, size: Any) -> tuple[int, list[Any]] | None:
         if (
             rest is not None
             and number % first == 0
-            and _is_same(number // first * product(rest) * size, whole)
+            and is_same(number // first * product(rest) * size, whole)
         ):
             return number // first, rest
     return None

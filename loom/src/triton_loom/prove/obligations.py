@@ -43,6 +43,7 @@ class Obligation:
     stronger: Sequence[Bool] = ()  # goals that imply this one, and may be easier
     shows: tuple[str, Sequence[Int]] = ("", ())  # what a counterexample says, and the numbers in it
     unknown: str = ""  # why nothing can be said
+    within: tuple[Int, Int] | None = None  # the goal is that the first is at least 0 and below the second
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,17 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
             stronger, goal = strided(evaluator, place.offset, buffer)
             goal = z3.And(flat, goal)
         shows = ("element {} of {}", (place.offset, extent))
+        within = (place.offset, extent) if buffer.dims is None else None
         yield Obligation(
-            "bounds", what, op.origin or op.location, assuming, goal, access.lane, stronger, shows
+            "bounds",
+            what,
+            op.origin or op.location,
+            assuming,
+            goal,
+            access.lane,
+            stronger,
+            shows,
+            within=within,
         )
         yield Obligation("reached", what, op.origin or op.location, assuming, z3.BoolVal(False), access.lane)
 

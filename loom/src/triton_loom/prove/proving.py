@@ -13,6 +13,8 @@ from .contract import Bool, Buffer, Contract, constants_of
 from .digits import same
 from .evaluate import Evaluator
 from .lemmas import about_products, about_quotients, range_of
+from .linear import Linear
+from .nested import inside
 from .obligations import Obligation, Question, question
 from .races import Pair, races, twice
 from .scope import conjunction
@@ -29,12 +31,15 @@ class Prover:
         self.contract, self.effort = contract, effort
         self.common = self.evaluator.facts
         self._whole = conjunction(self.common)  # one expression costs less to hand over than a hundred
+        self._learned: list[Bool] = []  # what was proven and helps with what comes after it
         self._solved: dict[tuple[Any, ...], tuple[Solution, Any]] = {}
 
     def facts(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
         """All that can be used to prove a goal."""
         scope = self.evaluator.scope
-        return [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
+        found = [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
+        names = constants_of([*found, goal]).keys()
+        return found + [fact for fact in self._learned if constants_of([fact]).keys() <= names]
 
     def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
@@ -46,20 +51,31 @@ class Prover:
         return self._solved[key][0]
 
     def _solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
+        lemmas = self._lemmas(facts, goal)
+        both = {"both": lambda: [lemma for make in lemmas.values() for lemma in make()]}
+        return decide(facts, goal, lemmas | both, self.effort)
+
+    def _lemmas(self, facts: Sequence[Bool], goal: Bool) -> dict[str, Lemmas]:
         divisions = list(self.evaluator.scope.divisions.values())
         everything = [*facts, goal]
         names = constants_of(everything)
         divisions = [d for d in divisions if d.quotient.get_id() in names]
-        lemmas: dict[str, Lemmas] = {
+        return {
             "quotients": lambda: about_quotients(everything, divisions),
             "products": lambda: about_products(everything),
-            "both": lambda: [*about_quotients(everything, divisions), *about_products(everything)],
         }
-        return decide(facts, goal, lemmas, self.effort)
 
     def answer(self, obligation: Obligation) -> Answer:
-        """To one obligation."""
-        o = obligation
+        """To one obligation. What is assumed of an integer in memory holds for one that lies in its buffer: where that
+        is proven of a load, later questions about what it has loaded need not find it out again."""
+        found = self._answer(obligation)
+        argument = obligation.what.rpartition(" ")[2]
+        buffer = self.contract.arguments.get(argument) if obligation.kind == "bounds" else None
+        if found.verdict == "proven" and isinstance(buffer, Buffer) and buffer.values is not None:
+            self._learned.append(z3.Implies(conjunction(obligation.assuming), obligation.goal))
+        return found
+
+    def _answer(self, o: Obligation) -> Answer:
         if o.unknown:
             return Answer(o.kind, o.what, o.place, "unknown", o.unknown)
         facts = self.facts(o.assuming, o.goal)
@@ -69,6 +85,8 @@ class Prover:
             solution = self.solve(self.facts(o.assuming, goal), goal)
             if solution.verdict == "proven":
                 return Answer(o.kind, o.what, o.place, "proven", solution.how)
+        if o.within is not None and self.inside(facts, o):
+            return Answer(o.kind, o.what, o.place, "proven", "digits")
         solution = self.solve(facts, o.goal)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
@@ -78,6 +96,25 @@ class Prover:
             return Answer(o.kind, o.what, o.place, "unknown", why, self.example(o, solution))
         example = self.example(o, self.smallest(facts, o.goal, solution))
         return Answer(o.kind, o.what, o.place, "counterexample", example=example)
+
+    def inside(self, facts: Sequence[Bool], o: Obligation) -> bool:
+        """Whether an access is shown to be inside of its buffer digit by digit: `nested`. Most need no such help."""
+        if ask(facts, o.goal, QUICK // 8).verdict != "unknown":
+            return False
+        assert o.within is not None
+        return inside(*o.within, lambda goal: self.soon(self.facts(o.assuming, goal), goal))
+
+    def soon(self, facts: Sequence[Bool], goal: Bool) -> bool:
+        """Whether a goal is proven with little effort: as it is, or with lemmas in place of products."""
+        key = ("soon", goal.get_id(), *sorted({fact.get_id() for fact in facts}))
+        if key not in self._solved:
+            solution = ask(facts, goal, QUICK // 2)
+            if solution.verdict == "unknown":
+                lemmas = [lemma for make in self._lemmas(facts, goal).values() for lemma in make()]
+                shown = Linear().follows([*facts, *lemmas], goal)
+                solution = Solution("proven") if shown else solution
+            self._solved[key] = solution, (facts, goal)
+        return self._solved[key][0].verdict == "proven"
 
     def _reached(self, o: Obligation, facts: Sequence[Bool]) -> Answer:
         solution = ask(facts, o.goal, self.effort)
@@ -112,12 +149,13 @@ class Prover:
         solution = decide(facts, o.goal, lemmas, self.effort // 2)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
-        solution = self.smallest(facts, o.goal, solution)
-        x, y, z = (solution.value(p) for p in pair.second)
-        example = replace(self.example(o, solution), other_program=(x, y, z))
         guessed = self.guessed(o.assuming, o.goal)
         if not guessed and any(access.atomic for access in self.question.accesses):
             guessed = ["atomics, which may order the two"]
+        if not guessed:
+            solution = self.smallest(facts, o.goal, solution)
+        x, y, z = (solution.value(p) for p in pair.second)
+        example = replace(self.example(o, solution), other_program=(x, y, z))
         if guessed:
             why = f"it depends on what is not modelled: {', '.join(guessed)}"
             return Answer(o.kind, o.what, o.place, "unknown", why, example)

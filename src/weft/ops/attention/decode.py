@@ -36,6 +36,7 @@ from .decode_kernels import Counts, Pages, decode_kernel, join_kernel
 
 PART = 512  # tokens
 _LATENT = 576  # numbers of a row of latents in DeepSeek's models
+_MOST_TOKENS = 2**30  # of a sequence, so that 32 bits hold the token after the last tile too
 
 
 class DecodeArgs(NamedTuple):
@@ -444,7 +445,7 @@ def _decode(
             "query must be [sequences, heads, dim] or [sequences, queries, heads, dim]; got {tuple(query.shape)}"
         )
     q = query if query.dim() == 4 else query[:, None]
-    sequences, _, heads, dim = q.shape
+    sequences, queries, heads, dim = q.shape
     numbers = _LATENT if cache.has_latent_rows else k.shape[-1]
     if k.device != query.device or numbers != dim or heads % k.shape[2]:
         raise ValueError(
@@ -462,6 +463,11 @@ def _decode(
         raise ValueError(
             f"page_table must be [{sequences}, pages] with neighbouring entries; got {tuple(page_table.shape)} with "
             f"strides {page_table.stride()}"
+        )
+    if page_table.shape[1] * k.shape[1] + queries > _MOST_TOKENS:
+        raise ValueError(
+            f"tokens of a sequence are numbered in 32 bits: with its queries, its pages may have room for "
+            f"{_MOST_TOKENS}; {page_table.shape[1]} pages of {k.shape[1]} have more"
         )
     check_tensor("lengths", lengths, INTEGERS, query.device, (sequences,))
     if sinks is not None:

@@ -1,0 +1,76 @@
+"""An offset is inside of a tensor digit by digit, as a tensor is rows of rows.
+
+    0 <= low < s  and  0 <= high < n  imply  0 <= high * s + low < n * s
+
+An offset that is written as a sum of products is taken apart by one factor of the extent after the other. What is left
+are questions about single indices, which are easier than one about their product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+from .lemmas import without
+from .solver import z3
+from .sums import Terms, sum_of, terms_of
+
+Shown = Callable[[Any], bool]
+Term = tuple[int, list[Any]]
+
+
+def inside(offset: Any, extent: Any, shown: Shown) -> bool:
+    """Whether an offset is shown to be at least 0 and below the extent."""
+    terms = terms_of(z3.simplify(extent, som=True))
+    if len(terms) > 1:  # a sum: nothing to take apart
+        return False
+    number, factors = terms[0]
+    return _inside(terms_of(z3.simplify(offset, som=True)), number, factors, shown)
+
+
+def _inside(offset: Terms, number: int, factors: list[Any], shown: Shown) -> bool:
+    for size, rest in _sizes(number, factors):
+        for high, low in _taken_apart(offset, size):
+            below = sum_of(low)
+            if shown(z3.And(below >= 0, below < sum_of([size]))):
+                return _inside(high, *rest, shown)
+    index, limit = sum_of(offset), sum_of([(number, factors)])
+    return shown(z3.And(index >= 0, index < limit))
+
+
+def _sizes(number: int, factors: list[Any]) -> Iterator[tuple[Term, Term]]:
+    """Parts of a product that are less than all of it, and what each leaves: its number, single factors, then products
+    of factors."""
+    if number > 1 and factors:
+        yield (number, []), (1, factors)
+    for count in range(1, len(factors)):
+        for chosen in combinations(range(len(factors)), count):
+            yield (
+                (1, [factors[i] for i in chosen]),
+                (number, [factor for i, factor in enumerate(factors) if i not in chosen]),
+            )
+
+
+def _taken_apart(offset: Terms, size: Term) -> Iterator[tuple[Terms, Terms]]:
+    """The terms that are multiples of a size, divided by it, and the others. What is a number of times the size alone
+    may be with either."""
+    high: Terms = []
+    low: Terms = []
+    alone: Terms = []
+    number, factors = size
+    for times, own in offset:
+        rest: list[Any] | None = list(own)
+        for factor in factors:
+            rest = without(rest, factor) if rest is not None and any(f.eq(factor) for f in rest) else None
+        if not own and number > 1:  # a number
+            high.append((times // number, []))
+            low.append((times % number, []))
+        elif rest is None or times % number:
+            low.append((times, own))
+        else:
+            (high if rest else alone).append((times // number, rest))
+    if high or alone:
+        yield [*high, *alone], low
+    if high and alone:
+        yield high, [*low, *((times * number, factors) for times, _ in alone)]
