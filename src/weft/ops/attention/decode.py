@@ -442,7 +442,7 @@ def _decode(
     k, v = cache.paged()
     if query.dim() not in (3, 4):
         raise ValueError(
-            "query must be [sequences, heads, dim] or [sequences, queries, heads, dim]; got {tuple(query.shape)}"
+            f"query must be [sequences, heads, dim] or [sequences, queries, heads, dim]; got {tuple(query.shape)}"
         )
     q = query if query.dim() == 4 else query[:, None]
     sequences, queries, heads, dim = q.shape

@@ -385,20 +385,12 @@ def grouped_wgrad(
     right, x_codes = _operand_of(x, "x", "column", _take_columns)
     check_pair(Form.of(dy.dtype, dy_codes.format), Form.of(x.dtype, x_codes.format), precision)
     check_rotations(dy_codes.format, x_codes.format)
+    rows, groups = dy.shape[0], ends.shape[0]
     for name, codes in (("dy", dy_codes), ("x", x_codes)):
-        _check_blocks(name, codes, dy.shape[0], ends.shape[0], align)
-    if (
-        len(
-            {
-                has_slots(codes, dy.shape[0], ends.shape[0])
-                for codes in (dy_codes, x_codes)
-                if _in_blocks(codes)
-            }
-        )
-        > 1
-    ):
+        _check_blocks(name, codes, rows, groups, align)
+    if len({has_slots(codes, rows, groups) for codes in (dy_codes, x_codes) if _in_blocks(codes)}) > 1:
         raise ValueError("the blocks of one operand begin with groups, and those of the other do not")
-    shape = (ends.shape[0], dy.shape[1], x.shape[1])
+    shape = (groups, dy.shape[1], x.shape[1])
     if out is not None:
         check_tensor("out", out, FLOATS, dy.device, shape)
         out_dtype = out.dtype
