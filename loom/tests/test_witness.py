@@ -387,6 +387,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_cost(script: Callable[[str], str]) -> None:
     """A fused norm of 8192x2048, natively, counted and sanitized in turn: medians of five, the best of three rounds.
 

@@ -48,8 +48,8 @@ def test_every_bound_is_needed(missing: int) -> None:
 
 def test_what_is_taken_apart_is_never_outside() -> None:
     """For numbers: whatever is called inside is."""
-    values = range(-2, 4)
-    for sizes in product((1, 2, 3), repeat=2):
+    values = range(-1, 4)
+    for sizes in product((1, 3), repeat=2):
         for one, other in product(values, repeat=2):
             known = [b == one, h == other, sizes[0] == B, sizes[1] == H]
             for offset, number in (
