@@ -71,7 +71,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return Project("small", "1", (Suite("tests", ("test_*.py",)),), github="nobody/small")
 
 
-@pytest.mark.slow
 def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
     run = Run(project, project.suites[0], sources.bring(project), limit=10)
     lines = list(run.events())
