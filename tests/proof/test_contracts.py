@@ -38,7 +38,7 @@ from weft.workloads import WORKLOADS, Workload
 
 TARGET = "sm_90"
 COMMITTED = Path(__file__).parents[2] / "docs" / "runs" / "prove.json"
-QUICK_SECONDS = 3.0
+QUICK_SECONDS = 2.5
 SHARDED = "sharded_logprobs:qwen3-30b-a3b/vocabulary-shard:plain:8192"
 
 
@@ -290,10 +290,11 @@ def test_what_is_lost_is_named() -> None:
     def report(
         *launches: tuple[str, list[str]], complete: bool = True, workload: str = "norm"
     ) -> dict[str, Any]:
-        told = [
-            {"kernel": kernel, "open": [{"kind": "bounds", "what": what} for what in unproven]}
-            for kernel, unproven in launches
-        ]
+        def answer(what: str) -> dict[str, str]:
+            verdict = "counterexample" if what.endswith("!") else "unknown"
+            return {"kind": "bounds", "what": what.removesuffix("!"), "verdict": verdict}
+
+        told = [{"kernel": kernel, "open": [*map(answer, unproven)]} for kernel, unproven in launches]
         found = {"workload": workload, "complete": complete, "launches": told}
         return {"target": TARGET, "regions": 1, "workloads": [found]}
 
@@ -305,15 +306,14 @@ def test_what_is_lost_is_named() -> None:
     assert list(lost(before, report(("a", ["load x", "load x"]), ("b", [])))) == ["norm: a: bounds of load x"]
     assert list(lost(before, report(("a", ["load x"])))) == ["norm: b, which has no contract or is not read"]
     assert len(list(lost(before, report(("a", ["load x"]), ("b", []), complete=False)))) == 1
+    refuted = "a: bounds of load x has a counterexample"
+    assert list(lost(before, report(("a", ["load x!"]), ("b", [])))) == [f"norm: {refuted}"]
+    assert list(lost(before, report(("a", ["load x!"]), workload="new"))) == [f"new: {refuted}"]
+    assert not list(lost(report(("a", ["load x!"])), report(("a", ["load x!"]))))
 
 
 def test_every_op_is_in_the_table() -> None:
     assert {each["op"] for each in committed()["workloads"]} == set(catalogue)
-
-
-def test_no_counterexample_is_left() -> None:
-    for each in committed()["workloads"]:
-        assert each["verdict"] != "counterexample", each["workload"]
 
 
 def test_the_quickest_of_the_table_is_still_proven(tmp_path: Path) -> None:

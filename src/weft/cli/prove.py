@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
         help="prove kernels memory-safe for all sizes",
         description="Run the host code of ops with symbols for sizes, and have a solver prove for all of them that "
         "what is launched stays inside of its tensors. Nothing is run on a GPU. The exit code is 0 if there is no "
-        "counterexample, and if nothing of an earlier report is lost.",
+        "counterexample, or with `--against` if nothing is worse than in that report.",
     )
     parser.add_argument(
         "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
@@ -61,14 +61,14 @@ def add_command(commands: Any) -> None:
         "--against",
         type=Path,
         metavar="FILE",
-        help="a report of `--out`: fail where something was proven in it, and is not now",
+        help="a report of `--out`: fail where something was proven in it and is not now, or is newly refuted",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all answers as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if there is a counterexample or less is proven than before, 2 if nothing could be proven."""
+    """1 if there is a counterexample or, beside an earlier report, less is proven than in it; 2 if nothing could be."""
     problem = _problem(args)
     if problem:
         complain(problem)
@@ -94,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
         args.out.write_text(json.dumps(made, indent=1) + "\n")
     gone = list(lost(json.loads(args.against.read_text()), made)) if args.against else []
     for line in gone:
-        Console().print(Text(f"proven in {args.against}, and not now: {line}", "red"))
-    return int(bool(gone) or any(each["verdict"] == "counterexample" for each in told))
+        Console().print(Text(f"worse than in {args.against}: {line}", "red"))
+    if args.against:
+        return int(bool(gone))
+    return int(any(each["verdict"] == "counterexample" for each in told))
 
 
 def _problem(args: argparse.Namespace) -> str:
@@ -214,28 +216,33 @@ def _place(place: str) -> str:
 
 
 def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What was proven in an earlier report of the same workloads, and is not now. What is new was not proven before."""
+    """What was proven in an earlier report of the same workloads and is not now, and counterexamples that it does not
+    have. What is new was not proven before, but must not be refuted either."""
     earlier = {each["workload"]: each for each in before["workloads"]}
     for each in now["workloads"]:
-        known = earlier.get(each["workload"])
-        if known is None or before["target"] != now["target"]:
+        known = earlier.get(each["workload"], {"launches": [], "complete": False})
+        refuted = _open(each, "counterexample") - _open(known, "counterexample")
+        for kernel, kind, what in refuted:
+            yield f"{each['workload']}: {kernel}: {kind} of {what} has a counterexample"
+        if before["target"] != now["target"]:
             continue
         kernels = {launch["kernel"] for launch in known["launches"]}
         for kernel in sorted(kernels - {launch["kernel"] for launch in each["launches"]}):
             yield f"{each['workload']}: {kernel}, which has no contract or is not read"
-        for (kernel, kind, what), count in (_open(each) - _open(known)).items():
+        for (kernel, kind, what), count in (_open(each) - _open(known) - refuted).items():
             if kernel in kernels:
                 yield f"{each['workload']}: {kernel}: {kind} of {what}{f', {count} times' if count > 1 else ''}"
         if known["complete"] and not each["complete"] and before["regions"] <= now["regions"]:
             yield f"{each['workload']}: that these are all sizes"
 
 
-def _open(workload: dict[str, Any]) -> Counter[tuple[str, str, str]]:
-    """What is not proven of the kernels of a workload."""
+def _open(workload: dict[str, Any], verdict: str = "") -> Counter[tuple[str, str, str]]:
+    """What is not proven of the kernels of a workload, or what has this verdict."""
     return Counter(
         (launch["kernel"], answer["kind"], answer["what"])
         for launch in workload["launches"]
         for answer in launch["open"]
+        if verdict in ("", answer["verdict"])
     )
 
 
