@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from .. import aot
-from ..runtime import TARGETS, catalogue
+from ..runtime import TARGETS
 from ..runtime.bundle import Bundle, BundleError
 from ..workloads import WORKLOADS
-from .screen import complain, plain_table, progress_bar
+from .screen import complain, no_such_op, plain_table, progress_bar
 
 
 def add_command(commands: Any) -> None:
@@ -37,9 +37,8 @@ def add_command(commands: Any) -> None:
 
 
 def run_build(args: argparse.Namespace) -> int:
-    wrong = [op for op in args.op if op not in catalogue]
-    if wrong:
-        complain(f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}")
+    if problem := no_such_op(args.op):
+        complain(problem)
         return 2
     chosen = [w for w in WORKLOADS if (not args.op or w.op in args.op) and args.workload in str(w)]
     if not chosen:

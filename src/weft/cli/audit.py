@@ -22,10 +22,10 @@ from rich.text import Text
 from .. import __version__
 from ..proof.binaries import collected, faults, variants_of
 from ..proof.model import BOARDS, USUAL, Bounds, Public, public_timings
-from ..runtime import TARGETS, Binary, CompileError, Variant, catalogue, compile_all
+from ..runtime import TARGETS, Binary, CompileError, Variant, compile_all
 from ..runtime.occupancy import Occupancy, occupancy_of
 from ..workloads import WORKLOADS, Workload
-from .screen import complain, plain_table, progress_bar
+from .screen import complain, no_such_op, plain_table, progress_bar
 
 SCHEMA = 2  # of the JSON; raised when a field changes its meaning
 
@@ -89,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
         complain("a picture needs matplotlib: pip install 'weft[plot]'")
         return 2
-    wrong = [op for op in args.op if op not in catalogue]
-    if wrong:
-        complain(f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}")
+    if problem := no_such_op(args.op):
+        complain(problem)
         return 2
     chosen = [w for w in WORKLOADS if (not args.op or w.op in args.op) and args.workload in str(w)]
     jobs = {

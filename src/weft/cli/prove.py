@@ -22,7 +22,7 @@ from .. import __version__
 from ..runtime import TARGETS, catalogue
 from ..runtime.loom import pip
 from ..workloads import WORKLOADS, Workload
-from .screen import complain, plain_table, progress_bar
+from .screen import complain, no_such_op, plain_table, progress_bar
 
 if TYPE_CHECKING:
     from ..proof.proofs import Proof, Proven
@@ -105,9 +105,8 @@ def _problem(args: argparse.Namespace) -> str:
     for needed in ("triton_loom", "z3"):
         if importlib.util.find_spec(needed) is None:
             return f"`weft prove` needs Loom and the solver z3: {pip()} install 'weft[prove]'"
-    wrong = [op for op in args.op if op not in catalogue]
-    if wrong:
-        return f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}"
+    if problem := no_such_op(args.op):
+        return problem
     if args.against and not _is_report(args.against):
         return f"{args.against} is no report of `weft prove --out`"
     return ""

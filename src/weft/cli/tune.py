@@ -22,7 +22,7 @@ from ..workloads.problem import moved
 from ..workloads.traffic import rows_within
 from .bench.clocks import Times, clock_of, timed
 from .bench.showing import NOISE, verdict
-from .screen import complain, plain_table, progress_bar
+from .screen import complain, no_such_op, plain_table, progress_bar
 
 ROUNDS = 20
 STEPS = 3  # from a config to a better one near it, at most
@@ -126,9 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _problem(args: argparse.Namespace) -> str:
     """Why nothing can be tuned, and what to do about it."""
-    unknown = [op for op in args.op if op not in catalogue]
-    if unknown:
-        return f"there is no op {unknown[0]!r}; there are {', '.join(catalogue)}"
+    if problem := no_such_op(args.op):
+        return problem
     if args.target:
         return (
             "" if args.device == "cpu" else "give --device, which is measured, or --target, which is modelled"

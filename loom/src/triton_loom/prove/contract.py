@@ -14,7 +14,7 @@ kernel's 32 and 64 bits hold them is what is to be proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -207,18 +207,24 @@ def _constants_in(expression: Any) -> dict[int, Any]:
     identity = expression.get_id()
     if identity in _remembered and _remembered[identity][0].ctx is expression.ctx:
         return _remembered[identity][1]
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    todo = [expression]
-    while todo:
-        part = todo.pop()
-        if part.get_id() in seen:
-            continue
-        seen.add(part.get_id())
-        if z3.is_const(part) and part.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            found[part.get_id()] = part
-        todo += part.children()
+    found = {
+        part.get_id(): part
+        for part in parts_of(expression)
+        if z3.is_const(part) and part.decl().kind() == z3.Z3_OP_UNINTERPRETED
+    }
     if len(_remembered) >= _MOST_REMEMBERED:
         _remembered.clear()
     _remembered[identity] = expression, found
     return found
+
+
+def parts_of(expression: Any) -> Iterator[Any]:
+    """An expression of z3's and all that it is made of, each part once."""
+    seen: set[int] = set()
+    todo = [expression]
+    while todo:
+        part = todo.pop()
+        if part.get_id() not in seen:
+            seen.add(part.get_id())
+            todo += part.children()
+            yield part

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+from .contract import parts_of
 from .scope import Division
 from .solver import z3
 
@@ -22,17 +23,11 @@ _MOST = 400  # pairs of factors; more would not help
 
 def monomials(expression: Any) -> list[Monomial]:
     """The products of two or more factors that are not numbers in an expression written as a sum of products."""
-    found, seen, todo = [], set(), [z3.simplify(expression, som=True)]
-    while todo:
-        part = todo.pop()
-        if part.get_id() in seen:
-            continue
-        seen.add(part.get_id())
-        if z3.is_mul(part):
-            factors = factors_of(part)
-            if len(factors) > 1:
-                found.append(tuple(sorted(factors, key=str)))
-        todo += part.children()
+    found = []
+    for part in parts_of(z3.simplify(expression, som=True)):
+        factors = factors_of(part) if z3.is_mul(part) else []
+        if len(factors) > 1:
+            found.append(tuple(sorted(factors, key=str)))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..ir.ttir import Block, Op, Region, Value, element_of, shape_of
-from .contract import Bool, constants_of
+from .contract import Bool, constants_of, parts_of
 from .scope import Scope
 from .solver import QUICK, ask, z3
 from .values import Index
@@ -140,14 +140,7 @@ def _limits(flag: Any, lane: Any, local: set[int]) -> Iterator[Any]:
 
 def _distances(expression: Any) -> Iterator[Any]:
     """Of every comparison in an expression: by how much the larger side is larger, such that it holds from 1 on."""
-    seen: set[int] = set()
-    todo = [expression]
-    while todo:
-        part = todo.pop()
-        if part.get_id() in seen:
-            continue
-        seen.add(part.get_id())
-        todo += part.children()
+    for part in parts_of(expression):
         if z3.is_lt(part) or z3.is_le(part):
             yield part.arg(1) - part.arg(0) + (1 if z3.is_le(part) else 0)
         elif z3.is_gt(part) or z3.is_ge(part):
