@@ -37,6 +37,7 @@ GROUPS_ROWS, ANYWHERE, WHO = (
     f"{G}test_groups_begin_anywhere[8]",
     f"{G}test_who_has_the_rows[ends3]",
 )
+PAST = f"{G}test_a_group_without_rows_may_begin_past_them"
 GATHERED, FOLLOWS, SLOTS = (
     f"{G}test_gathered_rows_are_permuted_rows[bf16]",
     f"{G}test_what_follows_the_product[fp8-blocks]",
@@ -87,7 +88,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first token for none", "_place", "tl.where(slot >= 0, slot // gather.slots, gather.tokens)", "tl.where(slot >= 0, slot // gather.slots, 0)", (f"{G}test_gathered_rows_are_permuted_rows[bf16]",)),
         ("too few tiles", "matmul_kernel", "tiles_m += groups.number", "tiles_m += 1", (GROUPS,)),
         ("groups along K begin with the first", "_sums", "depth.origin + number * STEP, START", "number * STEP, START", (GROUPS, WHO)),
-        ("the rows of the next group too", "_depth", "end = tl.maximum(end.to(tl.int32), origin)", "end = tl.maximum(end.to(tl.int32) + 1, origin)", (GROUPS,)),
+        ("the rows of the next group too", "_depth", "tl.maximum(end - origin, 0)", "tl.maximum(end + 1 - origin, 0)", (GROUPS,)),
+        ("a group past the rows has the last ones", "_depth", "tl.maximum(end - origin, 0)", "tl.maximum(end - tl.minimum(origin, sizes.k // START * START), 0)", (PAST,)),
         ("scales of the group before", "_sums", "depth.scale_origin + number * STEP", "number * STEP", (GROUPS_BLOCKS, GROUPS_MX)),
         ("blocks that begin where they would without groups", "_depth", "(origin // 128 + place.batch.to(tl.int32)) * 128", "(origin // 128) * 128", (SLOTS,)),
     ],

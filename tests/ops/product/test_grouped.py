@@ -144,6 +144,13 @@ def test_who_has_the_rows(ends: list[int]) -> None:
     check_wgrad(dy=dy, x=x, ends=torch.tensor(ends))
 
 
+def test_a_group_without_rows_may_begin_past_them() -> None:
+    """The rows of the first group are not padded, so that the second one would begin at row 128."""
+    x, dy = torch.randn(70, 24).bfloat16(), torch.randn(70, 40).bfloat16()
+    check_wgrad(dy=dy, x=x, ends=torch.tensor([67, 67]), align=64)
+    check_wgrad(dy=dy, x=x, ends=torch.tensor([67, 70]), align=128)
+
+
 @pytest.mark.parametrize(
     ("rows", "n", "k", "groups"), [(0, 5, 8, 3), (5, 0, 8, 3), (5, 3, 0, 3), (5, 3, 8, 0)]
 )

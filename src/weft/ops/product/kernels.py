@@ -490,12 +490,14 @@ def _depth(place, sizes, groups, TILE: tl.constexpr, GROUPED: tl.constexpr):
     if GROUPED == "depth":
         START: tl.constexpr = TILE.start_align
         origin, end = group_rows(place.batch, groups, sizes.k)
-        origin = tl.multiple_of(origin.to(tl.int32), START)
-        end = tl.maximum(end.to(tl.int32), origin)
+        length = tl.maximum(end - origin, 0).to(tl.int32)
+        # A group without rows may begin past the last row. It has no steps, but its descriptors must stay inside of K.
+        origin = tl.minimum(origin, sizes.k // START * START).to(tl.int32)
+        origin = tl.multiple_of(origin, START)
         scale_origin = origin
         if TILE.scale_slots:
             scale_origin = (origin // 128 + place.batch.to(tl.int32)) * 128
-        return Depth(origin, end, scale_origin)
+        return Depth(origin, origin + length, scale_origin)
     else:
         return Depth(0, sizes.k, 0)
 
