@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,10 +11,14 @@ import triton
 import triton.language as tl
 import z3
 from triton_loom.prove import Buffer, Contract, cdiv, prove, symbol
+from triton_loom.prove.compiling import ttir_of
 from triton_loom.prove.digits import same
-from triton_loom.prove.lemmas import ordered, range_of
+from triton_loom.prove.lemmas import about_digits, below, ordered, range_of
 from triton_loom.prove.linear import Linear
+from triton_loom.prove.proving import Prover
 from triton_loom.prove.scope import Division, Scope
+from triton_loom.prove.solver import QUICK
+from triton_loom.prove.sums import is_same, undivided
 
 x, y, s = z3.Ints("x y s")
 
@@ -25,6 +30,7 @@ def test_one_product_is_one_unknown() -> None:
     assert Linear().follows([], (x + y) * s == s * y + x * s)
     assert Linear().follows([3 * x * y >= 6], y * x >= 2)
     assert Linear().follows([x * x * y <= 4], y * x * x <= 4)
+    assert Linear().follows([x * y >= 0], y * x >= 0)  # z3 by itself would speak of the signs of both
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,7 @@ def test_one_product_is_one_unknown() -> None:
         ([x * y >= 2], x * y >= 3),
         ([x * y / 4 >= 2], x * y >= 9),
         ([z3.Or(x * y > 0, s > 0)], x * y > 0),
+        ([x >= 0, y >= 0], x * y >= 0),  # as true, and as unknown here
     ],
 )
 def test_what_does_not_follow(facts: list[Any], goal: Any) -> None:
@@ -81,6 +88,45 @@ def test_lemmas_are_true_of_integers() -> None:
     for one, other, factor in product(range(-4, 5), repeat=3):
         for lemma in ordered(z3.IntVal(one), z3.IntVal(other), z3.IntVal(factor)):
             assert z3.is_true(z3.simplify(lemma))
+
+
+def test_lemmas_about_limits_are_true_of_integers() -> None:
+    """A program is taken apart by the number of parts, then by heads, which are what is left of heads times group."""
+    number, rows, heads, parts, group = z3.Ints("number rows heads parts group")
+    q1, r1, q2, r2, q3, r3 = z3.Ints("q1 r1 q2 r2 q3 r3")
+    divisions = [
+        Division(number, parts, q1, r1),
+        Division(heads * group, group, q2, r2),
+        Division(q1, q2, q3, r3),
+    ]
+    lemmas = below([(number, rows * heads * parts)], divisions)
+    assert len(lemmas) == 3  # one for each division: the heads, and the limits of the other two quotients
+    for values in product((-5, 0, 7, 23), (1, 2), (-1, 1, 3), (1, 2), (1, 3)):
+        at = dict(zip((number, rows, heads, parts, group), values, strict=True))
+        at |= {q1: at[number] // at[parts], r1: at[number] % at[parts]}
+        at |= {q2: at[heads], r2: 0}
+        at |= {q3: at[q1] // at[q2], r3: at[q1] % at[q2]}
+        for lemma in lemmas:
+            assert z3.is_true(z3.simplify(z3.substitute(lemma, *((c, z3.IntVal(v)) for c, v in at.items()))))
+
+
+def test_lemmas_about_remainders_are_true_of_integers() -> None:
+    lemmas = about_digits([x % 5 * y, (x % 5) * (y % 2) * s])
+    assert lemmas
+    for values in product(range(-6, 7), (-2, 0, 1, 3), (-1, 0, 2)):
+        at = [(c, z3.IntVal(v)) for c, v in zip((x, y, s), values, strict=True)]
+        assert all(z3.is_true(z3.simplify(z3.substitute(lemma, *at))) for lemma in lemmas)
+
+
+def test_a_stride_is_what_it_is_a_multiple_of() -> None:
+    def shown(known: Any) -> Callable[[Any], bool]:
+        return lambda goal: Linear().follows([known], goal)
+
+    assert is_same(undivided(16 * (s / 16) * x + y, shown(s % 16 == 0)), s * x + y)
+    assert is_same(undivided(32 * (s / 16) * x, shown(s % 16 == 0)), 2 * s * x)
+    for known in (s % 8 == 0, s % 16 == 1, s % 32 >= 0):
+        assert not is_same(undivided(16 * (s / 16) * x, shown(known)), s * x)
+    assert not is_same(undivided(8 * (s / 16) * x, shown(s % 16 == 0)), s * x)
 
 
 # ---- digits ---------------------------------------------------------------------------------------------
@@ -168,6 +214,36 @@ def test_tiles_that_overlap_are_not_proven_apart() -> None:
     assert "proven" not in races_of(overlapping, lambda rows, cols: 2 * tiles(rows, cols), STEP=0)
 
 
+@triton.jit
+def parted(y_ptr, rows, heads, group, parts, LESS: tl.constexpr, LANES: tl.constexpr = 16):
+    """Parts of heads of rows, one after the other in one axis of the grid, to [parts, rows, heads]."""
+    part, row_head = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head, row = row_head % (heads // group), row_head // (heads // group)
+    lane = tl.arange(0, LANES)
+    at = (part * (rows - LESS) + row).to(tl.int64) * heads + head * group + lane
+    tl.store(y_ptr + at, tl.full((LANES,), 1.0, tl.float32), mask=lane < group)
+
+
+@pytest.mark.parametrize(("less", "programs", "right"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_a_grid_is_taken_apart(less: int, programs: int, right: bool) -> None:
+    """With planes that are too small, or a row too many in the grid, the last row of a plane is the next one's."""
+    rows, kv, group, parts = sizes = [symbol(name, 2, 2**9) for name in ("rows", "kv", "group", "parts")]
+    contract = Contract(
+        arguments={
+            "y_ptr": Buffer("f32", parts * (rows + 1) * kv * group),
+            "rows": rows,
+            "heads": kv * group,
+            "group": group,
+            "parts": parts,
+        },
+        grid=((rows + programs) * kv * parts, 1, 1),
+        sizes=tuple(sizes),
+        constants={"LESS": less, "LANES": 16},
+    )
+    (answer,) = Prover(ttir_of(parted, contract), contract, QUICK).meetings()
+    assert (answer.verdict == "proven") == right
+
+
 # ---- what is left out of a question -----------------------------------------------------------------------
 
 
@@ -183,3 +259,15 @@ def test_a_quotient_is_asked_about_with_its_definition() -> None:
     assert asked(x) == set()
     assert asked(division.quotient) == {first}
     assert asked(further.quotient) == {first, second}
+
+
+def test_what_is_near_a_question() -> None:
+    """The definitions of its quotients, and what is said of its own constants; not what leads to other constants."""
+    scope = Scope()
+    one, other = scope.fresh("one"), scope.fresh("other")
+    scope.facts += [one >= 3, one + other == 7, other <= 2]
+    division = scope.divide(other, y)
+    definition = scope.facts[-1]
+    assert scope.near([one]) == [scope.facts[0]]
+    assert set(map(str, scope.near([division.quotient]))) == {"other!2 <= 2", str(definition)}
+    assert len(scope.near([one, division.quotient])) == 4

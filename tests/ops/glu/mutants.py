@@ -137,7 +137,7 @@ _SUM_RUNS: list[tuple[Any, ...]] = [
     ("sums cut to bf16", f"{SUMS}:_sum_runs_kernel", "piece.to(tl.float32)", DOWN_TO_BF16.format("piece"), (f"{B}test_experts_one_by_one[cpu-16]",)),
     ("stripes counted without groups", f"{GROUPS}:stripes_of_group", "first += group", "first += 0", (BIAS_OF,)),
     ("experts begin in padding", f"{GROUPS}:group_rows", "return _begin_after(before, groups.align), end", "return before, end", (BIAS_WIDE,)),
-    ("whole stripes alone", f"{GROUPS}:stripes_of_group", "(end - start + stripe_rows - 1)", "(end - start)", (BIAS_OF,)),
+    ("whole stripes alone", f"{GROUPS}:stripes_of_group", "(tl.maximum(end - start, 0) + stripe_rows - 1)", "tl.maximum(end - start, 0)", (BIAS_OF,)),
 ]  # fmt: skip
 
 LINES: dict[str, list[tuple[Any, ...]]] = {

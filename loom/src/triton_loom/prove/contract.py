@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 from .solver import z3
 
@@ -197,25 +198,37 @@ def constants_of(expressions: Iterable[Any]) -> dict[int, Any]:
     return found
 
 
-# The constants of whole expressions. Facts are asked about with every obligation, and walking through them would take
-# most of the time. An id belongs to an expression for as long as there is one, so the expression is kept with it.
-_remembered: dict[int, tuple[Any, dict[int, Any]]] = {}
+Found = TypeVar("Found")
 _MOST_REMEMBERED = 20_000
 
 
+def remembered(look: Callable[[Any], Found]) -> Callable[[Any], Found]:
+    """What a function finds in an expression is found once: facts are asked about with every obligation, and walking
+    through them would take most of the time. An id belongs to an expression for as long as there is one, so the
+    expression is kept with what was found."""
+    known: dict[int, tuple[Any, Found]] = {}
+
+    @wraps(look)
+    def found_in(expression: Any) -> Found:
+        identity = expression.get_id()
+        if identity in known and known[identity][0].ctx is expression.ctx:
+            return known[identity][1]
+        found = look(expression)
+        if len(known) >= _MOST_REMEMBERED:
+            known.clear()
+        known[identity] = expression, found
+        return found
+
+    return found_in
+
+
+@remembered
 def _constants_in(expression: Any) -> dict[int, Any]:
-    identity = expression.get_id()
-    if identity in _remembered and _remembered[identity][0].ctx is expression.ctx:
-        return _remembered[identity][1]
-    found = {
+    return {
         part.get_id(): part
         for part in parts_of(expression)
         if z3.is_const(part) and part.decl().kind() == z3.Z3_OP_UNINTERPRETED
     }
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _remembered.clear()
-    _remembered[identity] = expression, found
-    return found
 
 
 def parts_of(expression: Any) -> Iterator[Any]:

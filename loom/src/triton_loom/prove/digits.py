@@ -8,15 +8,15 @@ shown so far is all that the next ones may use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
 from .contract import constants_of
-from .lemmas import ordered, product, without
+from .lemmas import about_digits, monomials, ordered
 from .linear import Linear
-from .solver import z3
-from .sums import Terms, is_same, sum_of, terms_of
+from .solver import Solution, z3
+from .sums import Terms, is_same, product, sum_of, terms_of, undivided, without
 
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
 
@@ -24,8 +24,14 @@ Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
 def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins) -> bool:
     """Whether it follows from the facts, if both offsets are equal, that the programs are."""
     steps = _Steps(facts, twins)
-    steps.peel(*offsets)
-    return steps.shown(z3.And(*(one == z3.substitute(other, *steps.found) for one, other in programs)))
+    one, other = (undivided(offset, steps.shown) for offset in offsets)
+    steps.peel(one, other)
+    goal = z3.And(*(mine == theirs for mine, theirs in programs))
+    if steps.shown(steps.now(goal)):
+        return True
+    # All digits are the same. What they were made of is then to be found, which is in vain where they are not.
+    resolved = is_same(steps.now(one), steps.now(other))
+    return resolved and steps.settle(steps.multiplied()) and steps.shown(steps.now(goal))
 
 
 class _Steps:
@@ -40,7 +46,10 @@ class _Steps:
 
     def shown(self, goal: Any, lemmas: Sequence[Any] = ()) -> bool:
         """Whether a goal follows from what is known."""
-        return self._linear.follows([*self.facts, *lemmas], goal)
+        return self._asked(goal, lemmas).verdict == "proven"
+
+    def _asked(self, goal: Any, lemmas: Sequence[Any] = ()) -> Solution:
+        return self._linear.asked([*self.facts, *lemmas], goal)
 
     def peel(self, one: Any, other: Any) -> None:
         """All that follows from the equality of two expressions, one after the other of what they have multiples of."""
@@ -57,22 +66,53 @@ class _Steps:
                 self.peel(one - high * whole, other - high_2 * whole)
                 return
 
+    def now(self, e: Any) -> Any:
+        """An expression with what is the same in both programs replaced."""
+        return z3.substitute(e, *self.found) if self.found else e
+
+    def multiplied(self) -> dict[int, Any]:
+        """The constants in products, which are not known to be equal before what is equal in them is replaced."""
+        return constants_of(
+            [factor for fact in self.facts for factors in monomials(fact).values() for factor in factors]
+        )
+
+    def settle(self, among: Mapping[int, Any]) -> bool:
+        """Replace those of some constants that are the same in both programs, until none is left; whether one was."""
+        pairs = [pair for pair in self.twins if z3.is_int(pair[0]) and pair[1].get_id() in among]
+        same = self._equal(pairs)
+        if not same:
+            return False
+        self.twins = [pair for pair in self.twins if not any(pair[1].eq(theirs) for _, theirs in same)]
+        renamed = [(theirs, mine) for mine, theirs in same]
+        self.found += renamed
+        self.facts = [z3.substitute(fact, *renamed) for fact in self.facts]
+        self.settle(among)  # products that were different are the same now
+        return True
+
+    def _equal(self, pairs: Twins) -> Twins:
+        """The pairs whose constants are shown to be equal. An example in which some are not takes these away together:
+        there are fewer questions than pairs."""
+        open_ = list(pairs)
+        if (
+            not open_
+            or self._asked(z3.Or(*(one == other for one, other in open_))).verdict == "counterexample"
+        ):
+            return []
+        while open_:
+            solution = self._asked(z3.And(*(one == other for one, other in open_)))
+            if solution.verdict == "proven":
+                return open_
+            if solution.verdict == "unknown":
+                return [(one, other) for one, other in open_ if self.shown(one == other)]
+            open_ = [(one, other) for one, other in open_ if solution.value(one) == solution.value(other)]
+        return []
+
     def _learn(self, one: Any, other: Any) -> tuple[Any, Any]:
         """Add that two expressions are equal, and replace what is the same in both by that."""
-        one, other = (z3.substitute(e, *self.found) if self.found else e for e in (one, other))
-        self.facts.append(one == other)
-        names = constants_of([one, other])
-        again = True
-        while again:
-            again = False
-            for mine, theirs in list(self.twins):
-                if theirs.get_id() in names and z3.is_int(mine) and self.shown(mine == theirs):
-                    self.twins.remove((mine, theirs))
-                    self.found.append((theirs, mine))
-                    self.facts = [z3.substitute(fact, (theirs, mine)) for fact in self.facts]
-                    other = z3.substitute(other, (theirs, mine))
-                    again = True
-        return z3.simplify(one, som=True), z3.simplify(other, som=True)
+        one, other = self.now(one), self.now(other)
+        self.facts += [one == other, *about_digits([one, other])]
+        self.settle(constants_of([one, other]))
+        return z3.simplify(one, som=True), z3.simplify(self.now(other), som=True)
 
     def _is_shared(self, e: Any) -> bool:
         return self._local.isdisjoint(constants_of([e]))
@@ -108,8 +148,8 @@ class _Steps:
                 ratio = _ratio(terms, size)
                 found += [] if ratio is None else [(ratio[0], [*own, *ratio[1]])]
             else:
-                having = [(n, factors) for n, factors in terms if any(f.eq(size) for f in factors)]
-                found += [(n, [*own, *without(factors, size)]) for n, factors in having]
+                having = [(n, without(factors, [size])) for n, factors in terms]
+                found += [(n, [*own, *rest]) for n, rest in having if rest is not None]
         return found
 
 
@@ -118,9 +158,7 @@ def _ratio(terms: Terms, size: Any) -> tuple[int, list[Any]] | None:
     whole = sum_of(terms)
     first, least = terms_of(size)[0]
     for number, factors in terms:
-        rest: list[Any] | None = list(factors)
-        for factor in least:
-            rest = without(rest, factor) if rest is not None and any(f.eq(factor) for f in rest) else None
+        rest = without(factors, least)
         if (
             rest is not None
             and number % first == 0

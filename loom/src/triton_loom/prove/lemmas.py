@@ -10,86 +10,65 @@ The last follows from the second, stated for the two quotients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
-from .contract import parts_of
+from .contract import parts_of, remembered
 from .scope import Division
 from .solver import z3
+from .sums import factors_of, product, quotient_of, without
 
-Monomial = tuple[Any, ...]
+Monomials = dict[tuple[str, ...], list[Any]]  # factors in the order of their texts, and these texts
 _MOST = 400  # pairs of factors; more would not help
 
+text_of = remembered(str)
 
-def monomials(expression: Any) -> list[Monomial]:
+
+@remembered
+def monomials(expression: Any) -> Monomials:
     """The products of two or more factors that are not numbers in an expression written as a sum of products."""
-    found = []
+    found = {}
     for part in parts_of(z3.simplify(expression, som=True)):
-        factors = factors_of(part) if z3.is_mul(part) else []
+        factors = sorted(factors_of(part), key=text_of) if z3.is_mul(part) else []
         if len(factors) > 1:
-            found.append(tuple(sorted(factors, key=str)))
+            found[tuple(map(text_of, factors))] = factors
     return found
 
 
-def factors_of(part: Any) -> list[Any]:
-    """The factors of a product that are not numbers."""
-    if z3.is_mul(part):
-        return [factor for child in part.children() for factor in factors_of(child)]
-    if part.decl().kind() == z3.Z3_OP_POWER and z3.is_int_value(part.arg(1)):
-        return [part.arg(0)] * part.arg(1).as_long()
-    return [] if z3.is_int_value(part) else [part]
-
-
-def product(factors: Sequence[Any]) -> Any:
-    """Of any number of factors."""
-    result = z3.IntVal(1) if not factors else factors[0]
-    for factor in factors[1:]:
-        result = result * factor
-    return result
-
-
-def without(factors: Sequence[Any], factor: Any) -> list[Any]:
-    """The factors but one."""
-    at = next(i for i, other in enumerate(factors) if other.eq(factor))
-    return [*factors[:at], *factors[at + 1 :]]
-
-
-def _all_monomials(expressions: Iterable[Any]) -> list[Monomial]:
-    found = {}
+def _all_monomials(expressions: Iterable[Any]) -> Monomials:
+    found: Monomials = {}
     for expression in expressions:
-        for factors in monomials(expression):
-            found[tuple(map(str, factors))] = factors
-    return [found[key] for key in sorted(found)]
+        found |= monomials(expression)
+    return {key: found[key] for key in sorted(found)}
 
 
 def about_quotients(expressions: Iterable[Any], divisions: Iterable[Division]) -> list[Any]:
     """How large quotients are, and products with them."""
     everything = list(expressions)
-    products = _all_monomials(everything)
+    products = list(_all_monomials(everything).values())
     lemmas, limits = [], []
     for d in divisions:
         divisor = z3.simplify(d.b, som=True)
         parts = factors_of(divisor) if z3.is_mul(divisor) else [divisor]
-        others: dict[str, Any] = {}
+        others: dict[tuple[str, ...], Any] = {}
         for factors in products:
-            rest: list[Any] | None = list(factors)
-            for part in parts:
-                rest = without(rest, part) if rest is not None and any(f.eq(part) for f in rest) else None
+            rest = without(factors, parts)
             if rest and not any(f.eq(d.quotient) for f in rest):
-                others[str(rest)] = product(rest)
+                others[tuple(map(text_of, rest))] = product(rest)
         for limit in others.values():
             lemmas.append(z3.Implies(z3.And(d.b > 0, d.a < limit * d.b), d.quotient + 1 <= limit))
             limits.append((d.quotient, limit))
         lemmas += range_of(d)
     for factors in products:
         for quotient, limit in limits:
-            if any(f.eq(quotient) for f in factors):
-                rest_ = product(without(factors, quotient))
+            beside = without(factors, [quotient])
+            if beside is not None:
+                times = product(beside)
                 lemmas += [
                     z3.Implies(
-                        z3.And(quotient + 1 <= limit, rest_ >= 0), quotient * rest_ + rest_ <= limit * rest_
+                        z3.And(quotient + 1 <= limit, times >= 0), quotient * times + times <= limit * times
                     ),
-                    z3.Implies(z3.And(quotient >= 0, rest_ >= 0), quotient * rest_ >= 0),
+                    z3.Implies(z3.And(quotient >= 0, times >= 0), quotient * times >= 0),
                 ]
     return lemmas
 
@@ -100,21 +79,59 @@ def range_of(division: Division) -> list[Any]:
     return [z3.Implies(natural, division.quotient >= 0), z3.Implies(natural, division.quotient <= division.a)]
 
 
+def below(limits: Iterable[tuple[Any, Any]], divisions: Sequence[Division]) -> list[Any]:
+    """What quotients are below, from what is divided by factors of its limit, and from one quotient to the next: as
+    the number of a program in a grid of rows * heads * parts is taken apart by parts, then by heads. A divisor that is
+    itself the quotient of a product and some of its factors is what these leave."""
+    lemmas = []
+    exact: dict[int, Any] = {}
+    for d in divisions:
+        known = quotient_of(d.a, d.b)
+        if known is not None:
+            exact[d.quotient.get_id()] = known
+            lemmas.append(z3.Implies(d.b > 0, z3.And(d.quotient == known, d.remainder == 0)))
+    waiting = list(limits)
+    while waiting:
+        value, limit = waiting.pop()
+        for d in divisions:
+            by = exact.get(d.b.get_id(), d.b)
+            rest = quotient_of(limit, by) if d.a.eq(value) else None
+            if rest is not None:
+                lemmas.append(
+                    z3.Implies(z3.And(d.b == by, by > 0, value < rest * by), d.quotient + 1 <= rest)
+                )
+                waiting.append((d.quotient, rest))
+    return lemmas
+
+
+def about_digits(expressions: Iterable[Any]) -> list[Any]:
+    """How large products with a remainder by a number are: those of head % 8 and a size are 0 to 7 times the size."""
+    lemmas = []
+    for factors in _all_monomials(expressions).values():
+        for factor in factors:
+            if z3.is_mod(factor) and z3.is_int_value(factor.arg(1)) and factor.arg(1).as_long() > 0:
+                times = product(without(factors, [factor]) or [])
+                most = (factor.arg(1).as_long() - 1) * times
+                lemmas.append(z3.Implies(times >= 0, z3.And(factor * times >= 0, factor * times <= most)))
+    return lemmas
+
+
 def about_products(expressions: Iterable[Any]) -> list[Any]:
     """Products with a common factor are in the order of their other factors."""
-    by_factor: dict[str, tuple[Any, dict[str, Any]]] = {}
-    for factors in _all_monomials(expressions):
-        for factor in factors:
-            other = product(without(factors, factor))
-            by_factor.setdefault(str(factor), (factor, {}))[1][str(other)] = other
+    by_factor: dict[str, tuple[Any, dict[tuple[str, ...], Any]]] = {}
+    for texts, factors in _all_monomials(expressions).items():
+        for at, factor in enumerate(factors):
+            others = factors[:at] + factors[at + 1 :]
+            key = texts[:at] + texts[at + 1 :]
+            by_factor.setdefault(texts[at], (factor, {}))[1][key] = product(others)
     lemmas = []
-    for factor, others in by_factor.values():
-        for other in others.values():
+    for factor, multiplied in by_factor.values():
+        for other in multiplied.values():
             lemmas += [
                 z3.Implies(z3.And(other >= 0, factor >= 0), other * factor >= 0),
                 z3.Implies(z3.And(other >= 1, factor >= 0), other * factor >= factor),
             ]
-        for a, b in list(combinations(others.values(), 2))[:_MOST]:
+        for a, b in islice(combinations(multiplied.values(), 2), _MOST):
             lemmas += [*ordered(a, b, factor), *ordered(b, a, factor)]
     return lemmas
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .lemmas import factors_of
-from .solver import QUICK, ask, z3
+from .solver import QUICK, Solution, ask, z3
+from .sums import factors_of
 
 
 class Linear:
@@ -23,16 +23,25 @@ class Linear:
         self._kept: list[Any] = []  # ids are those of expressions that are alive
 
     def __call__(self, expression: Any) -> Any:
-        """An expression without products of unknowns."""
+        """An expression without products of unknowns. Conditions are not simplified, only what they compare: z3 would
+        write a product that is not negative as four cases of its factors."""
         identity = expression.get_id()
         if identity not in self._whole:
             self._kept.append(expression)
-            self._whole[identity] = self._visited(z3.simplify(expression, som=True))
+            if z3.is_bool(expression):
+                pairs = [(child, self(child)) for child in expression.children()]
+                self._whole[identity] = _with(expression, pairs)
+            else:
+                self._whole[identity] = self._visited(z3.simplify(expression, som=True))
         return self._whole[identity]
 
     def follows(self, facts: Iterable[Any], goal: Any, effort: int = QUICK) -> bool:
         """Whether a goal is proven without anything about products but what the facts say of them."""
-        return ask([self(fact) for fact in facts], self(goal), effort).verdict == "proven"
+        return self.asked(facts, goal, effort).verdict == "proven"
+
+    def asked(self, facts: Iterable[Any], goal: Any, effort: int = QUICK) -> Solution:
+        """Whether a goal is proven. A counterexample may be none: its numbers for products need not be products."""
+        return ask([self(fact) for fact in facts], self(goal), effort)
 
     def _visited(self, e: Any) -> Any:
         identity = e.get_id()
@@ -46,9 +55,7 @@ class Linear:
             factors = factors_of(e)
             if len(factors) > 1:
                 return self._number(e) * self._unknown(factors)
-        pairs = [(child, self._visited(child)) for child in e.children()]
-        changed = [(old, new) for old, new in pairs if not old.eq(new)]
-        return z3.substitute(e, *changed) if changed else e
+        return _with(e, [(child, self._visited(child)) for child in e.children()])
 
     def _unknown(self, factors: Sequence[Any]) -> Any:
         self._kept += factors
@@ -68,3 +75,9 @@ class Linear:
             elif z3.is_mul(child):
                 number *= self._number(child).as_long()
         return z3.IntVal(number)
+
+
+def _with(e: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """An expression with other children."""
+    changed = [(old, new) for old, new in pairs if not old.eq(new)]
+    return z3.substitute(e, *changed) if changed else e

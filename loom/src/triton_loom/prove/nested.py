@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from .lemmas import without
 from .solver import z3
-from .sums import Terms, sum_of, terms_of
+from .sums import Terms, sum_of, terms_of, undivided, without
 
 Shown = Callable[[Any], bool]
 Term = tuple[int, list[Any]]
@@ -22,11 +21,11 @@ Term = tuple[int, list[Any]]
 
 def inside(offset: Any, extent: Any, shown: Shown) -> bool:
     """Whether an offset is shown to be at least 0 and below the extent."""
-    terms = terms_of(z3.simplify(extent, som=True))
-    if len(terms) > 1:  # a sum: nothing to take apart
+    whole = z3.simplify(extent)
+    if z3.is_add(whole):  # nothing to take apart
         return False
-    number, factors = terms[0]
-    return _inside(terms_of(z3.simplify(offset, som=True)), number, factors, shown)
+    ((number, factors),) = terms_of(whole)
+    return _inside(terms_of(undivided(offset, shown)), number, factors, shown)
 
 
 def _inside(offset: Terms, number: int, factors: list[Any], shown: Shown) -> bool:
@@ -60,9 +59,7 @@ def _taken_apart(offset: Terms, size: Term) -> Iterator[tuple[Terms, Terms]]:
     alone: Terms = []
     number, factors = size
     for times, own in offset:
-        rest: list[Any] | None = list(own)
-        for factor in factors:
-            rest = without(rest, factor) if rest is not None and any(f.eq(factor) for f in rest) else None
+        rest = without(own, factors)
         if not own and number > 1:  # a number
             high.append((times // number, []))
             low.append((times % number, []))

@@ -12,7 +12,7 @@ from .answers import Answer, Example, Report
 from .contract import Bool, Buffer, Contract, constants_of
 from .digits import same
 from .evaluate import Evaluator
-from .lemmas import about_products, about_quotients, range_of
+from .lemmas import about_products, about_quotients, below, range_of
 from .linear import Linear
 from .nested import inside
 from .obligations import Obligation, Question, question
@@ -40,6 +40,12 @@ class Prover:
         found = [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
         names = constants_of([*found, goal]).keys()
         return found + [fact for fact in self._learned if constants_of([fact]).keys() <= names]
+
+    def nearly(self, more: Sequence[Bool], goal: Bool) -> bool:
+        """Whether what is known of a goal's own constants is enough. In kernels with loops that is a small part of what
+        could be used, and asked soon."""
+        facts = [self._whole, *more, *self.evaluator.scope.near([self._whole, *more, goal])]
+        return self._soon(facts, goal, QUICK // 4)
 
     def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
@@ -81,6 +87,8 @@ class Prover:
         facts = self.facts(o.assuming, o.goal)
         if o.kind == "reached":
             return self._reached(o, facts)
+        if self.nearly(o.assuming, o.goal):
+            return Answer(o.kind, o.what, o.place, "proven")
         for goal in o.stronger:
             solution = self.solve(self.facts(o.assuming, goal), goal)
             if solution.verdict == "proven":
@@ -102,13 +110,17 @@ class Prover:
         if ask(facts, o.goal, QUICK // 8).verdict != "unknown":
             return False
         assert o.within is not None
-        return inside(*o.within, lambda goal: self.soon(self.facts(o.assuming, goal), goal))
+        return inside(*o.within, lambda goal: self.soon(o.assuming, goal))
 
-    def soon(self, facts: Sequence[Bool], goal: Bool) -> bool:
-        """Whether a goal is proven with little effort: as it is, or with lemmas in place of products."""
-        key = ("soon", goal.get_id(), *sorted({fact.get_id() for fact in facts}))
+    def soon(self, more: Sequence[Bool], goal: Bool) -> bool:
+        """Whether a goal is proven with little effort."""
+        return self.nearly(more, goal) or self._soon(self.facts(more, goal), goal, QUICK // 2)
+
+    def _soon(self, facts: Sequence[Bool], goal: Bool, effort: int) -> bool:
+        """As it is, or with lemmas in place of products."""
+        key = ("soon", effort, goal.get_id(), *sorted({fact.get_id() for fact in facts}))
         if key not in self._solved:
-            solution = ask(facts, goal, QUICK // 2)
+            solution = ask(facts, goal, effort)
             if solution.verdict == "unknown":
                 lemmas = [lemma for make in self._lemmas(facts, goal).values() for lemma in make()]
                 shown = Linear().follows([*facts, *lemmas], goal)
@@ -170,6 +182,12 @@ class Prover:
         known = [b > 0 for b in divisors.values() if self.solve(facts, b > 0).verdict == "proven"]
         known += [lemma for d in divisions for lemma in range_of(d)]
         programs = list(zip(self.evaluator.programs, pair.second, strict=True))
+        grid = [
+            (number, size)
+            for both in zip(*programs, strict=True)
+            for number, size in zip(both, self.evaluator.grid, strict=True)
+        ]
+        known += below(grid, divisions)
         return same([*facts, *known], pair.offsets, programs, pair.twins)
 
     def apart(self, o: Obligation) -> bool:

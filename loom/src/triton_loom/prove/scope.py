@@ -167,6 +167,21 @@ class Scope:
                 return chosen
             waiting = rest
 
+    def near(self, expressions: Iterable[Any]) -> list[Bool]:
+        """The facts about the constants of the expressions and of the quotients among them alone: a few of `relevant`,
+        which are often enough."""
+        reached = {i for i in constants_of(expressions) if i in self.made}
+        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
+        again = True
+        while again:
+            defining = [
+                n for fact, n in waiting if not reached.isdisjoint(self._defined.get(fact.get_id(), ()))
+            ]
+            more = set().union(*defining) - reached
+            again = bool(more)
+            reached |= more
+        return [fact for fact, names in waiting if names <= reached]
+
 
 def integer(value: Any) -> Int:
     """A number of z3's."""

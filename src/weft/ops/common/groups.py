@@ -186,7 +186,7 @@ def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
     first = start // stripe_rows
     if RELATIVE:
         first += group
-    return first, first + (end - start + stripe_rows - 1) // stripe_rows  # none without rows
+    return first, first + (tl.maximum(end - start, 0) + stripe_rows - 1) // stripe_rows
 
 
 @triton.jit
