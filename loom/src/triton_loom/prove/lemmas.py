@@ -84,7 +84,7 @@ def below(limits: Iterable[tuple[Any, Any]], divisions: Sequence[Division]) -> l
     the number of a program in a grid of rows * heads * parts is taken apart by parts, then by heads. A divisor that is
     itself the quotient of a product and some of its factors is what these leave."""
     lemmas = []
-    exact: dict[int, Any] = {}
+    exact: dict[int, z3.ArithRef] = {}
     for d in divisions:
         known = quotient_of(d.a, d.b)
         if known is not None:
