@@ -1,8 +1,9 @@
 """From launches with numbers to contracts with sizes: "it worked for these; for which does it not?"
 
 A launch is recorded with its tensors, integers and grid. Every extent of a tensor becomes a size; an integer or an axis
-of the grid that is that extent, a product of two, or the number of tiles that cover it, becomes that of the size. What
-is found so is a guess, and printed as such. It is a good one where the extents of a launch are different numbers.
+of the grid that is that extent, a product of two, the number of tiles that cover it, or a constant times it, becomes
+that of the size. What is found so is a guess, and printed as such. It is a good one where the extents of a launch are
+different numbers. What callers ensure beyond that can be added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement
 from typing import Any
 
-from .contract import Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
+from .contract import Bool, Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
 from .solver import z3
 
 _ELEMENTS = {
@@ -73,7 +74,7 @@ class _Sizes:
     tiles: Sequence[int] = ()  # constants that may be tiles
 
     def meaning(self, number: int) -> Int:
-        """A number as a size, a product of sizes, a number of tiles, or itself."""
+        """A number as a size, a product of sizes, a number of tiles, a constant times a size, or itself."""
         if number <= 1:
             return number
         if number in self.symbols:
@@ -85,6 +86,10 @@ class _Sizes:
             for tile in self.tiles:
                 if tile > 1 and cdiv(value, tile) == number:
                     return cdiv(size, tile)
+        for value, size in self.symbols.items():
+            for times in self.tiles:
+                if times * value == number:
+                    return times * size
         for one, size in self.symbols.items():
             for other, second in self.symbols.items():
                 for tile in self.tiles:
@@ -92,9 +97,21 @@ class _Sizes:
                         return cdiv(size, tile) * second
         return number
 
+    def ensured(self, by_callers: Ensured) -> tuple[Bool, ...]:
+        """What callers ensure of the sizes, which has to hold of the launch too."""
+        found = tuple(by_callers({size.name: size for size in self.symbols.values()}))
+        numbers = [(size, z3.IntVal(value)) for value, size in self.symbols.items()]
+        for condition in found:
+            if not z3.is_true(z3.simplify(z3.substitute(condition, *numbers))):
+                raise ContractError(f"{condition} does not hold of the launch that was recorded")
+        return found
 
-def generalised(launch: Launch, most: int = 2**31 - 1) -> Contract:
-    """The launches that are like this one, of other sizes."""
+
+Ensured = Callable[[Mapping[str, Symbol]], Sequence[Bool]]  # of sizes by their names
+
+
+def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda sizes: ()) -> Contract:
+    """The launches that are like this one, of other sizes. What callers ensure of the sizes may be given."""
     import torch
 
     parameters = {p.name: p for p in launch.kernel.params}
@@ -117,7 +134,11 @@ def generalised(launch: Launch, most: int = 2**31 - 1) -> Contract:
             arguments[name] = value if value is None or isinstance(value, bool | float) else None
     grid = tuple(sizes.meaning(axis) for axis in launch.grid)
     return Contract.of(
-        grid=grid, arguments=arguments, constants=constants, sizes=tuple(sizes.symbols.values())
+        grid=grid,
+        arguments=arguments,
+        constants=constants,
+        sizes=tuple(sizes.symbols.values()),
+        assumptions=sizes.ensured(ensured),
     )
 
 
@@ -166,6 +187,12 @@ def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
     return lambda v: z3.And(least <= v, v < limit)
 
 
+def fixed(contract: Contract) -> dict[str, Any]:
+    """The numbers above 1 that a kernel is given and that are no sizes: of these alone something is proven."""
+    given = {**contract.arguments, **contract.constants}
+    return {name: value for name, value in given.items() if type(value) is int and value > 1}
+
+
 def described(contract: Contract) -> str:
     """A contract in a few lines, for a person to agree with or not."""
 
@@ -173,6 +200,7 @@ def described(contract: Contract) -> str:
         return " ".join(str(value).split())
 
     lines = [f"sizes: {', '.join(f'{s.low} <= {s.name} <= {s.high}' for s in contract.sizes) or 'none'}"]
+    lines += [f"with {text(assumption)}" for assumption in contract.assumptions]
     lines.append(f"grid: ({', '.join(map(text, contract.grid))})")
     for name, value in contract.arguments.items():
         if isinstance(value, Buffer):
