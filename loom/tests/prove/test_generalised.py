@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
+import z3
 from triton_loom.prove import ContractError, prove
 from triton_loom.prove.recording import Launch, described, fixed, generalised, recorded
 
@@ -82,6 +83,31 @@ def test_a_constant_times_a_size() -> None:
     contract = generalised(launches[0])
     assert str(contract.grid[0]) == "2*length"
     assert prove(rotate_tokens, contract).verdict == "proven"
+
+
+@triton.jit
+def look_up(index_ptr, table_ptr, y_ptr, MARK: tl.constexpr, PLACES: tl.constexpr):
+    row = tl.program_id(0)
+    index = tl.load(index_ptr + row)
+    if index != MARK:
+        tl.store(y_ptr + row, tl.load(table_ptr + index))
+
+
+@pytest.mark.parametrize(
+    ("index", "places", "assumed", "verdict"),
+    [
+        ([0, 5, 8], 4, "And(v >= 0, size_11 > v)", "proven"),  # below the next size
+        ([2, 5, 8], 9, "And(v >= 0, v < 9)", "counterexample"),  # all that are below a constant
+        ([2, 5, 11], 4, "And(v >= 0, v < size_11 + 1)", "counterexample"),  # up to a size, as offsets are
+        ([4, -100, 8], 4, "Or(v == -100, And(v >= 0, size_11 > v))", "proven"),  # a mark
+        ([4, -7, -3], 4, "And(v >= -7, size_11 > v)", "counterexample"),
+    ],
+)
+def test_what_is_assumed_of_memory(index: list[int], places: int, assumed: str, verdict: str) -> None:
+    arguments = {"index_ptr": torch.tensor(index), "table_ptr": torch.randn(11), "y_ptr": torch.empty(3)}
+    contract = generalised(Launch(look_up, (3, 1, 1), {**arguments, "MARK": -100, "PLACES": places}))
+    assert str(contract.arguments["index_ptr"].values(z3.Int("v"))) == assumed
+    assert prove(look_up, contract).verdict == verdict
 
 
 def test_kernels_of_liger() -> None:

@@ -74,8 +74,9 @@ class _Sizes:
     tiles: Sequence[int] = ()  # constants that may be tiles
 
     def meaning(self, number: int) -> Int:
-        """A number as a size, a product of sizes, a number of tiles, a constant times a size, or itself."""
-        if number <= 1:
+        """A number as a size, a product of sizes, a number of tiles, a constant times a size, or itself. One that is a
+        constant of the kernel is itself."""
+        if number <= 1 or number in self.tiles:
             return number
         if number in self.symbols:
             return self.symbols[number]
@@ -180,11 +181,18 @@ def _buffer(tensor: Any, sizes: _Sizes) -> Buffer:
 
 
 def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
-    """What was in an integer tensor: from its least number up to the next size above its greatest."""
+    """What was in an integer tensor: numbers from 0 up to a size that is the greatest of them, or else below the
+    constant or size that comes next; and negative ones down to the least, or the only one, which marks something."""
     least, greatest = int(tensor.min()), int(tensor.max())
-    above = min((value for value in sizes.symbols if value > greatest), default=None)
-    limit = sizes.symbols[above] if above is not None else greatest + 1
-    return lambda v: z3.And(least <= v, v < limit)
+    if greatest in sizes.symbols:
+        limit = sizes.symbols[greatest] + 1
+    else:
+        known = sizes.symbols if greatest + 1 not in sizes.tiles else {}
+        above = min((value for value in known if value > greatest), default=None)
+        limit = sizes.symbols[above] if above is not None else greatest + 1
+    if least < 0 and int(tensor[tensor < 0].max()) == least:
+        return lambda v: z3.Or(v == least, z3.And(v >= 0, v < limit))
+    return lambda v: z3.And(v >= min(least, 0), v < limit)
 
 
 def fixed(contract: Contract) -> dict[str, Any]:
