@@ -94,6 +94,11 @@ EXAMINED: dict[tuple[str, ...], Examined] = {
         "The offset of a token's row has 32 bits: it wraps if there are more than 2<sup>31</sup> elements, as 524,289 "
         "tokens of 4096 have.",
     ),
+    ("liger", "_fused_(up|down)_proj_.*|_moe_bwd_(down_proj|dX_expanded)_kernel", "race"): Examined(
+        False,
+        "Tiles begin at different rows, which the kernel that makes their list sees to. The contract allows a list in "
+        "which two begin at the same.",
+    ),
 }
 
 PAGE = DOCS / "proven.md"
@@ -115,10 +120,13 @@ become symbols, the **sizes**: from 1 up to the limit given, or to 2<sup>31</sup
 grid that were such an extent, a product of two, a number of tiles or a constant times one become that of the symbols.
 All other numbers stay what they were in the test: **fixed** has those that the kernel is given, and an extent that
 equals one of its constants is fixed with it. **Assumed** is what callers ensure of the sizes, read from their code, and
-what is taken for granted of integers in memory. The whole contract of every kernel is in [proven.json](proven.json).
+of how many tensors it is taken for granted which integers are in them. [proven.json](proven.json) has that in words,
+and the whole contract of every kernel. Where the **grid** is a number, races were looked for among so many programs;
+where it is 1 there are none to look for.
 
 - **accesses**: loads, stores and atomics, counted twice where Triton makes a kernel for 32 and one for 64-bit integers.
 - **proven**: every obligation is, [of all kinds](prove.md#what-is-asked): bounds, overflow, races and so on.
+- **one size**: the same, but all sizes are constants of the kernel: it is proven for those of the test alone.
 - **hazard**: a counterexample at sizes that a caller may give. **too wide**: the contract allows sizes that no caller
   gives. Below the table is what each of them is, and whether the sanitizer has confirmed it by a launch.
 - **unknown**: of some obligations, so many, the solver found neither a proof nor a counterexample.
@@ -145,15 +153,18 @@ def proof_of(project: str, kernel: str, launch: Any, test: str) -> Proof:
         return unanswered(
             test, "its expressions are nested too deeply for the prover, as those of a sort are"
         )
+    numbers = fixed(contract)
     return {
         "test": test,
         "verdict": report.verdict,
         "why": "",
         "seconds": round(time.perf_counter() - begun, 1),
-        "sizes": {size.name: size.high for size in contract.sizes},
-        "fixed": fixed(contract),
+        "sizes": {size.name: size.high for size in contract.sizes if size.name not in numbers},
+        "grid": [" ".join(str(axis).split()) for axis in contract.grid],
+        "fixed": numbers,
         "contract": [line.strip() for line in described(contract).split("\n")],
-        "assumed": [*(" ".join(str(each).split()) for each in contract.assumptions), *report.assumed],
+        "ensured": [" ".join(str(each).split()) for each in contract.assumptions],
+        "assumed": list(report.assumed),
         "accesses": len(report.of("bounds")),
         "obligations": Counter(answer.verdict for answer in report.answers),
         "open": [
@@ -184,6 +195,8 @@ def examined(project: Project, kernel: str, kind: str) -> Examined | None:
 
 def judged(project: Project, kernel: str, proof: Proof) -> str:
     """A proof in a word or two: a hazard counts more than a contract that is too wide."""
+    if proof["verdict"] == "proven" and not proof["sizes"]:
+        return "one size"
     if proof["verdict"] != "counterexample":
         return {"none": "no answer"}.get(proof["verdict"], str(proof["verdict"]))
     known = [examined(project, kernel, kind) for kind in _refuted(proof)]
@@ -217,24 +230,27 @@ def unexplained(project: Project, proofs: dict[str, Proof]) -> list[str]:
 def table_of(project: Project, proofs: dict[str, Proof]) -> str:
     """A row for each kernel, then what is not proven and why."""
     lines = [
-        "| kernel | accesses | | sizes | fixed | assumed | s |",
-        "| --- | ---: | --- | --- | --- | --- | ---: |",
+        "| kernel | accesses | | sizes | grid | fixed | assumed | s |",
+        "| --- | ---: | --- | --- | --- | --- | --- | ---: |",
     ]
     for kernel, proof in sorted(proofs.items()):
         verdict = judged(project, kernel, proof)
         if verdict == "unknown":
             verdict = f"unknown: {proof['obligations']['unknown']} of {sum(proof['obligations'].values())}"
         cells = [f"`{kernel}`", proof.get("accesses", ""), verdict, *_numbers(proof)]
-        cells += ["; ".join(proof.get("assumed", ())), f"{proof['seconds']:.0f}"]
+        memory = [f"{len(proof['assumed'])} of memory"] if proof.get("assumed") else []
+        cells += ["; ".join([*proof.get("ensured", ()), *memory]), f"{proof['seconds']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, "", *_explained(project, proofs)])
 
 
-def _numbers(proof: Proof) -> tuple[str, str]:
-    """What was a symbol, and what was not."""
+def _numbers(proof: Proof) -> tuple[str, str, str]:
+    """What was a symbol, the programs of a launch, and what was no symbol."""
     most = 2**31 - 1
     sizes = [f"{name} ≤ {high}" if high != most else name for name, high in proof.get("sizes", {}).items()]
-    return ", ".join(sizes), ", ".join(f"{name} = {value}" for name, value in proof.get("fixed", {}).items())
+    fixed = [f"{name} = {value}" for name, value in proof.get("fixed", {}).items()]
+    axes = [axis for axis in proof.get("grid", ()) if axis != "1"] or ["1"]
+    return ", ".join(sizes), f"`{' x '.join(axes)}`", ", ".join(fixed)
 
 
 def _explained(project: Project, proofs: dict[str, Proof]) -> list[str]:
@@ -258,7 +274,7 @@ def _explained(project: Project, proofs: dict[str, Proof]) -> list[str]:
 
 def totals(projects: Iterable[tuple[Project, dict[str, Proof]]]) -> str:
     """A row for each project."""
-    columns = ("proven", "hazard", "too wide", "unknown", "no answer")
+    columns = ("proven", "one size", "hazard", "too wide", "unknown", "no answer")
     lines = [
         f"| project | version | kernels | {' | '.join(columns)} | accesses | s |",
         f"| --- | --- | {' | '.join('---:' for _ in range(len(columns) + 3))} |",

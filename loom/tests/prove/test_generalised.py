@@ -58,6 +58,8 @@ def test_a_guess_that_is_too_wide_is_not_proven(launch: Launch) -> None:
 def test_what_callers_ensure(launch: Launch) -> None:
     contract = generalised(launch, ensured=of_groups)
     assert "with size_21 == 3*size_7" in described(contract)
+    assert fixed(contract) == {"GROUP": 3, "BLOCK": 64}
+    assert fixed(generalised(launch, ensured=lambda s: [s["size_7"] == 7]))["size_7"] == 7
     assert prove(launch.kernel, contract).verdict == "proven"
     # One row more than there are groups of is one too many.
     wider = generalised(launch, ensured=lambda s: [s["size_21"] <= 3 * s["size_7"] + 1])

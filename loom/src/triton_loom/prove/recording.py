@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from .contract import Bool, Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
-from .solver import z3
+from .solver import ask, z3
 
 _ELEMENTS = {
     "float16": "f16",
@@ -196,9 +196,16 @@ def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
 
 
 def fixed(contract: Contract) -> dict[str, Any]:
-    """The numbers above 1 that a kernel is given and that are no sizes: of these alone something is proven."""
+    """The numbers above 1 that a kernel is given, and sizes that can be one number alone: what is proven is proven for
+    these and no others."""
     given = {**contract.arguments, **contract.constants}
-    return {name: value for name, value in given.items() if type(value) is int and value > 1}
+    found = {name: value for name, value in given.items() if type(value) is int and value > 1}
+    some = ask(contract.facts, z3.BoolVal(False))
+    for size in contract.sizes if some.verdict == "counterexample" else ():
+        value = some.value(size)
+        if ask(contract.facts, size == value).verdict == "proven":
+            found[size.name] = value
+    return found
 
 
 def described(contract: Contract) -> str:
