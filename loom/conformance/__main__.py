@@ -98,15 +98,16 @@ def one(project: Project, suite: Suite, args: Any) -> list[str]:
         from .emulated import unexplained
 
         return unexplained(project, run.results)
-    if args.prove:
-        from . import proven
-
-        return proven.unexplained(project, run.proofs)
-    return [
+    failed = [
         f"{project.name}: {test}: {reason}"
         for test, reason in failures(run.results)
         if not project.explain(test)
     ]
+    if args.prove:
+        from . import proven
+
+        return [*failed, *proven.unexplained(project, run.proofs)]
+    return failed
 
 
 if __name__ == "__main__":

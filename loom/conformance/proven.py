@@ -67,6 +67,23 @@ ENSURED: dict[tuple[str, ...], Any] = {
         s["size_7"] == s["size_6"] + 1,
         s["size_100"] == 2 * s["size_50"],
     ],
+    # temperature_softmax.py:96: so many blocks of a row.
+    ("sglang", "_partial_max_sumexp_kernel"): lambda s: [
+        s["num_splits"] == (s["logits_row_stride"] + 2047) / 2048
+    ],
+    # awq_triton.py:122: eight numbers to a word, a scale to 64 rows.
+    ("sglang", "awq_dequantize_kernel"): lambda s: [
+        s["size_128"] == 8 * s["num_cols"],
+        s["num_rows"] == 64 * s["size_3"],
+    ],
+    # act_quant_triton.py:104, int8_kernel.py:156, mxfp8_quant.py:66: rows are made of whole groups.
+    ("sglang", "_act_quant_kernel"): lambda s: [s["N"] == 128 * s["size_3"]],
+    ("sglang", "_per_token_group_quant_int8"): lambda s: [s["size_256"] == 128 * s["size_2"]],
+    ("sglang", "_mxfp8_quant_kernel"): lambda s: [s["K"] == 32 * s["ssm"]],
+    # bf16x3_split.py:39: three numbers for each.
+    ("sglang", "_split_fp32_to_bf16x3_kernel"): lambda s: [s["size_21"] == 3 * s["size_7"]],
+    # minimax_m3_swiglu.py:68: a row has both halves.
+    ("sglang", "_swiglu_oai_kernel"): lambda s: [s["stride_gm"] == 2 * s["n_inter"]],
 }
 
 # By project, kernel and kind of obligation, each a pattern: what a counterexample is.
@@ -99,6 +116,23 @@ EXAMINED: dict[tuple[str, ...], Examined] = {
         "Tiles begin at different rows, which the kernel that makes their list sees to. The contract allows a list in "
         "which two begin at the same.",
     ),
+    (
+        "sglang",
+        "_rmsnorm_fp32_kernel|_gemma_(fused_add_)?rmsnorm_kernel|_combine_kernel|_mask_and_partial_sum_kernel"
+        "|merge_state_kernel|awq_dequantize_kernel|_act_quant_kernel|_split_fp32_to_bf16x3_kernel"
+        "|_argmax_final_kernel|_swiglu_oai_kernel|_gemma_routing_post_topk_kernel|_per_token_group_quant_int8"
+        "|_mxfp8_quant_kernel",
+        "overflow",
+    ): Examined(True, "Offsets have 32 bits: they wrap in tensors of more than 2<sup>31</sup> elements."),
+    ("sglang", "_argmax_partial_kernel", "overflow|step"): Examined(
+        True,
+        "Offsets have 32 bits: they wrap in tensors of more than 2<sup>31</sup> elements, and in a row of 63 fewer, "
+        "whose length is rounded up.",
+    ),
+    ("sglang", "awq_dequantize_kernel", "bounds"): Examined(
+        False,
+        "The group size is a number of its own. It was taken for a product of sizes, which it equals in the test.",
+    ),
 }
 
 PAGE = DOCS / "proven.md"
@@ -111,13 +145,14 @@ on a machine without a GPU:
 
 ```bash
 pip install './[prove]'
-python -m conformance run liger --prove --limit 400   # installs the project, runs its tests, asks about each kernel
-python -m conformance table --prove                   # writes this page and proven.json
+python -m conformance run liger sglang --prove --limit 400   # install, run the tests, ask about each kernel
+python -m conformance table --prove                          # write this page and proven.json
 ```
 
 Each kernel is taken from the first test of [conformance](conformance.md) that launches it. Extents of its tensors
 become symbols, the **sizes**: from 1 up to the limit given, or to 2<sup>31</sup> - 1. Integers, strides and axes of the
 grid that were such an extent, a product of two, a number of tiles or a constant times one become that of the symbols.
+That is a guess: where a number fits by chance, the contract is not the one that the project's callers keep, so read it.
 All other numbers stay what they were in the test: **fixed** has those that the kernel is given, and an extent that
 equals one of its constants is fixed with it. **Assumed** is what callers ensure of the sizes, read from their code, and
 of how many tensors it is taken for granted which integers are in them. [proven.json](proven.json) has that in words,
@@ -267,8 +302,11 @@ def _explained(project: Project, proofs: dict[str, Proof]) -> list[str]:
                 f"{name}, {kind}, {len(answers)} ({confirmed} confirmed by the sanitizer). {what} "
                 f"For instance, {first.partition(': ')[2]}."
             )
+        unknown = [answer["text"] for answer in proof["open"] if answer["verdict"] == "unknown"]
+        if unknown:
+            lines.append(f"{name}, {len(unknown)} unknown. For instance, {unknown[0].partition(': ')[2]}.")
         if proof["why"]:
-            lines.append(f"{name}: {proof['why']}")
+            lines.append(f"{name}, no answer: {proof['why']}.")
     return lines
 
 
