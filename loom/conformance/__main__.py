@@ -26,12 +26,18 @@ def main() -> int:
         "--sanitize", action="store_true", help="the tests that passed, with every access checked"
     )
     run.add_argument("--emulate", metavar="TARGET", help="on an emulated GPU, such as sm_90, not on the CPU")
-    run.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
+    run.add_argument(
+        "--prove", action="store_true", help="ask about each kernel what holds of it for all sizes"
+    )
+    run.add_argument(
+        "--limit", type=float, default=120, help="seconds that a test may take, or to ask about a kernel"
+    )
     run.add_argument("--jobs", type=int, default=2, help="child processes at a time")
     table = commands.add_parser("table", help="write docs/conformance.md of the results so far")
     table.add_argument(
         "--emulate", action="store_true", help="write docs/emulated.md, of those on emulated GPUs"
     )
+    table.add_argument("--prove", action="store_true", help="write docs/proven.md, of proofs for all sizes")
     found = commands.add_parser("found", help="run the reproductions in docs/found.md")
     found.add_argument("--ci", action="store_true", help="of the projects that continuous integration runs")
     args = parser.parse_args()
@@ -40,9 +46,9 @@ def main() -> int:
 
         return bool(check(args.ci))
     if args.command == "table":
-        from . import emulated, report
+        from . import emulated, proven, report
 
-        (emulated if args.emulate else report).write()
+        (emulated if args.emulate else proven if args.prove else report).write()
         return 0
     chosen = [project for project in PROJECTS if not args.projects or project.name in args.projects]
     pieces = [(project, suite) for project in chosen for suite in project.suites]
@@ -68,9 +74,8 @@ def one(project: Project, suite: Suite, args: Any) -> list[str]:
         return FIELD / "results" / f"{project.name}.{suite.name}{ending}"
 
     results("").parent.mkdir(exist_ok=True)
-    kept = results(
-        ".sanitized.json" if args.sanitize else f".{args.emulate}.json" if args.emulate else ".json"
-    )
+    how = "sanitized" if args.sanitize else "proven" if args.prove else args.emulate
+    kept = results(f".{how}.json" if how else ".json")
     again = args.sanitize or (args.emulate and results(".json").exists())
     only = cover(json.loads(results(".json").read_text())["tests"]) if again else None
     run = Run(
@@ -80,22 +85,29 @@ def one(project: Project, suite: Suite, args: Any) -> list[str]:
         limit=args.limit,
         sanitize=args.sanitize,
         emulate=args.emulate,
+        prove=args.prove,
         only=only,
     )
     for line in run.events():
         print(line[:400], flush=True)
-        kept.write_text(json.dumps({"version": project.version, "tests": run.results}, indent=1))
+        proofs = {"proofs": run.proofs} if args.prove else {}
+        kept.write_text(json.dumps({"version": project.version, "tests": run.results, **proofs}, indent=1))
     if not run.complete:
         return [f"{project.name}: the tests of {suite.name} did not come to their end"]
     if args.emulate:
         from .emulated import unexplained
 
         return unexplained(project, run.results)
-    return [
+    failed = [
         f"{project.name}: {test}: {reason}"
         for test, reason in failures(run.results)
         if not project.explain(test)
     ]
+    if args.prove:
+        from . import proven
+
+        return [*failed, *proven.unexplained(project, run.proofs)]
+    return failed
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import date
 from typing import Any
 
-from .judge import Kernel, Results, failures, kernels
+from .judge import Kernel, Results, failures, kernels, matching
 from .projects import PROJECTS, Project
 from .report import DOCS, RESULTS, load
 
@@ -20,7 +20,7 @@ FOUND = "True: see [found.md](found.md)."
 FOLLOWS = "The kernel is given addresses as numbers, and the test does not say which memory they are of."
 
 # By project, kernel and kind of finding, each a pattern: what it is.
-EXAMINED: dict[tuple[str, str, str], str] = {
+EXAMINED: dict[tuple[str, ...], str] = {
     ("fla-core", "fused_recurrent_bwd_kernel", "lanes disagree"): FOUND,
     ("tutorials", "_layer_norm_bwd_dx_fused", "global memory race"): FOUND,
     ("liger", "_moe_router_histogram_kernel", "global memory race"): FOUND,
@@ -78,11 +78,7 @@ Liger, and the tests of gn-kernels and torchao.
 
 def examined(project: Project, finding: dict[str, Any]) -> str | None:
     """What a finding is, if it was looked into."""
-    for (name, kernel, kind), what in EXAMINED.items():
-        patterns = ((name, project.name), (kernel, finding["kernel"]), (kind, finding["kind"]))
-        if all(re.fullmatch(pattern, text) for pattern, text in patterns):
-            return what
-    return None
+    return matching(EXAMINED, project.name, finding["kernel"], finding["kind"])
 
 
 def explain(project: Project, test: str) -> str | None:

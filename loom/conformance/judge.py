@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 Results = dict[str, dict[str, Any]]  # by test; see `plugin`
 
@@ -76,6 +77,17 @@ def describe(finding: dict[str, Any]) -> str:
     if "in none of the tensor arguments" in finding["text"]:
         return NOT_CHECKED
     return f"{finding['kind']} at line {finding['line']}"
+
+
+Entry = TypeVar("Entry")
+
+
+def matching(table: Mapping[tuple[str, ...], Entry], *texts: str) -> Entry | None:
+    """The first entry of a table whose patterns match the texts, each one of them."""
+    for patterns, entry in table.items():
+        if all(re.fullmatch(pattern, text) for pattern, text in zip(patterns, texts, strict=True)):
+            return entry
+    return None
 
 
 def cover(results: Results) -> list[str]:

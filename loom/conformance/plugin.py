@@ -28,6 +28,7 @@ import pytest
 class Order:
     """What a child is to do."""
 
+    project: str  # its name
     events: str  # the file to write to
     roots: list[str]  # kernels in these directories are the project's
     each: int  # at most so many sets of parameters for a test
@@ -40,6 +41,8 @@ class Order:
     prepare: str | None  # a module that is imported before the tests are
     by_text: bool = True  # parameters that are text tell tests apart
     emulate: str | None = None  # the GPU that kernels are launched on, if not the CPU
+    prove: bool = False  # ask about every kernel what holds of it for all sizes
+    proofs: tuple[str, ...] = ()  # kernels that an earlier child has asked about
 
 
 ORDER = Order(**json.loads(Path(os.environ["CONFORMANCE_ORDER"]).read_text()))
@@ -150,14 +153,31 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     random.seed(0)
     tell(event="start", test=item.nodeid)
     item.conformance = {"outcome": "passed", "reason": "", "findings": [], "seconds": -time.time()}
+    item.launches = []
     result = yield
     if GPU is not None:
         item.conformance["findings"] = [emulated(finding) for finding in GPU.findings]
         GPU.launches.clear()
     item.conformance["seconds"] = round(item.conformance["seconds"] + time.time(), 1)
     asked, ran = sorted(LAUNCHES.asked), sorted(LAUNCHES.ran)
+    prove(item)
     tell(event="end", test=item.nodeid, asked=asked, ran=ran, **item.conformance)
     return result
+
+
+ASKED = set(ORDER.proofs)  # kernels that have been asked about
+
+
+def prove(item: Any) -> None:
+    """Asks about the kernels that a test was the first to launch."""
+    from .proven import proof_of
+
+    for launch in item.launches:
+        kernel = LAUNCHES.name(launch.kernel)
+        if kernel is not None and kernel not in ASKED:
+            ASKED.add(kernel)
+            tell(event="proving", kernel=kernel)
+            tell(event="proof", kernel=kernel, **proof_of(ORDER.project, kernel, launch, item.nodeid))
 
 
 def emulated(finding: Any) -> dict[str, Any]:
@@ -207,8 +227,12 @@ def _short(error: BaseException) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Iterator[None]:
-    """With the sanitizer, a test runs in a scope that collects findings."""
+    """With the sanitizer, a test runs in a scope that collects findings; for proofs, in one that notes launches."""
     with ExitStack() as stack:
+        if ORDER.prove:
+            from triton_loom.prove.recording import recorded
+
+            item.launches = stack.enter_context(recorded())
         if not ORDER.sanitize:
             return (yield)
         import triton_loom

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .projects import Project, Suite
+from .proven import unanswered
 from .sources import tests_of
 
 LOOM = Path(__file__).parent.parent
@@ -32,11 +33,13 @@ class Run:
         limit: float,
         sanitize: bool = False,
         emulate: str | None = None,
+        prove: bool = False,
         only: list[str] | None = None,
     ) -> None:
         self.project, self.suite, self.where, self.limit = project, suite, where, limit
-        self.sanitize, self.emulate, self.only = sanitize, emulate, only
+        self.sanitize, self.emulate, self.prove, self.only = sanitize, emulate, prove, only
         self.results: dict[str, dict[str, Any]] = {}
+        self.proofs: dict[str, dict[str, Any]] = {}  # by kernel; see `proven`
         self.selected: list[str] | None = None
         self.scratch: list[Path] = []  # of the children; kept where something goes wrong, for their logs
 
@@ -48,12 +51,12 @@ class Run:
         """Runs everything; yields a line for each test that has ended."""
         failures = 0
         while not self.complete:
-            before = len(self.results)
+            before = len(self.results), len(self.proofs)
             yield from self._child()
             if self.selected is None:
                 yield f"{self.project.name}: the tests of {self.suite.files} could not be collected; see {self.log}"
                 return
-            failures = failures + 1 if len(self.results) == before else 0
+            failures = failures + 1 if (len(self.results), len(self.proofs)) == before else 0
             if failures > 1:
                 yield f"{self.project.name}: a child ended without a result; see {self.log}"
                 return
@@ -66,6 +69,7 @@ class Run:
         events, self.log = scratch / "events", scratch / "log"
         events.touch()
         order: dict[str, Any] = {
+            "project": self.project.name,
             "events": str(events),
             "roots": [str(root / part) for root in self.where for part in self.project.kernels],
             "each": self.suite.each,
@@ -76,6 +80,8 @@ class Run:
             "only": self.only,
             "sanitize": self.sanitize,
             "emulate": self.emulate,
+            "prove": self.prove,
+            "proofs": list(self.proofs),
             "capability": _capability(self.emulate) if self.emulate else list(self.project.capability),
             "prepare": self.project.prepare,
         }
@@ -134,7 +140,7 @@ class Run:
                 child.wait()
 
     def _follow(self, child: subprocess.Popen[bytes], events: Path) -> Iterator[str]:
-        running, began, rest = None, time.time(), ""
+        running, proving, began, rest = None, None, time.time(), ""
         with open(events) as file:
             while True:
                 ended = child.poll() is not None
@@ -149,16 +155,26 @@ class Run:
                                 yield self._take({**_lost(unreadable, reason), "outcome": "error"})
                     elif event["event"] == "start":
                         running = event["test"]
+                    elif event["event"] == "proving":
+                        proving = event["kernel"]
+                        self.proofs[proving] = unanswered(running, f"no answer within {self.limit:.0f} s")
+                    elif event["event"] == "proof":
+                        proving = None
+                        yield self._take_proof(event)
                     else:
                         running = None
                         yield self._take(event)
                 limit = self.limit if running else 10 * self.limit
                 if not ended and time.time() - began > limit:
-                    if running:
+                    if proving:  # the next child runs the test again, and asks about its other kernels
+                        yield f"{self.project.name} {proving}: {self.proofs[proving]['why']}"
+                    elif running:
                         yield self._take(_lost(running, f"no result within {self.limit:.0f} s"))
                     return
                 if ended:
-                    if running:
+                    if proving:
+                        self.proofs[proving]["why"] = f"the process ended with status {child.returncode}"
+                    elif running:
                         yield self._take(_lost(running, f"the process ended with status {child.returncode}"))
                     return
                 time.sleep(0.2)
@@ -171,6 +187,12 @@ class Run:
         why = f"  {event['reason']}" if event["reason"] else ""
         found = f"  {len(event['findings'])} findings" if event["findings"] else ""
         return f"{self.project.name} {count} {event['outcome']} {event['seconds']} s {test}{found}{why}"
+
+    def _take_proof(self, event: dict[str, Any]) -> str:
+        kernel = event.pop("kernel")
+        event.pop("event")
+        self.proofs[kernel] = event
+        return f"{self.project.name} {event['verdict']} {event['seconds']} s {kernel}  {event['why']}"
 
 
 def _capability(target: str) -> list[int]:

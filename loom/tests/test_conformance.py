@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from conformance import emulated, judge, sources
+from conformance import emulated, judge, proven, sources
 from conformance.projects import Project, Suite
 from conformance.run import Run
 
@@ -150,6 +151,83 @@ def test_the_same_on_an_emulated_gpu(project: Project, tmp_path: Path) -> None:
     table = emulated.table_of([(project, run.results)])
     assert "| small | 1 | 2 | 2 | 2 | 1 | 0 | 0 |" in table
     assert "`mirror`" in table
+
+
+TO_PROVE = """
+import os
+import torch, triton, triton.language as tl
+from triton_loom import prove
+
+@triton.jit
+def double(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(y_ptr + offsets, 2 * x, mask=offsets < n)
+
+@triton.jit
+def one_more(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets <= n)
+    tl.store(y_ptr + offsets, 2 * x, mask=offsets < n)
+
+@triton.jit
+def halves(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    double(x_ptr, y_ptr, n, BLOCK)
+
+@triton.jit
+def endless(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    double(x_ptr, y_ptr, n, BLOCK)
+
+def ends(kernel, *args, asked=prove.prove, **more):
+    if kernel is endless:
+        os._exit(3)
+    return asked(kernel, *args, **more)
+
+prove.prove = ends
+
+def test_launches():
+    x, y = torch.randn(1000), torch.empty(1000)
+    grid = (triton.cdiv(1000, 256),)
+    endless[grid](x, y, 1000, 256)
+    double[grid](x, y, 1000, 256)
+    one_more[grid](x, y, 1000, 256)
+    halves[(2,)](x[:500], x[500:], 500, 256)
+"""
+
+
+def test_proofs_of_each_kernel(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven, a counterexample that nobody has looked into, and kernels of which nothing is said."""
+    pytest.importorskip("z3")
+    (tmp_path / "small-1" / "test_to_prove.py").write_text(TO_PROVE)
+    run = Run(project, Suite("tests", ("test_to_prove.py",)), sources.bring(project), limit=60, prove=True)
+    list(run.events())
+    assert run.complete
+    proofs = {kernel.rpartition(":")[2]: proof for kernel, proof in run.proofs.items()}
+    verdicts = {kernel: proof["verdict"] for kernel, proof in proofs.items()}
+    assert verdicts == {"endless": "none", "double": "proven", "one_more": "counterexample", "halves": "none"}
+    assert proofs["endless"]["why"] == "the process ended with status 3"
+    assert "different parts of one tensor" in proofs["halves"]["why"]
+    assert (proofs["double"]["sizes"], proofs["double"]["fixed"]) == ({"n": 2**31 - 1}, {"BLOCK": 256})
+    assert proofs["double"]["accesses"] == 2
+    assert [answer["kind"] for answer in proofs["one_more"]["open"] if answer["confirmed"]] == ["bounds"]
+
+    monkeypatch.setattr(proven, "FIGURES", tmp_path / "proven.json")
+    (new,) = {line.partition(" at ")[0] for line in proven.unexplained(project, run.proofs)}
+    assert new.endswith("one_more: counterexample: bounds of load x_ptr")
+    known = {
+        ("small", "one_more", "bounds"): proven.Examined(hazard=True, what="It reads one element too many.")
+    }
+    monkeypatch.setattr(proven, "EXAMINED", known)
+    assert not proven.unexplained(project, run.proofs)
+    assert " | 1 | 4 | 1 | 0 | 1 | 0 | 0 | 2 | 4 | " in proven.totals([(project, run.proofs)])
+    table = proven.table_of(project, run.proofs)
+    assert "| `test_to_prove.py:double` | 2 | proven | n | `(n + 256 - 1)/256` | BLOCK = 256 |" in table
+    assert "bounds, 1 (1 confirmed by the sanitizer). It reads one element too many. For instance, " in table
+
+    told = {"small": {"kernels": {"test_to_prove.py:halves": {"verdict": "proven"}}}}
+    (tmp_path / "proven.json").write_text(json.dumps(told))
+    (lost,) = proven.unexplained(project, run.proofs)
+    assert lost == "small: test_to_prove.py:halves is not proven any more"
 
 
 def test_few_tests_cover_all_kernels() -> None:

@@ -143,7 +143,7 @@ def layer_norm(x, w, b):
 
 @compare(
     "group_norm",
-    lambda: (torch.randn(3, 12, 50) + 0.5, torch.rand(12) + 0.5, torch.randn(12)),
+    lambda: (torch.randn(5, 12, 50) + 0.5, torch.rand(12) + 0.5, torch.randn(12)),
     (0, 1, 2),
     lambda x, w, b: liger.LigerGroupNormFunction.apply(x, w, b, 12, 4, 1e-5),
     dtypes=(FP32,),  # from bf16, Liger's backward does everything, sums included, in bf16
@@ -509,14 +509,14 @@ def tvd(p, q):
 
 @compare(
     "fused_ce_tvd",
-    lambda: (torch.randn(21, 515) * 2, torch.randn(21, 515) * 2, torch.randint(0, 515, (21,))),
+    lambda: (torch.randn(21, 515) * 2, torch.randn(21, 515) * 2, labels(21, 515)),
     (0,),
     lambda x, t, y: liger.LigerFusedCETVDFunction.apply(x, t, y),
 )
 def fused_ce_tvd(x, t, y):
     x, t = upcast(x), upcast(t)
     total_variation = (x.softmax(-1) - t.softmax(-1)).abs().sum(-1) / 2
-    return F.cross_entropy(x, y, reduction="none"), total_variation
+    return F.cross_entropy(x, y, reduction="none"), total_variation * (y != -100)
 
 
 def grpo_inputs() -> Tensors:

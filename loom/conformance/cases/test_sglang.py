@@ -117,9 +117,9 @@ def test_awq_dequantize() -> None:
 
     limit = 2**31 - 1
     inputs = (
-        torch.randint(-limit, limit, (128, 8), dtype=torch.int32),
-        torch.rand(2, 64).half(),
-        torch.randint(-limit, limit, (2, 8), dtype=torch.int32),
+        torch.randint(-limit, limit, (192, 16), dtype=torch.int32),
+        torch.rand(3, 128).half(),
+        torch.randint(-limit, limit, (3, 16), dtype=torch.int32),
     )
     agrees(ops("quantization.awq_triton").awq_dequantize_triton, reference, *inputs)
 

@@ -1,8 +1,9 @@
 """From launches with numbers to contracts with sizes: "it worked for these; for which does it not?"
 
 A launch is recorded with its tensors, integers and grid. Every extent of a tensor becomes a size; an integer or an axis
-of the grid that is that extent, a product of two, or the number of tiles that cover it, becomes that of the size. What
-is found so is a guess, and printed as such. It is a good one where the extents of a launch are different numbers.
+of the grid that is that extent, a product of two, the number of tiles that cover it, or a constant times it, becomes
+that of the size. What is found so is a guess, and printed as such. It is a good one where the extents of a launch are
+different numbers. What callers ensure beyond that can be added.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement
 from typing import Any
 
-from .contract import Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
-from .solver import z3
+from .contract import Bool, Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
+from .solver import ask, z3
 
 _ELEMENTS = {
     "float16": "f16",
@@ -73,8 +74,9 @@ class _Sizes:
     tiles: Sequence[int] = ()  # constants that may be tiles
 
     def meaning(self, number: int) -> Int:
-        """A number as a size, a product of sizes, a number of tiles, or itself."""
-        if number <= 1:
+        """A number as a size, a product of sizes, a number of tiles, a constant times a size, or itself. One that is a
+        constant of the kernel is itself."""
+        if number <= 1 or number in self.tiles:
             return number
         if number in self.symbols:
             return self.symbols[number]
@@ -85,6 +87,10 @@ class _Sizes:
             for tile in self.tiles:
                 if tile > 1 and cdiv(value, tile) == number:
                     return cdiv(size, tile)
+        for value, size in self.symbols.items():
+            for times in self.tiles:
+                if times * value == number:
+                    return times * size
         for one, size in self.symbols.items():
             for other, second in self.symbols.items():
                 for tile in self.tiles:
@@ -92,9 +98,21 @@ class _Sizes:
                         return cdiv(size, tile) * second
         return number
 
+    def ensured(self, by_callers: Ensured) -> tuple[Bool, ...]:
+        """What callers ensure of the sizes, which has to hold of the launch too."""
+        found = tuple(by_callers({size.name: size for size in self.symbols.values()}))
+        numbers = [(size, z3.IntVal(value)) for value, size in self.symbols.items()]
+        for condition in found:
+            if not z3.is_true(z3.simplify(z3.substitute(condition, *numbers))):
+                raise ContractError(f"{condition} does not hold of the launch that was recorded")
+        return found
 
-def generalised(launch: Launch, most: int = 2**31 - 1) -> Contract:
-    """The launches that are like this one, of other sizes."""
+
+Ensured = Callable[[Mapping[str, Symbol]], Sequence[Bool]]  # of sizes by their names
+
+
+def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda sizes: ()) -> Contract:
+    """The launches that are like this one, of other sizes. What callers ensure of the sizes may be given."""
     import torch
 
     parameters = {p.name: p for p in launch.kernel.params}
@@ -117,7 +135,11 @@ def generalised(launch: Launch, most: int = 2**31 - 1) -> Contract:
             arguments[name] = value if value is None or isinstance(value, bool | float) else None
     grid = tuple(sizes.meaning(axis) for axis in launch.grid)
     return Contract.of(
-        grid=grid, arguments=arguments, constants=constants, sizes=tuple(sizes.symbols.values())
+        grid=grid,
+        arguments=arguments,
+        constants=constants,
+        sizes=tuple(sizes.symbols.values()),
+        assumptions=sizes.ensured(ensured),
     )
 
 
@@ -159,11 +181,31 @@ def _buffer(tensor: Any, sizes: _Sizes) -> Buffer:
 
 
 def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
-    """What was in an integer tensor: from its least number up to the next size above its greatest."""
+    """What was in an integer tensor: numbers from 0 up to a size that is the greatest of them, or else below the
+    constant or size that comes next; and negative ones down to the least, or the only one, which marks something."""
     least, greatest = int(tensor.min()), int(tensor.max())
-    above = min((value for value in sizes.symbols if value > greatest), default=None)
-    limit = sizes.symbols[above] if above is not None else greatest + 1
-    return lambda v: z3.And(least <= v, v < limit)
+    if greatest in sizes.symbols:
+        limit = sizes.symbols[greatest] + 1
+    else:
+        known = sizes.symbols if greatest + 1 not in sizes.tiles else {}
+        above = min((value for value in known if value > greatest), default=None)
+        limit = sizes.symbols[above] if above is not None else greatest + 1
+    if least < 0 and int(tensor[tensor < 0].max()) == least:
+        return lambda v: z3.Or(v == least, z3.And(v >= 0, v < limit))
+    return lambda v: z3.And(v >= min(least, 0), v < limit)
+
+
+def fixed(contract: Contract) -> dict[str, Any]:
+    """The numbers above 1 that a kernel is given, and sizes that can be one number alone: what is proven is proven for
+    these and no others."""
+    given = {**contract.arguments, **contract.constants}
+    found = {name: value for name, value in given.items() if type(value) is int and value > 1}
+    some = ask(contract.facts, z3.BoolVal(False))
+    for size in contract.sizes if some.verdict == "counterexample" else ():
+        value = some.value(size)
+        if ask(contract.facts, size == value).verdict == "proven":
+            found[size.name] = value
+    return found
 
 
 def described(contract: Contract) -> str:
@@ -173,6 +215,7 @@ def described(contract: Contract) -> str:
         return " ".join(str(value).split())
 
     lines = [f"sizes: {', '.join(f'{s.low} <= {s.name} <= {s.high}' for s in contract.sizes) or 'none'}"]
+    lines += [f"with {text(assumption)}" for assumption in contract.assumptions]
     lines.append(f"grid: ({', '.join(map(text, contract.grid))})")
     for name, value in contract.arguments.items():
         if isinstance(value, Buffer):
