@@ -13,7 +13,7 @@ import z3
 from triton_loom.prove import Buffer, Contract, cdiv, prove, symbol
 from triton_loom.prove.compiling import ttir_of
 from triton_loom.prove.digits import same
-from triton_loom.prove.lemmas import about_digits, below, ordered, range_of
+from triton_loom.prove.lemmas import about_digits, below, natural, ordered, range_of
 from triton_loom.prove.linear import Linear
 from triton_loom.prove.proving import Prover
 from triton_loom.prove.scope import Division, Scope
@@ -110,8 +110,8 @@ def test_lemmas_about_limits_are_true_of_integers() -> None:
             assert z3.is_true(z3.simplify(z3.substitute(lemma, *((c, z3.IntVal(v)) for c, v in at.items()))))
 
 
-def test_lemmas_about_remainders_are_true_of_integers() -> None:
-    lemmas = about_digits([x % 5 * y, (x % 5) * (y % 2) * s])
+def test_lemmas_about_products_are_true_of_integers() -> None:
+    lemmas = [*about_digits([x % 5 * y, (x % 5) * (y % 2) * s]), *natural([x * y + 3, x * y * s])]
     assert lemmas
     for values in product(range(-6, 7), (-2, 0, 1, 3), (-1, 0, 2)):
         at = [(c, z3.IntVal(v)) for c, v in zip((x, y, s), values, strict=True)]

@@ -84,7 +84,7 @@ def below(limits: Iterable[tuple[Any, Any]], divisions: Sequence[Division]) -> l
     the number of a program in a grid of rows * heads * parts is taken apart by parts, then by heads. A divisor that is
     itself the quotient of a product and some of its factors is what these leave."""
     lemmas = []
-    exact: dict[int, z3.ArithRef] = {}
+    exact: dict[int, Any] = {}
     for d in divisions:
         known = quotient_of(d.a, d.b)
         if known is not None:
@@ -95,13 +95,21 @@ def below(limits: Iterable[tuple[Any, Any]], divisions: Sequence[Division]) -> l
         value, limit = waiting.pop()
         for d in divisions:
             by = exact.get(d.b.get_id(), d.b)
-            rest = quotient_of(limit, by) if d.a.eq(value) else None
+            rest: Any = quotient_of(limit, by) if d.a.eq(value) else None
             if rest is not None:
                 lemmas.append(
                     z3.Implies(z3.And(d.b == by, by > 0, value < rest * by), d.quotient + 1 <= rest)
                 )
                 waiting.append((d.quotient, rest))
     return lemmas
+
+
+def natural(expressions: Iterable[Any]) -> list[Any]:
+    """Products of what is not negative are not."""
+    return [
+        z3.Implies(z3.And(*(factor >= 0 for factor in factors)), product(factors) >= 0)
+        for factors in _all_monomials(expressions).values()
+    ]
 
 
 def about_digits(expressions: Iterable[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from .answers import Answer, Example, Report
 from .contract import Bool, Buffer, Contract, constants_of
 from .digits import same
 from .evaluate import Evaluator
-from .lemmas import about_products, about_quotients, below, range_of
+from .lemmas import about_products, about_quotients, below, natural, range_of
 from .linear import Linear
 from .nested import inside
 from .obligations import Obligation, Question, question
@@ -187,7 +187,7 @@ class Prover:
             for both in zip(*programs, strict=True)
             for number, size in zip(both, self.evaluator.grid, strict=True)
         ]
-        known += below(grid, divisions)
+        known += [*below(grid, divisions), *natural(d.a for d in divisions)]
         return same([*facts, *known], pair.offsets, programs, pair.twins)
 
     def apart(self, o: Obligation) -> bool:
