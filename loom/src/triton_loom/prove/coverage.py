@@ -1,9 +1,9 @@
 """Every element of an output is written.
 
-For each store a program, a lane and an iteration are guessed that write an arbitrary element (`witness`), as
-expressions of its index. Then it is proven, for all sizes and elements, that there is such a program, and that its store is to this
-element and takes place. Several stores may do it together, each for a part of the elements. Where nothing is proven,
-some sizes are searched for an element that nobody writes.
+For each store a program, a lane and an iteration are guessed that write an arbitrary element (`writers`), as
+expressions of its index. Then it is proven, for all sizes and elements, that there is such a program, and that its
+store is to this element and takes place. Several stores may do it together, each for a part of the elements. Where
+nothing is proven, some sizes are searched for an element that nobody writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .linear import Linear
 from .proving import Prover
 from .scope import conjunction
 from .solver import QUICK, Solution, Verdict, ask, z3
-from .witness import Binding, Element, Guesses, Store, at
+from .writers import Binding, Element, Guesses, Store, at
 
 _MOST_STORES = 16
 _MOST_CASES = 16  # of an index that has few values

@@ -20,7 +20,7 @@ from .obligations import Obligation, Question, question
 from .races import Pair, Second, races, twice
 from .scope import conjunction
 from .solver import QUICK, THOROUGH, Lemmas, Solution, ask, decide, z3
-from .witness import Sizes, sizes_of
+from .writers import Sizes, sizes_of
 
 
 class Prover:
