@@ -24,6 +24,7 @@ from .writers import Binding, Element, Guesses, Store, at
 
 _MOST_STORES = 16
 _MOST_CASES = 16  # of an index that has few values
+_MOST_HARD = 5  # questions about an output that lemmas are made for, which takes far longer than without them
 
 
 def covered(prover: Prover, output: str) -> Answer:
@@ -69,6 +70,7 @@ class _Search:
         self.prover, self.element, self.stores = prover, element, stores
         self.scope = prover.evaluator.scope
         self.shared = [fact for fact in prover.common if stores[0].is_shared(fact)]
+        self._hard = 0  # questions so far that were
 
     def proven(self) -> bool:
         """Whether every element is written, by one store or by several together."""
@@ -146,7 +148,8 @@ class _Search:
         if case:
             known = [z3.substitute(fact, *case) for fact in known]
         solution = ask(known, goal, QUICK // 2)
-        if solution.verdict != "unknown":
+        self._hard += solution.verdict == "unknown"
+        if solution.verdict != "unknown" or self._hard > _MOST_HARD:
             return solution.verdict
         everything = [*known, goal]
         names = constants_of(everything)
