@@ -16,6 +16,8 @@ from torch.utils._sympy.functions import FloorDiv, Max, Mod
 pytest.importorskip("z3", reason="the solver is an extra: weft[prove]")
 
 from triton_loom.prove import Buffer, prove
+from triton_loom.prove.coverage import covered
+from triton_loom.prove.proving import Prover
 from triton_loom.prove.solver import z3
 
 import weft
@@ -30,7 +32,7 @@ from weft.proof.contracts import (
     without_extremes,
 )
 from weft.proof.loaded import Given, Loaded, _check, holding, within
-from weft.proof.proofs import proven
+from weft.proof.proofs import EFFORT, proven
 from weft.proof.symbolic import Launched, Pointer, Size
 from weft.proof.truths import declared
 from weft.runtime import catalogue
@@ -161,6 +163,32 @@ def test_a_contract_that_promises_too_little_is_refuted(name: str) -> None:
         assert any(each in answer.what for answer in report.counterexamples), each
 
 
+# ---- outputs ----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_written_whole() -> None:
+    """What host code allocates and one launch fills, and the same with one program less."""
+    (case,) = contracts_of(named("norm:odd/1:layer:8192"), TARGET, regions=1).cases
+    assert set(case.contract.outputs) == {"statistics.rstd", "statistics.mean", "stored.y"}
+    ttir = ttir_by_name(case.variant, TARGET)
+    fewer = replace(case.contract, grid=(case.contract.grid[0] - 1, 1, 1))
+    for contract, verdict in ((case.contract, "proven"), (fewer, "counterexample")):
+        prover = Prover(ttir, contract, EFFORT)
+        assert {covered(prover, name).verdict for name in contract.outputs} == {verdict}
+
+
+def test_what_several_launches_write_is_no_output() -> None:
+    """Statistics of two lists of tensors go to one tensor; what the last launch makes of them is its own."""
+    found = contracts_of(named("multi_tensor_reduce:odd/33:norm1:4096"), TARGET)
+    assert [case.contract.outputs for case in found.cases] == [(), (), ("total_ptr",)]
+
+
+def test_two_halves_of_one_allocation_are_no_outputs() -> None:
+    (case,) = contracts_of(named("glu_backward:odd/1:swiglu:8192"), TARGET, regions=1).cases
+    assert len(case.launched.pointers) > len({p.storage for p in case.launched.pointers.values()})
+    assert case.contract.outputs == ()
+
+
 def test_proofs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     workload = named(SHARDED)
@@ -266,6 +294,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (told,) = report["workloads"]
     assert told["verdict"] == "proven"
     assert told["complete"] is True
+    assert all(set(launch["outputs"].values()) == {"proven"} for launch in told["launches"])
     assert "sharded_logprobs" in capsys.readouterr().out
     assert main(["evidence", str(file)]) == 0
     assert "| `sharded_logprobs` | 1 |" in capsys.readouterr().out
@@ -310,6 +339,30 @@ def test_what_is_lost_is_named() -> None:
     assert list(lost(before, report(("a", ["load x!"]), ("b", [])))) == [f"norm: {refuted}"]
     assert list(lost(before, report(("a", ["load x!"]), workload="new"))) == [f"new: {refuted}"]
     assert not list(lost(report(("a", ["load x!"])), report(("a", ["load x!"]))))
+
+
+def test_an_output_that_is_no_longer_whole_is_named() -> None:
+    def report(*outputs: dict[str, str] | None) -> dict[str, Any]:
+        launches = [{"kernel": "a", "open": [], **({} if o is None else {"outputs": o})} for o in outputs]
+        for launch in launches:
+            for name, verdict in launch.get("outputs", {}).items():
+                if verdict != "proven":
+                    launch["open"].append({"kind": "covered", "what": f"all of {name}", "verdict": verdict})
+        found = {"workload": "norm", "complete": True, "launches": launches}
+        return {"target": TARGET, "regions": 1, "workloads": [found]}
+
+    whole, unknown, hole = ({"y": verdict} for verdict in ("proven", "unknown", "counterexample"))
+    said = ["norm: a: that all of y is written"]
+    assert not list(lost(report(whole), report(whole)))
+    assert list(lost(report(whole), report(unknown))) == said
+    assert list(lost(report(whole), report(hole))) == said
+    assert list(lost(report(whole), report({}))) == said, "it is not asked about any more"
+    assert list(lost(report(whole, unknown), report(unknown, unknown))) == said
+    assert not list(lost(report(whole, unknown), report(unknown)))
+    assert not list(lost(report(unknown), report(hole))), "it may be one that the op leaves undefined"
+    for now in (whole, unknown, hole):
+        assert not list(lost(report(None), report(now))), "an older report"
+    assert not list(lost(report(unknown), report(whole)))
 
 
 def test_every_op_is_in_the_table() -> None:

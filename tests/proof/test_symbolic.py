@@ -20,6 +20,8 @@ from weft.proof.symbolic import (
     Pointer,
     Size,
     Trace,
+    _Allocations,
+    _pointer,
     candidates,
     variable,
     with_sizes,
@@ -156,6 +158,37 @@ def test_tables_of_angles_have_the_right_size() -> None:
             made = heads.turns(10000.0, dim, "", device)
         assert (made.shape, made.dtype, made.stride()) == (table.shape, table.dtype, table.stride())
     assert heads.turns is turns
+
+
+def test_what_is_allocated_and_not_filled() -> None:
+    """All of a tensor of `torch.empty` and its like, that nothing else writes to."""
+    given = torch.empty(6, device="meta")
+    with _Allocations() as made:
+        empty = torch.empty(4, 6, device="meta")
+        like = torch.empty_like(empty)
+        new = empty.new_empty((5,))
+        strided = torch.empty_strided((3, 4), (8, 1), device="meta")
+        part = torch.empty(8, device="meta")
+        filled = torch.empty(7, device="meta")
+        filled[3:].zero_()
+        target = torch.empty(6, device="meta")
+        torch.add(given, 1, out=target)
+        halves = torch.empty(2, 9, device="meta")
+        others = {"zeros": torch.zeros(6, device="meta"), "sum": given + 1, "given": given}
+    tensors = {
+        "empty": empty,
+        "like": like.view(24),
+        "new": new,
+        "strided": strided,
+        "part": part[:7],
+        "filled": filled,
+        "target": target,
+        "first": halves[0],
+        "second": halves[1],
+        **others,
+    }
+    pointers = {name: _pointer(tensor) for name, tensor in tensors.items()}
+    assert made.whole(pointers) == {"empty", "like", "new", "strided"}
 
 
 def test_a_refusal_is_no_failure() -> None:

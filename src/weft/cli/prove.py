@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..proof.proofs import Proof, Proven
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+_OF_OUTPUTS = ("covered", "once")  # kinds of answers
 
 
 def add_command(commands: Any) -> None:
@@ -184,7 +185,8 @@ def record(workload: Workload, found: Proven) -> dict[str, Any]:
 
 
 def _launch(proof: Proof) -> dict[str, Any]:
-    answers = [*proof.answers, *proof.races]
+    outputs = proof.outputs
+    answers = [*proof.answers, *proof.races, *(answer for found in outputs.values() for answer in found)]
     return {
         "kernel": proof.case.variant.kernel,
         "regions": len(proof.case.regions),
@@ -192,6 +194,7 @@ def _launch(proof: Proof) -> dict[str, Any]:
         "accesses": sum(answer.kind == "bounds" for answer in proof.answers),
         "memory": dict(Counter(answer.verdict for answer in proof.answers)),
         "races": dict(Counter(answer.verdict for answer in proof.races)),
+        "outputs": {name: _worst([answer.verdict for answer in found]) for name, found in outputs.items()},
         "assumed": list(proof.report.assumed),
         "open": [
             {
@@ -206,6 +209,13 @@ def _launch(proof: Proof) -> dict[str, Any]:
             if answer.verdict != "proven"
         ],
     }
+
+
+def _worst(verdicts: Sequence[str]) -> str:
+    """What is known of an output: all, something wrong, or not enough. Nothing that was asked is no proof."""
+    if "counterexample" in verdicts:
+        return "counterexample"
+    return "proven" if verdicts and set(verdicts) == {"proven"} else "unknown"
 
 
 def _place(place: str) -> str:
@@ -231,18 +241,44 @@ def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         for (kernel, kind, what), count in (_open(each) - _open(known) - refuted).items():
             if kernel in kernels:
                 yield f"{each['workload']}: {kernel}: {kind} of {what}{f', {count} times' if count > 1 else ''}"
+        for kernel, output in _no_longer_whole(known, each):
+            yield f"{each['workload']}: {kernel}: that all of {output} is written"
         if known["complete"] and not each["complete"] and before["regions"] <= now["regions"]:
             yield f"{each['workload']}: that these are all sizes"
 
 
 def _open(workload: dict[str, Any], verdict: str = "") -> Counter[tuple[str, str, str]]:
-    """What is not proven of the kernels of a workload, or what has this verdict."""
+    """What is not proven of the kernels of a workload, or what has this verdict; outputs are looked at apart."""
     return Counter(
         (launch["kernel"], answer["kind"], answer["what"])
         for launch in workload["launches"]
         for answer in launch["open"]
-        if verdict in ("", answer["verdict"])
+        if verdict in ("", answer["verdict"]) and answer["kind"] not in _OF_OUTPUTS
     )
+
+
+def _no_longer_whole(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
+    """The kernels and outputs that were proven to be written whole, and are not in more launches than before, or are
+    not asked about any more. An element that nobody writes may be one that the op leaves undefined: where nothing was
+    proven of an output, no answer is worse than none. Older reports know nothing of outputs."""
+    kernels = {launch["kernel"] for launch in now["launches"]}
+    once, again = _outputs(before), _outputs(now)
+    found = []
+    for (kernel, output), verdicts in once.items():
+        said = again.get((kernel, output), Counter())
+        less = said.total() - said["proven"] > verdicts.total() - verdicts["proven"]
+        if verdicts["proven"] and kernel in kernels and (less or not said):
+            found.append((kernel, output))
+    return sorted(found)
+
+
+def _outputs(workload: dict[str, Any]) -> dict[tuple[str, str], Counter[str]]:
+    """What is known of each output of each kernel, by how many launches."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for launch in workload["launches"]:
+        for output, verdict in launch.get("outputs", {}).items():
+            found.setdefault((launch["kernel"], output), Counter())[verdict] += 1
+    return found
 
 
 def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -253,6 +289,7 @@ def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
         launches = [launch for each in found for launch in each["launches"]]
         memory: Counter[str] = sum((Counter(launch["memory"]) for launch in launches), Counter())
         races: Counter[str] = sum((Counter(launch["races"]) for launch in launches), Counter())
+        whole = Counter(verdict for launch in launches for verdict in launch.get("outputs", {}).values())
         rows.append(
             {
                 "op": op,
@@ -263,6 +300,7 @@ def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "counterexample": memory["counterexample"],
                 "unknown": memory["unknown"] + sum(len(each["skipped"]) for each in found),
                 "races": f"{races['proven']} of {races.total()}",
+                "outputs": f"{whole['proven']} of {whole.total()}",
                 "assumed": len({said for launch in launches for said in launch["assumed"]}),
                 "complete": f"{sum(each['complete'] for each in found)} of {len(found)}",
                 "seconds": round(sum(each["seconds"] for each in found)),
@@ -280,6 +318,7 @@ HEADINGS = {
     "counterexample": "refuted",
     "unknown": "unknown",
     "races": "no races",
+    "outputs": "written",
     "assumed": "assumed",
     "complete": "all sizes",
     "seconds": "s",

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
 from operator import add, mul
 from typing import Any
 
@@ -26,7 +26,10 @@ from .symbolic import LARGEST, Launched, Pointer, Size, Trace, candidates, varia
 from .truths import declared
 
 try:
-    from triton_loom.prove import Buffer, Contract, cdiv, symbol
+    from triton_loom.ir.provenance import root_of
+    from triton_loom.ir.reader import parse
+    from triton_loom.prove import Buffer, Contract, cdiv, descriptors, symbol
+    from triton_loom.prove.obligations import ACCESSES
     from triton_loom.prove.solver import QUICK, ask, z3
 except ImportError as error:  # pragma: no cover
     raise ImportError(
@@ -260,7 +263,7 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contr
             if trace.refused is not None:
                 found.refused.setdefault(trace.refused, where)
             else:
-                for launched in trace.launches:
+                for launched in _alone(trace.launches, target):
                     plain = without_extremes(launched, region, sizes, translate)
                     groups.setdefault(_key(plain, translate), []).append((plain, region))
         except Untranslatable as error:
@@ -285,6 +288,19 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contr
         except Untranslatable as error:
             found.gaps.append(f"{members[0][0].variant.kernel}: {error}")
     found.seconds = time.perf_counter() - begun
+    return found
+
+
+def _alone(launches: Sequence[Launched], target: str) -> list[Launched]:
+    """The launches of a call, of which `empty` is left to those that alone write to it."""
+    writers = [
+        [launched.pointers[name].storage for name in stored(launched, target)] for launched in launches
+    ]
+    found = []
+    for launched, own in zip(launches, writers, strict=True):
+        once = {number for number in own if sum(number in theirs for theirs in writers) == 1}
+        alone = frozenset(name for name in launched.empty if launched.pointers[name].storage in once)
+        found.append(replace(launched, empty=alone))
     return found
 
 
@@ -374,6 +390,7 @@ def _case(workload: str, members: list[tuple[Launched, Region]], sizes: Sequence
             grid=grid,
             sizes=symbols,
             assumptions=tuple(a for a in assumed if not z3.is_true(a)),
+            outputs=tuple(name for name in arguments if all(name in member.empty for member, _ in members)),
         )
         for assumed in ((*common, *translate.positive), (exact,))
     ]
@@ -417,6 +434,8 @@ def _buffer(
     if not dims:
         return Buffer(element, 1, **more)
     if len(dims) == 1 and dims[0][1] == 1:
+        if name in launched.empty:
+            more["shape"] = tuple(translate(size) for size, _ in by_stride(pointer, values))
         return Buffer(element, translate(dims[0][0]), **more)
     sizes, strides = ([translate(dim[place]) for dim in dims] for place in (0, 1))
     return Buffer.strided(element, sizes, strides, **more)
@@ -451,14 +470,19 @@ def _is_flat(pointer: Pointer) -> bool:
     return True
 
 
+def by_stride(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
+    """(size, stride) of the dimensions of a tensor, larger strides first at the sizes of an example."""
+    given = zip(pointer.shape, pointer.stride, strict=True)
+    return sorted(given, key=lambda dim: -int(sympy.sympify(dim[1]).subs(values)))
+
+
 def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
     """(size, stride) of a tensor, with dimensions that lie together as one and without those that do not move.
 
     Larger strides come first, at the sizes of an example: that is how the prover finds out the indices of an element.
     In another order it may fail, but nothing wrong is proven."""
     dims: list[tuple[Any, Any]] = []
-    given = zip(pointer.shape, pointer.stride, strict=True)
-    for size, stride in sorted(given, key=lambda dim: -int(sympy.sympify(dim[1]).subs(values))):
+    for size, stride in by_stride(pointer, values):
         one = isinstance(size, int | sympy.Integer) and size == 1
         if one or (stride == 0 and sympy.sympify(size).is_positive):
             continue
@@ -470,6 +494,23 @@ def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, A
 
 
 # ---- the text of kernels --------------------------------------------------------------------------------
+
+
+def stored(launched: Launched, target: str) -> frozenset[str]:
+    """The tensors that a launch may write to. Where the kernel writes to an address that leads back to no argument, as
+    one that it has found in memory, that may be any of them."""
+    found = _stored(launched.variant, target)
+    return frozenset(launched.pointers) & found if None not in found else frozenset(launched.pointers)
+
+
+@cache
+def _stored(variant: Variant, target: str) -> frozenset[str | None]:
+    function = parse(ttir_by_name(variant, target)).entry
+    ops = list(function.body.walk())
+    pointers = [op.operands[0] for op in ops if op.name in ACCESSES and op.name != "tt.load"]
+    roots = {root_of(pointer) for pointer in pointers}
+    roots |= {None if pointer is None else root_of(pointer) for pointer in descriptors.stored(ops)}
+    return frozenset(root.name if root is not None and root in function.args else None for root in roots)
 
 
 def ttir_by_name(variant: Variant, target: str) -> str:

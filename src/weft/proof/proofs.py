@@ -23,8 +23,9 @@ from triton_loom.prove.solver import QUICK, z3
 from ..workloads import Workload
 from .contracts import Case, Contracts, contracts_of, ttir_by_name
 
-# What is asked of memory safety. Races are told apart: they are about results rather than about memory.
-RACES = ("race", "once", "covered")
+# What is not asked of memory safety is told apart: it is about results rather than about memory.
+RACES = ("race",)
+OUTPUTS = ("covered", "once")
 EFFORT = 2 * QUICK  # for one question
 
 
@@ -38,7 +39,7 @@ class Proof:
     @property
     def answers(self) -> list[Answer]:
         """Of memory safety."""
-        return [answer for answer in self.report.answers if answer.kind not in RACES]
+        return [answer for answer in self.report.answers if answer.kind not in (*RACES, *OUTPUTS)]
 
     @property
     def races(self) -> list[Answer]:
@@ -47,6 +48,15 @@ class Proof:
         if self.case.apart:
             return []
         return [answer for answer in self.report.answers if answer.kind in RACES]
+
+    @property
+    def outputs(self) -> dict[str, list[Answer]]:
+        """Of each tensor that the launch is to fill: whether every element is written, and by no program twice."""
+        found: dict[str, list[Answer]] = {name: [] for name in self.case.contract.outputs}
+        for answer in self.report.answers:
+            if answer.kind in OUTPUTS:
+                found[answer.what.rpartition(" ")[2]].append(answer)
+        return found
 
     @property
     def verdict(self) -> str:
@@ -150,7 +160,7 @@ def _said(contract: Contract) -> Iterator[str]:
         yield name
         if isinstance(argument, Buffer):
             values = argument.assumed(z3.Int("v"), z3.Int("place"))
-            dims = [part for dim in argument.dims or () for part in dim]
+            dims = [part for dim in argument.dims or () for part in dim] + list(argument.shape or ())
             yield from map(
                 text, (argument.element, argument.extent, argument.dims is None, *dims, argument.align)
             )
@@ -159,6 +169,7 @@ def _said(contract: Contract) -> Iterator[str]:
         else:
             yield text(argument)
     yield from map(text, (*contract.grid, *contract.facts))
+    yield from ("outputs", *contract.outputs)
 
 
 @cache

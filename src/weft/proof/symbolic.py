@@ -12,6 +12,7 @@ import itertools
 import linecache
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -25,6 +26,7 @@ from torch import SymBool, SymInt, Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops.heads import launch as heads
 from ..runtime import Launch, Op, Variant, catalogue, recorded_by
@@ -88,6 +90,20 @@ class Pointer:
     offset: Any  # of its first element in its storage
     storage: int
 
+    @property
+    def elements(self) -> tuple[Any, ...]:
+        """Which elements of its storage it has: two tensors of which this is the same have the same elements, though
+        not the other way round. Neighbouring dimensions that lie together are one."""
+        dims: list[tuple[Any, Any]] = []
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            if size == 1:
+                continue
+            if dims and sympy.expand(dims[-1][1] - size * stride) == 0:
+                dims[-1] = (sympy.expand(dims[-1][0] * size), stride)
+            else:
+                dims.append((sympy.expand(size), sympy.expand(stride)))
+        return self.dtype.itemsize, sympy.expand(self.offset), tuple(sorted(dims, key=str))
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -98,6 +114,8 @@ class Launched:
     pointers: dict[str, Pointer]  # without those that are absent
     integers: dict[str, Any]
     symbols: Mapping[str, sympy.Symbol]  # the sizes that the expressions are of
+    # What host code has allocated in this call without filling it, and given to the kernel as it was allocated.
+    empty: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -190,8 +208,46 @@ def _call(trace: Trace, env: ShapeEnv, workload: Workload, rows: Any, target: st
             call = workload.build(workload, Inputs("meta", workload.dtype, seed=0), shape)
         if "training" in workload.tags and catalogue[workload.op].backward is not None:
             call = call.requiring_grad()
-        with recorded_by(note, target):
+        with recorded_by(note, target), _Allocations() as made:
             call()
+    trace.launches = [replace(each, empty=made.whole(each.pointers)) for each in trace.launches]
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the tensors that are allocated without being filled: PyTorch names all functions that do so after `empty`.
+    One that another function of PyTorch's writes to, then or later, is no such tensor any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Pointer] = {}  # by the number of the storage
+        self._filled: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(("empty", "new_empty")) and isinstance(result, Tensor):
+            made = _pointer(result)
+            self._made[made.storage] = made
+        for number, declared in enumerate(func._schema.arguments):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                value = args[number] if number < len(args) else given.get(declared.name)
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(tensor, Tensor):
+                        self._filled.add(_number_of(tensor))
+        return result
+
+    def whole(self, pointers: Mapping[str, Pointer]) -> frozenset[str]:
+        """The arguments of a launch that are all of such a tensor, which no other argument is a part of."""
+        shared = Counter(pointer.storage for pointer in pointers.values())
+        return frozenset(
+            name
+            for name, pointer in pointers.items()
+            if pointer.storage in self._made
+            and pointer.storage not in self._filled
+            and shared[pointer.storage] == 1
+            and pointer.elements == self._made[pointer.storage].elements
+        )
 
 
 def _launched(trace: Trace, launch: Any, grid: Any, pointers: Any, integers: Any) -> Launched:

@@ -19,7 +19,7 @@ Kind = Literal[
     "descriptor",  # a tensor descriptor describes memory of its buffer
     "reached",  # there are sizes for which an access happens at all: else the rest says nothing
     "race",  # no two programs touch one element, one of them writing
-    "once",  # no element is written twice
+    "once",  # no program writes an element twice
     "covered",  # every element of an output is written
     "modelled",  # an operation is one that is understood here
 ]

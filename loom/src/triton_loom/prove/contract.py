@@ -81,6 +81,9 @@ class Buffer:
     storage: str | None = (
         None  # arguments that name the same storage are one memory, element 0 at the same place
     )
+    # The sizes of a tensor without gaps, its last dimension being that of neighbours. Who writes an element of an
+    # output is found more easily by its place in each dimension than by its number.
+    shape: tuple[Int, ...] | None = None
 
     @classmethod
     def strided(cls, element: str, sizes: Sequence[Int], strides: Sequence[Int], **more: Any) -> Buffer:
@@ -175,6 +178,7 @@ class Contract:
             if isinstance(argument, Buffer):
                 yield argument.extent
                 yield from (part for dim in argument.dims or () for part in dim)
+                yield from argument.shape or ()
             else:
                 yield argument
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from ..ir.reader import parse
@@ -16,9 +17,10 @@ from .lemmas import about_products, about_quotients, below, natural, range_of
 from .linear import Linear
 from .nested import inside
 from .obligations import Obligation, Question, question
-from .races import Pair, races, twice
+from .races import Pair, Second, races, twice
 from .scope import conjunction
 from .solver import QUICK, THOROUGH, Lemmas, Solution, ask, decide, z3
+from .writers import Sizes, sizes_of
 
 
 class Prover:
@@ -46,6 +48,16 @@ class Prover:
         could be used, and asked soon."""
         facts = [self._whole, *more, *self.evaluator.scope.near([self._whole, *more, goal])]
         return self._soon(facts, goal, QUICK // 4)
+
+    @cached_property
+    def some_sizes(self) -> list[Sizes]:
+        """Some that the contract is for."""
+        local = Second(self.evaluator).local.keys()
+        known = [fact for fact in self.common if local.isdisjoint(constants_of([fact]))]
+        known += [
+            fact for fact in self.evaluator.scope.relevant(known) if local.isdisjoint(constants_of([fact]))
+        ]
+        return sizes_of(self.evaluator, known)
 
     def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
         """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
@@ -143,8 +155,9 @@ class Prover:
         o = pair.obligation
         both = [*self.facts(o.assuming, o.goal), *pair.facts]
         if ask(both, z3.BoolVal(False), self.effort).verdict == "proven":
-            why = "under this contract the two never happen in one launch"
-            return Answer(o.kind, o.what, o.place, "proven" if self.apart(o) else "unknown", why)
+            # A single access always meets itself, unless what is assumed of it contradicts itself.
+            why = f"under this contract the two never happen in one {'program' if o.kind == 'once' else 'launch'}"
+            return Answer(o.kind, o.what, o.place, "unknown" if pair.itself else "proven", why)
         if o.kind == "race" and self.one_program(pair, both):
             return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
@@ -189,12 +202,6 @@ class Prover:
         ]
         known += [*below(grid, divisions), *natural(d.a for d in divisions)]
         return same([*facts, *known], pair.offsets, programs, pair.twins)
-
-    def apart(self, o: Obligation) -> bool:
-        """Two different accesses of which the sizes allow one at most. A single one always meets itself, unless what
-        is assumed of it contradicts itself."""
-        one, _, other = o.what.partition(" and ")
-        return one != other
 
     def meetings(self) -> list[Answer]:
         """Whether programs race, and whether outputs are written once."""

@@ -1,7 +1,8 @@
-"""Two programs at once: nothing that one writes is touched by another, and no element of an output is written twice.
+"""Two programs at once: nothing that one writes is touched by another, and no program writes an element twice.
 
 Everything that belongs to a program (its number, its lanes and iterations, what it loads) is taken twice, the second
-time with a prime. What programs share (sizes, and what follows from them) is taken once.
+time with a prime. What programs share (sizes, and what follows from them) is taken once. Where one program is asked
+about, its number is shared too.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ class Pair:
     second: Sequence[Any]  # its number
     twins: Sequence[tuple[Any, Any]]  # what belongs to a program, and the same of the second one
     offsets: tuple[Any, Any]
+    itself: bool  # both are one access, by two programs, lanes or iterations
 
 
 class Second:
-    """The other program."""
+    """The other program, or another lane and iteration of the same one."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator, *, same_program: bool = False) -> None:
         scope = evaluator.scope
         lanes = [lane for lane, _ in evaluator.lanes.values()]
         shared = {part.get_id() for d in scope.divisions.values() for part in (d.quotient, d.remainder)}
         own = [constant for identity, constant in scope.made.items() if identity not in shared]
-        self.local = scope.bound([*evaluator.programs, *lanes, *own], ())
+        self.local = scope.bound([*lanes, *own] if same_program else [*evaluator.programs, *lanes, *own], ())
         self.twins = [(c, z3.Const(f"{c}'", c.sort())) for c in self.local.values()]
         self.divisions = [
             Division(*map(self.prime, (d.a, d.b, d.quotient, d.remainder))) for d in scope.divisions.values()
@@ -72,9 +74,10 @@ def races(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
 
 
 def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligation]:
-    """Of one output: by two programs, lanes or iterations, or by two stores."""
+    """Of one output: by two lanes or iterations of a program, or by two of its stores. What two programs write is a
+    race, and asked about there."""
     evaluator = question.evaluator
-    second = Second(evaluator)
+    second = Second(evaluator, same_program=True)
     stores = [access for access in question.accesses if access.writes and not access.atomic]
     for output in question.evaluator.contract.outputs:
         its = [a for a in stores if any(p.argument == output for p in a.places)]
@@ -82,7 +85,7 @@ def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
             for other in its[number:]:
                 differ: Bool = z3.BoolVal(True)
                 if one is other:
-                    turns = [*evaluator.programs, *one.lane, *iterations(evaluator, one.op)]
+                    turns = [*one.lane, *iterations(evaluator, one.op)]
                     differ = z3.Or(*(t != second.prime(t) for t in turns if not z3.is_int_value(t)))
                 meeting = _Meeting(second, common, differ, "once", output)
                 yield from _pairs(evaluator, meeting, one, other)
@@ -157,6 +160,7 @@ def _pair(
         [second.prime(program) for program in evaluator.programs],
         second.twins,
         (offset, offset_2),
+        access is access_2 and place is place_2,
     )
 
 

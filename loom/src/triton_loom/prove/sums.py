@@ -39,7 +39,7 @@ def without(factors: Sequence[Any], parts: Sequence[Any]) -> list[Any] | None:
     return rest
 
 
-def quotient_of(whole: Any, divisor: Any) -> Any | None:
+def quotient_of(whole: Any, divisor: Any) -> Any:
     """What a product has beside the factors of a divisor; None where it is not a multiple of them term by term."""
     (number, factors), *more = terms_of(z3.simplify(whole, som=True))
     (by, parts), *others = terms_of(z3.simplify(divisor, som=True))
