@@ -16,7 +16,6 @@ from typing import Any
 from .answers import Answer, Example
 from .contract import Bool, constants_of
 from .lemmas import about_products, about_quotients
-from .linear import Linear
 from .proving import Prover
 from .scope import conjunction
 from .solver import QUICK, Solution, Verdict, ask, z3
@@ -156,7 +155,7 @@ class _Search:
         names = constants_of(everything)
         divisions = [d for d in self.scope.divisions.values() if d.quotient.get_id() in names]
         lemmas = [*about_quotients(everything, divisions), *about_products(everything)]
-        if Linear().follows([*known, *lemmas], goal):
+        if self.prover.linear.follows([*known, *lemmas], goal):
             return "proven"
         return ask([*known, *lemmas], goal, QUICK).verdict
 

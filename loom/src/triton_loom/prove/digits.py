@@ -21,9 +21,11 @@ from .sums import Terms, is_same, product, sum_of, terms_of, undivided, without
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
 
 
-def same(facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins) -> bool:
+def same(
+    facts: Sequence[Any], offsets: tuple[Any, Any], programs: Twins, twins: Twins, linear: Linear
+) -> bool:
     """Whether it follows from the facts, if both offsets are equal, that the programs are."""
-    steps = _Steps(facts, twins)
+    steps = _Steps(facts, twins, linear)
     one, other = (undivided(offset, steps.shown) for offset in offsets)
     steps.peel(one, other)
     goal = z3.And(*(mine == theirs for mine, theirs in programs))
@@ -38,11 +40,11 @@ class _Steps:
     """What is known of two programs at one element. Where something is the same in both, the second one's name for it
     is replaced by the first one's."""
 
-    def __init__(self, facts: Sequence[Any], twins: Twins) -> None:
+    def __init__(self, facts: Sequence[Any], twins: Twins, linear: Linear) -> None:
         self.facts, self.twins = list(facts), list(twins)
         self.found: list[tuple[Any, Any]] = []  # what is replaced, and by what
         self._local = {constant.get_id() for pair in twins for constant in pair}
-        self._linear = Linear()
+        self._linear = linear
 
     def shown(self, goal: Any, lemmas: Sequence[Any] = ()) -> bool:
         """Whether a goal follows from what is known."""

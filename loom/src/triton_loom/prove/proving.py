@@ -35,6 +35,7 @@ class Prover:
         self._whole = conjunction(self.common)  # one expression costs less to hand over than a hundred
         self._learned: list[Bool] = []  # what was proven and helps with what comes after it
         self._solved: dict[tuple[Any, ...], tuple[Solution, Any]] = {}
+        self.linear = Linear()  # one for all questions: their facts are mostly the same
 
     def facts(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
         """All that can be used to prove a goal."""
@@ -46,8 +47,10 @@ class Prover:
     def nearly(self, more: Sequence[Bool], goal: Bool) -> bool:
         """Whether what is known of a goal's own constants is enough. In kernels with loops that is a small part of what
         could be used, and asked soon."""
-        facts = [self._whole, *more, *self.evaluator.scope.near([self._whole, *more, goal])]
-        return self._soon(facts, goal, QUICK // 4)
+        return ask(self._near(more, goal), goal, QUICK // 4).verdict == "proven"
+
+    def _near(self, more: Sequence[Bool], goal: Bool) -> list[Bool]:
+        return [self._whole, *more, *self.evaluator.scope.near([self._whole, *more, goal])]
 
     @cached_property
     def some_sizes(self) -> list[Sizes]:
@@ -126,7 +129,10 @@ class Prover:
 
     def soon(self, more: Sequence[Bool], goal: Bool) -> bool:
         """Whether a goal is proven with little effort."""
-        return self.nearly(more, goal) or self._soon(self.facts(more, goal), goal, QUICK // 2)
+        near, all_ = self._near(more, goal), self.facts(more, goal)
+        return self._soon(near, goal, QUICK // 4) or (
+            len(near) < len(all_) and self._soon(all_, goal, QUICK // 2)
+        )
 
     def _soon(self, facts: Sequence[Bool], goal: Bool, effort: int) -> bool:
         """As it is, or with lemmas in place of products."""
@@ -135,7 +141,7 @@ class Prover:
             solution = ask(facts, goal, effort)
             if solution.verdict == "unknown":
                 lemmas = [lemma for make in self._lemmas(facts, goal).values() for lemma in make()]
-                shown = Linear().follows([*facts, *lemmas], goal)
+                shown = self.linear.follows([*facts, *lemmas], goal)
                 solution = Solution("proven") if shown else solution
             self._solved[key] = solution, (facts, goal)
         return self._solved[key][0].verdict == "proven"
@@ -161,17 +167,8 @@ class Prover:
         if o.kind == "race" and self.one_program(pair, both):
             return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
-        everything = [*facts, o.goal]
-        names = constants_of(everything)
-        known = [*self.evaluator.scope.divisions.values(), *pair.divisions]
-        divisions = [d for d in known if d.quotient.get_id() in names]
-        lemmas: dict[str, Lemmas] = {
-            "digits": lambda: pair.lemmas,
-            "quotients": lambda: [*pair.lemmas, *about_quotients(everything, divisions)],
-            "products": lambda: [*pair.lemmas, *about_products(everything)],
-        }
         # What digits do not show is seldom shown otherwise: less is done for it.
-        solution = decide(facts, o.goal, lemmas, self.effort // 2)
+        solution = decide(facts, o.goal, {"digits": lambda: pair.lemmas}, self.effort // 2)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
         guessed = self.guessed(o.assuming, o.goal)
@@ -201,7 +198,7 @@ class Prover:
             for number, size in zip(both, self.evaluator.grid, strict=True)
         ]
         known += [*below(grid, divisions), *natural(d.a for d in divisions)]
-        return same([*facts, *known], pair.offsets, programs, pair.twins)
+        return same([*facts, *known], pair.offsets, programs, pair.twins, self.linear)
 
     def meetings(self) -> list[Answer]:
         """Whether programs race, and whether outputs are written once."""
