@@ -158,8 +158,10 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 
 # By night: what takes long, whatever the workload, and what says nothing of a CPU.
 BY_NIGHT = ("witnessed", "same_bits_as_the_cpu", "streams", "second_device")
-# What is the same code for all options of an op: one workload of each, and by night the others.
+# What is the same code for all options of an op: one workload of each, and by night the others. Guard bands are among
+# them because every kernel is also proven to stay inside of its tensors (docs/prove.md).
 OF_OPS = (
+    "guard_bands",
     "determinism",
     "twice_backward",
     "no_grad",

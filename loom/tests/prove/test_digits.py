@@ -162,6 +162,16 @@ def test_digits_of_two_sizes() -> None:
     assert not same([*columns(n), m >= 1, d >= 0, d2 >= 0, d <= m, d2 <= m], offsets, [(p, p2)], twins)
 
 
+def test_a_digit_below_a_product() -> None:
+    """Below m * n, not below m or n."""
+    m = z3.Int("m")
+    twins = [(p, p2), (c, c2)]
+    offsets = p * m * n + c, p2 * m * n + c2
+    assert same([*columns(m * n), m >= 1], offsets, [(p, p2)], twins)
+    assert not same([*columns(m * n + 1), m >= 1], offsets, [(p, p2)], twins)
+    assert not same([*columns(m + n), m >= 1], offsets, [(p, p2)], twins)
+
+
 @triton.jit
 def swizzled(
     y_ptr, M, N, WIDTH: tl.constexpr, ROWS_MASKED: tl.constexpr, TILE: tl.constexpr = 16

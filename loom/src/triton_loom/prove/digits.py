@@ -16,7 +16,7 @@ from .contract import constants_of
 from .lemmas import about_digits, monomials, ordered
 from .linear import Linear
 from .solver import Solution, z3
-from .sums import Terms, is_same, product, sum_of, terms_of, undivided, without
+from .sums import Terms, factors_of, is_same, product, sum_of, terms_of, undivided, without
 
 Twins = Sequence[tuple[Any, Any]]  # of the first program and of the second one
 
@@ -129,8 +129,8 @@ class _Steps:
         return [item for item in found.values() if item[0]]
 
     def _sizes(self, e: Any) -> list[Any]:
-        """What products in a sum are multiples of and both programs have, that of most products first: factors, and
-        sums such as cols + cols % 2."""
+        """What products in a sum are multiples of and both programs have, that of most products first: factors, their
+        products, and sums such as cols + cols % 2."""
         found: dict[str, Any] = {}
         for _, terms in self._coefficients(e):
             if len(terms) > 1:
@@ -138,9 +138,12 @@ class _Steps:
                 size = sum_of((number // common, factors) for number, factors in terms)
                 found[str(size)] = size
             for _, factors in terms:
-                found |= {str(factor): factor for factor in factors}
-        counted = [(len(self._multiple(size, e)), text) for text, size in found.items()]
-        return [found[text] for _, text in sorted(counted, key=lambda item: (-item[0], item[1]))]
+                sizes = [*factors, product(factors)] if factors else []
+                found |= {str(size): size for size in sizes}
+        counted = [
+            (-len(self._multiple(size, e)), -len(factors_of(size)), text) for text, size in found.items()
+        ]
+        return [found[text] for _, _, text in sorted(counted)]
 
     def _multiple(self, size: Any, e: Any) -> Terms:
         """What a size is multiplied by in a sum of products."""
@@ -150,7 +153,7 @@ class _Steps:
                 ratio = _ratio(terms, size)
                 found += [] if ratio is None else [(ratio[0], [*own, *ratio[1]])]
             else:
-                having = [(n, without(factors, [size])) for n, factors in terms]
+                having = [(n, without(factors, factors_of(size))) for n, factors in terms]
                 found += [(n, [*own, *rest]) for n, rest in having if rest is not None]
         return found
 
