@@ -170,11 +170,11 @@ ASKED = set(ORDER.proofs)  # kernels that have been asked about
 
 def prove(item: Any) -> None:
     """Asks about the kernels that a test was the first to launch."""
-    from .proven import proof_of
-
     for launch in item.launches:
         kernel = LAUNCHES.name(launch.kernel)
         if kernel is not None and kernel not in ASKED:
+            from .proven import proof_of
+
             ASKED.add(kernel)
             tell(event="proving", kernel=kernel)
             tell(event="proof", kernel=kernel, **proof_of(ORDER.project, kernel, launch, item.nodeid))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .judge import matching
 from .projects import PROJECTS, Project
-from .report import DOCS, RESULTS, source
+from .report import DOCS, load, source
 
 Proof = dict[str, Any]  # what was said of a kernel, and under which contract; see `proof_of`
 
@@ -326,16 +326,6 @@ def totals(projects: Iterable[tuple[Project, dict[str, Proof]]]) -> str:
     return "\n".join(lines)
 
 
-def load(project: Project) -> dict[str, Proof]:
-    """The proofs of earlier runs."""
-    proofs: dict[str, Proof] = {}
-    for suite in project.suites:
-        file = RESULTS / f"{project.name}.{suite.name}.proven.json"
-        if file.exists():
-            proofs |= json.loads(file.read_text())["proofs"]
-    return proofs
-
-
 def write() -> None:
     """docs/proven.md and docs/proven.json."""
     import torch
@@ -343,7 +333,7 @@ def write() -> None:
     import triton_loom
     import z3
 
-    found = [(project, proofs) for project in PROJECTS if (proofs := load(project))]
+    found = [(project, proofs) for project in PROJECTS if (proofs := load(project, ".proven.json", "proofs"))]
     versions = f"Triton {triton.__version__}, Loom {triton_loom.__version__}, z3 {z3.get_version_string()}"
     made = f"{date.today()}, torch {torch.__version__}, {versions}, two cores."
     parts = [

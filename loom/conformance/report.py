@@ -78,12 +78,13 @@ def write() -> None:
         writer.writerows(rows)
 
 
-def load(project: Project, ending: str) -> Results:
+def load(project: Project, ending: str, what: str = "tests") -> Results:
+    """What earlier runs have kept, of all suites: by test, or by kernel if proofs are asked for."""
     results: Results = {}
     for suite in project.suites:
         file = RESULTS / f"{project.name}.{suite.name}{ending}"
         if file.exists():
-            results |= json.loads(file.read_text())["tests"]
+            results |= json.loads(file.read_text())[what]
     return results
 
 

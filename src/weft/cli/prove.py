@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..proof.proofs import Proof, Proven
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
-_OF_OUTPUTS = ("covered", "once")  # kinds of answers
 
 
 def add_command(commands: Any) -> None:
@@ -249,11 +248,13 @@ def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 def _open(workload: dict[str, Any], verdict: str = "") -> Counter[tuple[str, str, str]]:
     """What is not proven of the kernels of a workload, or what has this verdict; outputs are looked at apart."""
+    from ..proof.proofs import OUTPUTS
+
     return Counter(
         (launch["kernel"], answer["kind"], answer["what"])
         for launch in workload["launches"]
         for answer in launch["open"]
-        if verdict in ("", answer["verdict"]) and answer["kind"] not in _OF_OUTPUTS
+        if verdict in ("", answer["verdict"]) and answer["kind"] not in OUTPUTS
     )
 
 

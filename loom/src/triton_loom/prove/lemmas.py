@@ -94,9 +94,11 @@ def below(limits: Iterable[tuple[Any, Any]], divisions: Sequence[Division]) -> l
     while waiting:
         value, limit = waiting.pop()
         for d in divisions:
+            if not d.a.eq(value):
+                continue
             by: Any = exact.get(d.b.get_id(), d.b)
             rest = quotient_of(limit, by)
-            if d.a.eq(value) and rest is not None:
+            if rest is not None:
                 lemmas.append(
                     z3.Implies(z3.And(d.b == by, by > 0, value < rest * by), d.quotient + 1 <= rest)
                 )
