@@ -1,6 +1,6 @@
 """Fine-tune a small Qwen3 with TRL by SFT, DPO and GRPO, once with TRL's own log-probabilities and once with Weft's.
 
-    python examples/finetune_trl.py --steps 3
+    python examples/finetune_trl.py --steps 3               # needs TRL: pip install -e ".[trl]"
 
 The model has random weights and knows a few hundred words; nothing is downloaded. Both runs begin alike, and must
 log and learn the same.
@@ -19,11 +19,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ACCELERATE_USE_CPU", "1")
 
 import torch
-import transformers
-import trl
-from datasets import Dataset, disable_progress_bars
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+
+try:
+    import transformers
+    import trl
+    from datasets import Dataset, disable_progress_bars
+    from tokenizers import Tokenizer, models, pre_tokenizers
+except ModuleNotFoundError:
+    raise SystemExit('examples/finetune_trl.py needs TRL: pip install -e ".[trl]"') from None
 
 import weft.integrations.trl
 

@@ -12,8 +12,10 @@ import weft
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 128, 128, 8, 2
 
-# How far y and the gradients may be from those of fp32, as a part of their size.
-ALLOWED = {"fp32": 1e-5, "bf16": 0.02, "fp8_block": 0.15}
+# How far y and the gradients may be from those of fp32, as a part of their size. Rounding a tensor to e4m3 in blocks
+# changes it by 2.65 %. In y the roundings of x, up, h and down meet, the first two amplified by 1.44 in the gated unit:
+# 6.6 %. Gradients have up to two roundings more, 7 to 9 %: allowed are four times 2.65 %.
+ALLOWED = {"fp32": 1e-5, "bf16": 0.02, "fp8_block": 0.106}
 
 
 def moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, recipe: str | None = None) -> Tensor:
@@ -53,13 +55,12 @@ def main() -> None:
         torch.randn(EXPERTS, 2 * FFN, HIDDEN) / HIDDEN**0.5,
         torch.randn(EXPERTS, HIDDEN, FFN) / FFN**0.5,
     ]
-    inputs[1][-1] = -10.0 * torch.sign(inputs[0].mean(0))  # an expert that hardly anybody wants
+    inputs[1][-1] = 0.0  # few tokens choose this expert: its logit is 0, the best others are far above
     upstream = torch.randn(TOKENS, HIDDEN)
 
     def results(layer: object, recipe: str = "fp32") -> list[Tensor]:
         dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-        leaves = [inputs[0].to(dtype), *(tensor.clone() for tensor in inputs[1:])]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
+        leaves = [tensor.clone().requires_grad_() for tensor in (inputs[0].to(dtype), *inputs[1:])]
         options = {} if recipe == "fp32" else {"recipe": recipe}
         y = layer(*leaves, **options)  # type: ignore[operator]
         return [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(dtype))]

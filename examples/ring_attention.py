@@ -13,6 +13,7 @@ keys travel back the way they came. The result is compared with attention of the
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("there are no ranks: run torchrun --nproc-per-node 4 examples/ring_attention.py")
+    if options.tokens % int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--tokens {options.tokens} is not a multiple of the {os.environ['WORLD_SIZE']} ranks")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,6 +1,6 @@
 """Serve requests from a small Qwen3 model with a paged FP8 cache, beside transformers' own `generate`.
 
-python examples/serve.py
+python examples/serve.py                                # needs transformers: pip install -e ".[transformers]"
 
 Requests come and go: each step takes in what fits into the free pages, computes the prompts of new requests in one call
 and one token of all others in another, and gives the pages of finished ones back. The model's layers are `weft.nn`'s,
@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import weft.nn
+
+try:
+    import transformers
+except ModuleNotFoundError:
+    raise SystemExit('examples/serve.py needs transformers: pip install -e ".[transformers]"') from None
 
 PAGE_SIZE = 16
 

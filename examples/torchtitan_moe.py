@@ -1,6 +1,6 @@
 """Pre-train a small mixture of experts in torchtitan's own trainer, and again with Weft's kernels in it.
 
-    python examples/torchtitan_moe.py                       # needs torchtitan: pip install weft[torchtitan]
+    python examples/torchtitan_moe.py                       # needs torchtitan: pip install -e ".[torchtitan]"
     python examples/torchtitan_moe.py --recipe fp8_block --steps 40
 
 The model is torchtitan's Qwen3 with two layers of eight experts, which predicts the next byte of Python's sources. Both
@@ -14,6 +14,7 @@ torchtitan trains on GPUs. Where there is none it is given a CPU, which is what 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sysconfig
 import tempfile
@@ -29,6 +30,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+if importlib.util.find_spec("torchtitan") is None:
+    raise SystemExit('examples/torchtitan_moe.py needs torchtitan: pip install -e ".[torchtitan]"')
 
 
 def use_cpu() -> None:

@@ -1,15 +1,17 @@
 """Train a small mixture of experts in the numbers of your choice, and compare the loss curves.
 
-    python examples/train_moe.py --recipe bf16 --json runs/bf16.json
-    python examples/train_moe.py --recipe fp8_block --json runs/fp8_block.json
-    python examples/train_moe.py --plot curves.png runs/*.json              # needs matplotlib: pip install weft[plot]
+    python examples/train_moe.py                                            # 60 steps: one to two minutes on two cores
+    python examples/train_moe.py --recipe bf16 --steps 600 --json runs/bf16.json
+    python examples/train_moe.py --recipe fp8_block --steps 600 --json runs/fp8_block.json
+    python examples/train_moe.py --plot curves.png runs/*.json              # needs matplotlib: pip install -e ".[plot]"
     torchrun --nproc-per-node 2 examples/train_moe.py --recipe fp8_block    # FSDP2: Gloo on CPUs, NCCL on GPUs
 
 The model predicts the next byte of Python's own standard library, which is text that every machine with Python has. One
 file in ten is kept for validation. The recipe says in what numbers the projections and the experts are multiplied,
 forward and backward. The router, the loss and the master weights stay in fp32; the residual stream, the embedding and
 the head in bf16. With the recipe "fp32", everything is in fp32. All of it is made of Weft's ops, except attention
-itself, which is PyTorch's: Weft has none.
+itself: PyTorch's `scaled_dot_product_attention`, with which the runs in docs/runs were made. `weft.attention` takes the
+same arguments.
 
 A seed decides weights and batches, whatever the recipe and the number of ranks, so curves can be compared step by step.
 """
@@ -55,7 +57,7 @@ class Config:
     multiples of 128."""
 
     recipe: str = option("bf16", "the numbers that products are computed in")
-    steps: int = option(600, "steps of the optimizer")
+    steps: int = option(60, "steps of the optimizer")
     seed: int = option(0, "of the initial weights and of the batches")
     layers: int = option(4, "blocks of attention and experts")
     hidden: int = option(256, "numbers of a token in the residual stream")
@@ -300,6 +302,8 @@ def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: P
             if done % config.validate_every == 0 or done == config.steps:
                 run["validation"].append([done, validate(model, text.validation, config, ranks)])
                 run["seconds"] = time.perf_counter() - begun
+                if ranks.rank == 0:
+                    progress.console.print(f"step {done}: validation loss {run['validation'][-1][1]:.3f}")
                 if checkpoint:
                     save(checkpoint, run, model, optimizer)
             progress.update(bar, advance=1, description=f"{config.recipe} {run['train'][-1]:.3f}")
@@ -311,8 +315,10 @@ def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: P
 
 def plot(file: Path, paths: list[Path]) -> None:
     """The loss curves of runs, and how far the others are from the first."""
-    from matplotlib import pyplot
-
+    try:
+        from matplotlib import pyplot
+    except ModuleNotFoundError:
+        raise SystemExit('--plot needs matplotlib: pip install -e ".[plot]"') from None
     runs = [json.loads(path.read_text()) for path in paths]
     names = [run["config"]["recipe"] for run in runs]
     first = dict(runs[0]["validation"])
@@ -347,6 +353,23 @@ def flags() -> argparse.Namespace:
     given = parser.parse_args()
     if bool(given.plot) != bool(given.runs):
         parser.error("--plot and the files of runs go together")
+    for one in fields(Config):
+        value = getattr(given, one.name)
+        if one.name not in ("recipe", "seed") and value <= 0:
+            parser.error(f"argument --{one.name.replace('_', '-')}: {value} is not a positive number")
+    if given.hidden % (2 * given.heads):
+        parser.error(f"--hidden {given.hidden} is not a multiple of twice the --heads {given.heads}")
+    if given.top_k > given.experts:
+        parser.error(f"--top-k {given.top_k} is more than the --experts {given.experts}")
+    for path in given.runs:
+        if not path.is_file():
+            parser.error(f"there is no file {path}: --json {path} writes it")
+    if given.json:  # before the run, which would be lost
+        try:
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.open("ab").close()
+        except OSError as error:
+            parser.error(f"--json {given.json} cannot be written: {error.strerror}")
     return given
 
 
@@ -363,7 +386,6 @@ def main() -> None:
             f"{run['saved_bytes'] / 2**20:.0f} MiB saved for backward, {run['parameters'] / 1e6:.1f} M parameters"
         )
         if given.json:
-            given.json.parent.mkdir(parents=True, exist_ok=True)
             given.json.write_text(json.dumps(run, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()

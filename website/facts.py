@@ -4,32 +4,18 @@ which workloads, in which formats they are judged. The figures come from the tab
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import weft
+from weft.cli.names import made_of, public_ops
 from weft.quant import Format, QTensor
-from weft.runtime.ops import Op
 from weft.workloads import WORKLOADS, Workload, distinct
 
 ROOT = Path(__file__).parents[1]
-
-
-@functools.cache
-def public_ops() -> dict[str, Callable[..., Any]]:
-    """The functions of the package that compute, by name: those that are defined in `weft.ops` and are no `with`."""
-    found = {}
-    for name in weft.__all__:
-        function = getattr(weft, name)
-        computes = inspect.isfunction(function) and function.__module__.startswith("weft.ops")
-        if computes and not inspect.isgeneratorfunction(inspect.unwrap(function)):
-            found[name] = function
-    return found
 
 
 def family(thing: Callable[..., Any]) -> str:
@@ -38,48 +24,6 @@ def family(thing: Callable[..., Any]) -> str:
 
 
 # ---- which ops of the catalogue a function calls -------------------------------------------------------------
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _visit(thing: Any, seen: dict[Any, None]) -> None:
-    """Follow the names that a function uses: through functions and classes of `weft.ops`, and the backward of ops."""
-    if isinstance(thing, Op):
-        if thing.name not in seen:
-            seen[thing.name] = None
-            _visit(thing.backward, seen)
-        return
-    if isinstance(thing, type):
-        if thing.__module__.startswith("weft.ops") and thing not in seen:
-            seen[thing] = None
-            for member in vars(thing).values():
-                _visit(getattr(member, "__func__", member), seen)
-        return
-    if not isinstance(thing, types.FunctionType):
-        return
-    function = inspect.unwrap(thing)
-    if function in seen or not function.__module__.startswith("weft.ops"):
-        return
-    seen[function] = None
-    for code in _codes(function.__code__):
-        for name in code.co_names:
-            _visit(function.__globals__.get(name), seen)
-    for cell in function.__closure__ or ():
-        _visit(cell.cell_contents, seen)
-
-
-@functools.cache
-def made_of(name: str) -> tuple[str, ...]:
-    """The ops of the catalogue that a public function may call, forward or backward."""
-    seen: dict[Any, None] = {}
-    _visit(public_ops()[name], seen)
-    found = [op for op in weft.catalogue if op in seen]
-    return tuple(found or [op for op in weft.catalogue if op == name])
 
 
 @functools.cache

@@ -12,8 +12,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "loom" / "src")]
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 from website import ops, pages  # noqa: E402
-from website.facts import public_ops  # noqa: E402
 from website.links import as_site_markdown, home, name_ops, rewrite  # noqa: E402
+from weft.cli.names import public_ops  # noqa: E402
 
 
 def on_config(config: Any) -> Any:

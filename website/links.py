@@ -32,8 +32,8 @@ def home() -> str:
 
 
 def on_site(path: str) -> str | None:
-    """The place on the site of a file of the repository."""
-    if path.startswith("docs/") and (ROOT / path).suffix in (".md", ".png"):
+    """Return the place on the site of a file of the repository: mkdocs copies every file of docs/, whatever it is."""
+    if path.startswith("docs/") and (ROOT / path).is_file():
         return path.removeprefix("docs/")
     return ELSEWHERE.get(path)
 
@@ -45,8 +45,9 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
 
 
 def rewrite(text: str, source: str, page: str) -> str:
-    """A document of the repository with links for its place on the site. What is no page is linked to the repository's
-    home if it has one, and otherwise named without a link."""
+    """Return a document of the repository with links for its place on the site. A file that is not on the site is
+    linked to the repository's home if it has one, and otherwise named without a link. An image has to be on the site:
+    its link stays as it is, so that the strict build fails."""
 
     def changed(match: re.Match[str]) -> str:
         image, label, target = match[1], match[2], match[3]
@@ -57,8 +58,8 @@ def rewrite(text: str, source: str, page: str) -> str:
         place = on_site(found)
         if place is not None:
             return f"{image}[{label}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{hash_}{heading})"
-        if not (ROOT / found).exists():
-            return match[0]  # mkdocs complains of it
+        if image or not (ROOT / found).exists():
+            return match[0]  # mkdocs warns of a link to nowhere, and a warning fails the strict build
         return f"[{label}]({home()}/blob/main/{found})" if home() else label
 
     return outside_code(text, lambda part: re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", changed, part))

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import weft
+from weft.cli.names import made_of, public_ops
 from weft.proof.checks import CHECKS
 from weft.runtime import TARGETS
 from weft.workloads import Workload
 from weft.workloads.published import PUBLISHED
 
-from .facts import described_on, emulated, family, judged, made_of, owners, public_ops, traffic
+from .facts import described_on, emulated, family, judged, owners, traffic
 
 
 def families() -> dict[str, list[str]]:

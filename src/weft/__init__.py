@@ -1,6 +1,7 @@
 """Weft: fused kernels for training and serving large language models, proven before they meet a GPU."""
 
 import importlib
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -9,6 +10,16 @@ from typing import TYPE_CHECKING
 # that is there and does not work is still reported. The filter stays: `catch_warnings` would undo those of torch.
 if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
+
+import torch
+
+from .language import OLDEST_TORCH
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
+    raise ImportError(
+        f"Weft needs PyTorch {'.'.join(map(str, OLDEST_TORCH))} or later, the first that comes with Triton 3.7; this "
+        f"is {torch.__version__}: pip install --upgrade torch"
+    )
 
 from . import interop
 from .graphs import capture
@@ -131,4 +142,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f".{name}", __name__)
     if name == "compile_pass":
         return importlib.import_module(".integrations.fusion", __name__).compile_pass
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # With its name and this module, Python itself adds "Did you mean".
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+    )

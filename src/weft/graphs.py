@@ -2,19 +2,24 @@
 
 On a GPU the recording is a CUDA graph. On the CPU it is a tape of what the function did to memory: launches of kernels
 with their pointers, and PyTorch's operations. Replaying either runs the same work on the same memory.
+
+What a replay would get wrong is refused, on the CPU as CUDA graphs refuse it on a GPU: numbers that Python reads,
+shapes that depend on numbers, inputs that are changed in place, seeds that are set, and launches that are not recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .language import triton
 from .runtime import Launch, observing
 from .runtime.ops import seen_through
 
@@ -27,9 +32,15 @@ def capture(fn: Callable[..., R], *examples: Tensor, sizes: Sequence[int] = ()) 
     `fn` takes tensors and returns tensors; whatever may vary from call to call is in tensors on the device. The result
     of a replay is valid until the next one. Nothing is allocated by a replay on a GPU. Gradients are not recorded.
 
+    A replay runs no Python: `fn` must not read numbers (`.item()`, `.tolist()`, `.numpy()`, `if x > 0`), make tensors
+    whose shapes depend on numbers (`nonzero`, `x[mask]`, `unique`), change its inputs, or draw from a generator other
+    than PyTorch's own. All of these are refused. Tensors that `fn` writes to, such as a cache, belong into its closure.
+
     With `sizes`, one recording for each: inputs whose first dimension is that of the first example may have any number
-    of rows up to the largest size. They are put into the smallest recording that has room for them, and results are cut
-    to as many rows. The rows beyond hold numbers of earlier calls, so rows of `fn` must not depend on each other.
+    of rows up to the largest size. They are put into the smallest recording that has room for them, and each dimension
+    of a result that follows the number of rows is cut to it; `fn` runs once more with another number of rows to tell
+    which do. The rows beyond hold numbers of earlier calls. A result that depends on them, as a sum over rows does, or
+    that has another number of rows, serves calls with exactly as many rows as a recording; others are refused.
 
     >>> import torch, weft
     >>> step = weft.capture(lambda x: weft.rms_norm(x), torch.randn(4, 64), sizes=(4, 16))
@@ -59,6 +70,8 @@ class Captured(Generic[R]):
         self.examples = tuple(example.detach() for example in examples)
         self.rows = len(examples[0]) if sizes else None
         self.recordings = {size: _Recording(fn, self._inputs(size)) for size in sizes or (None,)}
+        with torch.random.fork_rng(devices=[]):
+            self.cuts = self._find_cuts(fn, sizes) if sizes else []
 
     def _inputs(self, size: int | None) -> list[Tensor]:
         """Memory for inputs with so many rows, which begins with the examples' numbers over and over."""
@@ -74,24 +87,79 @@ class Captured(Generic[R]):
     def _varies(self, example: Tensor) -> bool:
         return self.rows is not None and example.dim() > 0 and len(example) == self.rows
 
+    def _find_cuts(self, fn: Callable[..., R], sizes: tuple[int, ...]) -> list[_Cut]:
+        """Find out how each result depends on the number of rows: its shape from runs with several numbers, and its
+        numbers from replays of one recording with other rows beyond the first half."""
+        largest = sizes[-1]
+        runs = {size: tree_flatten(self.recordings[size].result)[0] for size in sizes}
+        if largest > 1 and largest - 1 not in runs:
+            with torch.no_grad():
+                runs[largest - 1] = tree_flatten(fn(*self._inputs(largest - 1)))[0]
+        if len({len(leaves) for leaves in runs.values()}) > 1:
+            raise TypeError(
+                "the captured function returns another number of tensors for other numbers of rows"
+            )
+        cuts = [
+            _Cut.of({size: tuple(leaf.shape) for size, leaf in zip(runs, leaves, strict=True)})
+            for leaves in zip(*runs.values(), strict=True)
+        ]
+        return cuts if largest == 1 else self._with_mixed_rows(self.recordings[largest], largest, cuts)
+
+    def _with_mixed_rows(self, recording: _Recording, size: int, cuts: list[_Cut]) -> list[_Cut]:
+        """The cuts with a note of results whose first rows depend on the rows beyond them."""
+        rows = size // 2
+        held = [
+            x for x, example in zip(recording.inputs, self.examples, strict=True) if self._varies(example)
+        ]
+        given = [x.clone() for x in held]
+
+        def replay() -> list[Tensor]:
+            recording.replay()
+            leaves = tree_flatten(recording.result)[0]
+            return [cut(leaf, rows).clone() for leaf, cut in zip(leaves, cuts, strict=True)]
+
+        with torch.no_grad():
+            first, again = replay(), replay()
+            for x in held:
+                beyond = x[rows:]
+                # Any numbers are rows of floats; indices stay among those of the example.
+                beyond.copy_(
+                    beyond * -0.5 + 1 if x.is_floating_point() else beyond.flatten().flip(0).view_as(beyond)
+                )
+            other = replay()
+            for x, before in zip(held, given, strict=True):
+                x.copy_(before)
+            recording.replay()
+        # Where two replays on the same numbers differ, as with random numbers, nothing can be told.
+        return [
+            cut._replace(mixed=_same(one, two) and not _same(one, three))
+            for cut, one, two, three in zip(cuts, first, again, other, strict=True)
+        ]
+
     def __call__(self, *inputs: Tensor) -> R:
         rows = self._check(inputs)
         size = next(
             (size for size in self.recordings if size is not None and rows is not None and size >= rows), None
         )
+        if rows is not None and size is not None and rows < size:
+            for number, cut in enumerate(self.cuts):
+                if reason := cut.unsuitable():
+                    raise ValueError(
+                        f"{rows} rows would be padded to {size}, and result {number} {reason}: capture with sizes that "
+                        f"have {rows}"
+                    )
         recording = self.recordings[size]
         with torch.no_grad():
             for held, given, example in zip(recording.inputs, inputs, self.examples, strict=True):
                 (held[:rows] if self._varies(example) else held).copy_(given)
         recording.replay()
-        if rows is None:
+        if rows is None or rows == size:
             whole: R = recording.result
             return whole
-        cut: R = tree_map(
-            lambda t: t[:rows] if isinstance(t, Tensor) and t.dim() and len(t) == size else t,
-            recording.result,
-        )
-        return cut
+        leaves, structure = tree_flatten(recording.result)
+        cut_leaves = [cut(leaf, rows) for leaf, cut in zip(leaves, self.cuts, strict=True)]
+        cut_result: R = tree_unflatten(cut_leaves, structure)
+        return cut_result
 
     def _check(self, inputs: Sequence[Tensor]) -> int | None:
         """The number of rows of the inputs, which must be like the examples in all else."""
@@ -116,15 +184,60 @@ class Captured(Generic[R]):
         return rows
 
 
+class _Cut(NamedTuple):
+    """How one result depends on the number of rows."""
+
+    dims: tuple[int, ...]  # as long as there are rows
+    others: str  # the dimensions that depend on it in another way, in words
+    mixed: bool  # its numbers depend on the rows that are cut off
+
+    @staticmethod
+    def of(shapes: dict[int, tuple[int, ...]]) -> _Cut:
+        """From the shapes of a result for several numbers of rows."""
+        if len({len(shape) for shape in shapes.values()}) > 1:
+            return _Cut((), f"has the shapes {_listed(shapes)}", mixed=False)
+        dims, others = [], ""
+        for dim, lengths in enumerate(zip(*shapes.values(), strict=True)):
+            if lengths == tuple(shapes) and len(shapes) > 1:
+                dims.append(dim)
+            elif len(set(lengths)) > 1:
+                others = f"has the shapes {_listed(shapes)}"
+        return _Cut(tuple(dims), others, mixed=False)
+
+    def unsuitable(self) -> str:
+        """Why a padded result cannot be cut, or nothing."""
+        return self.others or ("depends on the padding, as a sum over rows does" if self.mixed else "")
+
+    def __call__(self, x: Tensor, rows: int) -> Tensor:
+        for dim in self.dims:
+            x = x.narrow(dim, 0, rows)
+        return x
+
+
+def _listed(shapes: dict[int, tuple[int, ...]]) -> str:
+    return ", ".join(f"{shape} for {rows} rows" for rows, shape in sorted(shapes.items()))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 class _Recording:
     """One recording and the memory that it reads and writes."""
 
     def __init__(self, fn: Callable[..., Any], inputs: list[Tensor]) -> None:
         self.inputs = inputs
+        versions = [x._version for x in inputs]
         if inputs[0].device.type == "cuda":
             self.result, self.replay = _record_graph(fn, inputs)
         else:
             self.result, self.replay = _record_tape(fn, inputs)
+        for number, (x, version) in enumerate(zip(inputs, versions, strict=True)):
+            if x._version != version:
+                raise RuntimeError(
+                    f"the captured function changes input {number} in place, which replays would do to a copy: let it "
+                    "change a clone, or a tensor of its closure"
+                )
         for leaf in tree_flatten(self.result)[0]:
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -151,16 +264,35 @@ def _record_graph(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Any, Ca
 
 # What makes memory or another view of it: the tape keeps what they made.
 _MAKING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-# What would have the host wait for a GPU, which a CUDA graph refuses.
-_WAITING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "equal",
-    "masked_select",
-    "unique_dim",
-    "_unique2",
-)
+# PyTorch's operations that read numbers on the host; those of others do if they return something else than tensors.
+_WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose")
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+# Ways of Python to the numbers of a tensor that pass the dispatcher by.
+_READING = {
+    Tensor.numpy: ".numpy()",
+    Tensor.tolist: ".tolist()",
+    Tensor.__array__: "NumPy",
+    Tensor.__dlpack__: "DLPack",
+    torch.tensor_split: "torch.tensor_split by a tensor",
+    Tensor.tensor_split: "torch.tensor_split by a tensor",
+}
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise RuntimeError(f"{what} {why}: it can't be captured")
+
+
+class _Reading(TorchFunctionMode):
+    """Refuses what would read numbers without an operation that the tape could see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = _READING.get(func)
+        if what is not None and (
+            "tensor_split" not in what
+            or any(isinstance(x, Tensor) for x in (*args[1:], *(kwargs or {}).values()))
+        ):
+            _refuse(what, "reads numbers on the host, which a replay would not read again")
+        return func(*args, **kwargs or {})
 
 
 class _Tape(TorchDispatchMode):
@@ -170,45 +302,98 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.steps: list[Callable[[], object]] = []
         self.kept: list[Any] = []
+        self.random = torch.get_rng_state()  # after the last random operation
+        self.inside = False  # of an operation, which a replay runs as a whole
+        self.announced = 0  # launches that are noted and have not begun
+        self.foreign: list[str] = []  # kernels whose launches are not noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in _WAITING:
-            raise RuntimeError(
-                f"{func} reads numbers on the host, so that a GPU would be waited for: it can't be captured"
-            )
-        result = func(*args, **kwargs)
+        self._check(func, args, kwargs)
+        self.inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.inside = False
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random = torch.get_rng_state()
         self.kept.append((args, kwargs, result))
-        if name in _MAKING or func.is_view:
+        if func.overloadpacket.__name__ in _MAKING or func.is_view:
             return result
         if func._schema.is_mutable:
             self.steps.append(lambda: func(*args, **kwargs))
         else:
-            self.steps.append(lambda: _put(func(*args, **kwargs), result))
+            self.steps.append(lambda: _put(func, func(*args, **kwargs), result))
         return result
 
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        name, schema = func.overloadpacket.__name__, func._schema
+        foreign = func.namespace != "aten" and any("Tensor" not in str(each.type) for each in schema.returns)
+        if name in _WAITING or foreign or torch.Tag.data_dependent_output in func.tags:
+            _refuse(str(func), "reads numbers on the host, so that a GPU would be waited for")
+        masked = name in _INDEXING and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        filled = masked and "put" in name and args[2].numel() == 1  # torch computes this one with a mask
+        if masked and not filled:
+            _refuse(f"{func} by a mask", "has a shape that depends on numbers (torch.where has not)")
+        if torch.Tag.dynamic_output_shape in func.tags and name not in _INDEXING:
+            _refuse(str(func), "has a shape that depends on numbers")
+        if kwargs.get("generator") is not None:
+            _refuse(f"{func} with a generator", "would go on drawing from it; draw from PyTorch's own")
+        if torch.Tag.nondeterministic_seeded in func.tags and not torch.equal(
+            self.random, torch.get_rng_state()
+        ):
+            _refuse("setting a seed", "is Python, which a replay does not run")
+
     def note_launch(self, launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
+        if self.inside:
+            return
+        self.announced += 1
         self.kept.append(pointers)
         self.steps.append(lambda: launch(grid, pointers, integers, floats))
 
+    def begin_launch(self, launched: Any) -> None:
+        """Called by Triton before any kernel."""
+        if self.announced:
+            self.announced -= 1
+        elif not self.inside:
+            self.foreign.append((launched if isinstance(launched, dict) else launched.get())["name"])
 
-def _put(made: Any, into: Any) -> None:
+
+def _put(func: Any, made: Any, into: Any) -> None:
     for new, old in zip(tree_flatten(made)[0], tree_flatten(into)[0], strict=True):
         if isinstance(old, Tensor):
+            if new.shape != old.shape:
+                raise RuntimeError(
+                    f"{func} gives a tensor {tuple(new.shape)} in this replay and gave {tuple(old.shape)} when it was "
+                    "captured: its shape depends on numbers, so it can't be captured"
+                )
             old.copy_(new)
 
 
 @contextmanager
 def _taping() -> Iterator[_Tape]:
     tape = _Tape()
-    with seen_through(), observing(tape.note_launch), tape:
-        yield tape
+    launches = triton.knobs.runtime.launch_enter_hook
+    launches.add(tape.begin_launch)
+    try:
+        with seen_through(), observing(tape.note_launch), tape, _Reading():
+            yield tape
+    finally:
+        launches.remove(tape.begin_launch)
+    if tape.foreign:
+        raise RuntimeError(
+            f"the kernel {tape.foreign[0]} was launched by Triton itself, which is not recorded on a CPU: it can't be "
+            "captured, unless it is part of an op of torch.library"
+        )
 
 
 def _record_tape(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Any, Callable[[], None]]:
-    with torch.no_grad(), _taping() as tape:
-        result = fn(*inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.seed()  # a state that no seed in `fn` leads to
+        with torch.no_grad(), _taping() as tape:
+            result = fn(*inputs)
 
     def replay() -> None:
         with torch.no_grad():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["INTERPRETED", "TRITON", "tl", "triton"]
+__all__ = ["INTERPRETED", "OLDEST_TORCH", "TRITON", "tl", "triton"]
+
+OLDEST_TORCH = (2, 12)  # its wheels name the oldest Triton whose launchers Weft calls
 
 
 class _Absent:
@@ -30,6 +32,9 @@ try:
     INTERPRETED = bool(triton.knobs.runtime.interpret)
     # Weft's launcher compiles kernels; under TRITON_INTERPRET=1 there is nothing to launch.
     TRITON = not INTERPRETED
-except ImportError:
+except (
+    ImportError,
+    AttributeError,
+):  # a Triton before 3.4 has no knobs; `weft doctor` names the versions that work
     triton = tl = _Absent()
     TRITON = INTERPRETED = False

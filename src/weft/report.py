@@ -37,6 +37,8 @@ class Report:
         return sum(entry.kind == kind for entry in self.entries if entry.changed)
 
     def __str__(self) -> str:
+        if not self.entries:
+            return "nothing was changed: the model has no module that Weft computes"
         alike: dict[tuple[str, str, str], list[str]] = {}
         for entry in self.entries:
             what = entry.what if entry.changed else f"left alone: {entry.what}"

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
+import weft.nn
+from weft.cli.names import public_ops
 
 torch.manual_seed(0)
 X, W = torch.randn(8, 64), torch.ones(64)
@@ -35,6 +37,36 @@ Mistake = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 
 # What was called, the exception, and words that its message has.
 MISTAKES: dict[str, Mistake] = {
+    # ---- keywords
+    "epsilon": (
+        lambda: weft.rms_norm(X, W, epsilon=1e-6), TypeError, ("rms_norm() got", "'epsilon'", "Did you mean 'eps'?"),
+    ),
+    "a misspelt weight": (lambda: weft.layer_norm(X, weigth=W), TypeError, ("layer_norm() got", "mean 'weight'?")),
+    "no keyword at all": (
+        lambda: weft.layer_norm(X, zzz=W), TypeError, ("layer_norm() got", "'zzz'; it takes x, weight, bias, eps"),
+    ),
+    "a loss of a module": (
+        lambda: weft.nn.LinearCrossEntropy(64, 100, label_smooth=0.1), TypeError,
+        ("LinearCrossEntropy() got", "Did you mean 'label_smoothing'?"),
+    ),
+    # ---- modules
+    "no model to convert": (
+        lambda: weft.nn.convert(X, "fp8_block"), TypeError, ("model must be a torch.nn.Module", "got a Tensor"),
+    ),
+    "a shape for a norm": (
+        lambda: weft.nn.RMSNorm((4, 64)), TypeError, ("hidden_size must be an integer", "(4, 64)"),
+    ),
+    "a shape for another norm": (lambda: weft.nn.LayerNorm((64,)), TypeError, ("hidden_size must be an integer",)),
+    # ---- numbers
+    "a norm in words": (
+        lambda: weft.clip_grads_([X.clone()], "1.0"), TypeError, ("max_norm must be a number", "the str '1.0'"),
+    ),
+    "no norm": (lambda: weft.clip_grads_([X.clone()], None), TypeError, ("max_norm must be a number; got None",)),
+    # ---- labels
+    "a pad that is not ignored": (
+        lambda: weft.cross_entropy(X, torch.full((8,), -1)), IndexError,
+        ("target[0] is -1", "64 classes", "ignore_index, which is -100"),
+    ),
     # ---- other libraries' arguments and their order
     "torch's rms_norm": (lambda: weft.rms_norm(X, (64,), W), TypeError, ("weight", "(x, weight, bias)", "last dim")),
     "torch's layer_norm": (lambda: weft.layer_norm(X, [64], W), TypeError, ("weight", "a list", "last dimension")),
@@ -298,6 +330,28 @@ NO_TENSORS: dict[str, Any] = {
     "nothing": None, "a number": 1.0, "a list": [1, 2], "a tuple": (64,), "a string": "x", "a module": nn.Linear(4, 4),
     "an array": torch.ones(3).numpy(), "a row map": ROWS, "a dictionary": {},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", public_ops())
+def test_an_unknown_keyword_is_refused_by_the_public_name(name: str) -> None:
+    """A norm passed its options on, and the error named a private function."""
+    function = public_ops()[name]
+    with pytest.raises(TypeError, match=rf"^{name}\(\) (got an unexpected keyword argument|missing)"):
+        function(no_such_keyword=1)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'no_such_keyword'"):
+        function(*([X] * len(_needed(function))), no_such_keyword=1)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Positional arguments without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+
+
+def test_a_misspelt_op_is_suggested_by_python() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'rmsnorm'") as raised:
+        weft.rmsnorm  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("rmsnorm", weft)
 
 
 def test_every_function_of_tensors_is_here() -> None:

@@ -250,7 +250,7 @@ def test_a_report_of_another_schema_is_refused(tmp_path: Path, capsys: pytest.Ca
     made = measuring.report([row()], settings())
     (tmp_path / "old").write_text(json.dumps({**made, "schema": 1}))
     assert main(["bench", "show", str(tmp_path / "old")]) == 2
-    assert "measure again" in capsys.readouterr().err
+    assert "run `weft bench` again" in capsys.readouterr().err
 
 
 def test_what_was_not_measured_is_not_shown() -> None:

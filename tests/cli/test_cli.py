@@ -20,41 +20,12 @@ from triton_loom.testing import Forks
 
 import weft
 from tests.support import IMPORTED
+from tests.support.absent import without
 from weft import Capabilities
 from weft.cli import doctor, main
 from weft.cli.published import widths
 from weft.runtime import loom
 from weft.workloads.published import PUBLISHED, Published
-
-# Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
-WITHOUT = """
-import importlib.util, sys
-from importlib import metadata
-
-missing = {missing!r}
-
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in missing:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-
-sys.meta_path.insert(0, Absent())
-found, real = importlib.util.find_spec, metadata.entry_points
-importlib.util.find_spec = lambda name, package=None: None if name in missing else found(name, package)
-
-
-def entry_points(**group):
-    if not group:
-        return type("Groups", (), {{"select": staticmethod(entry_points)}})
-    return metadata.EntryPoints(point for point in real(**group) if point.value not in missing)
-
-
-metadata.entry_points = entry_points
-from weft.cli import main
-raise SystemExit(main({argv!r}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +50,7 @@ def doctor_without(
     if forks is not None:
         assert not missing
         return forks.run("-m", "weft", *argv, **environment)
-    code = WITHOUT.format(missing=missing, argv=list(argv))
+    code = without(missing, f"from weft.cli import main\nraise SystemExit(main({list(argv)!r}))\n")
     env = os.environ | environment
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
@@ -96,6 +67,11 @@ def report_without(
 
 def facts(report: dict[str, Any]) -> dict[str, str]:
     return {fact["name"]: fact["value"] for fact in report["facts"]}
+
+
+def to_do(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Advice that is not optional: which packages a machine has besides differs."""
+    return [advice for advice in report["advice"] if not advice["optional"]]
 
 
 def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +105,7 @@ def test_without_triton() -> None:
     assert code == 0
     assert facts(report)["Triton"] == "not installed"
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
-    assert [advice["command"] for advice in report["advice"]] == ["pip install 'triton>=3.7,<3.10'"]
+    assert [advice["command"] for advice in to_do(report)] == ["pip install 'triton>=3.7,<3.10'"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
@@ -139,7 +115,7 @@ def test_without_loom() -> None:
     assert facts(report)["Loom"] == "not installed"
     assert facts(report)["Triton driver"] == "none"
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
-    (advice,) = report["advice"]
+    (advice,) = to_do(report)
     assert advice["command"] == f"pip install -e {Path(weft.__file__).parents[2] / 'loom'}"
 
 
@@ -149,11 +125,12 @@ def test_without_compiler(tmp_path: Path, forks: Forks) -> None:
     code, report = report_without(forks=forks, PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert code == 1
     assert facts(report)["C++ compiler"] == toolchain.NO_COMPILER
-    assert report["advice"] == [
+    assert to_do(report) == [
         {
             "what": "Loom found no C++ compiler, so ops on CPU tensors run in plain PyTorch",
             "command": "conda install cxx-compiler",  # the PATH has no package manager either
             "broken": True,
+            "optional": False,
         }
     ]
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
@@ -165,7 +142,7 @@ def test_a_compiler_that_is_not_where_cxx_says(forks: Forks) -> None:
     code, report = report_without(forks=forks, CXX="/nonexistent/c++ -O1")
     assert code == 1
     assert facts(report)["C++ compiler"].startswith("CXX=/nonexistent/c++ -O1 names no program")
-    assert [advice["command"] for advice in report["advice"]] == ["unset CXX"]
+    assert [advice["command"] for advice in to_do(report)] == ["unset CXX"]
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
 
 
@@ -186,7 +163,7 @@ def test_a_compiler_that_fails(tmp_path: Path, forks: Forks) -> None:
         )
         assert "-std=c++17" in check["error"]
         assert check["error"].endswith("line 8 of 9: no licence\nline 9 of 9: no licence")
-    (advice,) = report["advice"]
+    (advice,) = to_do(report)
     assert advice["what"].startswith("The C++ compiler does not build kernels")
     shown = doctor_without(argv=("doctor",), forks=forks, **environment).stdout
     assert all(f"line {i} of 9: no licence" in shown for i in range(1, 10))
@@ -226,7 +203,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path, forks: Forks) -> None:
     code, report = report_without(forks=forks, TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert code == 1
     assert not report["cache"]["writable"]
-    assert "TRITON_CACHE_DIR" in report["advice"][0]["command"]
+    assert "TRITON_CACHE_DIR" in to_do(report)[0]["command"]
 
 
 def test_cache_that_others_can_write(tmp_path: Path, forks: Forks) -> None:
@@ -235,14 +212,14 @@ def test_cache_that_others_can_write(tmp_path: Path, forks: Forks) -> None:
     cache.chmod(0o777)
     code, report = report_without(forks=forks, TRITON_CACHE_DIR=str(cache))
     assert code == 1
-    assert [advice["command"] for advice in report["advice"]] == [f"chmod go-w {cache}"]
+    assert [advice["command"] for advice in to_do(report)] == [f"chmod go-w {cache}"]
 
 
 def test_forbidden_compilation_is_explained(forks: Forks) -> None:
     code, report = report_without(forks=forks, WEFT_NO_JIT="1")
     if report["devices"][0]["runs"].startswith("Triton"):
         assert code == 1
-        assert "unset WEFT_NO_JIT" in [advice["command"] for advice in report["advice"]]
+        assert "unset WEFT_NO_JIT" in [advice["command"] for advice in to_do(report)]
     assert report["environment"]["WEFT_NO_JIT"] == "1"
 
 
@@ -250,7 +227,7 @@ def test_interpreter_is_explained() -> None:
     code, report = report_without(TRITON_INTERPRET="1")
     assert code == 0
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
-    assert [advice["command"] for advice in report["advice"]] == ["unset TRITON_INTERPRET"]
+    assert [advice["command"] for advice in to_do(report)] == ["unset TRITON_INTERPRET"]
 
 
 def test_only_telling_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

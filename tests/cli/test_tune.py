@@ -184,7 +184,7 @@ def test_the_model_prefers_what_it_should() -> None:
     ("arguments", "said"),
     [
         (["--op", "nothing"], "there is no op 'nothing'"),
-        (["--workload", "nothing"], "no workload has that name"),
+        (["--workload", "nothing"], "no workload has 'nothing' in its name"),
         (["--target", "sm_90", "--device", "cuda"], "give --device, which is measured, or --target"),
         (["--op", "rope"], "WEFT_TILES is empty"),
     ],

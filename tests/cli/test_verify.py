@@ -64,14 +64,15 @@ def test_a_broken_kernel_is_named_and_its_report_repeats_the_failure(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--op", "rmsnorm"], "there is no op 'rmsnorm'; there are"),
+        (["--op", "rmsnorm"], "there is no op 'rmsnorm'. Did you mean 'rms_norm'"),
         (["--check", "speed"], "there is no check 'speed'; there are accuracy"),
         (["--device", "cuda"], "PyTorch sees no GPU here"),
         (["--device", "mps"], "Weft has no kernels for mps"),
         (["--device", "gpu"], "gpu"),
-        (["--emulate", "sm_70"], "unknown target 'sm_70'"),
+        (["--emulate", "sm_70"], "no 'sm_70' can be emulated; there are sm_80"),
+        (["--emulate", "gfx942"], "no 'gfx942' can be emulated"),
         (["--emulate", "sm_90", "--device", "cuda"], "leave out --device"),
-        (["--workload", "no such model"], "no workload has that name"),
+        (["--workload", "no such model"], "no workload has 'no such model' in its name"),
     ],
 )
 def test_what_cannot_be_verified_is_refused_in_words(

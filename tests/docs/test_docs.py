@@ -1,5 +1,4 @@
-"""The documents are run: every Python block, every command that is quick, and "Adding an op" step by step. What takes
-long and is tested elsewhere, in other words, is run by night."""
+"""Run the documents: every Python block and every quick command by day, the rest by night."""
 
 from __future__ import annotations
 
@@ -8,14 +7,12 @@ import inspect
 import os
 import re
 import shlex
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -34,8 +31,21 @@ from weft.runtime import TARGETS
 from weft.workloads import WORKLOADS
 from weft.workloads.published import BANDWIDTH, PUBLISHED
 
-ROOT = Path(__file__).parents[2]
-README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
+from .pages import (
+    CHANGELOG,
+    CONTRIBUTING,
+    README,
+    ROOT,
+    WARNINGS,
+    Block,
+    blocks,
+    guide,
+    lines,
+    program_of,
+    run,
+    run_text,
+)
+
 FORMATS, PROOF, ROWS, TRAFFIC = (
     ROOT / "docs" / f"{name}.md" for name in ("formats", "proof", "published", "traffic")
 )
@@ -46,67 +56,6 @@ PAGES = [
 DOCUMENTS = [*PAGES, CONTRIBUTING]
 WITNESS = ROOT / "loom/docs/witness.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
-
-
-# A warning is an error, but for one that PyTorch gives when it imports its own Inductor on a CPU.
-WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-
-
-class Block(NamedTuple):
-    language: str
-    text: str
-    place: str
-
-    def __str__(self) -> str:
-        return self.place
-
-
-def blocks(document: Path, language: str) -> list[Block]:
-    text = document.read_text()
-    found = []
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        assert match[1], f"a block of {document.name} without a language:\n{match[2]}"
-        line = text[: match.start()].count("\n") + 2
-        found.append(Block(match[1], match[2], f"{document.relative_to(ROOT)}:{line}"))
-    return [block for block in found if block.language == language]
-
-
-def lines(document: Path) -> list[tuple[str, str]]:
-    """(command, place) of every line of the bash blocks, split at &&, without comments."""
-    return [
-        (command.strip(), block.place)
-        for block in blocks(document, "bash")
-        for line in block.text.splitlines()
-        for command in re.sub(r"\s+#.*", "", line).split("&&")
-        if command.strip()
-    ]
-
-
-def run(*command: str, forks: Forks | None = None, **environment: str) -> str:
-    """What a command prints, run in a checkout: in a new process, or in one of `forks` if it is a Python script."""
-    if forks is not None:
-        done = forks.run(*command, cwd=ROOT, **environment)
-    else:
-        env = os.environ | environment
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
-
-
-def program_of(name: str) -> str:
-    """The script of that name that belongs to this Python."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=path)
-    assert found is not None
-    return found
-
-
-def run_text(text: str, directory: Path, forks: Forks | None) -> str:
-    """What a Python script prints, in which a warning is an error. Kernels have to be defined in a file."""
-    script = directory / "script.py"
-    script.write_text(text)
-    python = [] if forks is not None else [sys.executable, *WARNINGS]
-    return run(*python, str(script), forks=forks)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +73,22 @@ DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
 BY_DAY = ("README.md", "docs/first_contact.md")
 
 
+# Frameworks that a program may be about, and whether it then takes long.
+FRAMEWORKS = {"trl": True, "transformers": False, "torchtitan": True}
+
+
 def needs(text: str) -> list[pytest.MarkDecorator]:
-    """Of a program: what takes long, and is skipped where the framework that it is about is not installed."""
-    missing = importlib.util.find_spec("trl") is None
-    frameworks = [pytest.mark.slow, pytest.mark.skipif(missing, reason="trl is not installed")]
-    return frameworks if re.search(r"(\b|_)trl\b", text) else []
+    """Of a program, or of the command that runs an example: it is skipped where a framework that it imports is not
+    installed, and is for the night if that takes long."""
+    if text.startswith("python examples/"):
+        text = (ROOT / text.split()[1]).read_text()
+    marks = []
+    for name, long in FRAMEWORKS.items():
+        if re.search(rf"^ *(import|from) .*\b{name}\b", text, re.MULTILINE):
+            missing = importlib.util.find_spec(name) is None
+            marks.append(pytest.mark.skipif(missing, reason=f"{name} is not installed: pip install {name}"))
+            marks += [pytest.mark.slow] if long else []
+    return marks
 
 
 @pytest.mark.parametrize(
@@ -211,7 +171,7 @@ BY_NIGHT = (
     [
         pytest.param(command, marks=[pytest.mark.slow] if command.startswith(BY_NIGHT) else needs(command))
         for command in dict.fromkeys(c for document in DOCUMENTS for c, _ in lines(document))
-        if command.startswith(QUICK) and not command.startswith(READ_ONLY)
+        if command.startswith(QUICK) and not command.startswith(READ_ONLY) and command not in guide()
     ],
 )
 def test_quick_command_runs(command: str, forks: Forks) -> None:
@@ -269,11 +229,26 @@ def check_pytest(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_are_run_after_what_they_need_is_installed(document: Path) -> None:
+    """README ran `pytest` after an installation that has none."""
+    installed = False
+    for command, place in lines(document):
+        program, *arguments = shlex.split(command)
+        if program == "pip":
+            wanted = [word for word in arguments if word.endswith("]")]
+            installed |= {word.partition("[")[0] for word in wanted if "dev" in word} == {".", "loom"}
+        if program in ("pytest", "ruff", "mypy"):
+            assert installed, f"{place}: `{command}` needs the extra dev of both packages"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_slow_commands_name_what_exists(document: Path) -> None:
     for command, place in lines(document):
         program, *arguments = shlex.split(command)
-        if program == "weft":
-            weft.cli.parser().parse_args(arguments)
+        if (
+            program == "weft"
+        ):  # the guide's op exists in `test_added_op` alone: here another one stands for it
+            weft.cli.parser().parse_args([word.replace("softplus_gate", "glu") for word in arguments])
             continue
         if command.startswith(QUICK):
             continue
@@ -431,200 +406,13 @@ def test_geometric_mean_is_that_of_the_table() -> None:
     assert f"{mean} times `torch.compile`" in README.read_text()
 
 
-# ---- "Adding an op" --------------------------------------------------------------------------------------------
-
-
-def apply_diff(block: Block, root: Path) -> None:
-    """Lines with - become the lines with + that follow; + alone comes after the line before it."""
-    first, *rest = block.text.splitlines()
-    path = root / first.removeprefix(" # ")
-    text = path.read_text().splitlines()
-    at = 0
-    for line in rest:
-        sign, content = line[0], line[1:]
-        if sign == "+":
-            text.insert(at, content)
-            at += 1
-            continue
-        assert content in text, f"{block}: {path.name} has no line {content!r} any more"
-        at = text.index(content)
-        if sign == "-":
-            del text[at]
-        else:
-            at += 1
-    path.write_text("\n".join(text) + "\n")
-
-
-@pytest.fixture(scope="module")
-def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the op that CONTRIBUTING.md adds."""
-    root = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    files: dict[str, str] = {}
-    for block in blocks(CONTRIBUTING, "python"):
-        first, _, text = block.text.partition("\n")
-        path, _, continued = first.removeprefix("# ").partition(", ")
-        assert path.startswith("src/weft/"), f"{block}: the first line names the file"
-        assert (path in files) == (continued == "continued"), f"{block}: {first}"
-        files[path] = files[path] + "\n\n" + text if continued else text
-    assert len(files) == 3
-    for path, text in files.items():
-        assert not (root / path).exists()
-        (root / path).write_text(text)
-    for block in blocks(CONTRIBUTING, "diff"):
-        apply_diff(block, root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def extended_forks(extended: Path) -> Iterator[Forks]:
-    """Of a Python that has imported the copy."""
-    with Forks(*IMPORTED, flags=WARNINGS, PYTHONPATH=path_of(extended)) as forks:
-        yield forks
-
-
-def path_of(root: Path) -> str:
-    return os.pathsep.join([str(root / "src"), str(ROOT), str(ROOT / "loom" / "tests")])
-
-
-def test_added_op_is_in_style(extended: Path) -> None:
-    for path in ("ops/glu/softplus_gate.py", "workloads/softplus_gate.py", "ops/scale_rows.py"):
-        file = str(extended / "src" / "weft" / path)
-        settings = ["--config", str(ROOT / "pyproject.toml"), "--no-cache", file]
-        run(sys.executable, "-m", "ruff", "check", *settings)
-        run(sys.executable, "-m", "ruff", "format", "--check", *settings)
-
-
-# What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
-ADDED = """
-import torch
-from triton_loom.testing import EPS32, assert_rounded_once
-from torch.library import opcheck
-
-import weft
-from weft.workloads import for_op
-
-assert "checkout" in weft.__file__, weft.__file__
-op = weft.catalogue["softplus_gate"]
-assert weft.catalogue["softplus_gate_backward"] and op.differentiable
-for workload in for_op("softplus_gate"):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        call = workload.make(rows=3, dtype=dtype).requiring_grad()
-        y = call()
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        gradients = torch.autograd.grad(y, list(call.tensors().values()), dy)
-        exact = [t.detach().double().requires_grad_() for t in call.tensors().values()]
-        truth = op.reference(op.arguments.build(*exact)).y
-        wanted = [truth, *torch.autograd.grad(truth, exact, dy.double())]
-        for got, right in zip([y, *gradients], wanted, strict=True):
-            # exp, log, a quotient and three products.
-            assert_rounded_once(got, right, 8 * EPS32 * right.detach().abs())
-
-gate, x = (torch.randn(3, 40, dtype=torch.float64, requires_grad=True) for _ in range(2))
-torch.autograd.gradcheck(weft.ops.softplus_gate, (gate, x))
-gate, x = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
-opcheck(op.overload, (gate, x))
-compiled = torch.compile(weft.ops.softplus_gate, fullgraph=True, backend="aot_eager")
-for function in (weft.ops.softplus_gate, compiled):
-    grads = torch.autograd.grad(function(gate, x).square().sum(), (gate, x))
-    if function is compiled:
-        assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    before = grads
-assert torch.equal(compiled(gate, x), weft.ops.softplus_gate(gate, x))
-special = torch.tensor([float("inf"), -float("inf"), float("nan"), -90.0, 90.0])
-ones = torch.ones(5)
-got, right = weft.ops.softplus_gate(special, ones), op.reference(op.arguments.build(special, ones)).y
-torch.testing.assert_close(got, right, rtol=1e-6, atol=0, equal_nan=True)
-assert weft.ops.softplus_gate(gate[:0], x[:0]).shape == (0, 40)
-assert torch.equal(weft.ops.softplus_gate(gate.t(), x.t()), weft.ops.softplus_gate(gate, x).t())
-print("proven")
-"""
-
-
-def test_added_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
-    assert run_text(ADDED, tmp_path, extended_forks).endswith("proven\n")
-
-
-QUANTISED = """
-import warnings
-
-import torch
-
-import weft
-from triton_loom.testing import EPS32, assert_rounded_once, words
-from weft.ops.scale_rows import scale_rows
-
-generator = torch.Generator().manual_seed(2)
-for shape in ((5, 7, 200), (3, 256), (33, 1), (0, 64)):
-    x = torch.randn(shape, generator=generator).bfloat16()
-    factor = torch.randn(shape[:-1], generator=generator)
-    factor.view(-1)[:1] = float("inf")
-    assert torch.equal(scale_rows(x, factor), (x.float() * factor[..., None]).bfloat16())
-    # By registers and by way of fp32; the formats of either kind differ in `quantize` alone.
-    for format in ("1x128", "mx", "row", "tensor", "128x128", "nvfp4") if x.dim() == 3 else ("1x128", "tensor"):
-        for columnwise in (False, True) if format != "row" else (False,):
-            q = scale_rows(x, factor, quantize=format, columnwise=columnwise)
-            wanted = weft.quantize(x.float() * factor[..., None], format, columnwise=columnwise)
-            for copy, right in ((q.rowwise, wanted.rowwise), (q.columnwise, wanted.columnwise)):
-                for got, part in zip(copy or (), right or (), strict=True):
-                    assert got is part is None or torch.equal(words(got), words(part)), format
-warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, when it traces a torch.autograd.Function
-x, factor = torch.randn(6, 96, requires_grad=True), torch.randn(6, requires_grad=True)
-for function in (scale_rows, torch.compile(scale_rows, fullgraph=True, backend="aot_eager")):
-    for format in (None, "1x128"):
-        y = function(x, factor, quantize=format)
-        y = y if format is None else y.dequantize()
-        dx, dfactor = torch.autograd.grad(y.sum(), (x, factor))
-        assert torch.equal(dx, factor[:, None].expand(6, 96))
-        total = x.double().sum(1)
-        assert_rounded_once(dfactor, total, 96 * EPS32 * x.double().abs().sum(1))
-print("proven")
-"""
-
-
-@pytest.mark.slow
-def test_added_quantising_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
-    assert run_text(QUANTISED, tmp_path, extended_forks).endswith("proven\n")
-
-
-BINARIES = """
-import torch
-
-import weft
-from weft.runtime import Binary, compile_all, recording
-from weft.workloads import for_op
-
-
-def main():
-    jobs = []
-    for target in ("sm_90", "gfx942"):
-        with recording(target) as variants:
-            for op in ("softplus_gate", "softplus_gate_backward"):
-                for_op(op)[0].make("meta")()
-        jobs += [(variant, target) for variant in variants]
-    assert len(jobs) == 4
-    for binary in compile_all(jobs):
-        assert isinstance(binary, Binary), binary
-        assert set(binary.loads) == set(binary.stores) == {128}, binary
-        assert binary.spill_bytes == 0 and not binary.uses_fp64, binary
-    print("compiled")
-
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.slow
-def test_added_op_compiles_for_gpus(extended_forks: Forks, tmp_path: Path) -> None:
-    assert run_text(BINARIES, tmp_path, extended_forks).endswith("compiled\n")
-
-
-def test_added_op_inherits_every_check(extended: Path) -> None:
-    (command,) = [c for c, _ in lines(CONTRIBUTING) if c.startswith("pytest tests/catalogue")]
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    printed = run(sys.executable, "-m", *shlex.split(command), *options, PYTHONPATH=path_of(extended))
-    passed = re.search(r"(\d+) passed", printed)
-    assert passed, printed
-    assert int(passed[1]) > 10, printed
-    assert "skipped" not in printed, printed
+def test_what_needs_a_framework_is_skipped_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's block about transformers failed in an environment made by CONTRIBUTING.md, which has none."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    texts = [block.text for block in blocks(README, "python") if "transformers" in block.text]
+    assert texts
+    for text in (*texts, "python examples/serve.py"):
+        (mark,) = needs(text)
+        assert mark.name == "skipif"
+        assert mark.args == (True,)
+    assert not needs("python examples/moe_block.py")

@@ -13,6 +13,7 @@ import yaml
 import weft
 from website import facts, links, ops, pages
 from website.versions import supported, table
+from weft.cli.names import made_of, public_ops
 from weft.proof.checks import CHECKS
 from weft.workloads import distinct
 
@@ -35,18 +36,18 @@ def test_every_function_that_computes_has_a_page() -> None:
     rows = readme[readme.index("| op | in one call") :].split("\n\n")[0].splitlines()[2:]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert len(listed) > 25
-    assert listed | {"glu_backward"} == set(facts.public_ops())
-    assert {f"ops/{name}.md" for name in facts.public_ops()} <= PAGES.keys()
+    assert listed | {"glu_backward"} == set(public_ops())
+    assert {f"ops/{name}.md" for name in public_ops()} <= PAGES.keys()
 
 
-@pytest.mark.parametrize("name", facts.public_ops())
+@pytest.mark.parametrize("name", public_ops())
 def test_page_has_every_part(name: str) -> None:
     text = PAGES[f"ops/{name}.md"]
     assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == SECTIONS
     parts = dict(zip(SECTIONS, re.split(r"^## .*$", text, flags=re.MULTILINE)[1:], strict=True))
     assert all(part.strip() for part in parts.values())
     # The example is the one that doctest runs.
-    function = facts.public_ops()[name]
+    function = public_ops()[name]
     for example in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
         assert example.source.splitlines()[0] in parts["Example"]
     # Every argument has its line, with its default.
@@ -56,8 +57,8 @@ def test_page_has_every_part(name: str) -> None:
         if parameter.default is not parameter.empty:
             assert line.endswith(f"| `{parameter.default!r}` |")
     assert re.search(r"^    \S", parts[SECTIONS[2]], re.MULTILINE), "no formula"
-    assert facts.made_of(name) or "no kernels" in parts["Evidence"]
-    assert not facts.made_of(name) or all(f"`{check}`" in parts["Evidence"] for check in CHECKS)
+    assert made_of(name) or "no kernels" in parts["Evidence"]
+    assert not made_of(name) or all(f"`{check}`" in parts["Evidence"] for check in CHECKS)
     assert "Nothing was measured on a GPU" in parts["Evidence"]
 
 
@@ -66,7 +67,7 @@ def test_every_op_of_the_catalogue_is_described() -> None:
         places = facts.owners(op)
         assert places, f"{op} is on no page"
         for name in places:
-            assert op in facts.made_of(name), f"{name} does not call {op}"
+            assert op in made_of(name), f"{name} does not call {op}"
             assert f"| `{op}` |" in PAGES[f"ops/{name}.md"]
 
 
@@ -79,14 +80,14 @@ def test_every_workload_is_on_a_page() -> None:
 
 def test_made_of_is_what_is_called() -> None:
     """Found by following names; these are known."""
-    assert facts.made_of("rms_norm") == ("norm_backward", "norm")
-    assert set(facts.made_of("linear_cross_entropy")) == {
+    assert made_of("rms_norm") == ("norm_backward", "norm")
+    assert set(made_of("linear_cross_entropy")) == {
         "linear_logprobs",
         "linear_logprobs_backward",
         "linear_statistics",
     }
-    assert {"row_map", "permute", "grouped_matmul", "glu", "unpermute"} <= set(facts.made_of("experts"))
-    assert facts.made_of("merge_attention") == ()
+    assert {"row_map", "permute", "grouped_matmul", "glu", "unpermute"} <= set(made_of("experts"))
+    assert made_of("merge_attention") == ()
     assert facts.owners("norm") == ("layer_norm", "rms_norm")
     assert facts.owners("linear_statistics") == ("linear_cross_entropy", "linear_logprobs")
     assert {facts.called_by(w) for w in facts.judged("layer_norm", "norm").workloads} == {"layer_norm"}
@@ -108,7 +109,7 @@ def test_figures_come_from_the_documents() -> None:
 def test_objects_have_all_that_is_exported() -> None:
     for name in weft.__all__:
         thing = getattr(weft, name)
-        if callable(thing) and name not in facts.public_ops():
+        if callable(thing) and name not in public_ops():
             assert f"\n## {name}\n" in PAGES["ops/objects.md"]
 
 
@@ -141,6 +142,10 @@ def test_contributing_is_two_pages() -> None:
         ("[a](../.ci/versions)", "docs/integrations.md", "integrations.md", "a"),
         ("[a](https://a.b/c.md)", "docs/guide.md", "guide.md", "[a](https://a.b/c.md)"),
         ("[a](nowhere.md)", "docs/guide.md", "guide.md", "[a](nowhere.md)"),
+        ("![a](bench.svg)", "docs/bench.md", "bench.md", "![a](bench.svg)"),
+        ("![a](../docs/bench.svg)", "loom/README.md", "loom/index.md", "![a](../bench.svg)"),
+        ("![a](../pyproject.toml)", "docs/bench.md", "bench.md", "![a](../pyproject.toml)"),
+        ("[a](runs/bench.json)", "docs/bench.md", "bench.md", "[a](runs/bench.json)"),
         (
             "```text\n[a](../loom/README.md)\n```",
             "docs/guide.md",
@@ -154,6 +159,28 @@ def test_links(text: str, source: str, page: str, wanted: str, monkeypatch: pyte
     assert links.rewrite(text, source, page) == wanted
 
 
+def test_image_that_is_not_on_the_site_is_never_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link of an image outside of docs/ stays as it is, whether the project has a home or not, so that
+    `mkdocs build --strict` fails. As text, or as a link to a repository, nobody would miss it."""
+    for home in ("", "https://a.b/c"):
+        monkeypatch.setattr(links, "home", lambda home=home: home)
+        image = "![a](../website/weft.css)"
+        assert links.rewrite(image, "docs/bench.md", "bench.md") == image
+
+
+def test_every_image_of_the_documents_is_on_the_site() -> None:
+    sources = {f"docs/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
+    images = 0
+    for source in sources | {source for source in links.ELSEWHERE if source.endswith(".md")}:
+        for target in re.findall(
+            r"!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=[\"']([^\"']+)", (ROOT / source).read_text()
+        ):
+            path = Path(source).parent / "".join(target)
+            assert links.on_site(str(path)) is not None, f"{source} shows {path}, which is not on the site"
+            images += 1
+    assert images >= 2
+
+
 def test_sources_are_linked_once_there_is_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "home", lambda: "https://a.b/c")
     made = links.rewrite("[v](../.ci/versions)", "docs/integrations.md", "integrations.md")
@@ -161,7 +188,7 @@ def test_sources_are_linked_once_there_is_a_home(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ops_are_linked_by_name() -> None:
-    names = {name: f"ops/{name}.md" for name in facts.public_ops()}
+    names = {name: f"ops/{name}.md" for name in public_ops()}
     text = "# `weft.glu`\n`weft.glu` and `weft.nowhere`, [`weft.glu`](x.md)\n\n    `weft.glu`\n"
     made = links.name_ops(text, "start/training.md", names)
     assert made == text.replace("\n`weft.glu` and", "\n[`weft.glu`](../ops/glu.md) and")

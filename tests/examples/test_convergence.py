@@ -126,7 +126,8 @@ def stale_scale(patch: pytest.MonkeyPatch) -> None:
         def stale(copy: Copy | None, side: int) -> Copy | None:
             if copy is None:
                 return None
-            return copy._replace(scale=kept.setdefault((x.shape, spec, side), copy.scale))
+            key = x.shape, Format.of(spec).block, side
+            return copy._replace(scale=kept.setdefault(key, copy.scale))
 
         row, col = make(x, spec, *options, **more)
         return stale(row, 0), stale(col, 1)

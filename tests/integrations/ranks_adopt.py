@@ -1,11 +1,12 @@
 """What each rank runs for `test_adopt_ranks`: a tiny model with Weft and without, under DDP and FSDP2.
 
 `torchrun --nproc-per-node 2 ranks_adopt.py` prints a line for each way: how far apart the gradients are, and how often
-logits were made.
+logits were made; and a line for each way to read logits on one rank alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,35 @@ def ways(mesh: Any) -> dict[str, Any]:
         "fsdp2": lambda model: sharded(model, mesh=mesh),
         "fsdp2, checkpointed": checkpointed,
         "fsdp2, head apart": lambda model: sharded(model, mesh=mesh, head=True),
+        "fsdp2, norm and head as one": lambda model: as_one(model, mesh),
         "fsdp2, head apart, bf16": lambda model: sharded(model, mesh=mesh, head=True, mp_policy=bf16),
     }
+
+
+def as_one(model: Any, mesh: Any) -> Any:
+    """The last norm and the head are sharded together, as torchtitan does: each must be called once."""
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def read_alone(wrap: Any, inputs: dict[str, Any], when: str) -> str:
+    """What becomes of a read on rank 0, while rank 1 goes on."""
+    model = build("qwen3")
+    weft.integrations.apply(model, strict=True)
+    model = wrap(model)
+    found = model(**inputs, use_cache=False)
+    if when == "after backward":
+        found.loss.backward()
+    result = "nothing"
+    if dist.get_rank() == 0:
+        try:
+            result = f"logits {tuple(found.logits.argmax(-1).shape)}"
+        except RuntimeError as error:
+            result = str(error)
+    if when == "before backward":
+        found.logits.tensor()  # on both ranks
+        found.loss.backward()
+    return result
 
 
 def gradients(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,6 +106,15 @@ def main() -> None:
         apart = distance(gradients(wrap(model), inputs), wanted)
         if rank == 0:
             print(f"{name}: {apart:.2e} apart, logits made {made} times", flush=True)
+    mesh = init_device_mesh("cpu", (world,))
+    reads = {
+        "head apart": lambda model: sharded(model, mesh=mesh, head=True),
+        "head in the root": lambda model: sharded(model, mesh=mesh),
+    }
+    for (name, wrap), when in itertools.product(reads.items(), ("before backward", "after backward")):
+        result = read_alone(wrap, inputs, when)
+        if rank == 0:
+            print(f"read alone, {name}, {when}: {result}", flush=True)
     dist.destroy_process_group()
 
 

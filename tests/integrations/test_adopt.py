@@ -19,14 +19,9 @@ import weft.integrations
 from tests.catalogue.calls import compiled_variants
 from tests.integrations.tiny import MODELS, batch, build, distance, step
 from weft.integrations.logits import DeferredLogits
-from weft.integrations.recognise import (
-    LeftAlone,
-    RouterOptions,
-    recognise_norm,
-    recognise_rotary,
-    recognise_router,
-    rotating_functions,
-)
+from weft.integrations.recognise import RouterOptions, recognise_norm, recognise_router
+from weft.integrations.rotations import recognise_rotary, rotating_functions
+from weft.integrations.trials import LeftAlone
 
 
 @pytest.fixture
@@ -185,18 +180,24 @@ def test_compiled(made: list[DeferredLogits]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    """DDP, FSDP2, with checkpointing, and with the head sharded apart: its weight is there only while it is called."""
+    """DDP, FSDP2, with checkpointing, and with the head sharded apart: its weight is there only while it is called. A
+    rank that reads logits alone gets them where the weight is there, and an error where it would wait for the other."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(Path(__file__).parent / "ranks_adopt.py")
     done = subprocess.run([*launch, script], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "apart" in line]
-    assert len(lines) == 5, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "apart, logits made" in line]
+    assert len(lines) == 6, done.stdout
     for line in lines:
         name, _, rest = line.partition(": ")
         apart, times = rest.split(" apart, logits made ")
         assert float(apart) < (0.03 if "bf16" in name else 5e-6), line
         assert times == "0 times", line
+    reads = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("read alone"))
+    assert reads["read alone, head in the root, before backward"] == "logits (2, 24)"
+    assert "all ranks would have to gather it" in reads["read alone, head apart, before backward"]
+    for name in ("head apart", "head in the root"):
+        assert "the loss has run backward" in reads[f"read alone, {name}, after backward"]
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -410,7 +411,8 @@ def test_norms_are_found_by_what_they_compute(eps: float, offset: float, last: b
         with pytest.raises(LeftAlone):
             recognise_norm(module)
     else:
-        assert recognise_norm(module) == ("rms", eps, offset, "fp32" if last else "llama", not last)
+        casting = "fp32" if last else "llama"
+        assert recognise_norm(module) == ("rms", eps, offset, casting, not last, None, ("weight",))
 
 
 def test_a_norm_keeps_its_dtypes() -> None:

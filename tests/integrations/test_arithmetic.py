@@ -11,6 +11,8 @@ from torch import Tensor
 
 import weft
 
+pytest.importorskip("transformers", reason="needs transformers: pip install 'weft[transformers]'")
+
 BF16 = torch.bfloat16
 
 NORMS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import masking_utils
 
+pytest.importorskip("transformers", reason="needs transformers: pip install 'weft[transformers]'")
+
+import transformers
+
+from tests.integrations import sweep, zoo
 from tests.integrations.tiny import batch as tokens
 from tests.integrations.tiny import build, distance, step
+from weft.integrations import masks
 from weft.integrations import transformers as integration
 
 SMALL = {
@@ -104,41 +108,325 @@ def test_gradients(model: Any) -> None:
     assert (found - wanted).abs().max() < 5e-6 * wanted.abs().max()
 
 
-def test_which_masks_are_bands() -> None:
-    sequences = torch.tensor([[0] * 5 + [1] * 5])
-    assert integration.sees_a_band(masking_utils.causal_mask_function)
-    assert integration.sees_a_band(masking_utils.bidirectional_mask_function)
-    assert integration.sees_a_band(masking_utils.sliding_window_causal_mask_function(128))
-    chunks = masking_utils.chunked_causal_mask_function(128, torch.zeros(1, dtype=torch.int))
-    assert not integration.sees_a_band(chunks)
-    assert not integration.sees_a_band(
-        masking_utils.and_masks(
-            masking_utils.packed_sequence_mask_function(sequences), masking_utils.causal_mask_function
-        )
+# ---- what used to be lost -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who computed each attention: "weft", "packed" sequences by Weft, or "pytorch"."""
+    found: list[str] = []
+    weft, pytorch = integration.attention, integration._by_pytorch
+
+    def by_weft(*args: Any, **options: Any) -> Any:
+        found.append("packed" if options.get("cu_seqlens") is not None else "weft")
+        return weft(*args, **options)
+
+    def by_pytorch(*args: Any, **options: Any) -> Any:
+        found.append("pytorch")
+        return pytorch(*args, **options)
+
+    monkeypatch.setattr(integration, "attention", by_weft)
+    monkeypatch.setattr(integration, "_by_pytorch", by_pytorch)
+    return found
+
+
+def entry(name: str) -> zoo.Entry:
+    return next(entry for entry in zoo.entries() if entry.name == name)
+
+
+def beside(model: Any, compute: Any) -> float:
+    """How far Weft's attention is from the model's own, all queries included."""
+    integration.register()
+    found = []
+    for name in ("sdpa" if model._supports_sdpa else "eager", "weft"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(compute())
+    wanted, mine = found
+    return float((mine - wanted).norm() / wanted.norm())
+
+
+def test_cross_attention_sees_all_keys_of_the_encoder(served: list[str]) -> None:
+    one = entry("MarianMTModel")
+    model, inputs = zoo.build(one).eval(), zoo.batch(one)
+    short = {"input_ids": inputs["input_ids"], "decoder_input_ids": inputs["labels"][:, 6:11].clone()}
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, -7:] = 0
+    for options in ({}, {"attention_mask": mask}, {"attention_mask": mask.flip(1)}):
+        assert beside(model, lambda options=options: model(**short, **options).logits) < 5e-6
+    assert "pytorch" not in served
+    changed = short["input_ids"].clone()
+    changed[:, -1] += 1
+    with torch.no_grad():
+        apart = model(**short).logits - model(**short | {"input_ids": changed}).logits
+    assert apart.abs().max() > 1e-3, "the last key of the encoder counts"
+
+
+def test_position_biases_are_added(served: list[str]) -> None:
+    one = entry("T5ForConditionalGeneration")
+    model = zoo.build(one).eval()
+    assert beside(model, lambda: model(**zoo.batch(one)).logits) < 5e-6
+    assert set(served) == {"pytorch"}
+
+
+@pytest.mark.parametrize("name", ["DogeForCausalLM", "DeepseekV32ForCausalLM", "Gemma4ForCausalLM"])
+def test_models_that_edit_their_mask(name: str) -> None:
+    """Doge adds to it, DeepSeek-V3.2 reads it to choose keys, Gemma 4 slices it where it drops queries."""
+    one = entry(name)
+    model = zoo.build(one).eval()
+    ids = zoo.batch(one)["input_ids"]
+    assert beside(model, lambda: model(ids, logits_to_keep=3).logits) < 5e-6
+
+
+def test_padded_queries_are_those_of_sdpa() -> None:
+    """SigLIP's text model takes the result of the last token, pad or not."""
+    config = transformers.SiglipTextConfig(
+        **{
+            name: SMALL[name]
+            for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        },
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        projection_size=64,
     )
+    torch.manual_seed(0)
+    model = zoo.randomize(transformers.SiglipTextModel(config)).eval()
+    ids, mask = batch()
+    for pads in (mask, mask.flip(1)):
+        assert beside(model, lambda pads=pads: model(ids, attention_mask=pads).pooler_output) < 5e-6
+
+
+def test_pads_between_tokens_are_served(model: Any) -> None:
+    """A batch with a hole, and a batch with pads on the right that generates: its new tokens follow the pads."""
+    ids, mask = batch()
+    hole = torch.ones_like(ids)
+    hole[0, 4:6] = 0
+    with torch.no_grad():
+        wanted, found = both(model, lambda: model(ids, attention_mask=hole).logits)
+        torch.testing.assert_close(found[hole.bool()], wanted[hole.bool()], rtol=1e-5, atol=1e-5)
+    for options in ({}, {"cache_implementation": "static"}):
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **options}
+        wanted, found = both(
+            model, lambda options=options: model.generate(ids, attention_mask=mask.flip(1), **options)
+        )
+        assert torch.equal(found, wanted)
+
+
+LENGTHS = [[7, 1, 12], [20], [5, 15]]
+
+
+def positions() -> Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+def starts() -> Tensor:
+    flat = [n for row in LENGTHS for n in row]
+    return torch.tensor([0, *flat]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "compiled cu_seq_lens"])
+def test_packed_batches_reach_packed_attention(
+    model: Any, how: str, served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a dense mask, and each sequence has the logits that it has alone."""
+    if how == "position_ids" and model.config.model_type == "gpt_oss":
+        pytest.skip(
+            "this model does not hand positions to its masks: its own attention does not know of sequences"
+        )
+    ids, _ = batch()
+    wanted = []
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for row, lengths in zip(ids, LENGTHS, strict=True):
+            wanted += [model(one[None], use_cache=False).logits[0] for one in row.split(lengths)]
+    model.set_attn_implementation("weft")
+    options = {"position_ids": positions(), "use_cache": False}
+    if how != "position_ids":
+        options |= {
+            "cu_seq_lens_q": starts(),
+            "cu_seq_lens_k": starts(),
+            "max_length_q": 20,
+            "max_length_k": 20,
+        }
+    call = model
+    if how.startswith("compiled"):
+        call = torch.compile(model, backend="aot_eager")
+    else:
+        monkeypatch.setattr(masks, "bools", lambda mask: pytest.fail("a dense mask was made"))
+        monkeypatch.setattr(integration, "bools", lambda mask: pytest.fail("a dense mask was made"))
+    with torch.no_grad():
+        found = call(ids, **options).logits
+    assert set(served) == {"packed"}
+    torch.testing.assert_close(found.flatten(0, 1), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_batches_keep_their_chunks(compiled: bool, served: list[str]) -> None:
+    """Starts of sequences do not say which chunk a token is in; the mask does."""
+    integration.register()
+    one = entry("Llama4ForCausalLM")
+    model = zoo.build(one).eval()
+    ids = zoo.batch(one)["input_ids"]
+    first, tokens = 10, ids.shape[1]
+    options = {
+        "position_ids": torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(2, -1),
+        "use_cache": False,
+    }
+    cuts = torch.tensor([0, first, tokens, tokens + first, 2 * tokens], dtype=torch.int32)
+    with torch.no_grad():
+        wanted = model(ids, **options).logits
+        model.set_attn_implementation("weft")
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        found = call(ids, **options, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert set(served) == {"packed", "pytorch"}
+
+
+def test_dropout_is_pytorchs(served: list[str]) -> None:
+    """In training attention weights are dropped, by the numbers that the model's own attention draws."""
+    one = entry("LlamaForCausalLM")
+    model, inputs = zoo.build(one, dropout=0.3), zoo.batch(one)
+
+    def loss(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model(**inputs).loss
+
+    assert beside(model, lambda: loss(1)) < 5e-6
+    assert set(served) == {"pytorch"}
+    with torch.no_grad():
+        assert abs(loss(1) - loss(2)) > 1e-3
+        served.clear()
+        model.eval()
+        assert torch.equal(loss(1), loss(2))
+    assert set(served) == {"weft"}
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "GptOssForCausalLM"])
+def test_dropout_beside_softcap_and_sinks_is_the_models_own(name: str, served: list[str]) -> None:
+    """`sdpa` has neither: the model's eager attention computes them."""
+    one = entry(name)
+    model, inputs = zoo.build(one, dropout=0.3), zoo.batch(one)
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return model(**inputs).loss
+
+    assert beside(model, loss) < 5e-6
+    assert set(served) == {"pytorch"}
+
+
+def test_attention_weights_are_returned(served: list[str]) -> None:
+    one = entry("LlamaForCausalLM")
+    model, inputs = zoo.build(one).eval(), zoo.batch(one)
+    model.set_attn_implementation("eager")
+    wanted = model(**inputs, output_attentions=True).attentions
+    model.set_attn_implementation("weft")
+    found = model(**inputs, output_attentions=True).attentions
+    assert set(served) == {"pytorch"}
+    torch.testing.assert_close(found, wanted)
+
+
+def test_attention_in_both_directions_on_request(served: list[str]) -> None:
+    """`is_causal=False` from the caller, with which transformers makes another mask."""
+    one = entry("LlamaForCausalLM")
+    model = zoo.build(one).eval()
+    ids = zoo.batch(one)["input_ids"]
+    assert beside(model, lambda: model(ids, is_causal=False, use_cache=False).logits) < 5e-6
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    assert (
+        beside(model, lambda: model(ids, is_causal=False, attention_mask=mask, use_cache=False).logits) < 5e-6
+    )
+    with torch.no_grad():
+        both_ways = model(ids, is_causal=False, use_cache=False).logits
+        assert (both_ways - model(ids, use_cache=False).logits).abs().max() > 1e-2
+    assert "pytorch" not in served
+
+
+def test_a_causal_mask_counts_whatever_the_flag_says() -> None:
+    """Modules that have a mask say `is_causal=False`, since the mask says what queries see."""
+    q = torch.randn(2, 2, 6, 8)
+    mask = masks.attention_mask(2, 6, 6, allow_is_causal_skip=True)
+    assert isinstance(mask, masks.BandMask)
+    found, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=False)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+def test_one_query_without_a_mask_sees_all_keys() -> None:
+    """As `sdpa`, whose causal flag is for prompts."""
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 6, 8)
+    for options in ({}, {"output_attentions": False, "dropout": 0.0}):
+        found, _ = integration.attention_forward(module, q, k, k, None, **options)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        torch.testing.assert_close(found, wanted.transpose(1, 2))
+    three = torch.randn(1, 2, 3, 8)
+    found, _ = integration.attention_forward(module, three, k, k, None)
+    wanted = torch.nn.functional.scaled_dot_product_attention(three, k, k, is_causal=True)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+def test_wide_heads_are_pytorchs(served: list[str]) -> None:
+    q = torch.randn(1, 2, 6, 288)
+    found, _ = integration.attention_forward(torch.nn.Module(), q, q, q, None, is_causal=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+    assert served == ["pytorch"]
 
 
 def test_other_masks_are_pytorchs() -> None:
-    """A mask that is no band reaches the model as it is."""
+    """A mask that is no band reaches the model as it is, as bools and as a float that is added."""
     module = torch.nn.Module()
     module.num_key_value_groups = 1  # type: ignore[assignment]
     q, k, v = torch.randn(3, 1, 2, 6, 8)
     mask = torch.rand(1, 1, 6, 6) > 0.3
     mask |= torch.eye(6, dtype=torch.bool)
-    found, _ = integration.attention_forward(module, q, k, v, mask)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(found, wanted.transpose(1, 2))
-    with pytest.raises(NotImplementedError, match="eager"):
+    for given in (mask, torch.randn(1, 2, 6, 6)):
+        found, _ = integration.attention_forward(module, q, k, v, given)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=given)
+        torch.testing.assert_close(found, wanted.transpose(1, 2))
+    with pytest.raises(NotImplementedError, match="found none: use 'eager'"):
         integration.attention_forward(module, q, k, v, mask, softcap=5.0)
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_options_that_weft_does_not_know_are_refused() -> None:
     q = torch.randn(1, 2, 6, 8)
-    with pytest.raises(ValueError, match="no dropout"):
-        integration.attention_forward(torch.nn.Module(), q, q, q, None, dropout=0.1)
-    holes = torch.tensor([[True, False, True, True, True, True]])
-    with pytest.raises(RuntimeError, match="follow each other"):
-        integration.attention_forward(torch.nn.Module(), q, q, q, holes)
+    for name in ("block_indices", "relative_attention"):
+        with pytest.raises(
+            NotImplementedError, match=rf"does not know the options \['{name}'\] of Module: use 'sdpa'"
+        ):
+            integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: q})
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})
+
+
+def test_options_of_the_model_that_reach_attention_are_ignored() -> None:
+    """Hubert hands `return_dict` down to its layers."""
+    assert not sweep.examine(entry("HubertForCTC"), "evaluation").failures
+    assert sweep.examine(entry("HubertForCTC"), "evaluation").engines.keys() == {"Weft"}
+
+
+def test_every_option_of_transformers_is_on_a_list() -> None:
+    """Each name that a model hands to its attention function is served, harmless, or refused by intention."""
+    import ast
+    import inspect
+    from pathlib import Path
+
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.utils.generic import TransformersKwargs
+
+    served = set(inspect.signature(integration.attention_forward).parameters) | set(integration.OF_PYTORCH)
+    passed = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        if "attention_interface(" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
+                passed |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert {"scaling", "s_aux", "position_bias", "indices"} <= passed
+    passed |= TransformersKwargs.__annotations__.keys() | FlashAttentionKwargs.__annotations__.keys()
+    assert passed - served - integration.HARMLESS.keys() <= {"block_indices"}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -152,8 +440,27 @@ def test_experts_by_name(name: str) -> None:
     torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
     assert distance(found, gradients) < 5e-6
     if name == "qwen3_moe":
+        torch._dynamo.reset()  # of models that other tests compiled, whose code is this one's
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(**tokens(), use_cache=False).loss.detach(), mine)
+
+
+def test_hooks_on_the_activation_of_experts_run() -> None:
+    """The experts' own loop calls it, once for each expert that has tokens."""
+    integration.register()
+    model, calls = build("qwen3_moe"), []
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeExperts":
+            module.act_fn.register_forward_hook(lambda *given: (calls.append(1), given[-1] * 0.5)[1])
+    loss, gradients = step(model)
+    wanted = len(calls)
+    assert wanted > 2
+    gradients = {name: grad.clone() for name, grad in gradients.items()}
+    model.set_experts_implementation("weft")
+    mine, found = step(model)
+    assert len(calls) == 2 * wanted
+    torch.testing.assert_close(mine, loss)
+    assert distance(found, gradients) < 5e-6
 
 
 def test_experts_that_weft_does_not_have_are_refused() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
 from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'weft[transformers]'")
+
+import transformers
 
 VOCABULARY = 203
 SMALL = {

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import weft.nn
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'weft[transformers]'")
+
+import transformers
 
 SMALL = {
     "hidden_size": 128,

@@ -6,6 +6,7 @@ The first rank also finds what one process finds, with which the test compares.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Case:
     way: str = "fsdp"  # or ddp
     experts: bool = False
     checkpointed: bool = False
+    reused: bool = False  # weights are quantized once a step
 
 
 QUICK = {
@@ -39,6 +41,7 @@ QUICK = {
     "codes": Case(),
     "codes, checkpointed": Case(checkpointed=True),
     "ddp": Case(gathered=False, way="ddp"),
+    "plain, reused": Case(gathered=False, reused=True),
 }
 SLOW = {
     "plain": Case(gathered=False, experts=True),
@@ -131,12 +134,13 @@ def run(case: Case, mesh: Any) -> dict[str, Any]:
     model = distributed(case, mesh, moved)
     optimizer = optimizer_of(model)
     found: dict[str, Any] = {"moved": moved}
-    for step in range(2):
-        y = model(batch(step)[mesh.get_local_rank()])
-        found[f"y{step}"] = y.detach()
-        loss_of(y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with weft.reuse_weights() if case.reused else nullcontext():
+        for step in range(2):
+            y = model(batch(step)[mesh.get_local_rank()])
+            found[f"y{step}"] = y.detach()
+            loss_of(y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     state = model.state_dict()
     found["weights"] = {
         name.removeprefix("module."): (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
+import weft.integrations
 import weft.nn
 
 
@@ -90,6 +91,13 @@ def test_report_and_back() -> None:
     assert all(map(torch.equal, results(model, model), before))
 
 
+def test_a_model_without_a_known_module_is_said_to_be_unchanged() -> None:
+    """A table of no rows was printed: a newcomer could not tell it from a broken one."""
+    model = nn.Sequential(nn.ReLU())
+    for report in (weft.nn.convert(model, "fp8_block"), weft.integrations.apply(model)):
+        assert str(report) == "nothing was changed: the model has no module that Weft computes"
+
+
 def test_compiled_checkpointed_copied_and_pickled() -> None:
     model = Net()
     before = results(model, model)
@@ -152,3 +160,31 @@ def test_a_model_of_transformers() -> None:
     loss.backward()
     weft.nn.convert(model, None)
     assert torch.equal(model(tokens, labels=tokens).loss, before)
+
+
+def test_lazy_layers_are_left_alone_until_they_have_sizes() -> None:
+    model = nn.Sequential(nn.LazyLinear(128), nn.Linear(128, 128))
+    report = weft.nn.convert(model, "fp8_block")
+    assert "not known yet" in report.left["0"]
+    model(torch.randn(4, 128))
+    assert weft.nn.convert(model, "fp8_block").changed == ["0", "1"]
+
+
+def test_layers_that_torch_computes_past_are_left_alone() -> None:
+    """The fast path of `TransformerEncoderLayer` read the weights in eval mode as if nothing were converted."""
+    model = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    report = weft.nn.convert(model, "fp8_block")
+    assert report.changed == []
+    assert "computes past it" in report.left["linear1"]
+
+
+def test_undoing_leaves_own_recipes_as_they_were() -> None:
+    model = nn.Sequential(weft.nn.Linear(128, 128, recipe="mxfp8"), nn.Linear(128, 128))
+    weft.nn.convert(model, None)
+    assert model[0].recipe == "mxfp8"
+    for recipe in ("fp8_block", "bf16"):
+        weft.nn.convert(model, recipe)
+        assert model[0].recipe == recipe
+    weft.nn.convert(model, None)
+    assert model[0].recipe == "mxfp8"
+    assert type(model[1]) is nn.Linear

@@ -46,7 +46,7 @@ def assert_one(ranks: list[dict[str, Any]], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "codes", "codes, checkpointed", "ddp"])
+@pytest.mark.parametrize("name", ["plain", "codes", "codes, checkpointed", "ddp", "plain, reused"])
 def test_two_ranks_are_one(name: str, ranks: list[dict[str, Any]]) -> None:
     assert_one(ranks, name)
 
@@ -116,7 +116,8 @@ def test_a_gathered_weight_is_a_weight() -> None:
     saved.seek(0)
     plain.load_state_dict(torch.load(saved), strict=True)
     with pytest.raises(ValueError, match=r"before weft\.nn\.gather_quantized"):
-        weft.nn.convert(layer, None)
+        weft.nn.convert(layer, "fp8_row")
+    assert not weft.nn.convert(layer, None).changed
     assert layer.to(torch.bfloat16).weight.plain.dtype == torch.bfloat16
     assert torch.equal(layer.weight.plain, plain.weight.bfloat16())
 

@@ -306,10 +306,18 @@ def test_the_command_refuses_in_words(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_command_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content in ("", "[]", '{"report": "weft bench", "schema": 1}'):
+    for content, said in (
+        ("", "is no report: it is not JSON"),
+        ("[]", "is no report of Weft's"),
+        ('{"report": "weft bench", "schema": 1}', "is a report of `weft bench`"),
+        (
+            '{"report": "weft prove", "schema": 0}',
+            "has the schema 0, this Weft reads 1: run `weft prove` again",
+        ),
+    ):
         (tmp_path / "other.json").write_text(content)
         assert main(["prove", "--against", str(tmp_path / "other.json")]) == 2
-        assert "is no report of `weft prove --out`" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 # ---- what was proven stays proven -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 from collections.abc import Callable
@@ -436,3 +437,91 @@ def test_inference_mode_keeps_codes() -> None:
             assert isinstance(copied, QTensor)
             assert torch.equal(copied.rowwise.data.view(torch.uint8), weight.rowwise.data.view(torch.uint8))
         assert torch.equal(torch.nn.functional.linear(rows, weight), wanted), "another product"
+
+
+# ---- views that have no codes of their own --------------------------------------------------------------
+
+WRITES: dict[str, Callable[[QTensor], Any]] = {
+    "q[0] = 0": lambda q: q.__setitem__(0, 0),
+    "q[:, 3:5] = 0": lambda q: q.__setitem__((slice(None), slice(3, 5)), 0),
+    "q[q > 0] = 0": lambda q: q.__setitem__(q > 0, 0),
+    "q[0] += 1": lambda q: q[0].add_(1),
+    "q[0, 0].fill_(1)": lambda q: q[0, 0].fill_(1),
+    "q[0][1:].zero_()": lambda q: q[0][1:].zero_(),
+    "q[0].detach().zero_()": lambda q: q[0].detach().zero_(),
+    "q[0].data.zero_()": lambda q: q[0].data.zero_(),
+    "q.detach()[0].zero_()": lambda q: q.detach()[0].zero_(),
+    "q.T[0].zero_()": lambda q: q.T[0].zero_(),
+    "q.view(8, 128).zero_()": lambda q: q.view(8, 128).zero_(),
+    "q.flatten()[3:5].zero_()": lambda q: q.flatten()[3:5].zero_(),
+    "q.diagonal().zero_()": lambda q: q.diagonal().zero_(),
+    "q.unsqueeze(0).zero_()": lambda q: q.unsqueeze(0).zero_(),
+    "q.chunk(2, 1)[0].zero_()": lambda q: q.chunk(2, 1)[0].zero_(),
+    "for row in q: row.zero_()": lambda q: [row.zero_() for row in q],
+    "q[0].copy_(...)": lambda q: q[0].copy_(torch.ones(256)),
+    "out=q[1]": lambda q: torch.add(q[0], 1, out=q[1]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_writes_to_views_are_refused(write: str, mode: Callable[[], Any]) -> None:
+    """They went to decoded copies and vanished."""
+    q = weft.quantize(torch.ones(4, 256), "row")
+    with mode(), pytest.raises(RuntimeError, match=r"would (write to a view of|change) a QTensor"):
+        WRITES[write](q)
+    assert q.sum() == 1024
+
+
+def test_views_are_read_like_tensors() -> None:
+    q = weft.quantize(torch.ones(4, 256), "row")
+    assert q[0].tolist() == [1.0] * 256
+    assert f"{q[0, 0]:.2f}" == "1.00"
+    assert q[0].numpy().sum() == 256
+    with pytest.raises(ValueError, match="read-only"):
+        q[0].numpy()[0] = 0
+    for mine in (q[0].clone(), q[0] + 0, copy.deepcopy(q[0])):
+        assert type(mine) is Tensor
+        mine.zero_()
+    assert q.requires_grad_()[3].sum().backward() is None
+    assert q.grad.sum() == 256  # type: ignore[union-attr]
+    compiled = torch.compile(lambda q: q[3] * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q.detach()), torch.full((256,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "copies", [{}, {"columnwise": True}, {"rowwise": False, "columnwise": True}], ids=str
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_that_cut_blocks_are_decoded_alone(format: str, copies: dict[str, bool]) -> None:
+    """One row of a tensor decodes what shares a block with it, and not the whole tensor."""
+    for shape in ((384, 256), (3, 64, 256), (5, 7, 128)):
+        q = weft.quantize(draw(*shape), format, **copies)
+        wanted = q.dequantize()
+        for index in (0, 1, -1, slice(0, 1), slice(1, 3), slice(2, None), slice(3, 3), slice(-2, -1)):
+            got = q[index]
+            assert torch.equal(got.dequantize() if isinstance(got, QTensor) else got + 0, wanted[index])
+    decoded = weft.quantize(draw(4096, 128), format)
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module("weft.quant.qtensor")
+        real = module._decoder
+        patch.setattr(
+            module, "_decoder", lambda copy, *rest: made.append(len(copy.data)) or real(copy, *rest)
+        )
+        decoded[7]
+    assert made
+    assert max(made) <= 128
+
+
+@pytest.mark.parametrize(
+    "view", [lambda q: q.T, lambda q: q[:2], lambda q: q.view(2, 2, 256), lambda q: q[0]]
+)
+def test_views_of_what_was_made_outside_of_inference_mode(view: Callable[[Any], Any]) -> None:
+    """A frozen weight is made once and read in inference mode; every view of it raised there."""
+    q = weft.quantize(draw(4, 256), "row", columnwise=True)
+    wanted = view(q.dequantize())
+    with torch.inference_mode():
+        got = view(q)
+        got = got.dequantize() if isinstance(got, QTensor) else got + 0
+    assert torch.allclose(got, wanted, rtol=0.1, atol=0.2)

@@ -274,3 +274,16 @@ def test_what_is_missing_names_the_file(folder: Path, monkeypatch: pytest.Monkey
     weft.runtime.Launch.of.cache_clear()
     with pytest.raises(RuntimeError, match=f"`WEFT_TILES={path} weft aot build --target cpu .*--op norm"):
         weft.rms_norm(torch.ones(2, 256, dtype=torch.float16))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that somebody mistyped; the folder that is looked into unasked may well be missing."""
+    monkeypatch.setenv("WEFT_TILES", str(tmp_path / "no-such-file.json"))
+    choices.tuned_for.cache_clear()
+    with pytest.warns(UserWarning, match=r"WEFT_TILES=.*no-such-file.json names no file and no folder"):
+        assert choices.tuned_for("cpu", "some device") is choices.NOTHING_TUNED
+    monkeypatch.delenv("WEFT_TILES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
+    choices.tuned_for.cache_clear()
+    assert choices.tuned_for("cpu", "some device") is choices.NOTHING_TUNED
+    choices.tuned_for.cache_clear()

@@ -85,3 +85,31 @@ def test_a_numpy_that_does_not_work_is_reported() -> None:
     """
     program = WITHOUT_NUMPY.replace("        return None", broken.rstrip() + "\n        return None")
     assert "Failed to initialize NumPy: No module named 'numpy._core'" in printed(program + "import weft")[1]
+
+
+def test_a_torch_that_is_too_old_is_refused_in_words() -> None:
+    """Before anything of it is used that it may not have."""
+    for installed, wrong in (("2.11.0+cu126", True), ("2.12.0a0+git1234", False), ("3.0.0", False)):
+        program = f"import torch\ntorch.__version__ = {installed!r}\nimport weft"
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == int(wrong), done.stderr
+        if wrong:
+            last = done.stderr.splitlines()[-1]
+            assert last.startswith("ImportError: Weft needs PyTorch 2.12 or later")
+            assert "this is 2.11.0+cu126: pip install --upgrade torch" in last
+
+
+def test_a_triton_that_is_too_old_is_not_used() -> None:
+    """Triton 3.3 has no `knobs`: importing Weft ended in an AttributeError."""
+    program = """
+import sys, types, warnings
+for name in ("triton", "triton.language"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["triton"].language = sys.modules["triton.language"]
+import torch, weft
+warnings.simplefilter("ignore")
+print(round(weft.rms_norm(torch.ones(2, 8)).sum().item()))
+"""
+    assert printed(program)[0] == "16\n"

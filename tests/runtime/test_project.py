@@ -24,6 +24,7 @@ else:
 import weft
 from website.versions import ROLES, supported, table
 from weft.cli.doctor import SUPPORTED_TRITON
+from weft.language import OLDEST_TORCH
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / ".ci" / "run"
@@ -73,6 +74,7 @@ def test_tested_versions_are_allowed() -> None:
 def test_doctor_and_documents_agree_with_the_table() -> None:
     assert VERSIONS["triton"].allowed == f">={SUPPORTED_TRITON[0]},<{SUPPORTED_TRITON[1]}"
     torch, triton = VERSIONS["torch"], VERSIONS["triton"]
+    assert number(torch.allowed.removeprefix(">=")) == OLDEST_TORCH
     readme, contributing = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     floor = torch.allowed.removeprefix(">=")
     assert f"PyTorch {floor} or later, the first that comes with Triton {SUPPORTED_TRITON[0]}" in readme

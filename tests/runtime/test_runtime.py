@@ -7,17 +7,13 @@ import contextlib
 import doctest
 import importlib
 import inspect
-import io
 import json
 import os
 import pkgutil
-import pty
 import re
-import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +35,11 @@ from weft.runtime import (
     kernel,
     launch,
     launch_device,
-    notice,
     observing,
     recording,
 )
+from weft.runtime.launch import recorded_by
+from weft.runtime.offline import triton_target
 
 PACKAGE = Path(weft.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -170,7 +167,7 @@ def test_the_environment_may_choose(tmp_path: Path, forks_of_torch: Forks) -> No
         forked(forks_of_torch, tmp_path, RECORDED, WEFT_BACKEND=value) for value in ("reference", "", "gpu")
     )
     assert (reference.stdout, nothing.stdout) == ("0\n", "1\n")
-    assert "'auto', 'triton' or 'reference'; got 'gpu'" in unknown.stderr
+    assert "the variable WEFT_BACKEND must be 'auto', 'triton' or 'reference'; got 'gpu'" in unknown.stderr
 
 
 def test_a_backend_that_is_not_entered_says_so() -> None:
@@ -254,226 +251,6 @@ def test_unknown_backend() -> None:
 def test_triton_that_is_not_there_is_an_error() -> None:
     with weft.backend("triton"), pytest.raises(RuntimeError, match="no Triton driver launches on 'meta'"):
         weft.rms_norm(torch.empty(3, 64, device="meta"))
-
-
-WITHOUT_TRITON = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "triton_loom"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocked())
-import torch, weft
-from weft import layouts
-assert "triton" not in sys.modules
-x = torch.randn(5, 200, requires_grad=True)
-y, h = weft.rms_norm(x, torch.ones(200), residual=x)
-y.sum().backward()
-assert x.grad is not None
-q = weft.rms_norm(x, quantize="nvfp4", columnwise=True)
-assert q.dequantize().shape == (5, 200)
-for format in ("1x128", "128x128", "mx", "row", "tensor"):
-    assert (weft.quantize(x, format, columnwise=True).dequantize() - x).abs().max() < 0.3
-compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
-assert torch.equal(compiled(x), weft.rms_norm(x))
-try:
-    with weft.backend("triton"):
-        weft.rms_norm(x)
-except RuntimeError as error:
-    assert "triton" in str(error)
-    print("done")
-"""
-
-
-def test_without_triton(tmp_path: Path, forks_of_torch: Forks) -> None:
-    """Everything works in plain PyTorch."""
-    done = forked(forks_of_torch, tmp_path, WITHOUT_TRITON)
-    assert done.stdout == "done\n", done.stderr
-
-
-WITHOUT_COMPILER = """
-import threading, warnings
-import torch, weft
-x = torch.randn(5, 200, requires_grad=True)
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    with weft.backend("reference"):
-        wanted = weft.rms_norm(x)
-    assert not seen, "nobody asked for a kernel"
-    y = weft.rms_norm(x)
-    y.sum().backward()
-    thread = threading.Thread(target=weft.quantize, args=(x.detach(),))
-    thread.start()
-    thread.join()
-    compiled = torch.compile(lambda x: weft.rms_norm(x), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), y)
-assert torch.equal(y, wanted)
-for warning in seen:
-    print(warning.category.__name__, warning.message)
-try:
-    with weft.backend("triton"):
-        weft.rms_norm(x)
-except RuntimeError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver serves")
-@pytest.mark.parametrize("cxx", ["", "/nonexistent"])
-def test_without_a_compiler(tmp_path: Path, cxx: str, forks: Forks) -> None:
-    """Loom alone builds nothing: one warning, which says what to do, and everything works in plain PyTorch."""
-    done = forked(forks, tmp_path, WITHOUT_COMPILER, PATH=str(tmp_path), CXX=cxx, CC="")
-    reason = (
-        "CXX=/nonexistent names no program"
-        if cxx
-        else "Loom turns Triton kernels into C++ and found no compiler"
-    )
-    assert done.returncode == 0, done.stderr
-    warning, _, error = done.stdout.partition("backend('triton') was asked for")
-    assert warning.startswith(
-        f"RuntimeWarning Weft's ops on CPU tensors run in plain PyTorch, since Loom cannot build kernels here. {reason}"
-    )
-    assert warning.count("RuntimeWarning") == 1
-    assert error.startswith(f", but no Triton driver launches on 'cpu': {reason}")
-    for text in (warning, error):
-        assert ("unset it" if cxx else "apt install g++") in text
-
-
-# ---- the first call takes long --------------------------------------------------------------------------
-
-
-class Terminal:
-    """A pseudo-terminal: what is written to its file can be read."""
-
-    def __init__(self) -> None:
-        self.reader, writer = pty.openpty()
-        self.file = os.fdopen(writer, "w", buffering=1)
-
-    def read(self, lines: int = 0) -> str:
-        """What was written, as plain text; so many lines are waited for."""
-        found = b""
-        while select.select([self.reader], [], [], 30.0 if found.count(b"\n") < lines else 0.0)[0]:
-            found += os.read(self.reader, 4096)
-        return re.sub(r"\x1b\[[0-9;]*m", "", found.decode()).replace("\r\n", "\n")
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """The standard error of this process, which is no rank and not in CI; a line comes after 0.5 s, not 2."""
-    made = Terminal()
-    monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=made.file))
-    monkeypatch.setattr(notice, "SECONDS", 0.5)
-    monkeypatch.setattr(notice, "AGAIN", 3.0)
-    for name, value in {"COLUMNS": "100", "TERM": "xterm", "TRITON_CACHE_DIR": "/kernels"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("CI", "WEFT_QUIET", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield made
-    made.file.close()
-    os.close(made.reader)
-
-
-def take(seconds: float, told: notice.Notice) -> None:
-    with told.building():
-        time.sleep(seconds)
-
-
-def test_building_for_long_is_told(terminal: Terminal) -> None:
-    told = notice.Notice()
-    take(0.2, told)
-    assert terminal.read() == "", "not yet"
-    take(0.6, told)
-    assert terminal.read(1) == "weft: building kernels (1 done). Each is built once and kept in /kernels\n"
-    take(0.2, told)
-    assert terminal.read() == "", "a line is enough"
-    take(0.8, told)
-    assert terminal.read(1) == "weft: building kernels (3 done). Each is built once and kept in /kernels\n"
-
-
-def test_a_long_line_stays_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    take(0.7, notice.Notice())
-    assert terminal.read(1) == "weft: building kernels (0 done). Each i…\n"
-
-
-def test_kernels_that_were_built_before_are_not_told(terminal: Terminal) -> None:
-    told = notice.Notice()
-    for _ in range(50):
-        take(0.01, told)
-    assert (terminal.read(), told.built) == ("", 0)
-
-
-def test_threads_that_build_at_the_same_time(terminal: Terminal) -> None:
-    """Their time counts once, and so does the line."""
-    told = notice.Notice()
-    threads = [threading.Thread(target=take, args=(0.3, told)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (terminal.read(), told.built) == ("", 4)
-    take(0.4, told)
-    assert terminal.read(1).count("\n") == 1
-
-
-def test_a_kernel_that_does_not_build(terminal: Terminal) -> None:
-    """The error passes, nothing keeps running, and what comes next is told as ever."""
-    told = notice.Notice()
-    with pytest.raises(ValueError, match="no such type"), told.building():
-        raise ValueError("no such type")
-    assert terminal.read() == ""
-    deadline = time.monotonic() + 10
-    while any(thread.name == "weft-notice" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    take(0.7, told)
-    assert terminal.read(1).count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["CI=true", "CI=1", "WEFT_QUIET=1", "RANK=3", "no terminal", "no stderr"])
-def test_when_nothing_is_told(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    told = notice.Notice()
-    variable, _, value = name.partition("=")
-    other = None
-    if value:
-        monkeypatch.setenv(variable, value)
-    else:
-        other = io.StringIO() if name == "no terminal" else None
-        monkeypatch.setattr(notice, "sys", SimpleNamespace(stderr=other))
-    before = threading.active_count()
-    with told.building():
-        assert threading.active_count() == before, "nobody watches"
-        time.sleep(0.6)
-    assert terminal.read() + (other.getvalue() if other else "") == ""
-
-
-def test_the_first_call_of_an_op_is_told(tmp_path: Path) -> None:
-    """On a terminal, with an empty cache, and with kernels that take a second each; standard output is left alone."""
-    code = """
-import time
-import torch
-import weft
-from weft.runtime import launch
-build = launch.build
-launch.build = lambda *args: (time.sleep(1.2), build(*args))[1]
-x = torch.randn(8, 256, requires_grad=True)
-weft.rms_norm(x, torch.ones(256)).sum().backward()
-weft.quantize(x.detach())
-print("done")
-"""
-    terminal = Terminal()
-    quiet = ("CI", "WEFT_QUIET", "RANK", "WEFT_NO_JIT")
-    environment = {k: v for k, v in os.environ.items() if k not in quiet}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "300", "TERM": "xterm"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=terminal.file, text=True,
-        timeout=300, check=True,
-    )  # fmt: skip
-    assert done.stdout == "done\n"
-    line = rf"weft: building kernels \([0-9] done\)\. Each is built once and kept in {re.escape(str(tmp_path))}\n"
-    assert re.fullmatch(f"({line})+", terminal.read())
 
 
 # ---- importing -----------------------------------------------------------------------------------------
@@ -673,10 +450,11 @@ def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch
     """What is compiled still runs; what is not names itself instead of stalling every other rank."""
     x = torch.randn(100)
     scale(x)
-    monkeypatch.setenv("WEFT_NO_JIT", "1")
+    monkeypatch.setenv("WEFT_NO_JIT", "true")  # as well as 1
     scale(x)
     scale(torch.randn(7))
-    with pytest.raises(RuntimeError, match=r"scale_kernel has no compiled variant .* WEFT_NO_JIT=1 .*\*fp16"):
+    said = r"^scale_kernel is not compiled for cpu with these options and dtypes \(fp16\), and WEFT_NO_JIT forbids"
+    with pytest.raises(RuntimeError, match=said):
         scale(x.half())
     monkeypatch.setenv("WEFT_NO_JIT", "0")
     scale(x.half())
@@ -685,7 +463,32 @@ def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch
 def test_no_jit_with_an_op(tmp_path: Path, forks: Forks) -> None:
     code = "import torch, weft; weft.rms_norm(torch.randn(3, 64))"
     done = forked(forks, tmp_path, code, WEFT_NO_JIT="1")
-    assert "RuntimeError: norm_kernel has no compiled variant" in done.stderr
+    (said,) = re.findall(r"^RuntimeError: (.*)$", done.stderr, re.MULTILINE)
+    assert said.startswith("norm_kernel is not compiled for cpu")
+    assert re.search("`weft aot build --target cpu .*--op norm .*--out FILE`", said)
+
+
+def test_no_jit_says_what_a_user_needs_and_no_more() -> None:
+    """It printed all constants of the variant, 2.5 kB, and for an op that is a file of its own the names of all ops."""
+    variants: dict[str, Any] = {}
+
+    def note(launched: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
+        variants[launched.kernel.name] = launched.kernel, launched.variant(pointers, False, len(integers))
+
+    with recorded_by(note, "cpu"):
+        x = torch.randn(8, 256)
+        weft.rms_norm(x, quantize="1x128", columnwise=True)
+        weft.quantize(x, "1x128")
+        weft.cross_entropy(x, torch.arange(8))
+    target = triton_target("cpu")
+    for launched, variant in variants.values():
+        said = launched._missing(variant, target, None)
+        assert len(said) < 600, said
+        assert launched.name in said
+        assert "weft aot build --target cpu" in said
+        assert "constexpr" not in said
+    launched, variant = variants["_quantize_rows_kernel"]
+    assert "--target cpu --op quantize --op dequantize --out FILE" in launched._missing(variant, target, None)
 
 
 def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None:

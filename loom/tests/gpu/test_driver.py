@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,10 +37,10 @@ def add_one(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n) + 1, mask=at < n)
 
 
-def launch_add_one(grid: tuple[int, ...] = (4,), **options: Any) -> Any:
+def launch_add_one(grid: tuple[int, ...] = (4,), function: Any = add_one, **options: Any) -> Any:
     x = torch.arange(1000.0)
     y = torch.empty(1000)
-    kernel = add_one[grid](x, y, 1000, BLOCK=256, **options)
+    kernel = function[grid](x, y, 1000, BLOCK=256, **options)
     return kernel, x, y
 
 
@@ -342,24 +343,32 @@ def test_blocks_inside_of_blocks(recorder: Recorder) -> None:
     assert recorder.launches[1]["options"].delivery == "early"
 
 
-def test_loom_and_the_gpu_take_turns(recorder: Recorder) -> None:
+@pytest.fixture
+def compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`add_one` without what others compiled of it: the PTX names its file, Triton's key does not, and a cache that two
+    checkouts share holds the PTX of one beside the module of the other."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return triton.jit(add_one.fn)
+
+
+def test_loom_and_the_gpu_take_turns(recorder: Recorder, compiled_anew: Any) -> None:
     """The same kernel on both, before and after: neither is given what was compiled for the other."""
     with triton_loom.active():
         for _ in range(2):
-            _, x, y = launch_add_one()
+            _, x, y = launch_add_one(function=compiled_anew)
             assert torch.equal(y, x + 1)
             with triton_loom.emulate(TARGET) as gpu:
-                kernel, x, y = launch_add_one()
+                kernel, x, y = launch_add_one(function=compiled_anew)
             assert len(gpu.launches) == 1
             assert kernel.asm["cubin"] == kernel.asm["ptx"].encode() == recorder.last["ptx"].encode()
 
 
-def test_binaries_are_kept_apart() -> None:
+def test_binaries_are_kept_apart(compiled_anew: Any) -> None:
     """What is compiled for a real GPU is a binary, also if the emulated one was there first."""
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
 
     def compiled() -> Any:
-        source = ASTSource(add_one, signature, {"BLOCK": 64})
+        source = ASTSource(compiled_anew, signature, {"BLOCK": 64})
         return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
 
     with triton_loom.emulate(TARGET):

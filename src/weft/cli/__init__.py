@@ -6,16 +6,38 @@ import argparse
 from collections.abc import Sequence
 
 from .. import __version__
+from ..runtime import catalogue
+from .interrupt import EXIT_CODE, promptly
+from .names import public_ops
+from .screen import Refused, complain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    args = parser().parse_args(argv)
-    return int(args.run(args))
+    """Run one command and return its exit code: 2 if it was refused, 130 if it was interrupted."""
+    with promptly() as interrupt:
+        try:
+            args, rest = parser().parse_known_args(argv)
+            if rest:
+                raise _unrecognized(rest, takes_op="op" in args)
+            return int(args.run(args))
+        except Refused as error:
+            complain(str(error))
+            return 2
+        except KeyboardInterrupt:
+            interrupt.tell()
+            return EXIT_CODE
+
+
+def _unrecognized(rest: Sequence[str], takes_op: bool) -> Refused:
+    """Return the refusal of arguments that a command does not know; the name of an op without its option is easy to
+    recognize."""
+    known = {*public_ops(), *catalogue}
+    hint = f": ops are named by `--op {rest[0]}`" if takes_op and rest[0] in known else ""
+    return Refused(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """That of all commands."""
+    """Return the parser of all commands."""
     from . import aot, audit, bench, doctor, evidence, prove, published, traffic, tune, verify
 
     made = argparse.ArgumentParser(

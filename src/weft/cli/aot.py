@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from rich.console import Console
 from .. import aot
 from ..runtime import TARGETS
 from ..runtime.bundle import Bundle, BundleError
-from ..workloads import WORKLOADS
-from .screen import complain, no_such_op, plain_table, progress_bar
+from .arguments import add_op, add_workers, add_workload, output_file
+from .figures import Figures
+from .names import workloads_named
+from .needs import require, require_cache
+from .screen import Refused, Steps, complain
 
 
 def add_command(commands: Any) -> None:
@@ -22,14 +24,10 @@ def add_command(commands: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     build = actions.add_parser("build", help="compile what workloads launch on a target")
     build.add_argument("--target", required=True, choices=("cpu", *TARGETS))
-    build.add_argument("--workload", default="", help="only workloads whose name has this in it: deepseek-v3")
-    build.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
-    )
-    build.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="compilers at once (%(default)s)"
-    )
-    build.add_argument("--out", type=Path, required=True, metavar="FILE")
+    add_workload(build, "only workloads whose name has this in it: deepseek-v3; may be repeated")
+    add_op(build)
+    add_workers(build, "compilers")
+    build.add_argument("--out", type=output_file, required=True, metavar="FILE")
     build.set_defaults(run=run_build)
     inspect = actions.add_parser("inspect", help="what a bundle holds")
     inspect.add_argument("file", type=Path)
@@ -37,22 +35,20 @@ def add_command(commands: Any) -> None:
 
 
 def run_build(args: argparse.Namespace) -> int:
-    if problem := no_such_op(args.op):
-        complain(problem)
-        return 2
-    chosen = [w for w in WORKLOADS if (not args.op or w.op in args.op) and args.workload in str(w)]
-    if not chosen:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
+    if args.target == "cpu":
+        require("weft aot build --target cpu")
+    require_cache()
+    chosen = workloads_named(args.workload, args.op)
     variants = aot.variants_of(aot.calls_of(chosen, args.target), args.target)
-    with progress_bar() as bar:
-        task = bar.add_task("compiling", total=len(variants))
+    if not variants:
+        raise Refused(f"these workloads launch nothing on {args.target}")
+    with Steps(len(variants), "compiling") as steps:
         bundle = aot.build(
             args.out,
             args.target,
             variants,
             workers=args.workers,
-            progress=lambda done, total: bar.update(task, completed=done),
+            progress=lambda done, total: steps.reach(done),
         )
     show(bundle)
     return 0
@@ -69,12 +65,10 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 def show(bundle: Bundle) -> None:
     manifest = bundle.manifest
-    table = plain_table(f"{bundle.path}: {bundle.path.stat().st_size / 1e6:.1f} MB for {manifest['target']}")
-    table.add_column("kernel")
-    table.add_column("variants", justify="right")
-    for kernel, count in Counter(entry["kernel"] for entry in manifest["kernels"].values()).most_common():
-        table.add_row(kernel, str(count))
-    table.caption = (
-        f"Weft {manifest['weft']}, Triton {manifest['triton']}, {len(manifest['kernels'])} variants"
+    kernels = Counter(entry["kernel"] for entry in manifest["kernels"].values())
+    figures = Figures(
+        [["kernel", "variants"], *([kernel, str(count)] for kernel, count in kernels.most_common())],
+        title=f"{bundle.path}: {bundle.path.stat().st_size / 1e6:.1f} MB for {manifest['target']}",
+        caption=f"Weft {manifest['weft']}, Triton {manifest['triton']}, {len(manifest['kernels'])} variants",
     )
-    Console().print(table)
+    Console().print(figures)

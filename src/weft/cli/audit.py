@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -24,8 +21,12 @@ from ..proof.binaries import collected, faults, variants_of
 from ..proof.model import BOARDS, USUAL, Bounds, Public, public_timings
 from ..runtime import TARGETS, Binary, CompileError, Variant, compile_all
 from ..runtime.occupancy import Occupancy, occupancy_of
-from ..workloads import WORKLOADS, Workload
-from .screen import complain, no_such_op, plain_table, progress_bar
+from ..workloads import Workload
+from .arguments import add_op, add_workers, add_workload, output_file, picture_file, positive
+from .figures import Figures
+from .names import workloads_named
+from .needs import PLOT, require
+from .screen import Refused, Steps
 
 SCHEMA = 2  # of the JSON; raised when a field changes its meaning
 
@@ -38,19 +39,15 @@ def add_command(commands: Any) -> None:
         "shared memory, widths of accesses. The exit code is 0 if nothing is wrong. Figures are compiled or modelled, "
         "none is measured.",
     )
-    parser.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
-    )
+    add_op(parser)
     parser.add_argument("--target", action="append", default=[], choices=TARGETS, help="only this target")
-    parser.add_argument("--workload", default="", help="only workloads whose name has this in it")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="compilers at once (%(default)s)"
-    )
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one kernel (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
+    add_workload(parser)
+    add_workers(parser, "compilers")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds for one kernel (%(default)s)")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("--brief", action="store_true", help="leave single kernels out of that file")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the modelled times under the roofline"
+        "--plot", type=picture_file, metavar="FILE", help="draw the modelled times under the roofline"
     )
     parser.add_argument(
         "--model", action="store_true", help="the time model beside published timings, and nothing else"
@@ -82,25 +79,21 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if a kernel does not compile or its binary holds what it should not, 2 if there is nothing to compile."""
+    """Return 1 if a kernel does not compile or its binary holds what it should not."""
     if args.model:
         Console().print(errors(public_timings()))
         return 0
-    if args.plot and find_spec("matplotlib") is None:
-        complain("a picture needs matplotlib: pip install 'weft[plot]'")
-        return 2
-    if problem := no_such_op(args.op):
-        complain(problem)
-        return 2
-    chosen = [w for w in WORKLOADS if (not args.op or w.op in args.op) and args.workload in str(w)]
+    require("weft audit")
+    if args.plot:
+        require(PLOT)
+    chosen = workloads_named(args.workload, args.op)
     jobs = {
         (variant, target): name
         for target in args.target or TARGETS
         for variant, name in collected(chosen, target).items()
     }
     if not jobs:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
+        raise Refused(f"these workloads launch nothing on {', '.join(args.target or TARGETS)}")
     begin = time.perf_counter()
     rows = compiled(jobs, args.workers, args.timeout)
     seconds = time.perf_counter() - begin
@@ -137,10 +130,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compiled(jobs: dict[tuple[Variant, str], str], workers: int, timeout: float) -> list[Row]:
-    with progress_bar() as progress:
-        bar = progress.add_task("compiling", total=len(jobs))
+    with Steps(len(jobs), "compiling") as steps:
         results = compile_all(
-            list(jobs), workers=workers, timeout=timeout, progress=lambda *_: progress.advance(bar)
+            list(jobs), workers=workers, timeout=timeout, progress=lambda done, *_: steps.reach(done)
         )
     return [
         Row(target, name.partition(":")[0], name, variant, result)
@@ -195,28 +187,28 @@ def summary(rows: Sequence[Row]) -> list[Extremes]:
     return found
 
 
-def rendered(found: Sequence[Extremes]) -> Table:
-    table = plain_table("Kernels as compiled, none measured")
-    for heading in ("op", "target"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("kernels", "registers", "spills", "shared", "warps", "limit", "faults"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.caption = (
-        "the most of a kernel: registers, bytes spilled, KiB shared; the fewest warps at once, and why"
-    )
+def rendered(found: Sequence[Extremes]) -> Figures:
+    lines: list[list[str | Text]] = [
+        ["op, target", "kernels", "registers", "spills", "shared", "warps", "limit", "faults"]
+    ]
     for each in found:
-        table.add_row(
-            each.op,
-            each.target,
-            str(each.kernels),
-            str(each.registers),
-            str(each.spilled),
-            f"{each.shared / 1024:.0f}",
-            f"{each.warps}/{each.most_warps}",
-            each.limited_by.removesuffix(" memory"),
-            Text(str(each.faults), "red") if each.faults else Text("0", "green"),
+        lines.append(
+            [
+                f"{each.op}, {each.target}",
+                str(each.kernels),
+                str(each.registers),
+                str(each.spilled),
+                f"{each.shared / 1024:.0f}",
+                f"{each.warps}/{each.most_warps}",
+                each.limited_by.removesuffix(" memory"),
+                Text(str(each.faults), "red") if each.faults else Text("0", "green"),
+            ]
         )
-    return table
+    return Figures(
+        lines,
+        title="Kernels as compiled, none measured",
+        caption="the most of a kernel: registers, bytes spilled, KiB shared; the fewest warps at once, and why",
+    )
 
 
 def tensor_instructions(binary: Binary) -> int:
@@ -292,19 +284,16 @@ def draw(expected: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file)
 
 
-def errors(timings: Sequence[Public]) -> Table:
-    """The model beside what others have measured."""
-    table = plain_table("The time model beside published timings")
+def errors(timings: Sequence[Public]) -> Figures:
+    """Return the model beside what others have measured."""
     near = f"median error {median(abs(timing.error) for timing in timings):.0%} of {len(timings)} rows"
-    table.caption = (
-        f"{near}. Measured by the sources, of their kernels; modelled of one that reaches the bound."
-    )
-    for heading in ("what", "board", "source"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("measured", "modelled", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    lines = [["what, board, source", "measured", "modelled", "error"]]
     for timing in timings:
         times = (f"{seconds * 1e6:,.1f} us" for seconds in (timing.measured, timing.modelled))
         source = f"{timing.source}; {timing.note}" if timing.note else timing.source
-        table.add_row(timing.what, timing.board, source, *times, f"{timing.error:+.0%}")
-    return table
+        lines.append([f"{timing.what}, {timing.board}, {source}", *times, f"{timing.error:+.0%}"])
+    return Figures(
+        lines,
+        title="The time model beside published timings",
+        caption=f"{near}. Measured by the sources, of their kernels; modelled of one that reaches the bound.",
+    )

@@ -7,19 +7,18 @@ into a `Report` of plain data. The table on the screen and `--json` show the sam
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
 import os
 import platform
 import shlex
 import shutil
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -33,6 +32,9 @@ from ..language import INTERPRETED, TRITON
 from ..ops.attention.engines import attention_on
 from ..ops.product.engines import products_on
 from ..runtime import capabilities_of, launch_device, loom
+from ..runtime.environment import VARIABLES as VARIABLES_OF_WEFT
+from ..runtime.environment import is_on
+from .needs import missing, try_to_write
 from .screen import plain_table
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class Advice:
     what: str
     command: str
     broken: bool
+    optional: bool = False  # it is missing for commands alone that few people run
 
 
 @dataclass
@@ -155,7 +158,7 @@ def _examine() -> Report:
         for name, value in sorted(os.environ.items())
         if name in VARIABLES or name.startswith(PREFIXES)
     }
-    for question in (_software, _loom, _driver, _cache, _devices, _environment, _self_test):
+    for question in (_software, _loom, _driver, _cache, _devices, _packages, _environment, _self_test):
         try:
             question(report)
         except Exception as error:
@@ -284,7 +287,7 @@ def _cache(report: Report) -> None:
     cache = report.cache = Cache(str(knobs.cache.dir))
     cache.bytes, cache.complete = _size(cache.path)
     try:
-        _try_to_write(cache.path)
+        try_to_write(cache.path)
         cache.writable = True
     except OSError as error:
         cache.problem = error.strerror or str(error)
@@ -347,15 +350,33 @@ def _describe(device: Device, runs: str) -> None:
         device.runs += f", tiles of {can.tuned.path}"
 
 
+def _packages(report: Report) -> None:
+    """Advise to install what commands refuse to run without."""
+    advised = {advice.command for advice in report.advice}
+    for package in missing():
+        command = package.install()
+        if command not in advised and (
+            TRITON or package.module != "triton_loom"
+        ):  # Loom is of no use without Triton
+            report.advice.append(Advice(package.purpose, command, broken=False, optional=package.optional))
+
+
 def _environment(report: Report) -> None:
     if INTERPRETED:
         what = "TRITON_INTERPRET=1 turns Weft's kernels off, and everything runs in plain PyTorch"
         report.advice.append(Advice(what, "unset TRITON_INTERPRET", broken=False))
-    if os.environ.get("WEFT_NO_JIT") == "1":
-        report.facts.append(Fact("WEFT_NO_JIT", "1: kernels that are not compiled yet are errors"))
+    if is_on("WEFT_NO_JIT"):
+        report.facts.append(Fact("WEFT_NO_JIT", "kernels that are not compiled yet are errors"))
         report.advice.append(
-            Advice("WEFT_NO_JIT=1 lets the self-test compile nothing", "unset WEFT_NO_JIT", False)
+            Advice("WEFT_NO_JIT lets the self-test compile nothing", "unset WEFT_NO_JIT", False)
         )
+    for name in report.environment:
+        if name.startswith("WEFT_") and name not in VARIABLES_OF_WEFT:
+            near = difflib.get_close_matches(name, VARIABLES_OF_WEFT, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            report.advice.append(
+                Advice(f"Weft reads no variable {name}{hint}", f"unset {name}", broken=False)
+            )
 
 
 # ---- self-test --------------------------------------------------------------------------------------------
@@ -475,15 +496,6 @@ def _size(path: str, seconds: float = 1.0) -> tuple[int, bool]:
     return total, True
 
 
-def _try_to_write(path: str) -> None:
-    """Raise OSError if files cannot be made in a directory, or the directory itself cannot."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    with tempfile.TemporaryFile(dir=place):
-        pass
-
-
 # ---- the screen -------------------------------------------------------------------------------------------
 
 
@@ -520,15 +532,23 @@ def render(report: Report) -> Group:
     for error in dict.fromkeys(check.error for check in report.checks if not check.ok):
         parts.append(_inset(Text(error, "red")))
     parts.append(_title("To do"))
-    for advice in report.advice:
-        line = Text.assemble((advice.what, "red" if advice.broken else ""), ":")
-        parts += [_inset(line), Padding(Text(advice.command, "bold"), (0, 0, 0, 6))]
+    necessary = [advice for advice in report.advice if not advice.optional]
+    optional = [advice for advice in report.advice if advice.optional]
+    parts += _lines(necessary)
     failed = sum(not check.ok for check in report.checks)
     if failed:
         parts.append(_inset(Text(f"{failed} of {len(report.checks)} self-tests failed.", "red")))
-    elif not report.advice:
+    elif not necessary:
         parts.append(_inset(Text("nothing", "green")))
+    if optional:
+        parts += [_title("Optional"), *_lines(optional)]
     return Group(*parts)
+
+
+def _lines(advice: Sequence[Advice]) -> Iterator[Padding]:
+    for each in advice:
+        yield _inset(Text.assemble((each.what, "red" if each.broken else ""), ":"))
+        yield Padding(Text(each.command, "bold"), (0, 0, 0, 6))
 
 
 def _capabilities(devices: list[Device]) -> Table:

@@ -12,14 +12,14 @@ A page names a report between two comments, which belong to it:
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .prove import HEADINGS, summary
-from .screen import complain
+from .reports import read_report
+from .screen import Refused
 
 _PLACE = re.compile(r"(<!-- evidence: (?P<report>\S+) -->\n).*?(<!-- end of evidence -->)", re.DOTALL)
 
@@ -36,25 +36,21 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """2 if a file is none that this command knows."""
+    """Print or renew the files, or refuse one that is no report and no page."""
     for file in args.files:
+        if file.suffix != ".md":
+            print(markdown(read(file)))
+            continue
         try:
-            if file.suffix == ".md":
-                file.write_text(renewed(file))
-            else:
-                print(markdown(read(file)))
-        except (OSError, ValueError) as error:
-            complain(f"{file}: {error}")
-            return 2
+            file.write_text(renewed(file))
+        except OSError as error:
+            raise Refused(f"{file}: {error.strerror}") from None
     return 0
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A report of one of Weft's commands."""
-    report = json.loads(file.read_text())
-    if not isinstance(report, dict) or report.get("report") not in TABLES:
-        raise ValueError(f"is no report of {', '.join(TABLES)}")
-    return report
+    """Return a report of one of Weft's commands."""
+    return read_report(file, TABLES)
 
 
 def renewed(page: Path) -> str:

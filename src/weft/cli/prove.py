@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,14 @@ from rich.text import Text
 
 from .. import __version__
 from ..runtime import TARGETS, catalogue
-from ..runtime.loom import pip
 from ..workloads import WORKLOADS, Workload
-from .screen import complain, no_such_op, plain_table, progress_bar
+from .arguments import add_op, add_workers, add_workload, at_least, output_file
+from .figures import Figures
+from .interrupt import deaf_children, kill_children
+from .names import workloads_named
+from .needs import require
+from .reports import read_report
+from .screen import Refused, Steps
 
 if TYPE_CHECKING:
     from ..proof.proofs import Proof, Proven
@@ -33,66 +36,67 @@ SCHEMA = 1  # of the JSON; raised when a field changes its meaning
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "prove",
-        help="prove kernels memory-safe for all sizes",
-        description="Run the host code of ops with symbols for sizes, and have a solver prove for all of them that "
-        "what is launched stays inside of its tensors. Nothing is run on a GPU. The exit code is 0 if there is no "
-        "counterexample, or with `--against` if nothing is worse than in that report.",
+        help="prove launches memory-safe for whole regions of sizes",
+        description="Run the host code of ops with symbols for sizes, and have a solver prove that what is launched "
+        "stays inside of its tensors, for all sizes that take the same branches (a region), region by region. Nothing "
+        "is run on a GPU. The exit code is 0 if there is no counterexample, or with `--against` if nothing is worse "
+        "than in that report.",
     )
-    parser.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
-    )
-    parser.add_argument("--workload", default="", help="only workloads whose name has this in it")
+    add_op(parser)
+    add_workload(parser)
     parser.add_argument("--target", default="sm_90", choices=TARGETS, help="(%(default)s)")
     parser.add_argument(
         "--regions",
-        type=int,
+        type=at_least(1),
         default=64,
         metavar="N",
         help="look at no more than so many ways through the host code of a workload (%(default)s)",
     )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes at once (%(default)s)",
-    )
+    add_workers(parser, "processes")
     parser.add_argument(
         "--against",
         type=Path,
         metavar="FILE",
         help="a report of `--out`: fail where something was proven in it and is not now, or is newly refuted",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write all answers as JSON")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write all answers as JSON")
+    parser.add_argument(
+        "--into",
+        type=output_file,
+        metavar="FILE",
+        help="add the answers to a report of `--out`, in place of its own for the same workloads",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if there is a counterexample or, beside an earlier report, less is proven than in it; 2 if nothing could be."""
-    problem = _problem(args)
-    if problem:
-        complain(problem)
-        return 2
+    """Return 1 if there is a counterexample or, beside an earlier report, less is proven than in it."""
+    require("weft prove")
+    before = read_report(args.against, ("weft prove",), SCHEMA) if args.against else None
+    report = read_report(args.into, ("weft prove",), SCHEMA) if args.into else None
+    asked = {"weft": __version__, "target": args.target, "regions": args.regions}
+    for name, value in asked.items():
+        if report and report[name] != value:
+            raise Refused(
+                f"{args.into} has {name} {report[name]}, this run {value}: the answers do not go together"
+            )
     begin = time.perf_counter()
     chosen = workloads(args)
-    if not chosen:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
     told = _prove(chosen, args)
     made = {
         "report": "weft prove",
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "weft": __version__,
-        "target": args.target,
-        "regions": args.regions,
+        **asked,
         "seconds": round(time.perf_counter() - begin, 1),
         "workloads": told,
     }
     Console().print(render(made))
     if args.out:
         args.out.write_text(json.dumps(made, indent=1) + "\n")
-    gone = list(lost(json.loads(args.against.read_text()), made)) if args.against else []
+    if report:
+        args.into.write_text(json.dumps(merged(report, made), indent=1) + "\n")
+    gone = list(lost(before, made)) if before else []
     for line in gone:
         Console().print(Text(f"worse than in {args.against}: {line}", "red"))
     if args.against:
@@ -100,57 +104,38 @@ def run(args: argparse.Namespace) -> int:
     return int(any(each["verdict"] == "counterexample" for each in told))
 
 
-def _problem(args: argparse.Namespace) -> str:
-    """Why nothing can be proven, and what to do about it."""
-    for needed in ("triton_loom", "z3"):
-        if importlib.util.find_spec(needed) is None:
-            return f"`weft prove` needs Loom and the solver z3: {pip()} install 'weft[prove]'"
-    if problem := no_such_op(args.op):
-        return problem
-    if args.against and not _is_report(args.against):
-        return f"{args.against} is no report of `weft prove --out`"
-    return ""
-
-
-def _is_report(file: Path) -> bool:
-    try:
-        read = json.loads(file.read_text())
-        return bool(read["report"] == "weft prove" and read["schema"] == SCHEMA)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def workloads(args: argparse.Namespace) -> list[Workload]:
     """Those that together launch every kernel of the ops: sizes are symbols, so that one stands for many."""
     from ..proof.selection import by_kernels
 
-    ops = args.op or list(catalogue)
     if args.workload:
-        return [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
-    return [workload for op in ops for workload in by_kernels(op, args.target)]
+        return workloads_named(args.workload, args.op)
+    return [workload for op in args.op or catalogue for workload in by_kernels(op, args.target)]
 
 
 def _prove(chosen: Sequence[Workload], args: argparse.Namespace) -> list[dict[str, Any]]:
     """A record for each workload, in their order."""
     told: dict[str, dict[str, Any]] = {}
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(chosen))
+    with Steps(len(chosen), "reading kernels") as steps:
         for each in _records([str(workload) for workload in chosen], args):
             told[each["workload"]] = each
-            progress.update(bar, description=f"{each['workload']}: {each['verdict']}")
-            progress.advance(bar)
+            steps.say(f"{each['workload']}: {each['verdict']}")
+            steps.advance()
     return [told[str(workload)] for workload in chosen]
 
 
 def _records(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record for each workload, as they are done."""
-    if len(names) == 1 or args.workers == 1:
-        yield from (prove_workload(name, args.target, args.regions) for name in names)
-        return
+    """Yield a record for each workload, as they are done. The work is done in processes that can be ended at any time,
+    also if it is one workload: a solver does not stop for Ctrl-C."""
     # A process that was forked would share the solver's state with its parent.
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
-        doing = [pool.submit(prove_workload, name, args.target, args.regions) for name in names]
-        yield from (done.result() for done in as_completed(doing))
+        try:
+            with deaf_children():
+                doing = [pool.submit(prove_workload, name, args.target, args.regions) for name in names]
+            yield from (done.result() for done in as_completed(doing))
+        except BaseException:
+            kill_children()  # leaving the pool would wait for them
+            raise
 
 
 def prove_workload(name: str, target: str, regions: int) -> dict[str, Any]:
@@ -221,6 +206,13 @@ def _place(place: str) -> str:
     """A line of the package."""
     root = f"{Path(__file__).parents[1]}/"
     return place.removeprefix(root)
+
+
+def merged(report: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with the answers of a newer one in place of its own for the same workloads, new ones last."""
+    answers = {each["workload"]: each for each in (*report["workloads"], *newer["workloads"])}
+    seconds = round(sum(each["seconds"] for each in answers.values()), 1)
+    return {**newer, "seconds": seconds, "workloads": list(answers.values())}
 
 
 def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
@@ -328,14 +320,11 @@ HEADINGS = {
 
 def render(report: dict[str, Any]) -> Group:
     """A row for each op, and below what is not proven."""
-    table = plain_table()
-    table.padding = (0, 1, 0, 0)
-    for name, heading in HEADINGS.items():
-        table.add_column(heading, justify="left" if name == "op" else "right", no_wrap=name == "op")
+    lines: list[list[str | Text]] = [[*HEADINGS.values()]]
     for row in summary(report):
         style = "red" if row["counterexample"] else "yellow" if row["unknown"] else "green"
-        table.add_row(*(Text(str(row[name]), style if name == "op" else "") for name in HEADINGS))
-    parts: list[Any] = [Text(f"Weft for {report['target']}", "bold"), table, Text()]
+        lines.append([Text(str(row[name]), style if name == "op" else "") for name in HEADINGS])
+    parts: list[Any] = [Text(f"Weft for {report['target']}", "bold"), Figures(lines), Text()]
     for each in report["workloads"]:
         said = [f"not looked at: {gap}" for gap in each["gaps"]]
         said += [f"not read: {skipped}" for skipped in each["skipped"]]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from ..runtime import Binary, compile_all, recording
 from ..workloads.published import BANDWIDTH, PUBLISHED, Published
 from ..workloads.traffic import Moved, count_traffic, rows_within
+from .arguments import add_most
+from .figures import Figures
+from .names import made_of, public_ops, unknown
+from .needs import require
+from .screen import Steps
 
 TARGET = "sm_90"
 COUNTED = ("rows", "launches", "least, MB", "per program", "per launch", "modelled", "ratio")
@@ -27,14 +30,9 @@ def add_command(commands: Any) -> None:
         "published", help="rows with published times on a GPU: bytes counted here, kernels compiled for it"
     )
     parser.add_argument(
-        "filter", nargs="?", default="", help="only rows whose title or workload has this in it"
+        "text", nargs="*", metavar="TEXT", help="only rows whose title or workload has one of these in it"
     )
-    parser.add_argument(
-        "--most",
-        type=float,
-        default=6000.0,
-        help="MB that a row may have to move when it is counted; larger ones get fewer rows (%(default)s)",
-    )
+    add_most(parser, 6000.0)
     parser.add_argument("--format", choices=("table", "json", "markdown"), default="table")
     parser.set_defaults(run=run)
 
@@ -101,11 +99,15 @@ def made(published: Published, most: float) -> Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if a row moves more than its workload says."""
-    chosen = [p for p in PUBLISHED if args.filter in p.title or args.filter in p.workload]
-    rows = [
-        made(p, args.most) for p in track(chosen, "counting", transient=True, console=Console(stderr=True))
-    ]
+    """Return 1 if a row moves more than its workload says."""
+    require("weft published")
+    chosen = rows_named(args.text)
+    rows = []
+    with Steps(len(chosen)) as steps:
+        for published in chosen:
+            steps.say(published.title)
+            rows.append(made(published, args.most))
+            steps.advance()
     if args.format == "json":
         print(json.dumps([as_json(row) for row in rows], indent=2))
     elif args.format == "markdown":
@@ -115,6 +117,20 @@ def run(args: argparse.Namespace) -> int:
             Console().print(table)
         Console().print("\n".join(reasons(rows)), markup=False)
     return int(not all(row.moved.as_promised for row in rows))
+
+
+def rows_named(texts: Sequence[str]) -> list[Published]:
+    """Return the rows that one of the texts selects, by title, workload or public function; all if there is none."""
+    chosen: set[int] = set()
+    for text in texts:
+        ops = made_of(text) if text in public_ops() else ()
+        found = [
+            p for p in PUBLISHED if text in p.title or text in p.workload or p.workload.split(":")[0] in ops
+        ]
+        if not found:
+            raise unknown("published row", text, [p.title for p in PUBLISHED])
+        chosen.update(published.number for published in found)
+    return [published for published in PUBLISHED if not texts or published.number in chosen]
 
 
 def as_json(row: Row) -> dict[str, Any]:
@@ -151,21 +167,23 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     yield from reasons(rows)
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Two, since one is wider than a terminal."""
-    counted = Table(title=f"Bytes moved: counted here with the launches of {TARGET}")
-    compiled = Table(
-        title=f"The kernels as compiled for {TARGET}, and times on an H800",
+def tables(rows: Sequence[Row]) -> Iterator[Figures]:
+    """Yield two tables, what was counted and what was compiled."""
+
+    def lines(headings: Sequence[str], values: Callable[[Row], Sequence[float | str]]) -> Iterator[list[str]]:
+        yield ["row", *headings]
+        for row in rows:
+            number, title, *figures = cells(row, *values(row))
+            yield [f"{number}. {title}", *figures]
+
+    yield Figures(
+        lines(COUNTED, Row.counted),
+        title=f"Bytes moved: counted here with the launches of {TARGET}",
+        styles=["" if row.moved.as_promised else "red" for row in rows],
+    )
+    yield Figures(
+        lines((*COMPILED, *TIMES), lambda row: (*row.compiled(), *row.times())),
+        title=f"\nThe kernels as compiled for {TARGET}, and times on an H800",
         caption=f"limit: least bytes at {BANDWIDTH / 1e12:.2f} TB/s, computed. published: measured by its authors. "
         "No time is Weft's: none was measured on a GPU.",
     )
-    for table, headings in ((counted, COUNTED), (compiled, (*COMPILED, *TIMES))):
-        table.add_column("#", justify="right")
-        table.add_column("row")
-        for heading in headings:
-            table.add_column(heading, justify="right")
-    for row in rows:
-        counted.add_row(*cells(row, *row.counted()), style="" if row.moved.as_promised else "red")
-        compiled.add_row(*cells(row, *row.compiled(), *row.times()))
-    yield counted
-    yield compiled

@@ -1,14 +1,26 @@
-"""How the commands look: tables without lines, and a bar for what takes long."""
+"""How the commands look: tables without lines, the progress of what takes long, and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
-from ..runtime import catalogue
+from ..runtime.environment import is_on
+
+
+class Refused(Exception):
+    """A request that a command does not carry out: what is wrong with it, and what to do instead."""
+
+
+def complain(text: str) -> None:
+    """Print on stderr why a command does nothing, or no more."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_table(title: str | None = None) -> Table:
@@ -18,23 +30,68 @@ def plain_table(title: str | None = None) -> Table:
     )  # fmt: skip
 
 
-def progress_bar() -> Progress:
-    """On stderr, and gone when it is over. A task's description says what is being done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+class Steps:
+    """The progress of a command on stderr: a bar on a terminal, which is gone when it is over, elsewhere a line now and
+    then, so that a log shows that the command is alive. `WEFT_QUIET=1` suppresses the lines.
 
+        with Steps(len(tasks)) as steps:
+            for task in tasks:
+                steps.say(str(task))
+                ...
+                steps.advance()
+    """
 
-def complain(text: str) -> None:
-    """Say on stderr why a command does nothing."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    FIRST, LONGEST = 10.0, 60.0  # seconds to the first line and, doubling, between later ones
 
+    def __init__(self, total: int | None, text: str = "") -> None:
+        self.total, self.text, self.done = total, text, 0
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._over = threading.Event()
 
-def no_such_op(ops: Sequence[str]) -> str:
-    """What to complain of if one of the ops that a command was given is none; otherwise nothing."""
-    wrong = [op for op in ops if op not in catalogue]
-    return f"there is no op {wrong[0]!r}; there are {', '.join(catalogue)}" if wrong else ""
+    def __enter__(self) -> Steps:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            # A long text gives way to the bar: in a terminal of 80 columns the line stays a line.
+            said = TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            )
+            columns = (said, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
+            self._bar.add_task(self.text, total=self.total)
+            self._bar.start()
+        elif not is_on("WEFT_QUIET"):
+            threading.Thread(target=self._print_lines, name="weft-steps", daemon=True).start()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._over.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Say what is being done now."""
+        self.text = text
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=text)
+
+    def advance(self) -> None:
+        self.reach(self.done + 1)
+
+    def reach(self, done: int) -> None:
+        """Note how many steps are done."""
+        self.done = done
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def _print_lines(self) -> None:
+        begin, pause = time.monotonic(), self.FIRST
+        while not self._over.wait(pause):
+            pause = min(2 * pause, self.LONGEST)
+            self._console.print(
+                self.line(time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True
+            )
+
+    def line(self, seconds: float) -> str:
+        """Return what a log shows after so many seconds."""
+        count = "" if self.total is None else f"{self.done} of {self.total} done, "
+        return f"weft: {count}{seconds:.0f} s: {Text.from_markup(self.text).plain}".removesuffix(": ")

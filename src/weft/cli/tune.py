@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
+from rich.text import Text
 
 from ..proof.model import USUAL
-from ..runtime import Capabilities, capabilities_of, catalogue, compile_all, loom
+from ..runtime import Capabilities, capabilities_of, compile_all
 from ..runtime.capabilities import device_name
-from ..runtime.choices import Key, choices, path_for, write
-from ..workloads import WORKLOADS, Call, Workload, for_op
+from ..runtime.choices import Key, TilesError, choices, path_for, write
+from ..workloads import Call, Workload
 from ..workloads.problem import moved
 from ..workloads.traffic import rows_within
+from .arguments import (
+    INSTEAD,
+    add_most,
+    add_op,
+    add_workers,
+    add_workload,
+    one_each,
+    output_file,
+    usable_device,
+)
 from .bench.clocks import Times, clock_of, timed
 from .bench.showing import NOISE, verdict
-from .screen import complain, no_such_op, plain_table, progress_bar
+from .needs import require
+from .screen import Refused, Steps
 
 ROUNDS = 20
 STEPS = 3  # from a config to a better one near it, at most
@@ -41,19 +50,13 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--target", choices=USUAL, help="model a GPU of this kind instead; it need not be here"
     )
+    add_op(parser)
+    add_workload(parser, INSTEAD)
+    add_most(parser, 64.0)
+    add_workers(parser, "compilers")
     parser.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
+        "--out", type=output_file, metavar="FILE", help="write there, not for the device's name"
     )
-    parser.add_argument(
-        "--workload", default="", help="all whose name has this in it, instead of one for each op"
-    )
-    parser.add_argument(
-        "--most", type=float, default=64.0, help="MB that a workload may have to move (%(default)s)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="compilers at once (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there, not for the device's name")
     parser.set_defaults(run=run)
 
 
@@ -90,58 +93,48 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """2 if there is nothing to tune."""
-    problem = _problem(args)
-    if problem:
-        complain(problem)
-        return 2
-    ops = args.op or list(catalogue)
-    chosen = [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
-    if not args.workload:
-        chosen = [for_op(op)[0] for op in ops]
+    """Tune, or refuse what cannot be tuned."""
+    require("weft tune")
+    chosen = one_each(args)
+    _check(args)
     if args.target:
         chosen = [w for w in chosen if w.runs_on(args.target)]
-    if not chosen:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
+        if not chosen:
+            raise Refused(f"none of these workloads runs on {args.target}")
     rows: list[Row] = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(chosen))
+    with Steps(len(chosen)) as steps:
         done: set[Key] = set()
         for workload in chosen:
 
             def say(text: str, op: str = workload.op) -> None:
-                bar.update(task, description=f"{op}: {text}")
+                steps.say(f"{op}: {text}")
 
             found = (
                 _modelled(workload, args, done, say) if args.target else _measured(workload, args, done, say)
             )
             rows += found
-            bar.advance(task)
+            steps.advance()
     device = "" if args.target else device_name(torch.device(args.device))
-    Console().print(table(rows, f"modelled for {args.target}" if args.target else f"measured on {device}"))
+    Console().print(rendered(rows, f"modelled for {args.target}" if args.target else f"measured on {device}"))
     _keep(rows, args, device)
     return 0
 
 
-def _problem(args: argparse.Namespace) -> str:
-    """Why nothing can be tuned, and what to do about it."""
-    if problem := no_such_op(args.op):
-        return problem
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be tuned, and a file that could not be written afterwards."""
     if args.target:
-        return (
-            "" if args.device == "cpu" else "give --device, which is measured, or --target, which is modelled"
-        )
-    if not loom.is_installed():
-        return f"`weft tune` judges with Loom's tools: {loom.install_command()}"
+        if args.device != "cpu":
+            raise Refused("give --device, which is measured, or --target, which is modelled")
+        return
+    device = usable_device(args.device)
+    if args.out is not None:
+        return
     try:
-        device = torch.device(args.device)
-        torch.empty(1, device=device)
-        if args.out is None:
-            path_for(device_name(device))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        return str(error).splitlines()[0]
-    return ""
+        path = path_for(device_name(device))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output_file(str(path))
+    except (TilesError, OSError, argparse.ArgumentTypeError) as error:
+        raise Refused(f"{error}; --out FILE writes elsewhere") from None
 
 
 def _keep(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
@@ -284,19 +277,19 @@ def _short(fields: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def table(rows: Sequence[Row], how: str) -> Table:
-    made = plain_table(f"Launch choices, {how}")
-    made.caption = "in brackets: the fastest candidate, which is not kept"
-    for heading in ("choice", "workload", "default", "better"):
-        made.add_column(heading, overflow="fold")
-    for heading in ("times as fast", "tried", "refused"):
-        made.add_column(heading, justify="right")
+def rendered(rows: Sequence[Row], how: str) -> Group:
+    """Return a block for each choice: configs are too long for columns."""
+    parts = [Text(f"Launch choices, {how}"), Text()]
     for row in rows:
         name, facts = row.key
         known = " ".join(f"{fact}={value}" for fact, value in zip(choices[name].facts, facts, strict=True))
         better = {field: value for field, value in row.best.items() if value != row.default[field]}
-        made.add_row(
-            f"{name} {known}", row.workload, _short(row.default), _short(better) or "-",
-            f"{row.gain:.2f}" if row.is_better else f"({row.gain:.2f})", str(row.tried), str(len(row.refused)),
-        )  # fmt: skip
-    return made
+        tried = f"of {row.tried} tried" + (f", {len(row.refused)} refused" if row.refused else "")
+        gain = f"{row.gain:.2f} times as fast" if row.is_better else f"none better, {row.gain:.2f} at most"
+        parts += [
+            Text(f"{name} {known}", "bold"),
+            Text(f"  workload  {row.workload}"),
+            Text(f"  default   {_short(row.default)}"),
+            Text(f"  better    {_short(better) or '-'} ({gain}, {tried})"),
+        ]
+    return Group(*parts)

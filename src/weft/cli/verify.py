@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shlex
 import time
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,10 +18,13 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ..runtime import capabilities_of, catalogue, loom
-from ..runtime.launch import choosing_for
-from ..workloads import WORKLOADS, Workload, distinct, for_op
+from ..workloads import Workload, distinct, for_op
 from . import doctor
-from .screen import complain, plain_table, progress_bar
+from .arguments import add_op, add_workload, output_file, usable_device
+from .figures import Figures
+from .names import check_names, workloads_named
+from .needs import require
+from .screen import Refused, Steps
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
 
@@ -55,65 +56,54 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--emulate", metavar="TARGET", help="run on a GPU in software instead: sm_80, sm_90 (needs no GPU)"
     )
+    add_op(parser)
     parser.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
+        "--check", action="append", default=[], metavar="CHECK", help="only this check; may be repeated"
     )
-    parser.add_argument("--check", action="append", default=[], help="only this check; may be repeated")
-    parser.add_argument("--workload", default="", help="only workloads whose name has this in it")
+    add_workload(parser)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="each kernel once, instead of each set of options")
     size.add_argument("--full", action="store_true", help="every workload, on three seeds")
     parser.add_argument("--seed", type=int, help="draw the inputs from this seed (0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a report for a bug report as JSON")
+    parser.add_argument(
+        "--out", type=output_file, metavar="FILE", help="write a report for a bug report as JSON"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if a check failed, 2 if nothing could be checked."""
-    problem = _problem(args)
-    if problem:
-        complain(problem)
-        return 2
+    """Return 1 if a check failed."""
+    require("weft verify")
+    _check(args)
+    workloads = chosen(args)
     begin = time.perf_counter()
-    verdicts = _verify(args)
+    verdicts = _verify(workloads, args)
     seconds = time.perf_counter() - begin
-    if not verdicts:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
     Console().print(render(verdicts, _subject(args), seconds))
     if args.out:
         args.out.write_text(json.dumps(report(args, verdicts, seconds), indent=1) + "\n")
     return int(any(verdict.outcome == "failed" for verdict in verdicts))
 
 
-def _problem(args: argparse.Namespace) -> str:
-    """Why nothing can be verified, and what to do about it."""
-    if not loom.is_installed():
-        return f"`weft verify` judges with Loom's tools: {loom.install_command()}"
-    if importlib.util.find_spec("numpy") is None:
-        return f"`weft verify` computes what bytes must be with NumPy: {loom.pip()} install numpy"
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be verified."""
     from ..proof.checks import CHECKS
 
-    for given, known, what in ((args.op, list(catalogue), "op"), (args.check, list(CHECKS), "check")):
-        wrong = [name for name in given if name not in known]
-        if wrong:
-            return f"there is no {what} {wrong[0]!r}; there are {', '.join(known)}"
+    check_names("check", args.check, list(CHECKS))
+    if not args.emulate:
+        device = usable_device(args.device)
+        reason = loom.obstacle() if device.type == "cpu" else None
+        if reason:
+            raise Refused(f"kernels cannot be built on this machine: {reason}")
+        return
+    if args.device != "cpu":
+        raise Refused("--emulate runs in software on the CPU: leave out --device")
+    from triton_loom.gpu.devices import device_of
+
     try:
-        device = torch.device(args.device)
-        if args.emulate:
-            if device.type != "cpu":
-                return "--emulate runs in software on the CPU: leave out --device"
-            with choosing_for(args.emulate):
-                return ""
-        if device.type not in ("cpu", "cuda"):
-            return f"Weft has no kernels for {device}: use cpu or cuda"
-        if device.type == "cuda" and not torch.cuda.is_available():
-            return "PyTorch sees no GPU here; `weft doctor` says what this machine has"
-        torch.empty(1, device=device)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    reason = loom.obstacle() if device.type == "cpu" else None
-    return f"kernels cannot be built on this machine: {reason}" if reason else ""
+        device_of(args.emulate)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _subject(args: argparse.Namespace) -> str:
@@ -133,7 +123,7 @@ def chosen(args: argparse.Namespace) -> list[Workload]:
 
     ops = args.op or list(catalogue)
     if args.workload:
-        return [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
+        return workloads_named(args.workload, args.op)
     if args.full:
         return [w for op in ops for w in distinct(for_op(op))]
     target = args.emulate or capabilities_of(torch.device(args.device)).target
@@ -142,26 +132,25 @@ def chosen(args: argparse.Namespace) -> list[Workload]:
     return [w for op in ops for w in by_options(op) if w.runs_on(target)]
 
 
-def _verify(args: argparse.Namespace) -> list[Verdict]:
+def _verify(workloads: Sequence[Workload], args: argparse.Namespace) -> list[Verdict]:
     from ..proof.checks import CHECKS
 
     first = args.seed or 0
     seeds = range(first, first + (3 if args.full and args.seed is None else 1))
     tasks = [
         (workload, check, seed)
-        for workload in chosen(args)
+        for workload in workloads
         for check in args.check or list(CHECKS)
         for seed in seeds
     ]
     verdicts: list[Verdict] = []
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(tasks))
+    with Steps(len(tasks)) as steps:
         for workload, check, seed in tasks:
             failed = sum(verdict.outcome == "failed" for verdict in verdicts)
             trouble = f"[red]{failed} failed[/], " if failed else ""
-            progress.update(bar, description=f"{trouble}{workload.op}: {check.replace('_', ' ')}")
+            steps.say(f"{trouble}{workload.op}: {check.replace('_', ' ')}")
             verdicts.append(judge(workload, check, seed, args.device, args.emulate))
-            progress.advance(bar)
+            steps.advance()
     return verdicts
 
 
@@ -213,22 +202,18 @@ def _said(error: BaseException) -> str:
 def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
     """A row for each op, a column for each check that had something to look at, and the failures below."""
     checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
-    table = plain_table()
-    table.add_column("op", no_wrap=True)
-    table.padding = (0, 1, 0, 0)
-    for check in checks:
-        table.add_column(check.rpartition("_")[2], justify="right", no_wrap=True)
+    lines: list[list[str | Text]] = [["op", *(check.rpartition("_")[2] for check in checks)]]
     for op in dict.fromkeys(verdict.op for verdict in verdicts):
         cells = [[v for v in verdicts if v.op == op and v.check == check] for check in checks]
-        table.add_row(op, *map(_cell, cells))
+        lines.append([op, *map(_cell, cells)])
     failures = [verdict for verdict in verdicts if verdict.outcome == "failed"]
     passed = sum(verdict.outcome == "passed" for verdict in verdicts)
-    parts: list[Any] = [Text(f"Weft on {subject}", "bold"), table, Text()]
+    parts: list[Any] = [Text(f"Weft on {subject}", "bold"), Figures(lines), Text()]
     for failure in failures:
         parts += [
             Text(f"{failure.workload}: {failure.check.replace('_', ' ')}, seed {failure.seed}", "bold red"),
             Text(failure.message.rstrip()),
-            Text(failure.repeat, "bold"),
+            Text(failure.repeat, "bold", no_wrap=True, overflow="ignore"),  # to be copied
             Text(),
         ]
     parts.append(

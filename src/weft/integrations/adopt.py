@@ -25,46 +25,59 @@ from ..report import Entry, Report
 from .logits import head_forward
 from .recognise import (
     CORRECTION,
-    LeftAlone,
     MLPOptions,
     NormOptions,
-    RotaryOptions,
     RouterOptions,
     UnitOptions,
+    Verdicts,
     is_router,
     projections_of,
     recognise_experts,
     recognise_mlp,
     recognise_norm,
-    recognise_rotary,
     recognise_router,
-    rotating_functions,
 )
+from .rotations import RotaryOptions, recognise_rotary, rotating_functions
+from .trials import HOOKS, LeftAlone
 
 # ---- what takes the place of a forward ------------------------------------------------------------------
 
 
 def norm_forward(module: nn.Module, options: NormOptions, *args: Any, **named: Any) -> Any:
-    """The forward of a norm."""
-    if len(args) + len(named) != 1:
+    """Take the place of the forward of a norm. A gated one that is called without its gate is left to its class."""
+    given = [*args, *named.values()]
+    if len(given) != (1 if options.gate is None else 2) or not all(isinstance(x, Tensor) for x in given):
         return type(module).forward(module, *args, **named)
-    x: Tensor = args[0] if args else next(iter(named.values()))
-    return options(x, getattr(module, "weight", None), getattr(module, "bias", None))
+    return options.of(module, *given)
 
 
 def mlp_forward(module: nn.Module, options: MLPOptions, *args: Any, **named: Any) -> Any:
-    """The forward of a feed-forward layer: the model's own projections, and the gated unit between them."""
-    if len(args) + len(named) != 1:
+    """Take the place of the forward of a feed-forward layer: its own projections, and the gated unit between them. One
+    with hooks on what is between (its activation) is left to its class, which calls that."""
+    if len(args) + len(named) != 1 or is_hooked_within(module, options.projections):
         return type(module).forward(module, *args, **named)
     x: Tensor = args[0] if args else next(iter(named.values()))
-    *before, down = (getattr(module, name) for name in options.projections)
-    return down(glu(*(projection(x) for projection in before), **options.unit._asdict()))
+    results = {name: getattr(module, name)(x) for name in options.order}
+    *before, down = options.projections
+    return getattr(module, down)(glu(*(results[name] for name in before), **options.unit._asdict()))
+
+
+def is_hooked_within(module: nn.Module, apart_from: tuple[str, ...] = ()) -> bool:
+    """Whether a child of a module has hooks, apart from some."""
+    children = [
+        child for name, child in module._modules.items() if child is not None and name not in apart_from
+    ]
+    return any(getattr(child, hooks) for child in children for hooks in HOOKS)
 
 
 def experts_forward(
     module: Any, options: UnitOptions, hidden: Tensor, indices: Tensor, weights: Tensor
 ) -> Tensor:
-    """The forward of experts in transformers' form: tokens [T, K], the chosen experts and their weights [T, k]."""
+    """Take the place of the forward of experts in transformers' form: tokens [T, K], the chosen experts and their
+    weights [T, k]."""
+    if is_hooked_within(module):
+        found: Tensor = type(module).forward(module, hidden, indices, weights)
+        return found
     up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     if module.is_transposed:
         up, down = up.mT, down.mT
@@ -144,13 +157,13 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
-def _replace_norm(module: nn.Module) -> str:
-    options = recognise_norm(module)
+def _replace_norm(module: nn.Module, verdicts: Verdicts) -> str:
+    options = recognise_norm(module, verdicts)
     _replace(module, norm_forward, options)
     return str(options)
 
 
-def _replace_mlp(module: nn.Module) -> str:
+def _replace_mlp(module: nn.Module, _: Verdicts) -> str:
     options = recognise_mlp(module)
     _replace(module, mlp_forward, options)
     return str(options)
@@ -161,19 +174,19 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
 
 
-def _replace_experts(module: nn.Module) -> str:
+def _replace_experts(module: nn.Module, _: Verdicts) -> str:
     options = recognise_experts(module)
     _replace(module, experts_forward, options)
     return f"experts, {options}"
 
 
-def _replace_router(module: nn.Module) -> str:
+def _replace_router(module: nn.Module, _: Verdicts) -> str:
     options = recognise_router(module)
     _replace(module, router_forward, options)
     return str(options)
 
 
-def _replace_rotary(module: nn.Module) -> str:
+def _replace_rotary(module: nn.Module, _: Verdicts) -> str:
     if inspect.unwrap(type(module).forward) is not type(module).forward:
         raise LeftAlone("its forward is decorated, and what that does would be lost")
     options = recognise_rotary(module)
@@ -181,7 +194,7 @@ def _replace_rotary(module: nn.Module) -> str:
     return ", ".join(map(str, options))
 
 
-def _replace_head(module: nn.Module) -> str:
+def _replace_head(module: nn.Module, _: Verdicts) -> str:
     if type(module) is not nn.Linear:
         raise LeftAlone(
             f"a head that is a {type(module).__name__} and no torch.nn.Linear may compute something else"
@@ -201,9 +214,19 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def _rotates(model: nn.Module) -> bool:
+    """Return False for a model of transformers without a module that makes cos and sin: its configuration says that
+    attention layers do not rotate, though their code could."""
+    modules = list(model.modules())
+    if not any(hasattr(module, "get_input_embeddings") for module in modules):
+        return True
+    names = (type(module).__name__.lower() for module in modules)
+    return any("rotary" in name or "rope" in name for name in names)
+
+
 class _Kind(NamedTuple):
     is_one: Callable[[nn.Module], bool]
-    replace: Callable[[nn.Module], str]
+    replace: Callable[[nn.Module, Verdicts], str]
 
 
 _KINDS = {
@@ -255,31 +278,33 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
-    asked = {"norm": norm, "mlp": mlp, "experts": experts, "rope": rope, "router": router}
+    asked = {"norm": norm, "mlp": mlp, "experts": experts, "rope": rope and _rotates(model), "router": router}
     wanted = [kind for kind, on in asked.items() if on]
     heads = [loss] if isinstance(loss, nn.Module) else _heads(model) if loss else []
     names = {id(module): name for name, module in model.named_modules()}
-    report = Report()
+    report, verdicts = Report(), Verdicts()
     for name, module in list(model.named_modules()):
         for kind in wanted:
             if _KINDS[kind].is_one(module):
-                report.entries.append(_outcome(kind, name, module, _KINDS[kind].replace))
+                report.entries.append(_outcome(kind, name, module, _KINDS[kind].replace, verdicts))
                 break
     for head in heads:
         if id(head) not in names:
             raise ValueError("loss= is a module that is no part of the model")
-        report.entries.append(_outcome("loss", names[id(head)], head, _replace_head))
+        report.entries.append(_outcome("loss", names[id(head)], head, _replace_head, verdicts))
     if strict:
         _complain(report, loss=bool(loss), rope=rope, router=router)
     return report
 
 
-def _outcome(kind: str, name: str, module: nn.Module, replace: Callable[[nn.Module], str]) -> Entry:
+def _outcome(
+    kind: str, name: str, module: nn.Module, replace: Callable[[nn.Module, Verdicts], str], verdicts: Verdicts
+) -> Entry:
     title = type(module).__name__
     if _is_replaced(module):
         del module.forward  # by an earlier call: it is tried again, since its options may have changed
     try:
-        return Entry(kind, name, title, changed=True, what=replace(module))
+        return Entry(kind, name, title, changed=True, what=replace(module, verdicts))
     except LeftAlone as reason:
         return Entry(kind, name, title, changed=False, what=str(reason))
 

@@ -1,16 +1,24 @@
 """Logits that are made only if somebody looks at them.
 
-A model's head returns `DeferredLogits` in training: the hidden states, and what the model does to its logits since.
+In training a model's head returns `DeferredLogits`: the hidden states, and what the model does to its logits since.
 Shapes, dtypes, views, slices, a scale and a softcap are kept in mind; `torch.nn.functional.cross_entropy` of them is
 `weft.linear_cross_entropy` of the hidden states, which has no logits in memory. Anything else makes the logits, once,
 and goes on with them: the result is that of the unchanged model.
 
+Logits can be made until the loss runs backward. After that an optimizer may have changed the head's weight, which
+nobody can see from here (fused optimizers do not even count a change), so reading them is an error. So it is where the
+weight is sharded and gathered by hooks (FSDP2, ZeRO-3), once the model's forward has ended: gathering it takes all
+ranks, and one that reads alone would wait for the others for ever.
+
 It is an object of its own and no subclass of Tensor, so that `torch.compile` traces through it and DDP and FSDP, which
-hook into tensors that a model returns, do not meet it.
+hook into tensors that a model returns, do not meet it. `isinstance(logits, torch.Tensor)` is False; `logits.tensor()`
+is the tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +27,67 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as nn_module
 
 from ..ops import linear_cross_entropy
+from ..ops.common.checks import FLOATS
+from ..ops.loss.statistics import COLDEST, HOTTEST
+from .trials import HOOKS
 
 Consume = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
+# ---- the head -------------------------------------------------------------------------------------------
+
 
 def head_forward(head: nn.Linear, input: Tensor, consume: Consume | None = None) -> Any:
-    """What takes the place of the `forward` of a model's head. In training it returns `DeferredLogits`, which call the
-    head again with `consume`, a function of the input, the weight and the bias. They do not keep the weight: where it
-    is there only while the head is called, as with FSDP and ZeRO-3, that call gathers it again."""
+    """Take the place of the `forward` of a model's head. In training it returns `DeferredLogits`.
+
+    A head with hooks of a user computes its logits, and the hooks run once, as ever. A head whose weight is gathered by
+    hooks is called once more for the loss, with `consume`, a function of the input, the weight and the bias."""
     if consume is not None:
         return consume(input, head.weight, head.bias)
-    if not head.training or not torch.is_grad_enabled():
+    learns = input.requires_grad or head.weight.requires_grad
+    if not (head.training and torch.is_grad_enabled() and learns and input.dtype in FLOATS[:3]) or _is_hooked(
+        head
+    ):
         return functional.linear(input, head.weight, head.bias)
-    return DeferredLogits(input, head, Autocast.of(input))
+    return DeferredLogits(input, head, Autocast.of(input), versions=_versions(input, head.weight))
+
+
+def _hooks(head: nn.Module) -> list[Any]:
+    """Return the hooks that run when a head is called, those of this module and those of all modules."""
+    own = [getattr(head, hooks) for hooks in HOOKS]
+    every = [getattr(nn_module, f"_global{hooks}") for hooks in HOOKS]
+    return [hook for hooks in (*own, *every) for hook in hooks.values()]
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether a hook is of a framework that shards parameters: it gathers those of the head and does nothing else.
+    FSDP2's hooks are methods, but where it shards several modules as one: these must each be called once."""
+    home = str(getattr(hook, "__module__", ""))
+    return home.startswith("deepspeed") or (
+        home.startswith("torch.distributed.fsdp") and hasattr(hook, "__self__")
+    )
+
+
+def _is_hooked(head: nn.Module) -> bool:
+    return any(not _gathers(hook) for hook in _hooks(head))
+
+
+def _is_gathered(head: nn.Module) -> bool:
+    return any(_gathers(hook) for hook in _hooks(head))
+
+
+def _in_forward(head: nn.Module) -> bool:
+    """Whether FSDP2 is in the forward of the model that this head is of: there all ranks do the same."""
+    state_of = getattr(head, "_get_fsdp_state", None)
+    context = getattr(state_of(), "_state_ctx", None) if callable(state_of) else None
+    return getattr(context, "iter_forward_root", None) is not None
+
+
+def _versions(hidden: Tensor, weight: Tensor) -> tuple[int, ...]:
+    """Return what tells whether these are the same tensors as before. A compiled graph has nothing that does."""
+    return () if torch.compiler.is_compiling() else (hidden._version, weight._version, id(weight))
 
 
 @dataclass(frozen=True)
@@ -53,8 +107,11 @@ class Autocast:
         return torch.autocast(self.device, self.dtype, enabled=self.enabled)
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
-        """That of a product of x."""
+        """Return the dtype of a product of x."""
         return self.dtype if self.enabled and x.dtype != torch.float64 else x.dtype
+
+
+# ---- the logits -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -64,12 +121,17 @@ class DeferredLogits:
     hidden: Tensor  # [..., H]; views and slices of the logits are those of the hidden states
     head: nn.Linear
     autocast: Autocast
+    versions: tuple[int, ...]  # of hidden states and weight, when the head was called
     steps: tuple[tuple[Literal["times", "tanh"], float], ...] = ()
     cast: torch.dtype | None = None
     origin: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = (
         None  # what these were derived from, and how
     )
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # whether the logits are part of a graph
     made: Tensor | None = field(default=None, init=False)
+    closed: bool = field(
+        default=False, init=False
+    )  # the loss has run backward; told to the first of all origins
 
     # ---- what is known without making them
 
@@ -87,7 +149,7 @@ class DeferredLogits:
 
     @property
     def requires_grad(self) -> bool:
-        return True
+        return self.hidden.requires_grad or self.head.weight.requires_grad
 
     @property
     def ndim(self) -> int:
@@ -116,17 +178,25 @@ class DeferredLogits:
 
     def _derived(self, redo: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
         values: dict[str, Any] = {"hidden": self.hidden, "steps": self.steps, "cast": self.cast}
-        return DeferredLogits(head=self.head, autocast=self.autocast, origin=(self, redo), **values | changed)
+        return DeferredLogits(
+            head=self.head,
+            autocast=self.autocast,
+            versions=self.versions,
+            origin=(self, redo),
+            **values | changed,
+        )
 
     def _stepped(self, step: tuple[Literal["times", "tanh"], float], redo: Any) -> DeferredLogits:
         return self._derived(redo, steps=(*self.steps, step))
 
     def to(self, *args: Any, **options: Any) -> Any:
-        wanted = options.get("dtype", args[0] if args else None)
-        others = [*args[1:], *(value for name, value in options.items() if name != "dtype")]
-        if others or not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-            return self.tensor().to(*args, **options)
-        return self._derived(lambda logits: logits.to(wanted), cast=wanted)
+        device, dtype, _, layout = torch._C._nn._parse_to(
+            *args, **{name: given for name, given in options.items() if name != "copy"}
+        )
+        moves = layout is not None or options.get("copy") or device not in (None, self.device)
+        if moves or not (dtype is None or dtype.is_floating_point):
+            return self._read().to(*args, **options)
+        return self if dtype is None else self._derived(lambda logits: logits.to(dtype), cast=dtype)
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -150,31 +220,31 @@ class DeferredLogits:
             or sizes[-1] != vocabulary
         ):
             # A last size of -1 is the vocabulary as well if it is all that is left; that is for PyTorch to work out.
-            return redo(self.tensor())
+            return redo(self._read())
         return self._derived(redo, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         redo: Callable[[Tensor], Tensor] = lambda logits: logits.flatten(start_dim, end_dim)  # noqa: E731
         if end_dim % self.dim() == self.dim() - 1:
-            return redo(self.tensor())
+            return redo(self._read())
         return self._derived(redo, hidden=self.hidden.flatten(start_dim, end_dim))
 
     def __getitem__(self, index: Any) -> Any:
         redo: Callable[[Tensor], Tensor] = lambda logits: logits[index]  # noqa: E731
         if not _leaves_the_last_dimension(index, self.dim()):
-            return redo(self.tensor())
+            return redo(self._read())
         return self._derived(redo, hidden=self.hidden[index])
 
     def __mul__(self, other: Any) -> Any:
         if not isinstance(other, (int, float)):
-            return self.tensor() * other
+            return self._read() * other
         return self._stepped(("times", float(other)), lambda logits: logits * other)
 
     __rmul__ = mul = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if not isinstance(other, (int, float)) or other == 0:
-            return self.tensor() / other
+            return self._read() / other
         return self._stepped(("times", 1.0 / other), lambda logits: logits / other)
 
     div = true_divide = __truediv__
@@ -185,24 +255,70 @@ class DeferredLogits:
     # ---- what makes them
 
     def tensor(self) -> Tensor:
-        """The logits themselves."""
+        """Return the logits themselves. Where hooks gather the head's weight, all ranks have to call it."""
         if self.made is None:
-            if self.origin is None:
-                with self.autocast.again():
-                    self.made = self.head(self.hidden, consume=functional.linear)
-            else:
-                before, redo = self.origin
-                self.made = redo(before.tensor())
+            # Whoever reads them first may do so without gradients, and another one needs these.
+            with _inference_mode(False), torch.set_grad_enabled(self.learns):
+                if self.origin is None:
+                    self.made = self._with_weight(functional.linear)
+                else:
+                    before, redo = self.origin
+                    self.made = redo(before.tensor())
         return self.made
 
     def is_made(self) -> bool:
         """Whether they, or those they were derived from, are there: somebody may have changed them in place."""
         return self.made is not None or (self.origin is not None and self.origin[0].is_made())
 
+    def _first(self) -> DeferredLogits:
+        return self if self.origin is None else self.origin[0]._first()
+
+    def _with_weight(self, consume: Consume) -> Tensor:
+        """Call a function with the hidden states, and the weight and the bias that the head had."""
+        self._refuse_if_changed()
+        with self.autocast.again():
+            if _is_gathered(self.head):
+                found: Tensor = self.head(self.hidden, consume=consume)
+                return found
+            return consume(self.hidden, self.head.weight, self.head.bias)
+
+    def _refuse_if_changed(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        first, weight = self._first(), self.head.weight
+        if first.closed or _is_freed(first.hidden):
+            raise _too_late("the loss has run backward, and the weight of the head may have changed since")
+        if self.versions and not _is_gathered(self.head):
+            whole = weight.shape == (self.head.out_features, self.head.in_features)
+            if not whole or _versions(first.hidden, weight) != self.versions:
+                raise _too_late(
+                    "the hidden states or the weight of the head have changed since, or were sharded"
+                )
+
+    def _refuse_to_wait(self) -> None:
+        """Refuse what would make this rank wait for others that may not come."""
+        if _is_gathered(self.head) and not _in_forward(self.head):
+            raise _too_late(
+                "the weight of the head is sharded, and all ranks would have to gather it together"
+            )
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"logits have no attribute {name!r}")
+        return getattr(self._read(), name)
+
+    def _read(self) -> Tensor:
+        """The logits, for somebody who does not know that they are deferred."""
+        if not self.is_made():
+            self._refuse_if_changed()
+            self._refuse_to_wait()
+        return self.tensor()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self._read(), memo)
 
     @classmethod
     def __torch_function__(
@@ -243,12 +359,12 @@ def deferred_cross_entropy(
     old = size_average is not None or reduce is not None
     if input.is_made() or scaled is None or not of_classes or input.dim() > 2 or old:
         return functional.cross_entropy(
-            input.tensor(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            input._read(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     scale, softcap = scaled
 
     def consume(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden,
             head,
             target,
@@ -261,30 +377,62 @@ def deferred_cross_entropy(
             reduction=reduction,
             all_ignored="nan",
         )
+        # No view: of one that a model returns and a user divides in place (`loss /= steps`), FSDP2 loses its hooks.
+        return loss.clone()
 
-    with input.autocast.again():
-        loss: Tensor = input.head(input.hidden, consume=consume)
+    if not torch.is_grad_enabled():
+        input._refuse_to_wait()
+    loss = input._with_weight(consume)
+    if loss.requires_grad and not torch.compiler.is_compiling():
+        loss.register_hook(functools.partial(_close, input._first()))  # type: ignore[no-untyped-call]
     return loss.to(input.dtype)
 
 
+def _close(logits: DeferredLogits, _: Tensor) -> None:
+    logits.closed = True
+
+
 def scale_and_softcap(steps: Sequence[tuple[str, float]]) -> tuple[float, float | None] | None:
-    """The scale before the softcap, and the softcap, of steps that are nothing but that: times 1/c, tanh, times c."""
+    """Return the scale before the softcap, and the softcap, of steps that are nothing but that: times 1/c, tanh, times
+    c. None for other steps, and for scales that are not positive or that fp32 does not have."""
     names = [name for name, _ in steps]
-    scale = 1.0
-    if "tanh" not in names:
-        for _, factor in steps:
-            scale *= factor
-        return scale, None
-    at = names.index("tanh")
-    before, after = steps[:at], steps[at + 1 :]
-    if not before or not after or "tanh" in names[at + 1 :]:
+    at = names.index("tanh") if "tanh" in names else len(names)
+    if "tanh" in names[at + 1 :]:
         return None
-    cap = 1.0
-    for _, factor in after:
-        cap *= factor
-    for _, factor in before:
-        scale *= factor
-    return (scale * cap, cap) if cap > 0 else None
+    scale, cap = _product(steps[:at]), _product(steps[at + 1 :])
+    if at < len(names):
+        scale *= cap
+    usable = all(COLDEST <= factor <= HOTTEST for factor in (scale, cap))
+    return (scale, cap if at < len(names) else None) if usable else None
+
+
+def _product(steps: Sequence[tuple[str, float]]) -> float:
+    found = 1.0
+    for _, factor in steps:
+        found *= factor
+    return found
+
+
+def _inference_mode(enabled: bool) -> Any:
+    return torch.inference_mode(enabled) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _is_freed(x: Tensor) -> bool:
+    """Whether backward has gone through the graph that made a tensor and freed it, as far as the graph tells: nodes of
+    Python, among them those of compiled graphs, do."""
+    try:
+        getattr(x.grad_fn, "_raw_saved_tensors", None)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _too_late(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"these logits were deferred and cannot be made any more: {reason}. Read outputs.logits before "
+        "loss.backward() (with FSDP2 on all ranks, by outputs.logits.tensor()), or leave the head alone: "
+        "weft.integrations.apply(model, loss=False)"
+    )
 
 
 def _leaves_the_last_dimension(index: Any, dims: int) -> bool:
@@ -303,9 +451,9 @@ def _leaves_the_last_dimension(index: Any, dims: int) -> bool:
 
 
 def _made(values: Any) -> Any:
-    """Arguments with logits in place of deferred ones."""
+    """Return arguments with logits in place of deferred ones."""
     if isinstance(values, DeferredLogits):
-        return values.tensor()
+        return values._read()
     if isinstance(values, dict):
         return {name: _made(value) for name, value in values.items()}
     if type(values) in (tuple, list):
@@ -325,7 +473,7 @@ _KEPT_IN_MIND: dict[Any, Callable[..., Any]] = {
 def _operator(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Tensor, name))
     def made(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.tensor(), name)(*_made(args))
+        return getattr(self._read(), name)(*_made(args))
 
     return made
 

@@ -2,57 +2,80 @@
 
 Libraries write the same few layers under many names, and the same name for different arithmetic: of the classes named
 RMSNorm in transformers most round before they multiply with the weight, some after it, and some add 1 to the weight. So
-no list of names is kept here. A module's own `forward` is run once on a small input, in place of its parameters with
-random ones of the same names, and what Weft computes with each of a few options is compared with it. A module that none
-of them reproduces is left alone, and the reason is told.
+no list of names is kept here. A copy of a module runs its own `forward` on small inputs, with random parameters of the
+same names, in training and in evaluation, and what Weft computes with each of a few options is compared with it. A
+module that none of them reproduces is left alone, and the reason is told. So is one whose results differ between both
+modes or from call to call (dropout), and one whose `forward` takes more arguments than Weft's.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import Rotation, glu, layer_norm, rms_norm, rope, route, router_linear
+from ..ops import gated_norm, glu, layer_norm, rms_norm, route, router_linear
 from ..ops.common.activations import Act
 from ..runtime import backend
+from .trials import (
+    LeftAlone,
+    arguments_of,
+    check_arguments,
+    could_not_be_tried,
+    in_both_modes,
+    normal,
+    probe_of,
+    trial,
+)
 
 
 class NormOptions(NamedTuple):
-    """How `weft.rms_norm` or `weft.layer_norm` computes what a module does."""
+    """How `weft.rms_norm`, `weft.layer_norm` or `weft.gated_norm` computes what a module does."""
 
     kind: str  # "rms" or "layer"
     eps: float | None
     weight_offset: float
     casting: str
     promotes: bool  # the result has the dtype that x and weight promote to, not x's
+    gate: str | None = None  # the activation of a gate that follows the norm
+    parameters: tuple[str, ...] = ("weight",)  # those of weight and bias that it multiplies and adds
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        norm: Any = rms_norm if self.kind == "rms" else layer_norm
-        found: Tensor = norm(
-            x,
-            weight,
-            bias,
-            eps=self.eps,
-            weight_offset=self.weight_offset,
-            casting=self.casting,
-            out_dtype="promote" if self.promotes else None,
+    def of(self, module: nn.Module, *given: Tensor) -> Tensor:
+        """Compute what a module does."""
+        weight, bias = (
+            getattr(module, name) if name in self.parameters else None for name in ("weight", "bias")
         )
+        return self(*given, weight=weight, bias=bias)
+
+    def __call__(
+        self, x: Tensor, gate: Tensor | None = None, *, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        options: dict[str, Any] = {
+            "eps": self.eps,
+            "weight_offset": self.weight_offset,
+            "casting": self.casting,
+        }
+        if gate is not None:
+            gated: Any = gated_norm
+            product: Tensor = gated(x, gate, weight, act=self.gate, **options)
+            return product
+        norm: Any = rms_norm if self.kind == "rms" else layer_norm
+        found: Tensor = norm(x, weight, bias, out_dtype="promote" if self.promotes else None, **options)
         return found
 
     def __str__(self) -> str:
-        words = [f"{self.kind}_norm", f"eps={self.eps:g}" if self.eps is not None else "eps=None"]
+        words = [f"{self.kind}_norm" if self.gate is None else "gated_norm"]
+        words.append(f"eps={self.eps:g}" if self.eps is not None else "eps=None")
         if self.weight_offset:
             words.append(f"weight_offset={self.weight_offset:g}")
         if self.casting != "fp32":
             words.append(f"casting={self.casting!r}")
+        if self.gate is not None:
+            words.append(f"act={self.gate!r}")
         return " ".join(words)
 
 
@@ -72,146 +95,188 @@ class UnitOptions(NamedTuple):
         return "glu " + " ".join(words)
 
 
-class LeftAlone(Exception):
-    """Why a module is not replaced."""
-
-
 # ---- norms ----------------------------------------------------------------------------------------------
 
+Verdicts = dict[tuple[Any, ...], "NormOptions | LeftAlone"]
 
-def recognise_norm(module: nn.Module) -> NormOptions:
-    """The options that reproduce a norm. Raises `LeftAlone` if there are none."""
+
+def recognise_norm(module: nn.Module, verdicts: Verdicts | None = None) -> NormOptions:
+    """Return the options that reproduce a norm. Raises `LeftAlone` if there are none. `verdicts` keeps what was found
+    for norms of one class, size and configuration."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     if any(True for _ in module.children()) or not set(shapes) <= {"weight", "bias"}:
         raise LeftAlone(f"it has more than a weight and a bias: {', '.join([*shapes, *module._modules])}")
     if any(len(shape) != 1 for shape in shapes.values()):
         raise LeftAlone(f"its parameters are no vectors: {shapes}")
-    key = (type(module), tuple(shapes.items()), _numbers(module))
-    found = _known_norms.get(key)
+    key = _key(module, shapes)
+    found = None if key is None or verdicts is None else verdicts.get(key)
     if found is None:
-        found = _known_norms[key] = _try_norm(module, shapes)
-    if isinstance(found, str):
-        raise LeftAlone(found)
+        try:
+            found = _try_norm(module, shapes)
+        except LeftAlone as reason:
+            found = reason
+        if key is not None and verdicts is not None:
+            verdicts[key] = found
+    if isinstance(found, LeftAlone):
+        raise found
     return found
 
 
-# What was found for norms of one class, size and configuration: options, or why there are none.
-_known_norms: dict[tuple[Any, ...], NormOptions | str] = {}
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def _numbers(module: nn.Module) -> dict[str, Any]:
     """The numbers, flags and names that a module was made with."""
-    plain = (bool, int, float, str, type(None), tuple, torch.dtype)
-    kept = {
-        n: v
-        for n, v in vars(module).items()
-        if isinstance(v, plain) and n != "training" and not n.startswith("_")
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name != "training"
     }
-    return tuple(sorted((n, v) for n, v in kept.items() if not isinstance(v, tuple) or _hashable(v)))
 
 
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+def _key(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> tuple[Any, ...] | None:
+    """What two norms have in common that compute the same, or None if that cannot be told: a norm with a buffer, or
+    with attributes that are more than numbers and names, is tried by itself."""
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    simple = all(
+        isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+        for value in own.values()
+    )
+    if module._buffers or not simple:
+        return None
+    return (
+        type(module),
+        type(module).forward,
+        *shapes.items(),
+        *sorted(own.items(), key=lambda item: item[0]),
+    )
 
 
-def _try_norm(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> NormOptions | str:
-    width = next(iter(shapes.values()), (64,))[0]
-    draw = torch.Generator().manual_seed(0)
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+
+
+def _try_norm(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> NormOptions:
+    gated = arguments_of(module) == ["gate"]
+    if not gated:
+        check_arguments(module)
+    reason = LeftAlone("its size is not known")
+    for width in _widths(module, shapes):
+        try:
+            return _try_width(module, shapes, width, gated)
+        except LeftAlone as error:
+            reason = error
+    raise reason
+
+
+def _widths(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> list[int]:
+    """How long the rows of a norm may be: as its parameters, or else as one of its numbers says, or 64."""
+    if shapes:
+        return [next(iter(shapes.values()))[0]]
+    sizes = [vars(module).get("normalized_shape"), *_numbers(module).values()]
+    whole = [size[0] if isinstance(size, tuple) and len(size) == 1 else size for size in sizes]
+    return [*{size for size in whole if type(size) is int and 1 < size <= 1 << 16}, 64]
+
+
+def _try_width(module: nn.Module, shapes: dict[str, tuple[int, ...]], width: int, gated: bool) -> NormOptions:
     # Rows of many sizes: where they are small, eps shows.
-    sizes = torch.logspace(-4, 1, 32)[:, None]
-    x = torch.randn(32, width, generator=draw) * sizes
-    given = {name: torch.rand(width, generator=draw) + 0.5 for name in shapes}
+    x, gate = normal(32, width) * torch.logspace(-4, 1, 32)[:, None], normal(32, width, seed=1)
+    parameters = {name: normal(width, seed=2 + i).abs() + 0.5 for i, name in enumerate(shapes)}
 
-    def run(x_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-        probe = _probe(module, {name: value.to(dtype) for name, value in given.items()})
-        found = type(module).forward(probe, x.to(x_dtype))
-        if not isinstance(found, Tensor) or found.shape != x.shape:
+    def run(rows: tuple[Tensor, ...], x_dtype: torch.dtype, dtype: torch.dtype, training: bool) -> Tensor:
+        probe = probe_of(module, training, {name: p.to(dtype) for name, p in parameters.items()}, {})
+        found = type(module).forward(probe, *(row.to(x_dtype) for row in rows))
+        if not isinstance(found, Tensor) or found.shape != rows[0].shape:
             raise TypeError("its result has another shape than its input")
         return found
 
+    rows = (x, gate) if gated else (x,)
+    kinds = ((_BF16, _BF16), (_FP32, _FP32), (_BF16, _FP32))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            half, single, mixed = (run(*d) for d in ((_BF16, _BF16), (_FP32, _FP32), (_BF16, _FP32)))
+        with trial():
+            half, single, mixed = (in_both_modes(functools.partial(run, rows, *dtypes)) for dtypes in kinds)
     except Exception as error:  # whatever a forward of somebody else raises on a small input
-        return _could_not_be_tried(error)
-    if half.dtype != _BF16 or single.dtype != _FP32 or mixed.dtype not in (_BF16, _FP32):
-        return f"its results have the dtypes {half.dtype}, {single.dtype} and {mixed.dtype}"
-    promotes = bool(given) and mixed.dtype == _FP32
+        raise could_not_be_tried(error) from error
+    if (
+        half.dtype != _BF16
+        or single.dtype != _FP32
+        or mixed.dtype not in (_BF16, *([] if gated else [_FP32]))
+    ):
+        raise LeftAlone(f"its results have the dtypes {half.dtype}, {single.dtype} and {mixed.dtype}")
+    promotes = bool(shapes) and mixed.dtype == _FP32
+
+    def mine(options: NormOptions, rows: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        cast = {name: value.to(dtype) for name, value in parameters.items()}
+        return options(*(row.to(dtype) for row in rows), weight=cast.get("weight"), bias=cast.get("bias"))
 
     def reproduces(options: NormOptions) -> bool:
-        def mine(x_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-            cast = {name: value.to(dtype) for name, value in given.items()}
-            return options(x.to(x_dtype), cast.get("weight"), cast.get("bias"))
-
         # An fp32 sum in another order flips few roundings, and moves each of them by one place. Another order of
         # roundings flips a tenth of them.
-        found = mine(_BF16, _BF16)
+        found = mine(options, rows, _BF16)
         differ = (found != half).float().mean()
         places = (found.view(torch.int16).int() - half.view(torch.int16).int()).abs().max()
-        exact = torch.allclose(mine(_FP32, _FP32), single, rtol=4e-6, atol=1e-6)
+        exact = torch.allclose(mine(options, rows, _FP32), single, rtol=4e-6, atol=1e-6)
         return bool(differ <= 2e-3 and places <= 1 and exact)
 
-    with torch.no_grad(), backend("reference"):
-        for options in _norm_candidates(dict(_numbers(module)), promotes):
+    def reproduces_shape(options: NormOptions, *shape: int) -> bool:
+        """Whether a module gives the same for inputs of another shape, or refuses them."""
+        several = (normal(*shape), normal(*shape, seed=1))[: len(rows)]
+        try:
+            theirs = run(several, _FP32, _FP32, False)
+        except Exception:  # as above: a module that refuses an input computes nothing else
+            return True
+        try:
+            return torch.allclose(mine(options, several, _FP32), theirs, rtol=4e-6, atol=1e-6)
+        except ValueError:
+            return False
+
+    shapes_of_models = ((2, 5, width), (2, 3, 4, width), (2, width, 3))
+    with trial(), backend("reference"):
+        for options in _norm_candidates(_numbers(module), promotes, gated, tuple(shapes)):
             if reproduces(options):
-                return options
-    return "none of the options of rms_norm and layer_norm reproduces it"
+                if all(reproduces_shape(options, *shape) for shape in shapes_of_models):
+                    return options
+                raise LeftAlone("it normalizes other dimensions than the last")
+    names = "gated_norm" if gated else "rms_norm and layer_norm"
+    raise LeftAlone(f"none of the options of {names} reproduces it")
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
-def _norm_candidates(numbers: dict[str, Any], promotes: bool) -> Iterator[NormOptions]:
+def _norm_candidates(
+    numbers: dict[str, Any], promotes: bool, gated: bool, parameters: tuple[str, ...]
+) -> Iterator[NormOptions]:
     small = {v for v in numbers.values() if isinstance(v, float) and 0.0 <= v < 1e-2}
     epsilons: list[float | None] = [*sorted(small), *([None] if numbers.get("eps", 0) is None else [])]
-    for kind, eps, casting, offset in itertools.product(
-        ("rms", "layer"), epsilons, ("llama", "fp32"), (0.0, 1.0)
+    for kind, eps, casting, offset, act in itertools.product(
+        ("rms",) if gated else ("rms", "layer"),
+        epsilons,
+        ("llama", "fp32"),
+        (0.0, 1.0),
+        ("silu", "sigmoid") if gated else (None,),
     ):
         if kind == "rms" or eps is not None:
-            yield NormOptions(kind, eps, offset, casting, promotes)
-
-
-def _probe(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """A module like this one on the CPU, with other parameters."""
-    own = {
-        name: None if old is None else nn.Parameter(parameters[name], requires_grad=False)
-        for name, old in module._parameters.items()
-    }
-    buffers = {name: None if b is None else b.to("cpu") for name, b in module._buffers.items()}
-    return _stand_in(module, _parameters=own, _buffers=buffers)
-
-
-def _stand_in(module: nn.Module, **replaced: Any) -> nn.Module:
-    """A module like this one, with the forward of its class and other attributes. The module itself stays as it is."""
-    found = copy.copy(module)
-    found.__dict__ = {n: v for n, v in module.__dict__.items() if n != "forward"} | replaced
-    return found
+            yield NormOptions(kind, eps, offset, casting, promotes, act, parameters)
 
 
 # ---- gated units ----------------------------------------------------------------------------------------
 
 
 def recognise_unit(
-    function: Callable[[Tensor], Tensor], numbers: dict[str, Any], layouts: tuple[str, ...]
+    function: Callable[[bool, Tensor], Tensor], numbers: dict[str, Any], layouts: tuple[str, ...]
 ) -> UnitOptions:
-    """The gated unit that reproduces a function of float64 numbers [rows, 32]. `numbers`: those that its module was
-    made with; its limit may be among them. Raises `LeftAlone` if there is none."""
-    draw = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-1, 3, 64, dtype=torch.float64)[:, None]
-    x = torch.randn(64, 32, generator=draw, dtype=torch.float64) * sizes
+    """Return the gated unit that reproduces a function of whether it is training and of float64 numbers [rows, 32].
+    `numbers`: those that its module was made with; its limit may be among them. Raises `LeftAlone` if there is none."""
+    x = normal(64, 32, dtype=torch.float64) * torch.logspace(-1, 3, 64, dtype=torch.float64)[:, None]
     try:
-        with torch.no_grad():
-            wanted = function(x)
+        with trial():
+            wanted = in_both_modes(lambda training: function(training, x))
     except Exception as error:  # whatever a forward of somebody else raises on a small input
-        raise LeftAlone(_could_not_be_tried(error)) from error
+        raise could_not_be_tried(error) from error
     real = {float(v) for v in numbers.values() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     limits: list[float | None] = [None, *sorted(v for v in real if 0.5 <= v <= 1000)]
     alphas = [1.0, *sorted(v for v in real if 0.1 <= v <= 10 and v != 1.0)]
-    with torch.no_grad(), backend("reference"):
+    with trial(), backend("reference"):
         for act, layout, limit, alpha, offset in itertools.product(
             get_args(Act), layouts, limits, alphas, (0.0, 1.0)
         ):
@@ -225,10 +290,6 @@ def recognise_unit(
     raise LeftAlone("none of the options of glu reproduces it")
 
 
-def _could_not_be_tried(error: Exception) -> str:
-    return f"it could not be tried: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 # The projections of a feed-forward layer, as models name them: gate and up, apart or in one, and down.
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
 
@@ -238,6 +299,7 @@ class MLPOptions(NamedTuple):
 
     projections: tuple[str, ...]
     unit: UnitOptions
+    order: tuple[str, ...]  # in which the first projections are called: adapters may draw random numbers
 
     def __str__(self) -> str:
         return str(self.unit)
@@ -256,27 +318,40 @@ def recognise_mlp(module: nn.Module) -> MLPOptions:
 
     Its projections are replaced in the trial by ones that copy: gate and up are columns of the input then, and the
     result is what comes between them and down."""
+    check_arguments(module)
     names = projections_of(module)
     assert names is not None
     one = len(names) == 2
-    stand_ins = [_Columns(slice(None))] if one else [_Columns(slice(0, 16)), _Columns(slice(16, 32))]
-    children = dict(zip(names, [*stand_ins, _Columns(slice(None))], strict=True))
-    probe = _stand_in(module, _modules=module._modules | children, training=False)
+    columns = [slice(None)] if one else [slice(0, 16), slice(16, 32)]
+    calls: list[str] = []
+    children: dict[str, nn.Module] = {
+        name: _Columns(part, functools.partial(calls.append, name))
+        for name, part in zip(names, [*columns, slice(None)], strict=True)
+    }
+
+    def unit(training: bool, x: Tensor) -> Tensor:
+        probe = probe_of(module, training, dict(module.named_parameters(recurse=False)), children)
+        found: Tensor = type(module).forward(probe, x)
+        return found
+
     layouts = ("concat", "interleaved") if one else ("concat",)
-    unit = recognise_unit(functools.partial(type(module).forward, probe), dict(_numbers(module)), layouts)
-    return MLPOptions(names, unit)
+    found = recognise_unit(unit, _numbers(module), layouts)
+    if sorted(calls) != sorted([*names] * 3):
+        raise LeftAlone(f"it does not call each of {', '.join(names)} once")
+    return MLPOptions(names, found, tuple(calls[: len(columns)]))
 
 
 class _Columns(nn.Module):
     """Some columns of the input, in place of a projection."""
 
-    def __init__(self, columns: slice) -> None:
+    def __init__(self, columns: slice, note: Callable[[], None]) -> None:
         super().__init__()
-        self.columns = columns
+        self.columns, self.note = columns, note
         self.weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64), requires_grad=False)
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
+        self.note()
         return x[..., self.columns]
 
 
@@ -290,10 +365,17 @@ def recognise_experts(module: nn.Module) -> UnitOptions:
     or `act_fn` if nothing is gated."""
     if getattr(module, "has_post_expert_norm", False):
         raise LeftAlone("it has a norm after each expert")
+    weights = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+
+    def unit(training: bool, x: Tensor) -> Tensor:
+        probe: Any = probe_of(module, training, weights, {})
+        found: Tensor = probe._apply_gate(x) if module.has_gate else probe.act_fn(x)
+        return found
+
     if not module.has_gate:
-        return recognise_unit(module.act_fn, {}, ("none",))  # type: ignore[arg-type]
+        return recognise_unit(unit, {}, ("none",))
     layout = "concat" if module.is_concatenated else "interleaved"
-    return recognise_unit(module._apply_gate, dict(_numbers(module)), (layout,))  # type: ignore[arg-type]
+    return recognise_unit(unit, _numbers(module), (layout,))
 
 
 # ---- routers --------------------------------------------------------------------------------------------
@@ -353,16 +435,16 @@ def recognise_router(module: Any) -> RouterOptions:
     vectors = {n for n, b in [*module.named_parameters(), *module.named_buffers()]} - {"weight"}
     if not vectors <= {"bias", CORRECTION}:
         raise LeftAlone(f"it has more than a weight and a bias: {', '.join(sorted(vectors))}")
-    draw = torch.Generator().manual_seed(0)
+    check_arguments(module)
     experts, width = shapes["weight"]
-    x = torch.randn(64, width, generator=draw)
-    given = {name: torch.randn(shape, generator=draw) * width**-0.5 for name, shape in shapes.items()}
+    x = normal(64, width)
+    given = {name: normal(*shape, seed=1 + i) * width**-0.5 for i, (name, shape) in enumerate(shapes.items())}
     if CORRECTION in vectors:
-        given[CORRECTION] = torch.rand(experts, generator=draw) * 0.1
+        given[CORRECTION] = normal(experts, seed=9).abs() * 0.1
     correction = given.get(CORRECTION)
 
-    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        probe = _probe(module, {name: value.to(dtype) for name, value in given.items()})
+    def run(dtype: torch.dtype, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+        probe = probe_of(module, training, {name: value.to(dtype) for name, value in given.items()}, {})
         if CORRECTION in probe._buffers:
             probe._buffers[CORRECTION] = correction
         found = type(module).forward(probe, x.to(dtype))
@@ -375,14 +457,16 @@ def recognise_router(module: Any) -> RouterOptions:
         return found
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            (_, weights, indices), half = run(_FP32), run(_BF16)
+        with trial():
+            (_, weights, indices), half = (
+                in_both_modes(functools.partial(run, dtype)) for dtype in (_FP32, _BF16)
+            )
     except Exception as error:  # whatever a forward of somebody else raises on a small input
-        raise LeftAlone(_could_not_be_tried(error)) from error
+        raise could_not_be_tried(error) from error
     order = indices.argsort(-1)  # some return the chosen experts unsorted
     wanted, chosen = weights.gather(-1, order), indices.gather(-1, order)
     own = (half[0].dtype == _BF16, half[1].dtype == _BF16)
-    with torch.no_grad(), backend("reference"):
+    with trial(), backend("reference"):
         for options in _router_candidates(module, experts, own):
             try:
                 found = options(x, given["weight"], given.get("bias"), correction)
@@ -397,7 +481,7 @@ def recognise_router(module: Any) -> RouterOptions:
 
 
 def _router_candidates(module: Any, experts: int, own: tuple[bool, bool]) -> Iterator[RouterOptions]:
-    numbers = [v for v in dict(_numbers(module)).values() if isinstance(v, (int, float))]
+    numbers = [v for v in _numbers(module).values() if isinstance(v, (int, float))]
     numbers = [v for v in numbers if not isinstance(v, bool)]
     scales = [1.0, *sorted({float(v) for v in numbers if isinstance(v, float) and v > 0} - {1.0})]
     whole = {v for v in numbers if isinstance(v, int)}
@@ -418,73 +502,3 @@ def _router_candidates(module: Any, experts: int, own: tuple[bool, bool]) -> Ite
             own_logits=own[0],
             own_weights=own[1],
         )
-
-
-# ---- rotations ------------------------------------------------------------------------------------------
-
-
-class RotaryOptions(NamedTuple):
-    """How `weft.rope` computes what a function (q, k, cos, sin) of a model does for q and k [batch, heads, sequence,
-    dim]."""
-
-    name: str  # of the function, among the globals of the attention's forward
-    tables: str  # an angle is in the tables "once", in both "halves", or in "pairs" of neighbours
-    style: Any
-    out_style: Any
-
-    def fits(self, q: Tensor, cos: Tensor) -> bool:
-        """Whether a call is one that was tried: whole heads of four dimensions, and tables for each sequence."""
-        width = q.shape[-1] // 2 if self.tables == "once" else q.shape[-1]
-        return q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == width and cos.shape[1] == q.shape[2]
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        dim, batch = q.shape[-1], len(q)
-        columns = slice(0, None, 2) if self.tables == "pairs" else slice(0, dim // 2)
-        cos, sin = (table[..., columns].expand(batch, -1, -1) for table in (cos, sin))
-        rotation = Rotation(cos=cos, sin=sin, dim=dim, style=self.style, out_style=self.out_style)
-        return rope(q, rotation, layout="bhsd"), rope(k, rotation, layout="bhsd")
-
-    def __str__(self) -> str:
-        return f"rope style={self.style!r}" + (f" out_style={self.out_style!r}" if self.out_style else "")
-
-
-def rotating_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """The functions that a module's forward calls by name to rotate q and k."""
-    forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, types.FunctionType):
-        return {}
-    names = [name for name in forward.__code__.co_names if name.startswith("apply_rotary")]
-    return {name: f for name in names if callable(f := forward.__globals__.get(name))}
-
-
-def recognise_rotary(module: nn.Module) -> tuple[RotaryOptions, ...]:
-    """The options that reproduce the functions by which an attention rotates. Raises `LeftAlone` if some have none."""
-    return tuple(_try_rotary(name, function) for name, function in rotating_functions(module).items())
-
-
-def _try_rotary(name: str, function: Callable[..., Any]) -> RotaryOptions:
-    draw = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 3, 5, 16, generator=draw), torch.randn(2, 1, 5, 16, generator=draw)
-    angles = torch.rand(2, 5, 8, generator=draw) * 6
-    reason = f"none of the options of rope reproduces {name}"
-    for tables, widened in {
-        "halves": torch.cat([angles, angles], -1),
-        "once": angles,
-        "pairs": angles.repeat_interleave(2, -1),
-    }.items():
-        cos, sin = widened.cos(), widened.sin()
-        try:
-            with torch.no_grad():
-                wanted = function(q, k, cos, sin)
-        except Exception as error:  # whatever a function of somebody else raises on a small input
-            reason = _could_not_be_tried(error)
-            continue
-        if not isinstance(wanted, tuple) or [t.shape for t in wanted] != [q.shape, k.shape]:
-            continue
-        for style, out_style in (("neox", None), ("interleaved", None), ("interleaved", "neox")):
-            options = RotaryOptions(name, tables, style, out_style)
-            with torch.no_grad(), backend("reference"):
-                found = options(q, k, cos, sin)
-            if all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True)):
-                return options
-    raise LeftAlone(reason)

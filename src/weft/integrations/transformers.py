@@ -6,15 +6,20 @@
 
 `register` adds "weft" to the registries of attention functions, of masks and of experts.
 
-Models with causal or full attention, sliding windows, softcaps and sinks, dense or packed batches, and padding on
-either side are served. A model whose mask is something else (chunks, prefixes, images that see each other) is served by
-PyTorch's attention with that mask, as `attn_implementation="sdpa"` would, or refused where it also needs a softcap or
-sinks. Experts are computed by `weft.experts`; those whose gated unit Weft does not have are refused in words.
+`weft.attention` computes causal, full and cross attention, sliding windows, softcaps and sinks, of dense batches, of
+padding on either side, of static caches, and of batches packed by `position_ids` or by `cu_seq_lens_q`. PyTorch
+computes what Weft's kernels do not have, as the model's own `sdpa` or `eager` attention would: dropout, position
+biases, masks of another kind (chunks, prefixes, pads between tokens, masks that the model edits), heads wider than
+256, and attention weights that somebody asks for. An option that is on neither list is refused.
+
+Experts are computed by `weft.experts`; those whose gated unit Weft does not have are refused in words.
 `weft.integrations.apply` needs no names.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +27,12 @@ import torch
 from torch import Tensor
 
 from ..ops import attention
+from ..ops.attention.configs import WIDEST
+from ..ops.common.checks import FLOATS
 from . import adopt
-from .recognise import LeftAlone, UnitOptions, recognise_experts
+from .masks import BandMask, additive, attention_mask, bools, is_edited
+from .recognise import UnitOptions, recognise_experts
+from .trials import LeftAlone
 
 NAME = "weft"
 
@@ -45,7 +54,10 @@ def register(name: str = NAME) -> None:
 def experts_forward(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Experts as transformers calls them: tokens [T, K], the chosen experts and their weights [T, k]."""
+    """Compute experts as transformers calls them: tokens [T, K], the chosen experts and their weights [T, k]."""
+    if adopt.is_hooked_within(module):
+        own: Tensor = inspect.unwrap(type(module).forward)(module, hidden_states, top_k_index, top_k_weights)
+        return own
     unit = getattr(module, _UNIT, None)
     if unit is None:
         unit = _recognise(module)
@@ -69,88 +81,26 @@ def _recognise(module: torch.nn.Module) -> UnitOptions:
     return unit
 
 
-# ---- masks ----------------------------------------------------------------------------------------------
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> Tensor | None:
-    """What transformers hands to `attention_forward` as a mask: None where every key counts, bool [batch, keys] where
-    some are pads, or [batch, 1, queries, keys] where queries see something else than a band of keys."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-    function = causal_mask_function if mask_function is None else mask_function
-    if not sees_a_band(function):
-        whole: Tensor = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=function,
-            attention_mask=attention_mask,
-            device=device,
-            **options | {"allow_is_causal_skip": False},
-        )
-        return whole
-    end = (
-        q_offset + q_length - kv_offset
-    )  # keys from there on are room in a cache that nobody has written yet
-    filled = isinstance(end, int) and end >= kv_length
-    if attention_mask is not None:
-        own = attention_mask[:, -kv_length:] if attention_mask.shape[1] > kv_length else attention_mask
-        own = own.bool()
-        # The mask of a batch without pads has no zeros. Transformers looks at it as well for its other functions.
-        if filled and own.shape[1] == kv_length and not torch.compiler.is_compiling() and bool(own.all()):
-            return None
-        keys = own.new_zeros(batch_size, kv_length)
-        keys[:, : own.shape[1]] = own
-    elif filled:
-        return None
-    else:
-        keys = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    return keys & (torch.arange(kv_length, device=keys.device) < end)
-
-
-def sees_a_band(function: Callable[..., Any]) -> bool:
-    """Whether a mask function of transformers lets a query see all keys, those up to its own, or those of a window
-    that moves along with it. It is asked about a few queries and keys far from the beginning; a function that looks
-    something up (which sequence a token is of, which tokens are an image) fails there, or answers otherwise."""
-
-    def seen(query: int, *keys: int) -> list[bool]:
-        at = torch.tensor(keys)
-        answer = function(torch.tensor(0), torch.tensor(0), torch.tensor(query), at)
-        return torch.as_tensor(answer).expand(at.shape).tolist()
-
-    def first(query: int) -> int:
-        """The first key that a query sees, of those before it without a gap."""
-        low, high = 0, query
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if seen(query, middle)[0] else (middle + 1, high)
-        return low
-
-    far = 1 << 20
-    try:
-        if not all(seen(far, far) + seen(far + 1, far + 1)):
-            return False
-        if seen(far, 0)[0]:
-            probes = [1 << i for i in range(20)]
-            return all(seen(far, *(far - probe for probe in probes)))
-        return first(far) + 1 == first(far + 1) and first(far + 1000) == first(far) + 1000
-    except (IndexError, RuntimeError, TypeError):
-        return False
-
-
 # ---- attention ------------------------------------------------------------------------------------------
+
+# Options that change nothing about the result, and why. Those from `position_ids` on come from the model's caller, by
+# `TransformersKwargs` or through the keyword arguments that models hand on.
+HARMLESS = {
+    "sliding_window": "the mask has the window; it is taken from here only for cu_seq_lens_q, which has no mask",
+    "max_length_q": "Weft finds the lengths of packed sequences itself",
+    "max_length_k": "as max_length_q",
+    "deterministic": "Weft always is",
+    "position_ids": "queries and keys are rotated by now, and the mask knows packed sequences",
+    "seq_idx": "for recurrent layers; attention has cu_seq_lens_q",
+    "cache_position": "the cache is updated by now",
+    "use_cache": "of the model",
+    "num_items_in_batch": "of the loss",
+    "output_hidden_states": "of the model",
+    "output_router_logits": "of the model",
+    "return_dict": "of the model",
+}
+# Options that PyTorch's attention serves: added to the scores, a score of each query, returned beside the result.
+OF_PYTORCH = ("position_bias", "sinks", "output_attentions")
 
 
 def attention_forward(
@@ -162,91 +112,174 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: heads [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out."""
-    if dropout:
-        raise ValueError(
-            f"attn_implementation='{NAME}' has no dropout; got {dropout}. Set attention_dropout=0.0 in the config"
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as transformers asks: heads [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
+
+    `attention_mask` says what a query sees; without one it sees every key, or those up to its own if `is_causal`, or
+    else the module, says so. `cu_seq_lens_q`, `cu_seq_lens_k`: where packed sequences begin. `indices` [batch, queries,
+    k]: the only keys that a query sees (DeepSeek-V3.2's indexer). Of the other options, `HARMLESS` lists those that
+    are ignored, and `OF_PYTORCH` those that need PyTorch's attention. Any other that is set is an error.
+    """
+    asked = {name: given for name, given in options.items() if given is not None and name not in HARMLESS}
+    asked = {name: given for name, given in asked.items() if given is not False}
+    if not asked.keys() <= set(OF_PYTORCH):
+        raise NotImplementedError(
+            f"attn_implementation='{NAME}' does not know the options {sorted(asked.keys() - set(OF_PYTORCH))} of "
+            f"{type(module).__name__}: use 'sdpa' or 'eager' for this model"
         )
-    if attention_mask is not None and attention_mask.dim() == 4:
-        return _with_any_mask(
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    mask = attention_mask
+    if isinstance(mask, BandMask) and is_edited(mask):
+        mask = mask + 0.0  # a plain tensor
+    packed = None
+    if cu_seq_lens_q is not None:
+        packed = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+    if indices is not None:
+        mask = _among(indices, mask, query, key, causal)
+    plain = not dropout and not asked and (scaling is None or scaling > 0)
+    window = options.get("sliding_window")
+    arguments = _arguments(mask, packed, query.shape[2], causal, window) if plain else None
+    if arguments is None or not _fits(query, key, value, mask):
+        if packed is not None:
+            mask = _within(packed, mask, query, key, causal)
+        return _by_pytorch(
             module,
             query,
             key,
             value,
-            attention_mask,
+            mask,
+            dropout=dropout,
             scaling=scaling,
+            is_causal=causal,
             softcap=softcap,
             s_aux=s_aux,
-            **options,
+            **asked,
         )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    left = None if sliding_window is None else sliding_window - 1
-    band: dict[str, Any] = {
-        "window": (left, 0 if causal else left),
-        "causal_align": "lower_right",
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
-    starts = options.get("cu_seq_lens_q")
-    if starts is not None:
-        band |= {"cu_seqlens": starts, "cu_seqlens_k": options.get("cu_seq_lens_k")}
-    elif attention_mask is not None:
-        q_starts, k_starts = _without_pads(attention_mask, query.shape[2])
-        band |= {"cu_seqlens": q_starts, "cu_seqlens_k": k_starts}
-    else:
-        out = attention(query, key, value, **band)
-        return out.transpose(1, 2), None
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = attention(*packed, **band)
-    return out.unflatten(0, (query.shape[0], -1)), None
+    arguments |= {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if "cu_seqlens" not in arguments:
+        return attention(query, key, value, **arguments).transpose(1, 2), None
+    heads = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = attention(*heads, **arguments)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _without_pads(keys: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """Where sequences begin in the flattened queries and keys of a batch with pads, bool [batch, keys]. What lies
-    before and behind the tokens of a sample counts as sequences of their own, whose results nobody reads: nothing is
-    moved, and nobody waits for the device."""
-    batch, room = keys.shape
-    place = torch.arange(room, device=keys.device)
-    begin = torch.where(keys, place, room).amin(1)
-    end = torch.where(keys, place + 1, 0).amax(1)
-    begin = torch.minimum(begin, end)
-    torch._assert_async((keys.sum(1) == end - begin).all(), "the tokens of a sample must follow each other")
-    # The own key of the last query is the last one that is there, but where all queries have keys, the last of all.
-    own = torch.zeros_like(end) if queries == room else end - queries
-    q_begin, q_end = (begin - own).clamp(0, queries), (end - own).clamp(0, queries)
+def _arguments(
+    mask: Tensor | None,
+    packed: tuple[Tensor, Tensor] | None,
+    queries: int,
+    causal: bool,
+    sliding_window: int | None,
+) -> dict[str, Any] | None:
+    """Return the arguments of `weft.attention` for what queries see, or None if a dense mask says it."""
+    rule = mask.visible if isinstance(mask, BandMask) else None
+    if packed is not None:
+        # As FlashAttention is called: sequences and window come from the options, if the mask says nothing else.
+        if mask is not None and not (isinstance(mask, BandMask) and mask.is_banded):
+            return None
+        if isinstance(mask, BandMask) and rule is None and mask.local_size != sliding_window:
+            return None  # chunks
+        left = None if sliding_window is None else sliding_window - 1
+        window = (left, 0 if causal else left) if rule is None else (rule.left, rule.right)
+        return {
+            "window": window,
+            "causal_align": "lower_right",
+            "cu_seqlens": packed[0],
+            "cu_seqlens_k": packed[1],
+        }
+    if mask is None:
+        return {"is_causal": causal and queries > 1, "causal_align": "upper_left"}
+    return None if rule is None else rule.arguments()
 
-    def starts(first: Tensor, last: Tensor, length: int) -> Tensor:
-        rows = torch.arange(batch, device=keys.device) * length
-        marks = torch.stack([rows, rows + first, rows + last], 1).flatten()
-        return torch.cat([marks, marks.new_full((1,), batch * length)]).int()
 
-    return starts(q_begin, q_end, queries), starts(begin, end, room)
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether Weft's kernel takes these heads, and the mask is one for them."""
+    shape = (len(query), 1, query.shape[2], key.shape[2])
+    return (
+        query.dtype in FLOATS
+        and query.dtype == key.dtype == value.dtype
+        and len(query) == len(key)
+        and max(query.shape[-1], value.shape[-1]) <= WIDEST
+        and (mask is None or tuple(mask.shape) == shape)
+    )
 
 
-def _with_any_mask(
+def _among(indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """A mask by which a query sees only keys that it names."""
+    chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+    return _both(chosen.scatter(-1, indices.long(), True)[:, None], mask, query, key, causal)
+
+
+def _within(
+    packed: tuple[Tensor, Tensor], mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
+) -> Tensor:
+    """A mask by which a query sees only keys of its own packed sequence."""
+    q_of, k_of = (
+        torch.searchsorted(starts[1:].long(), torch.arange(len(x) * x.shape[2], device=x.device), right=True)
+        for starts, x in zip(packed, (query, key), strict=True)
+    )
+    same = q_of.view(len(query), -1, 1) == k_of.view(len(key), 1, -1)
+    return _both(same[:, None], mask, query, key, causal)
+
+
+def _both(seen: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """A mask by which a query sees what both say."""
+    if mask is None:
+        return seen & _upper_left(query, key) if causal and query.shape[2] > 1 else seen
+    dense = bools(mask) if isinstance(mask, BandMask) else mask
+    if dense.dtype == torch.bool:
+        return dense & seen
+    return dense.masked_fill(~seen, torch.finfo(dense.dtype).min)
+
+
+def _upper_left(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
+
+
+def _by_pytorch(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     *,
-    scaling: float | None,
+    is_causal: bool,
     softcap: float | None,
     s_aux: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the model does by itself: by `sdpa`, or by its own `eager` function where `sdpa` lacks an option."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if softcap is not None or s_aux is not None:
+    if isinstance(mask, BandMask):
+        rule, square = mask.visible, mask.shape[2] == mask.shape[3]
+        window = (rule.left, rule.right) if rule is not None and rule.is_plain() else ()
+        is_causal = square and window == (None, 0)
+        mask = None if is_causal or window == (None, None) else bools(mask)
+    own = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
+    if not own and "sinks" not in options and not options.get("output_attentions"):
+        if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+            # In autocast scores are half precision, which has no room for the lowest value of the mask's dtype.
+            mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+        return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **options)
+    eager: Callable[..., Any] | None = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
+    if eager is None:
         raise NotImplementedError(
-            f"attn_implementation='{NAME}' takes masks other than causal ones and windows only without softcap and "
-            "sinks: take 'eager' for this model"
+            f"attn_implementation='{NAME}' leaves this call of {type(module).__name__} to the model's eager attention, "
+            "and found none: use 'eager' or 'sdpa' for this model"
         )
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
-    return out, None
+    if mask is None and is_causal and query.shape[2] > 1:
+        mask = _upper_left(query, key)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = additive(mask, query.dtype)
+    if options["scaling"] is None:
+        options["scaling"] = query.shape[-1] ** -0.5
+    out, weights = eager(module, query, key, value, mask, **options, **own)
+    return out, weights

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..ops import Recipe
 from ..quant import Format
@@ -20,6 +21,7 @@ from .moe import Experts
 
 LeftOut = Callable[[str, nn.Module], str | None]  # why a module is left alone, if it is
 _OWN = (Linear, GroupedLinear, Experts)
+_BEFORE = "recipe_before_convert"  # where one of Weft's own modules keeps the recipe that it was made with
 
 # Layers of these names are heads and routers, which a rounding harms most: the last part of the module's name.
 KEPT = ("lm_head", "head", "output", "score", "gate", "router")
@@ -36,8 +38,10 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
     """Let the linear layers of a model compute in the numbers of a recipe, in place; with `recipe=None`, undo it.
 
     - Every module whose class is `torch.nn.Linear` itself acts as `weft.nn.Linear` from then on, if its sizes are
-      multiples of the recipe's blocks. Subclasses may compute something else and are left alone.
-    - Weft's own modules (`weft.nn.Linear`, `GroupedLinear`, `Experts`) get the recipe as theirs.
+      multiples of the recipe's blocks. Subclasses may compute something else and are left alone, and so are the layers
+      of `torch.nn.TransformerEncoderLayer`, which computes past them in eval mode.
+    - Weft's own modules (`weft.nn.Linear`, `GroupedLinear`, `Experts`) get the recipe as theirs. Undone, they have the
+      one that they were made with; those that no call of `convert` has changed stay as they are.
     - Heads and routers are left alone: a layer that `model.get_output_embeddings()` returns, one whose weight is also
       that of an embedding, and one that is called lm_head, head, output, score, gate or router. `filter(name, module)`
       decides in place of this rule.
@@ -57,15 +61,32 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
     >>> type(model[0])
     <class 'torch.nn.modules.linear.Linear'>
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
     found = Recipe.of(recipe)
     left_out = _Kept(model) if filter is None else _Filtered(filter)
+    bypassed = {
+        id(linear)
+        for layer in model.modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        for linear in (layer.linear1, layer.linear2)
+    }
     report = Report()
     for name, module in model.named_modules():
+        kind = type(module).__name__
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            why = "its sizes are not known yet: call the model once, then convert it"
+            report.entries.append(Entry("matrices", name, kind, changed=False, what=why))
+            continue
         shapes = _matrices(module)
         if not shapes:
             continue
-        kind = type(module).__name__
-        reason = _as_it_was(module) if recipe is None else _reason(name, module, shapes, found, left_out)
+        if recipe is None:
+            reason = _as_it_was(module)
+        elif id(module) in bypassed:
+            reason = "torch.nn.TransformerEncoderLayer computes past it in eval mode"
+        else:
+            reason = _reason(name, module, shapes, found, left_out)
         if reason is None and any(map(is_gathered_quantized, module.parameters(recurse=False))):
             raise ValueError(
                 f"{name or kind} has a weight that FSDP gathers in the numbers of its present recipe: convert a model "
@@ -91,8 +112,8 @@ def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _as_it_was(module: nn.Module) -> str | None:
-    """Why there is nothing to undo; None if there is."""
-    return None if isinstance(module, _OWN) else "as it was"
+    """Return why there is nothing to undo, or None."""
+    return None if isinstance(module, ConvertedLinear) or hasattr(module, _BEFORE) else "as it was"
 
 
 def _reason(
@@ -121,12 +142,17 @@ def _misfit(shapes: list[tuple[int, ...]], recipe: Recipe) -> str | None:
 
 def _changed(module: nn.Module, recipe: Recipe | str | None) -> str:
     """Change a module, and say what it is now."""
-    if recipe is None and isinstance(module, ConvertedLinear):
+    if isinstance(module, ConvertedLinear) and recipe is None:
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
         return "torch.nn.Linear again"
     if type(module) is nn.Linear:
         module.__class__ = ConvertedLinear
+    elif recipe is None:
+        recipe = getattr(module, _BEFORE)
+        delattr(module, _BEFORE)
+    elif not isinstance(module, ConvertedLinear) and not hasattr(module, _BEFORE):
+        setattr(module, _BEFORE, module.recipe)
     module.recipe = recipe  # type: ignore[assignment]
     return f"recipe {recipe!r}"
 

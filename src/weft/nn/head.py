@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..ops import linear, linear_cross_entropy
+from ..ops.common.checks import unexpected
 from .linear import Device
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
         **options: Unpack[LossKeywords],
     ) -> None:
+        if not options.keys() <= inspect.signature(linear_cross_entropy).parameters.keys():
+            raise unexpected(linear_cross_entropy, options, "LinearCrossEntropy")
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
         self.options = options
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops import Recipe, linear, quantize
 from ..ops.common.groups import Groups
-from ..ops.product.linear import apply_linear, check_layer
+from ..ops.product.linear import apply_linear
 from ..quant import QTensor
 
 Device = torch.device | str | None
@@ -108,7 +108,6 @@ class GroupedLinear(nn.Module):
                 f"the recipe {self.recipe!r} rounds 128 rows together, which must not be of two groups: make the row "
                 f"map with align=128; got align={align}"
             )
-        check_layer(x, self.weight, self.bias, recipe, (self.groups, self.out_features))
         return apply_linear(x, self.weight, self.bias, recipe, Groups(ends, align))
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import layer_norm, rms_norm
+from ..ops.common.checks import whole
 from .linear import PLAIN, Device, Numbers
 
 
@@ -27,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
     def __init__(
         self, hidden_size: int, eps: float | None = 1e-6, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        super().__init__(whole("hidden_size", hidden_size, 1), eps=eps, device=device, dtype=dtype)
 
     @overload
     def forward(self, x: Tensor, residual: None = None, *, numbers: Numbers = ...) -> Tensor: ...
@@ -66,7 +67,7 @@ class LayerNorm(nn.LayerNorm):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps, bias=bias, device=device, dtype=dtype)
+        super().__init__(whole("hidden_size", hidden_size, 1), eps, bias=bias, device=device, dtype=dtype)
 
     @overload
     def forward(self, input: Tensor, residual: None = None, *, numbers: Numbers = ...) -> Tensor: ...

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..language import tl, triton
 from ..quant import Copy, Format, QTensor
+from ..quant.copies import check_codes
 from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
 from ..runtime import (
@@ -677,6 +678,9 @@ dequantize_op = define_op(
     allocate=_allocate_dequantize,
     launch=_launch_dequantize,
     reference=dequantize_reference,
+    validate=lambda a: check_codes(
+        "the tensor", a.data, a.scale, a.global_scale, a.format, a.data.shape[0], a.cols
+    ),
     variants=16,
 )
 

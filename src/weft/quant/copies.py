@@ -109,6 +109,69 @@ def allocate_copies(
     return row, Copy(data_t, scale_t, last if last_t is None else last_t)
 
 
+# ---- what a reader of codes relies on -------------------------------------------------------------------
+
+
+def check_codes(
+    name: str,
+    data: Tensor | None,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    spec: str | None,
+    rows: int,
+    length: int,
+    *,
+    blocks: int | None = None,
+) -> None:
+    """Raise an error unless these are no codes at all, or the row-wise codes of `rows` rows of `length` numbers in the
+    format `spec`, alone or one such matrix for each group. `blocks`: how many scales a row has, if its blocks do not
+    simply follow each other. Every op that reads codes calls this: whoever hands it others is told, and never gets a
+    result from misread bytes."""
+    if data is None or scale is None or spec is None:
+        if data is not None or scale is not None or global_scale is not None:
+            raise ValueError(f"{name} has codes, scales or a format without the others")
+        if spec is not None:
+            raise ValueError(f"{name} has the format {spec} and no codes")
+        return
+    shapes = (*data.shape[-2:], *scale.shape[-2:], rows, length, 0 if blocks is None else blocks)
+    if any(type(size) is not int for size in shapes):  # symbols of a traced call, which no cache takes
+        return
+    problem = _problem_of_codes(
+        spec, data.dtype, scale.dtype, global_scale is not None, shapes, blocks is not None
+    )
+    if problem is not None:
+        raise ValueError(f"{name} cannot be read as {spec}: {problem}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem_of_codes(
+    spec: str,
+    data_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    has_global_scale: bool,
+    shapes: tuple[int, ...],
+    has_blocks: bool,
+) -> str | None:
+    """Return what is wrong with codes that should be of a format, or None."""
+    f = Format.of(spec)
+    data_shape, scale_shape, (rows, length, blocks) = shapes[:2], shapes[2:4], shapes[4:]
+    stored = f.length(length)
+    wanted, wanted_scale = f.data_shape(rows, stored), f.scale_shape(rows, stored)
+    if has_blocks:
+        wanted_scale = (wanted_scale[0], blocks)
+    if data_dtype != f.number.dtype:
+        return f"its codes are {data_dtype} where {f.number.dtype} is meant"
+    if scale_dtype != f.scale_dtype:
+        return f"its scales are {scale_dtype} where {f.scale_dtype} is meant"
+    if data_shape != wanted:
+        return f"its codes have the shape {data_shape} where {wanted} is meant"
+    if scale_shape != wanted_scale:
+        return f"its scales have the shape {scale_shape} where {wanted_scale} is meant"
+    if has_global_scale != (f.stored.block == "nvfp4"):
+        return f"a scale of the whole tensor is {'left over' if has_global_scale else 'missing'}"
+    return None
+
+
 # ---- rows -----------------------------------------------------------------------------------------------
 
 
@@ -145,10 +208,19 @@ def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
 
 def row_unit(format: Format, copies: Copies, rows: int) -> int:
     """The smallest number of rows such that cuts at its multiples split no block and no byte of these copies."""
-    columnwise = copies[1]
-    if columnwise is not None and format.group and columnwise.scale.shape[1] != -(-rows // format.group):
-        return max(rows, 1)  # blocks begin with each expert, so that rows cannot be cut anywhere
+    if in_slots(format, copies[1], rows):
+        return max(rows, 1)  # rows cannot be cut anywhere
     return math.lcm(*(part.each for part in _parts(format, copies) if part.each))
+
+
+def in_slots(format: Format, columnwise: Copy | None, rows: int) -> bool:
+    """Return whether the blocks of a column-wise copy begin anew with each group of rows, as `glu` and `permute` make
+    it, rather than every so many rows: only who knows the groups can read it."""
+    return (
+        columnwise is not None
+        and format.group != 0
+        and columnwise.scale.shape[1] != -(-format.length(rows, "columnwise") // format.group)
+    )
 
 
 def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:

@@ -329,7 +329,9 @@ class Format:
 
     @staticmethod
     def of(value: Format | str) -> Format:
-        """A format from itself, from a block's name, or from a spec like `e4m3:1x128:te:pow2`."""
+        """Return a format given as itself, by a block's name, as `element:block`, or as a whole spec, such as
+        `e4m3:1x128:te:pow2`. What a short name leaves out is the usual choice: "1x128" and "e4m3:1x128" are one format.
+        A spec that names its convention says everything: without `:pow2` its scales are no powers of two."""
         if isinstance(value, Format):
             return value
         if not isinstance(value, str):
@@ -362,6 +364,12 @@ class Format:
         return self.spec
 
 
+def read_alike(spec: str, other: str) -> bool:
+    """Return whether codes of two formats are read alike: they differ at most in how their scales were made."""
+    a, b = Format.of(spec), Format.of(other)
+    return (a.element, a.block, a.hadamard) == (b.element, b.block, b.hadamard)
+
+
 @functools.cache
 def _parsed(spec: str) -> Format:
     return _parse(spec)
@@ -377,6 +385,8 @@ def _parse(spec: str) -> Format:
             f"unknown format {spec!r}: give a Format, one of {', '.join(_SHAPES)}, or "
             "element:block:convention[:pow2], for instance e4m3:1x128:te:pow2, or e2m1:nvfp4:te:hadamard-columnwise"
         )
+    if not convention and not rest:
+        return Format(block, element)  # type: ignore[arg-type]
     power_of_two = rest == ["pow2"] or block == "mx"
     return Format(block, element, convention or "te", power_of_two, rotated)  # type: ignore[arg-type]
 

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from ..runtime import Op, apply
+from ..runtime import Op, apply, register_gradient_decoder
 from .copies import (
     Copies,
     Copy,
     allocate_copies,
     cut_rows,
+    in_slots,
     join_shards,
     row_unit,
     shard_bytes,
 )
+from .dense import DecodedView, become_dense, is_view, is_view_from_outside, written_tensors
 from .formats import SPECS, Format
 
 if TYPE_CHECKING:
@@ -51,8 +53,9 @@ class QTensor(Tensor):
       same format, and dequantises into a plain parameter; with `assign=True` it takes any tensor.
     - `fully_shard` (FSDP2) shards it along its first dimension and gathers codes and scales. All shards must have the
       same number of rows, and whole blocks.
-    - It cannot be written to in place, except by `copy_` from a QTensor of the same format. Where autograd adds to a
-      gradient that is a QTensor, that gradient becomes dense: the sum of dequantised numbers, in its dtype.
+    - It cannot be written to in place, except by `copy_` from a QTensor of the same format; nor can its views, such as
+      `q[0]`. Where autograd adds to a gradient that is a QTensor, that gradient becomes dense: the sum of dequantised
+      numbers, in its dtype.
 
     >>> import torch, weft
     >>> q = weft.quantize(torch.randn(4, 256), "1x128")
@@ -259,6 +262,9 @@ class QTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_view_from_outside(func, args):
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         known = _KNOWN.get(func)
         if known is not None and isinstance(args[0], QTensor):
             result = known(*args, **kwargs)
@@ -269,15 +275,15 @@ class QTensor(Tensor):
             if product is not None:
                 return product
         if func in _taking_codes:
-            apart = _with_codes(func, args)
-            if apart is not None:
-                return func(*apart, **kwargs)
-        if func._schema.is_mutable and any(isinstance(t, QTensor) for t in _written(func, args, kwargs)):
-            raise RuntimeError(f"{func} would change a QTensor in place: dequantise it, or make a new one")
+            return func(*_with_codes(func, args), **kwargs)
+        if any(isinstance(t, QTensor) for t in written_tensors(func, args, kwargs)):
+            raise RuntimeError(f"{func} would change a QTensor in place: dequantize it, or make a new one")
         # Under inference_mode an op that is made of others arrives whole; elsewhere its parts do.
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+        if is_view(func) and isinstance(args[0], QTensor):
+            return _decoded_view(func, *args, **kwargs)
         plain = _undecoded if func in _OF_METADATA else _decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
@@ -314,13 +320,13 @@ class Codes(NamedTuple):
 
 PLAIN = Codes(None, None, None)
 
-# What an op takes of a quantised tensor in place of its numbers: the tensors of one of its copies, or None if it has no
-# such copy.
-Taking = Callable[["QTensor"], tuple[Tensor | None, ...] | None]
+# What an op reads of a quantized tensor in place of its numbers: the members of its argument for codes, among them the
+# format, without which codes mean nothing; or None if the op cannot read this tensor, and gets it decoded.
+Taking = Callable[["QTensor"], tuple[Any, ...] | None]
 
 
 class _Place(NamedTuple):
-    """Where among the arguments of an op a tensor is that may be quantised, and the tensors of its codes."""
+    """Where among the arguments of an op a tensor is that may be quantized, and the members of its codes."""
 
     tensor: int
     codes: list[int]
@@ -331,18 +337,17 @@ class _Place(NamedTuple):
 _taking_codes: dict[Any, list[_Place]] = {}
 
 
-def rowwise_codes(q: QTensor) -> tuple[Tensor, Tensor] | None:
-    """Codes and scales of the row-wise copy of a tensor that is no flat view."""
-    if q.rowwise is None or q._matrix()[1] != q.shape[-1]:
+def rowwise_codes(q: QTensor) -> Codes | None:
+    """Return the row-wise copy of a tensor that is no flat view and needs no scale of the whole tensor."""
+    if q.rowwise is None or q.rowwise.global_scale is not None or q._matrix()[1] != q.shape[-1]:
         return None
-    return q.rowwise.data, q.rowwise.scale
+    return Codes(q.rowwise.data, q.rowwise.scale, q.spec)
 
 
 def register_codes(op: Op[Any, Any], tensor: str, codes: str, take: Taking = rowwise_codes) -> None:
     """Let an op read a QTensor without decoding it. If the dispatcher is called with one as the argument `tensor`, the
-    op gets a stand-in for it, and what `take` finds in the tensors among the members of the argument `codes`."""
-    leaves = op.arguments.leaves
-    members = [i for i, leaf in enumerate(leaves) if leaf.name.startswith(f"{codes}_") and leaf.is_tensor]
+    op gets a stand-in for it, and what `take` returns as the members of the argument `codes`."""
+    members = [i for i, leaf in enumerate(op.arguments.leaves) if leaf.name.startswith(f"{codes}_")]
     place = _Place(op.arguments.names.index(tensor), members, take)
     for overload in (op.overload, op.reference_overload):
         _taking_codes.setdefault(overload, []).append(place)
@@ -391,9 +396,16 @@ def _view(q: QTensor, shape: Any) -> Any:
 
 
 def _transpose(q: QTensor, first: int, second: int) -> Any:
-    """The transpose of a matrix: its row-wise copy is the column-wise copy of q, and the other way round."""
-    if q.dim() != 2 or (first % 2, second % 2) not in ((0, 1), (1, 0)):
+    """The transpose of a matrix: its row-wise copy is the column-wise copy of q, and the other way round. Transposes of
+    several matrices are decoded, from the column-wise copy as well."""
+    dims = q.dim()
+    if dims < 2 or {first % dims, second % dims} != {dims - 2, dims - 1}:
         return NotImplemented
+    if dims > 2:
+        if q.columnwise is None or in_slots(q.format, q.columnwise, q._matrix()[0]):
+            return NotImplemented
+        columns = QTensor(q.shape, q.dtype, q.format, None, q.columnwise)
+        return _decoded_view(aten.transpose.int, columns, first, second)
     rows, cols = q.shape
     return QTensor((cols, rows), q.dtype, q.format.transposed, q.columnwise, q.rowwise)
 
@@ -421,20 +433,53 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
     unit = row_unit(f, q._copies, rows)
     if any(edge % unit and edge != rows for i in (*starts, *stops) for edge in (i * inner,)):
         return None
-    return [
-        QTensor(
-            (stop - start, *q.shape[1:]), q.dtype, f, *cut_rows(f, q._copies, start * inner, stop * inner)
-        )
+    # The end of the rows may lie inside of a block: no rows are cut from there, but from the beginning.
+    spans = [
+        (start * inner, stop * inner) if start < stop else (0, 0)
         for start, stop in zip(starts, stops, strict=True)
+    ]
+    return [
+        QTensor((stop - start, *q.shape[1:]), q.dtype, f, *cut_rows(f, q._copies, *span))
+        for start, stop, span in zip(starts, stops, spans, strict=True)
     ]
 
 
+def _whole_blocks(q: QTensor, start: int, stop: int) -> tuple[QTensor, int] | None:
+    """Return the smallest piece of the first dimension that has these indices and cuts no block, and its begin."""
+    inner = math.prod(q.shape[1:-1])
+    unit = row_unit(q.format, q._copies, q.shape[0] * inner)
+    step = math.lcm(unit, inner) // inner if inner else 1
+    first, last = start // step * step, min(-(-stop // step) * step, q.shape[0])
+    found = _rows(q, [first], [max(first, last)])
+    return None if found is None else (found[0], first)
+
+
 def _slice(q: QTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if dim % max(q.dim(), 1) or step != 1:
+    """Rows as a view; rows that cut a block are decoded, together with what shares it."""
+    if dim % max(q.dim(), 1) or step != 1 or q.dim() < 2:
         return NotImplemented
     first, last, _ = slice(start, end).indices(q.shape[0])
-    found = _rows(q, [first], [max(first, last)])
-    return NotImplemented if found is None else found[0]
+    last = max(first, last)
+    found = _rows(q, [first], [last])
+    if found is not None:
+        return found[0]
+    around = _whole_blocks(q, first, last)
+    if around is None:
+        return NotImplemented
+    piece, begin = around
+    return _decoded_view(aten.slice.Tensor, piece, 0, first - begin, last - begin)
+
+
+def _select(q: QTensor, dim: int, index: int) -> Any:
+    """One index of the first dimension, decoded together with what shares a block with it."""
+    size = q.shape[0]
+    if dim % max(q.dim(), 1) or q.dim() < 2 or not -size <= index < size:
+        return NotImplemented
+    around = _whole_blocks(q, index % size, index % size + 1)
+    if around is None:
+        return NotImplemented
+    piece, begin = around
+    return _decoded_view(aten.select.int, piece, 0, index % size - begin)
 
 
 def _split_with_sizes(q: QTensor, sizes: list[int], dim: int = 0) -> Any:
@@ -498,8 +543,6 @@ def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
     """Called by autograd, which accumulates gradients in place: the result becomes dense."""
     if torch._C._current_graph_task_id() == -1:
         return NotImplemented
-    from .straight import become_dense
-
     return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
 
 
@@ -531,6 +574,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.t.default: _t,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
+    aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
@@ -565,26 +609,24 @@ def _undecoded(value: Any) -> Any:
     return stand_in(value) if isinstance(value, QTensor) else value
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an operation writes to, whether it takes them one by one or in lists."""
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
-    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
-
-
-def _with_codes(func: Any, args: Any) -> list[Any] | None:
-    """The arguments of an op that reads codes, with QTensors replaced by their stand-ins and codes; None if no argument
-    is a QTensor whose codes the op takes."""
-    apart = None
+def _with_codes(func: Any, args: Any) -> list[Any]:
+    """Return the arguments of an op that reads codes, with QTensors replaced by their stand-ins and codes. A QTensor
+    that the op cannot read becomes decoded numbers without codes, whatever the caller said of its format."""
+    apart = list(args)
     for tensor, codes, take in _taking_codes[func]:
         q = args[tensor]
-        taken = take(q) if isinstance(q, QTensor) else None
-        if taken is not None:
-            apart = apart or list(args)
-            apart[tensor] = stand_in(q)
-            for place, part in zip(codes, taken, strict=True):
+        if isinstance(q, QTensor):
+            taken = take(q)
+            apart[tensor] = q._decoded(q.dtype) if taken is None else stand_in(q)
+            for place, part in zip(codes, taken or [None] * len(codes), strict=True):
                 apart[place] = part
-    return apart
+    return [_decoded(value) for value in apart]
+
+
+def _decoded_view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a view that has no codes of its own, as decoded numbers that refuse to be written."""
+    result = func(q._decoded(q.dtype), *args, **kwargs)
+    return tree_map(lambda t: DecodedView(t) if isinstance(t, Tensor) else t, result)
 
 
 class _Unwrap(torch.autograd.Function):
@@ -627,6 +669,8 @@ def _rebuild(
         return torch.nn.Parameter(q, requires_grad)  # type: ignore[return-value]
     return q.requires_grad_(requires_grad)  # type: ignore[return-value]
 
+
+register_gradient_decoder(QTensor, QTensor.dequantize)
 
 # `torch.load` only builds objects whose constructors are registered.
 torch.serialization.add_safe_globals([_rebuild])

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..runtime import apply, is_distributed, local_of, place_like
 from .copies import Copy
@@ -75,59 +74,3 @@ def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
 def stand_in_for(x: QTensor) -> Tensor:
     """A tensor of x's shape and dtype that nobody reads, and whose gradient becomes that of x."""
     return apply(_StandIn, x) if x.requires_grad else stand_in(x)
-
-
-class DenseGradient(Tensor):
-    """A gradient that was a QTensor until autograd added another to it: plain numbers, in `dense`.
-
-    Autograd adds in place to the tensor that `.grad` holds, and an object that wraps others cannot become a
-    `torch.Tensor`. So it becomes this: every operation, in place or not, takes place on `dense`, and what it returns
-    is plain. Saved or copied, it is a plain tensor as well.
-    """
-
-    dense: Tensor
-
-    @staticmethod
-    def __new__(cls, dense: Tensor) -> DenseGradient:
-        self: DenseGradient = torch.Tensor._make_wrapper_subclass(
-            cls, dense.shape, dtype=dense.dtype, device=dense.device
-        )
-        self.dense = dense
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DenseGradient({self.dense!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.dense.__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["dense"], None
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
-    ) -> DenseGradient:
-        return DenseGradient(inner["dense"])
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        def plain(value: Any) -> Any:
-            return value.dense if isinstance(value, DenseGradient) else value
-
-        result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-        first = args[0] if args else None
-        return first if isinstance(first, DenseGradient) and result is first.dense else result
-
-
-def become_dense(q: QTensor, dense: Tensor) -> Tensor:
-    """Turn the object q itself into a `DenseGradient` of these numbers."""
-    q.__dict__.clear()
-    q.__class__ = DenseGradient  # type: ignore[assignment]
-    q.dense = dense  # type: ignore[attr-defined]
-    return q

@@ -18,7 +18,20 @@ from .launch import (
     recording,
 )
 from .offline import TARGETS, Binary, CompileError, Variant, compile_all
-from .ops import LATER, Backward, Gradients, Nothing, Op, apply, catalogue, define_op, is_readable
+from .ops import (
+    LATER,
+    Backward,
+    Gradients,
+    Nothing,
+    Op,
+    apply,
+    catalogue,
+    define_op,
+    is_readable,
+    is_transformed,
+    plain_gradient,
+    register_gradient_decoder,
+)
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
 
 __all__ = [
@@ -50,14 +63,17 @@ __all__ = [
     "is_distributed",
     "is_readable",
     "is_recording",
+    "is_transformed",
     "kernel",
     "launch_device",
     "local_of",
     "local_rows",
     "observing",
     "place_like",
+    "plain_gradient",
     "recorded_by",
     "recording",
+    "register_gradient_decoder",
     "serves",
     "set_backend",
     "summed",

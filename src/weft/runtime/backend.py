@@ -32,9 +32,9 @@ _without_driver = False
 # ---- the choice -----------------------------------------------------------------------------------------
 
 
-def _known(name: str) -> Backend:
+def _known(name: str, what: str = "backend") -> Backend:
     if name not in get_args(Backend):
-        raise ValueError(f"backend must be 'auto', 'triton' or 'reference'; got {name!r}")
+        raise ValueError(f"{what} must be 'auto', 'triton' or 'reference'; got {name!r}")
     return name  # type: ignore[return-value]
 
 
@@ -45,7 +45,7 @@ class _Block(threading.local):
 
 
 _block = _Block()
-_process: Backend = _known(os.environ.get("WEFT_BACKEND") or "auto")
+_process: Backend = _known(os.environ.get("WEFT_BACKEND") or "auto", "the variable WEFT_BACKEND")
 
 
 def chosen() -> Backend:
@@ -126,8 +126,7 @@ def launch_device() -> str | None:
         return None
     found = _device_types.get(driver)
     if found is None:
-        if type(driver).__module__.startswith("triton_loom.") and (reason := loom.obstacle()):
-            loom.warn_of(reason)
+        if type(driver).__module__.startswith("triton_loom.") and loom.obstacle():
             return None
         found = _device_types[driver] = driver.get_active_torch_device().type
     return found
@@ -147,4 +146,7 @@ def serves(device: torch.device) -> bool:
             f"backend('triton') was asked for, but no Triton driver launches on {device.type!r}: "
             + (loom.what_is_missing() if device.type == "cpu" else "run `weft doctor` to see what is missing")
         )
+    # Meta tensors are never computed with, and CPU tensors beside a GPU's driver are plain PyTorch's by design.
+    if device.type != "meta" and (device.type != "cpu" or launch_device() is None):
+        loom.warn_of_detour(device.type)
     return False

@@ -249,6 +249,12 @@ def tuned_for(target: str, device: str = "") -> Tuned:
         return NOTHING_TUNED
     path = path_for(device)
     if not path.exists():
+        if VARIABLE in os.environ and not Path(os.environ[VARIABLE]).exists():
+            warnings.warn(
+                f"{VARIABLE}={os.environ[VARIABLE]} names no file and no folder, so that nothing is tuned; `weft tune` "
+                "writes it",
+                stacklevel=2,
+            )
         return NOTHING_TUNED
     try:
         header, entries = read(path)

@@ -9,10 +9,9 @@ the op.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -23,6 +22,7 @@ from . import bundle, capabilities
 from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
 from .choices import VARIABLE
+from .environment import is_on
 from .notice import NOTICE
 from .offline import Variant, build
 
@@ -86,32 +86,43 @@ class Kernel:
         with self._lock:
             if key not in self.variants:
                 compiled = bundle.find(self.fn, variant, target)
-                if compiled is None and os.environ.get("WEFT_NO_JIT") == "1":
+                if compiled is None and is_on("WEFT_NO_JIT"):
                     raise RuntimeError(self._missing(variant, target, index))
-                with NOTICE.building():
+                with ExitStack() as stack:
                     if compiled is None:
-                        compiled = build(self.fn, variant, target)
+                        building = functools.partial(stack.enter_context, NOTICE.building())
+                        compiled = build(self.fn, variant, target, building)
                     compiled._init_handles()
                 self.variants[key] = compiled
             return self.variants[key]
 
     def _missing(self, variant: Variant, target: Any, index: int | None) -> str:
-        """What to say where nothing may be compiled."""
+        """Return the error where nothing may be compiled: which kernel is missing, and the command that builds it."""
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        tuned = capabilities_of(device).tuned.path
+        tiles = "" if tuned is None else f"{VARIABLE}={tuned} "  # what was tuned decides what is launched
+        dtypes = dict.fromkeys(
+            leaf.kind.lstrip("*") for leaf in variant.leaves() if leaf.kind.startswith("*")
+        )
+        ops = self._ops()
+        name = bundle.name_of(target)
+        command = " ".join(
+            [f"{tiles}weft aot build --target {name}", *(f"--op {op}" for op in ops), "--out FILE"]
+        )
+        return (
+            f"{self.name}{f' of {ops[0]}' if len(ops) == 1 else ''} is not compiled for {name} with these options and "
+            f"dtypes ({', '.join(dtypes)}), and WEFT_NO_JIT forbids compiling it. `{command}` compiles what the "
+            f"workloads of its ops launch, and WEFT_BUNDLE=FILE loads that; for other calls see `help(weft.aot)`. The "
+            f"variant is {bundle.key_of(variant)[:16]}"
+        )
+
+    def _ops(self) -> list[str]:
+        """Return the ops of the family that the kernel belongs to; none for a kernel that families share."""
         from .ops import catalogue  # which knows this module
 
-        family = self.module.rpartition(".")[0]
-        ops = [name for name, op in catalogue.items() if op.launch.__module__.startswith(family)]
-        options = " ".join(f"--op {name}" for name in ops)
-        tuned = capabilities_of(
-            torch.device("cpu") if index is None else torch.device("cuda", index)
-        ).tuned.path
-        tiles = "" if tuned is None else f"{VARIABLE}={tuned} "  # what was tuned decides what is launched
-        return (
-            f"{self.name} has no compiled variant for this call, and WEFT_NO_JIT=1 forbids compiling one. Its key is "
-            f"{bundle.key_of(variant)[:16]}, of {variant}. To compile what the workloads of its ops launch: "
-            f"`{tiles}weft aot build --target {bundle.name_of(target)} {options} --out FILE`; for other calls see "
-            "`help(weft.aot)`."
-        )
+        folders = self.module.split(".")
+        family = ".".join(folders[:3]) if folders[:2] == ["weft", "ops"] else self.module
+        return [name for name, op in catalogue.items() if f"{op.launch.__module__}.".startswith(f"{family}.")]
 
 
 def _on_device(index: int | None) -> Any:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ..language import TRITON
+from ..language import INTERPRETED, TRITON
 
 
 def is_installed() -> bool:
@@ -29,23 +29,27 @@ def obstacle() -> str | None:
     return triton_loom.obstacle()
 
 
+DETOUR = r"Weft's ops on \w+ tensors run in plain PyTorch"  # a pattern for the beginning of the warning
+
+
 @functools.cache
-def warn_of(reason: str) -> None:
-    """Warn once that kernels are not used although Loom is installed."""
+def warn_of_detour(device: str) -> None:
+    """Warn once that ops on such a device run in plain PyTorch, which nobody asked for, and say what is missing."""
+    reason = what_is_missing() if device == "cpu" else "`weft doctor` says what is missing"
     warnings.warn(
-        f"{DETOUR}, since Loom cannot build kernels here. {reason}",
+        f"Weft's ops on {device} tensors run in plain PyTorch (WEFT_BACKEND=reference chooses that without this "
+        f"warning). For kernels: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-DETOUR = "Weft's ops on CPU tensors run in plain PyTorch"  # the beginning of the warning
-
-
 def what_is_missing() -> str:
-    """Why no kernel runs on the CPU, and what to do about it."""
+    """Say why no kernel runs on the CPU, and what to do about it."""
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1 turns kernels off; unset it"
     if not TRITON:
-        return "run `weft doctor` to see why Triton is not used"
+        return "Triton is missing or does not import; `weft doctor` says what to install"
     if not is_installed():
         return f"install Loom, `{install_command()}`, and a C++ compiler"
     return (
@@ -54,8 +58,8 @@ def what_is_missing() -> str:
 
 
 def install_command() -> str:
-    """The shell command that installs Loom from the same source as Weft: a checkout, the directory or repository that
-    pip installed it from, or the package index."""
+    """Return the shell command that installs Loom from where Weft came from: a checkout, the directory, repository or
+    wheel that pip installed, or the package index."""
     checkout = Path(__file__).parents[3]
     if _has_loom(checkout):
         return f"{pip()} install -e {shlex.quote(str(checkout / 'loom'))}"
@@ -66,11 +70,13 @@ def install_command() -> str:
     url = str(origin.get("url", ""))
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        source = f"{vcs['vcs']}+{url}@{vcs['commit_id']}#subdirectory=loom"
-        return f"{pip()} install {shlex.quote(f'triton-loom @ {source}')}"
-    directory = Path(unquote(urlsplit(url).path))
-    if url.startswith("file:") and _has_loom(directory):
-        return f"{pip()} install {shlex.quote(str(directory / 'loom'))}"
+        repository = f"{vcs['vcs']}+{url}@{vcs['commit_id']}#subdirectory=loom"
+        return f"{pip()} install {shlex.quote(f'triton-loom @ {repository}')}"
+    source = Path(unquote(urlsplit(url).path))
+    if url.startswith("file:") and _has_loom(source):
+        return f"{pip()} install {shlex.quote(str(source / 'loom'))}"
+    if url.startswith("file:") and (wheels := sorted(source.parent.glob("triton_loom-*.whl"))):
+        return f"{pip()} install {shlex.quote(str(wheels[-1]))}"
     return f"{pip()} install 'weft[cpu]'"
 
 

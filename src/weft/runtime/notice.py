@@ -8,15 +8,17 @@ Nothing is printed if the standard error of the process is not a terminal, in CI
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from .environment import is_on
+
 SECONDS = 2.0  # of building before the first line
 AGAIN = 10.0  # the factor by which this time grows for the next line
-FOUND = 0.1  # seconds; a kernel that takes less was not built but loaded from Triton's cache
 
 
 class Notice:
@@ -33,29 +35,28 @@ class Notice:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """A context for the building of a kernel, by any thread."""
+        """Return a context for the building of a kernel, by any thread. Loading a built one is no building."""
         if is_quiet():
             yield
             return
-        begin = time.monotonic()
         with self._lock:
             self._under_way += 1
             if self._under_way == 1:
-                self._since, self._over = begin, threading.Event()
+                self._since, self._over = time.monotonic(), threading.Event()
                 watch = threading.Thread(
                     target=self._watch, args=(self._over,), name="weft-notice", daemon=True
                 )
                 watch.start()
         try:
             yield
+            with self._lock:
+                self.built += 1
         finally:
             with self._lock:
-                now = time.monotonic()
-                self.built += now - begin >= FOUND
                 self._under_way -= 1
                 if self._under_way == 0:
                     self._over.set()
-                    self._spent += now - self._since if now - self._since >= FOUND else 0.0
+                    self._spent += time.monotonic() - self._since
 
     def _watch(self, over: threading.Event) -> None:
         """Print when it is time, until these builds are over."""
@@ -80,11 +81,7 @@ NOTICE = Notice()
 
 def is_quiet() -> bool:
     """Whether nothing may be printed in this process."""
-    if os.environ.get("WEFT_QUIET", "0") not in ("", "0") or os.environ.get("CI", "") not in (
-        "",
-        "0",
-        "false",
-    ):
+    if is_on("WEFT_QUIET") or is_on("CI"):
         return True
     if os.environ.get("RANK", "0") != "0":
         return True
@@ -95,8 +92,9 @@ def is_quiet() -> bool:
 
 
 def _print(line: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
+    width = shutil.get_terminal_size().columns
+    if len(line) > width:
+        line = line[: width - 1] + "…"
     with suppress(OSError, ValueError):  # the terminal may be gone by now
-        Console(file=sys.stderr).print(Text(line, "dim"), no_wrap=True, overflow="ellipsis")
+        # A progress bar of rich replaces sys.stderr while it is shown, and puts what is written there above itself.
+        print(f"\x1b[2m{line}\x1b[0m", file=sys.stderr, flush=True)

@@ -456,11 +456,30 @@ def _serve(handle: int, timeout: float) -> None:
         pipe.send(result)
 
 
-def build(kernel: Any, variant: Variant, target: Any) -> Any:
-    """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here."""
+def build(kernel: Any, variant: Variant, target: Any, building: Callable[[], object] | None = None) -> Any:
+    """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here. `building` is
+    called before the work if Triton's cache does not have the result."""
     import triton
 
-    return triton.compile(source_of(kernel, variant, target), target=target, options=_options(variant))
+    source = source_of(kernel, variant, target)
+    if building is not None:
+        make_ir = source.make_ir
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            building()
+            return make_ir(*args, **kwargs)
+
+        source.make_ir = first
+    try:
+        return triton.compile(source, target=target, options=_options(variant))
+    except OSError as error:
+        cache, file = (Path(str(path)).absolute() for path in (triton.knobs.cache.dir, error.filename))
+        if file not in (cache, *cache.parents) and cache not in file.parents:
+            raise
+        raise RuntimeError(
+            f"Triton cannot write to its cache {cache}: {error.strerror}. Set TRITON_CACHE_DIR to a directory "
+            f"that can be written; `weft doctor` checks it"
+        ) from error
 
 
 def build_variant(variant: Variant, target: Any) -> Any:

@@ -86,6 +86,8 @@ class Op(Generic[A, O]):
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
     - `sharding(a)`: how it is cut for DTensors; without it they are refused.
+    - `validate(a)`: raise an error for arguments that the kernels would misread. It runs in every call, whoever makes
+      it: public functions, backward passes, compiled graphs.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Op(Generic[A, O]):
     other_outputs: tuple[int, ...] = ()
     written: tuple[str, ...] = ()  # arguments that the op writes to
     sharding: Callable[[A], Sharding] | None = None
+    validate: Callable[[A], None] | None = None
     overload: Any = field(default=None, compare=False)
     reference_overload: Any = field(default=None, compare=False)
     function: type[Function] = field(default=Function, compare=False)
@@ -115,7 +118,7 @@ class Op(Generic[A, O]):
         if torch.compiler.is_compiling():
             return self.dispatch(a)
         tensors = self.arguments.tensors(a)
-        # `_is_transformed()` and `_is_watched()`, written out: this runs in every call.
+        # `is_transformed()` and `_is_watched()`, written out: this runs in every call.
         if _functorch_level() is not None or forward_ad._current_level >= 0:
             return self.outputs.build(*apply(self.function, a, *tensors))
         if _count_dispatch_modes() > _modes_seen_through:
@@ -182,6 +185,8 @@ class Op(Generic[A, O]):
                 for place, made in zip(places, self.outputs.flatten(self(a)), strict=True)
             ]
             return self.outputs.build(*outputs)
+        if self.validate is not None:
+            self.validate(a)
         room = self.outputs.flatten(self.allocate(a))
         filled = self.outputs.build(
             *(new if place is None else place for place, new in zip(places, room, strict=True))
@@ -193,7 +198,7 @@ class Op(Generic[A, O]):
     def is_traced(self, a: A) -> bool:
         """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a transform,
         a subclass."""
-        if torch.compiler.is_compiling() or _is_watched() or _is_transformed():
+        if torch.compiler.is_compiling() or _is_watched() or is_transformed():
             return True
         return not _are_plain(tensor for tensor in self.arguments.tensors(a) if tensor is not None)
 
@@ -213,6 +218,8 @@ class Op(Generic[A, O]):
             # A product in the reference, or of a library that a launch calls, is part of this op.
             with without_autocast():
                 return self.run(a)
+        if self.validate is not None:
+            self.validate(a)
         if self.serves(a[0]):
             outputs = self.allocate(a)
             self.launch(outputs, a)
@@ -227,6 +234,8 @@ class Op(Generic[A, O]):
         lost silently."""
         if forward_ad._current_level >= 0:
             self.function.jvp(None)
+        if self.validate is not None:
+            self.validate(a)
         return self.allocate(a)
 
     def as_listed(self, compute: Callable[[A], O]) -> Callable[..., list[Tensor] | None]:
@@ -257,6 +266,7 @@ def define_op(
     backward: Callable[[Backward], Gradients] | None = None,
     differentiable: tuple[str, ...] = (),
     sharding: Callable[[A], Sharding] | None = None,
+    validate: Callable[[A], None] | None = None,
 ) -> Op[A, O]:
     """Register an op under `torch.ops.weft` and in the catalogue.
 
@@ -298,7 +308,7 @@ def define_op(
         name, taken, made, allocate, launch, reference, variants, present, keep, backward,
         tuple(i for i, output in enumerate(made.names) if output in differentiable),
         tuple(i for i, output in enumerate(made.names) if output not in differentiable),
-        written, sharding, packet.default, packet.reference,
+        written, sharding, validate, packet.default, packet.reference,
     )  # fmt: skip
     function, plain_function = _functions_of(op)
     object.__setattr__(op, "function", function)
@@ -332,7 +342,7 @@ def apply(function: type[Function], *args: Any) -> Any:
                 *args
             )  # Dynamo would give it a context, which such a function does not take
         return function.apply(*args)  # type: ignore[no-untyped-call]
-    if _is_transformed():
+    if is_transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return _core_apply(function)(*args)
 
@@ -344,6 +354,20 @@ def _core_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 # ---- autograd -------------------------------------------------------------------------------------------
+
+# Tensor subclasses that may arrive as gradients -> the plain tensor that such a gradient stands for.
+_gradient_decoders: dict[type, Callable[[Any], Tensor]] = {}
+
+
+def register_gradient_decoder(kind: type, decode: Callable[[Any], Tensor]) -> None:
+    """Let every backward pass receive gradients of a tensor subclass as plain tensors."""
+    _gradient_decoders[kind] = decode
+
+
+def plain_gradient(grad: Any) -> Any:
+    """Return a gradient, a tensor or None, as a plain tensor: decoded if it is stored as codes."""
+    decode = _gradient_decoders.get(type(grad))
+    return grad if decode is None else decode(grad)
 
 
 class _Kept(NamedTuple):
@@ -380,6 +404,8 @@ def _gradients(
     flat = op.outputs.flatten(grads)
     if all(flat[i] is None for i in op.differentiable_outputs):
         return (None for _ in op.arguments.tensor_names)
+    if any(type(grad) in _gradient_decoders for grad in flat):
+        grads = op.outputs.build(*map(plain_gradient, flat))
     saved = ctx.saved_tensors
     kept: _Kept = ctx.kept
     if kept.transformed:
@@ -424,7 +450,7 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
         # An op computes what its backward needs only if a gradient is wanted, which functorch decides for every
         # transform.
         if op.keep is not None and True in ctx.needs_input_grad:
-            _keep(op, ctx, inputs[0], build(*output), transformed=_is_transformed())
+            _keep(op, ctx, inputs[0], build(*output), transformed=is_transformed())
             _mark(op, ctx, output)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -484,7 +510,7 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
             a = op.arguments.build(*inputs)
             ctx.present = op.present_in(a)
             outputs = op.outputs.from_present(ctx.present, output)
-            _keep(op, ctx, a, outputs, transformed=_is_transformed())
+            _keep(op, ctx, a, outputs, transformed=is_transformed())
             _mark(op, ctx, op.outputs.flatten(outputs))
 
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
@@ -520,12 +546,14 @@ def _is_watched() -> bool:
     return bool(_count_dispatch_modes() > _modes_seen_through)
 
 
-def _is_transformed() -> bool:
-    """Whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
+def is_transformed() -> bool:
+    """Return whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the numbers of x can be read: without waiting for a device, and without anything that traces the call."""
-    traced = torch.compiler.is_compiling() or _is_watched() or _is_transformed() or type(x) not in _PLAIN
-    return not traced and x.device.type == "cpu"
+    """Return whether the numbers of x can be read: without waiting for a device, and without anything that traces or
+    records the call. What `weft.capture` records cannot hold a number that was read, so that every mode counts here."""
+    if x.device.type != "cpu" or type(x) not in _PLAIN:
+        return False
+    return not (torch.compiler.is_compiling() or _count_dispatch_modes() or is_transformed())

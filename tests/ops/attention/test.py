@@ -194,6 +194,44 @@ def test_sinks_that_are_infinite() -> None:
     judge(**heads(70), sinks=sinks[2:].repeat(2), is_causal=True, return_lse=True)
 
 
+def test_pads_see_no_sink() -> None:
+    found = attend(**packed([30, 40], pads=9), sinks=torch.full((4,), math.inf), return_lse=True)
+    assert (found.lse[:, :70] == math.inf).all()
+    assert (found.lse[:, 70:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_nan_sink_is_not_swallowed(backend: Any) -> None:
+    """As in a softmax over the scores and the sink: result, lse and gradients of its head are NaN, also of queries that
+    see no key, and of no other head."""
+    sinks = torch.tensor([0.5, math.nan, 0.5, math.nan])
+    clean = torch.full((4,), 0.5)
+    for given, rows in (
+        (heads(70, 30, kv=4) | LOWER, slice(None)),
+        (heads(70, 0, kv=4) | LOWER, slice(None)),
+        (packed([40, 0, 20], [0, 30, 30], pads=9, kv=4) | LOWER, slice(60)),
+    ):
+        with weft.backend(backend):
+            found, wanted = (run(Call(attend, given | {"sinks": each})) for each in (sinks, clean))
+        for name in ("out", "lse", "dquery", "dkey", "dvalue"):
+            one, other = (
+                x if name == "lse" and "cu_seqlens" in given else x.movedim(1, 0)
+                for x in (found[name], wanted[name])
+            )
+            assert torch.equal(one[[0, 2]], other[[0, 2]]), name
+            if name in ("out", "lse"):
+                seen = one if "cu_seqlens" not in given else one[:, rows]
+                assert seen[[1, 3]].isnan().all(), name
+        if "cu_seqlens" in given:  # tokens of no sequence see no sink
+            assert not found["out"][60:].count_nonzero()
+            assert (found["lse"][:, 60:] == -math.inf).all()
+        assert found["dsinks"][[1, 3]].isnan().all()
+        assert torch.equal(found["dsinks"][[0, 2]], wanted["dsinks"][[0, 2]])
+        if given["key"].numel():
+            own = found["dkey"][:, [1, 3]]
+            assert own.isnan().any()
+
+
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_large_and_small_scores(size: float) -> None:
     judge(**heads(90), scale=size / 8, is_causal=True, return_lse=True, return_max=True)

@@ -92,6 +92,19 @@ def test_sinks_that_are_infinite() -> None:
         assert found.out.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_nan_sink_is_not_swallowed(backend: Any) -> None:
+    sinks = torch.tensor([math.nan, 0.5, math.nan, -math.inf])
+    for given in (problem([70, 0]), problem([600, 0])):  # one part, and several
+        with weft.backend(backend):
+            found = decode(**given, sinks=sinks)
+            wanted = decode(**given, sinks=torch.tensor([0.5, 0.5, 0.5, -math.inf]))
+        assert found.out[:, :, [0, 2]].isnan().all()
+        assert found.lse[:, [0, 2]].isnan().all()
+        assert torch.equal(found.out[:, :, [1, 3]], wanted.out[:, :, [1, 3]])
+        assert torch.equal(found.lse[:, [1, 3]], wanted.lse[:, [1, 3]])
+
+
 def test_softcap_and_scale() -> None:
     judge(problem([600, 30], coded=(E4M3, "token")), softcap=5.0, scale=1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor
 from triton_loom.testing import guarded_allocations
 
 import weft
+from tests.ops.attention.own import attend
 from tests.ops.attention.test import heads, packed
+from tests.support.covering import covering
+from weft.proof.truths.attention import sees
 from weft.runtime import choosing_for
 
 BF16 = torch.bfloat16
@@ -115,6 +119,91 @@ def test_packed() -> None:
     torch.testing.assert_close(found.lse[:, :130], plain.lse[:, :130], rtol=0.02, atol=0.12)
 
 
+HIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kv_lengths": (heads(40, 90, batch=2, dtype=BF16), {"kv_lengths": torch.tensor([30, 60])}),
+    "kv_lengths of packed sequences": (
+        packed([30, 40], [50, 60], dtype=BF16),
+        {"kv_lengths": torch.tensor([20, 60])},
+    ),
+    "keys after the last query's": (
+        heads(40, 90, dtype=BF16),
+        {"is_causal": True, "causal_align": "upper_left"},
+    ),
+    "keys before the first query's window": (
+        heads(20, 90, dtype=BF16),
+        {"window": (9, 0), "causal_align": "lower_right"},
+    ),
+    "both, packed": (
+        packed([20, 1, 30], [60, 20, 70], dtype=BF16),
+        {"window": (9, 0), "causal_align": "lower_right", "kv_lengths": torch.tensor([50, 20, 31])},
+    ),
+    "after the last query's, packed": (
+        packed([20, 1, 30], [60, 20, 70], dtype=BF16),
+        {"window": (None, 2), "causal_align": "upper_left"},
+    ),
+    "pads": (packed([30, 40], pads=20, dtype=BF16), {"is_causal": True}),
+}
+
+
+def seen_keys(given: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """bool, [batch, keys] or packed [keys]: whether any query sees a key. A key has a gradient where it is seen."""
+    floats = {name: x.float().requires_grad_() if x.is_floating_point() else x for name, x in given.items()}
+    attend(**floats, **options).sum().backward()
+    grad = floats["value"].grad
+    return grad.ne(0).any(-1).any(1)
+
+
+@pytest.mark.parametrize(("case", "element", "values"), covering(list(HIDDEN), ELEMENTS, [None, "e4m3"]))
+def test_keys_that_no_query_sees_change_no_bit(case: str, element: Any, values: Any) -> None:
+    """They entered the mean that keys are smoothed by."""
+    given, options = HIDDEN[case]
+    hidden = ~seen_keys(given, options)
+    assert hidden.any()
+    assert not hidden.all()
+    options = options | {"scores": element, "values": values, "return_lse": True, "return_max": True}
+    wanted = weft.attention(**given, **options)
+    for content in (math.nan, math.inf, 1e4):
+        other = given | {name: given[name].clone() for name in ("key", "value")}
+        for name in ("key", "value"):
+            x = other[name] if "cu_seqlens" in given else other[name].transpose(1, 2)
+            # A weight of 0 times a plain value that is not finite is NaN, as in any product.
+            x[hidden] = content if name == "key" or values is not None else 1e4
+        for one, two in zip(weft.attention(**other, **options), wanted, strict=True):
+            assert torch.equal(one, two), content
+
+
+def test_other_sequences_change_no_bit_of_smoothed_keys() -> None:
+    """A mean is that of one sequence, packed or not."""
+    given = packed([40, 0, 90], dtype=BF16)
+    options: dict[str, Any] = {"is_causal": True, "scores": "int8", "return_lse": True}
+    together = weft.attention(**given, **options)
+    for begin, end in ((0, 40), (40, 130)):
+        alone = {name: given[name][begin:end].transpose(0, 1)[None] for name in ("query", "key", "value")}
+        one = weft.attention(**alone, **options)
+        assert torch.equal(one.out[0].transpose(0, 1), together.out[begin:end])
+        torch.testing.assert_close(one.lse[0], together.lse[:, begin:end], rtol=1e-6, atol=1e-6)
+    given["key"][40:] += 1e4
+    assert torch.equal(weft.attention(**given, **options).out[:40], together.out[:40])
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("content", [math.nan, math.inf])
+def test_a_key_that_is_not_finite_reaches_those_who_see_it(element: Any, content: float) -> None:
+    """And no others. The codes in int8 of a row with NaN were zeros, and its mean was subtracted from all keys."""
+    given = heads(100, dtype=BF16)
+    wanted = weft.attention(**given, is_causal=True, scores=element)
+    given["key"][0, 0, 70, 5] = content
+    found = weft.attention(**given, is_causal=True, scores=element)
+    assert found[:, :2, 70:].isnan().all()
+    assert found[:, :2, :70].isfinite().all()
+    assert torch.equal(found[:, 2:], wanted[:, 2:])
+    assert error(found[:, :2, :70], wanted[:, :2, :70]) < 0.1
+    given["query"][0, 3, 9, 0] = content
+    found = weft.attention(**given, is_causal=True, scores=element)
+    assert found[:, 3, 9].isnan().all()
+    assert found[:, 3].isnan().all(-1).sum() == 1
+
+
 # ---- values in e4m3 ------------------------------------------------------------------------------------------
 
 E4M3_STEP = 2.0**-4  # the largest relative error of a rounding to e4m3
@@ -123,9 +212,10 @@ LEAST = (
 )  # and the largest error of one below its normal numbers, relative to the largest weight of a row
 
 
-def decoded_values(value: Tensor, used: int | None = None) -> Tensor:
-    """What the codes of values [..., keys, numbers] stand for: a scale for each number over the keys that are used."""
-    value = value[..., :used, :]
+def decoded_values(value: Tensor, seen: Tensor | None = None) -> Tensor:
+    """What the codes of values [..., keys, numbers] stand for: a scale for each number over the keys that are seen."""
+    if seen is not None:
+        value = torch.where(seen[:, None], value, 0.0)
     return decoded(value.mT.contiguous(), "e4m3").mT
 
 
@@ -134,7 +224,7 @@ def assert_of_codes(found: weft.Attention, given: dict[str, Any], **options: Any
     smooth = "sinks" not in options and "softcap" not in options
     q = decoded(given["query"], "e4m3")
     k = decoded(smoothed(given["key"]) if smooth else given["key"], "e4m3")
-    v = decoded_values(given["value"])
+    v = decoded_values(given["value"], sees(q.shape[2], k.shape[2], options).any(0))
     exact = weft.attention(q, k, v, **options, return_lse=True)
     size = weft.attention(q, k, v.abs(), **options)  # sum of p |v|
     # Of keys all alike each has the weight 1 / seen, and the largest weight is not above 1.

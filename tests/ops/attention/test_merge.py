@@ -51,6 +51,65 @@ def test_a_part_that_saw_nothing_has_no_weight() -> None:
     assert (merged.lse == -math.inf).all()
 
 
+def test_the_gradient_of_a_query_that_sees_nothing_is_0() -> None:
+    """In no part, and in one of two. It was NaN, and so were the gradients of all keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, *keys = (
+        torch.randn(1, 2, tokens, 64, generator=generator).requires_grad_() for tokens in (8, 4, 4, 6, 6)
+    )
+    lower = {"is_causal": True, "causal_align": "lower_right", "return_lse": True}
+    for count in (1, 2):
+        parts = [attend(q, keys[2 * i], keys[2 * i + 1], **lower) for i in range(count)]
+        merged = weft.merge_attention([p.out for p in parts], [p.lse for p in parts])
+        upstream = torch.randn(merged.out.shape, generator=generator)
+        found = torch.autograd.grad(
+            (merged.out, merged.lse), (q, *keys[: 2 * count]), (upstream, torch.ones_like(merged.lse))
+        )
+        nothing = 4 if count == 1 else 2  # so many queries see nothing
+        assert (merged.lse[..., :nothing] == -math.inf).all()
+        assert not merged.out[:, :, :nothing].count_nonzero()
+        assert not found[0][:, :, :nothing].count_nonzero()
+        assert found[0][:, :, nothing:].count_nonzero()
+        assert all(grad.isfinite().all() for grad in found)
+    doubles = [x.detach().double().requires_grad_() for x in (q, *keys)]
+    scores = doubles[0] @ torch.cat([doubles[1], doubles[3]], 2).mT / 8
+    own = torch.arange(8)[:, None]
+    seen = torch.cat([torch.arange(4) <= own - 4, torch.arange(6) <= own - 2], 1)
+    p = scores.masked_fill(~seen, -math.inf)[:, :, 2:].softmax(-1)
+    out = p @ torch.cat([doubles[2], doubles[4]], 2)
+    lse = scores.masked_fill(~seen, -math.inf)[:, :, 2:].logsumexp(-1)
+    wanted = torch.autograd.grad((out, lse), doubles, (upstream[:, :, 2:].double(), torch.ones_like(lse)))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_whose_sink_is_infinite_has_all_the_weight() -> None:
+    q, k, other = (torch.randn(1, 2, 9, 64).requires_grad_() for _ in range(3))
+    sinks = torch.tensor([math.inf, 0.0]).requires_grad_()
+    parts = [attend(q, k, k, sinks=sinks, return_lse=True), attend(q, other, other, return_lse=True)]
+    merged = weft.merge_attention([p.out for p in parts], [p.lse for p in parts])
+    assert not merged.out[:, 0].count_nonzero()
+    assert (merged.lse[:, 0] == math.inf).all()
+    whole = attend(q, torch.cat([k, other], 2), torch.cat([k, other], 2), sinks=sinks, return_lse=True)
+    torch.testing.assert_close(merged.out, whole.out, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(merged.out.shape)
+    for one, two in zip(
+        torch.autograd.grad(merged.out, (q, k, other, sinks), upstream),
+        torch.autograd.grad(whole.out, (q, k, other, sinks), upstream),
+        strict=True,
+    ):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_a_nan_lse_is_not_swallowed() -> None:
+    out, lse = torch.randn(5, 2, 8), torch.randn(2, 5)
+    lse[0, 3] = math.nan
+    merged = weft.merge_attention([out, out], [lse, torch.randn(2, 5)])
+    assert torch.equal(merged.lse.isnan(), lse.isnan())
+    assert torch.equal(merged.out.isnan().all(-1), lse.isnan().t())
+
+
 def test_mistakes_are_named() -> None:
     out, lse = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
     with pytest.raises(ValueError, match="as many outs as lses"):

@@ -3,6 +3,8 @@ each other, distributed tensors, and one process alone."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +15,13 @@ from triton_loom.testing import Results, results_of
 
 import weft
 from tests.ops.loss import ranks_vocabulary as ranks
-from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of
+from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of, unread_labels
 from weft import VocabShard
-from weft.proof.calls import assert_same, near
+from weft.proof.calls import assert_same, near, small
 from weft.proof.truth import Near, arguments
 from weft.proof.truths import cross_entropy as truth_cross_entropy
 from weft.proof.truths import linear_logprobs as truth_linear_logprobs
-from weft.workloads import Call
+from weft.workloads import Call, for_op
 
 # Two ranks with every change, the other groups for the night; three ranks are also pretended, in one process.
 WORLDS = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
@@ -28,6 +30,13 @@ WORLDS = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of(Path(ranks.__file__), tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu() -> Iterator[None]:
+    """Cases have a target that is none of the columns."""
+    with unread_labels():
+        yield
 
 
 def expected(case: Case) -> dict[str, Near | Tensor]:
@@ -107,6 +116,16 @@ def test_ranks_agree_in_every_bit(world: int, name: str, results: Any) -> None:
     ]
     for other in shared[1:]:
         assert_same(other, shared[0], name)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_label_of_another_shard_is_taken_and_one_of_none_is_refused_by_every_rank(
+    world: int, results: Any
+) -> None:
+    """No rank waits for one that was refused."""
+    for rank in results(world):
+        for said in rank["labels"]:
+            assert re.match(r"target\[5\] is (\d+); there are \1 classes", said), said
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -255,3 +274,21 @@ def test_how_a_vocabulary_is_cut() -> None:
         chunks = [len(chunk) for chunk in torch.arange(size).chunk(4)]
         assert [shard.start for shard in shards] == [sum(chunks[:rank]) for rank in range(4)]
         assert [shard.stop for shard in shards] == [sum(chunks[: rank + 1]) for rank in range(4)]
+
+
+def test_class_weights_belong_to_the_spread_alone() -> None:
+    """A backward in which nobody used the spread has the gradient of the log-probability, without weights."""
+    workload = next(w for w in for_op("sharded_logprobs") if "everything" in str(w))
+    call = small(workload, dtype=torch.float32)
+    found = []
+    for changed in ({}, {"spread": False, "weight": None, "stats": _without_spread(call["stats"])}):
+        logits = call["logits"].clone().requires_grad_()
+        tokens = call.with_(logits=logits, **changed)()
+        found += torch.autograd.grad(tokens.logprobs.sum(), logits)
+    assert found[1].abs().max() > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def _without_spread(stats: Tensor) -> Tensor:
+    """Statistics [ranks, STATS, T] without the three of the spread, which stand before that of the accuracy."""
+    return torch.cat([stats[:, :-4], stats[:, -1:]], 1)

@@ -20,11 +20,19 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor, RowMap
-from weft.ops.moe.permute import UnpermuteBackwardArgs, UnpermuteNeeds
+from weft.ops.common.results import plain_result
+from weft.ops.moe.permute import (
+    PermuteArgs,
+    UnpermuteArgs,
+    UnpermuteBackwardArgs,
+    UnpermuteNeeds,
+    permute_op,
+    unpermute_op,
+)
 from weft.proof.calls import assert_same, near, results
 from weft.proof.truths import permute as truth_permute
 from weft.quant import Copy
-from weft.quant.qtensor import PLAIN
+from weft.quant.qtensor import PLAIN, Codes
 from weft.runtime import choosing_for, recording
 from weft.workloads import Call, for_op
 
@@ -786,6 +794,22 @@ def test_what_is_refused() -> None:
     ]
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("spec", ["128x128", "tensor", "nvfp4"])
+def test_the_ops_refuse_rows_that_share_a_scale(spec: str) -> None:
+    """Whoever calls them: moved to other places, such codes would meet the scales of others."""
+    x, rows = torch.randn(128, 128), weft.row_map(torch.randint(2, (128, 1)), 2, align=128)
+    q = weft.quantize(x, spec)
+    assert q.rowwise is not None
+    codes = Codes(q.rowwise.data, q.rowwise.scale, q.spec)
+    options = plain_result(x.dtype)
+    for call in (
+        lambda: permute_op(PermuteArgs(x, codes, None, rows, options._replace(format=q.spec))),
+        lambda: unpermute_op(UnpermuteArgs(x, codes, None, None, rows)),
+    ):
+        with pytest.raises(ValueError, match="cannot be"):
             call()
 
 

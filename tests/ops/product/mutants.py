@@ -73,7 +73,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("up without its bias", "_finished", "up += tl.load(bias + up_col", "up += 0.0 * tl.load(bias + up_col", (WHOLE,)),
         ("no residual", "_finished", "value += residual.to(tl.float32)", "value += 0.0 * residual.to(tl.float32)", (WHOLE,)),
         ("codes of what was not rounded", "_store", "tl.where(mask, rounded.to(tl.float32), 0.0)", "tl.where(mask, value, 0.0)", (CODES,)),
-        ("the spans of one program overwrite each other", "matmul_kernel", "            total += part\n", "            total = part\n", (SAME_ROWS,)),
+        ("the spans of one program overwrite each other", "matmul_kernel", "            total += part.to(total.dtype)\n", "            total = part.to(total.dtype)\n", (SAME_ROWS,)),
         ("partial sums in one place", "matmul_kernel", "plane = tl.program_id(1).to(tl.int64) *", "plane = tl.program_id(1).to(tl.int64) * 0 *", (SPANS,)),
         ("the next rows", "_stored", "return source.load([rows.first, first])", "return source.load([rows.first + 1, first])", (BULK,)),
         ("rows of a batch that another has", "_place", "written, b_batch = sizes.m, batch", "written, b_batch = sizes.m, batch * 0", (BATCH,)),

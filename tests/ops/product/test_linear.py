@@ -290,7 +290,7 @@ def test_compiled_and_checkpointed_are_eager(name: str) -> None:
         (lambda x, w: weft.linear(x, w, recipe="fp8"), "must be one of bf16, fp8_block"),
         (lambda x, w: weft.linear(x, w, recipe=8), "weft.Recipe"),
         (lambda x, w: weft.linear(x, w, w[0]), "bias"),
-        (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantise it so"),
+        (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantize it so"),
         (lambda x, w: weft.linear(both(x, "mx"), w), "plain numbers"),
         (lambda x, w: weft.linear(x.double(), w.double(), recipe="mxfp8"), "round bf16, fp16 and fp32"),
         (

@@ -44,6 +44,7 @@ def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK) -> Solution:
     context = z3.Context()
     solver = z3.Solver(ctx=context)
     solver.set("rlimit", effort)
+    solver.set("ctrl_c", False)  # else z3 swallows the signal and answers "unknown"
     for fact in facts:
         solver.add(fact.translate(context))
     solver.add(z3.Not(goal.translate(context)))

@@ -50,6 +50,11 @@ class NoopDriver(DriverBase):  # type: ignore[misc]
         self.target = target or GPUTarget("cuda", 90, 32)
         self.utils = _Utils()
 
+    @property
+    def emulates(self) -> str:
+        """The target by its name: libraries that ask what they run on are told of the GPU, not of the CPU."""
+        return f"sm_{self.target.arch}" if isinstance(self.target.arch, int) else str(self.target.arch)
+
     @classmethod
     def is_active(cls) -> bool:
         """Only when it is made so."""

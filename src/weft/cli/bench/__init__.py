@@ -4,7 +4,6 @@ machine."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,14 +15,27 @@ import torch
 from rich.console import Console
 
 from ...runtime import catalogue
-from ...workloads import WORKLOADS, Call, Inputs, Workload, for_op
+from ...workloads import Call, Inputs, Workload
 from ...workloads.published import PUBLISHED
-from ..screen import complain, progress_bar
+from ..arguments import (
+    INSTEAD,
+    add_most,
+    add_op,
+    add_workload,
+    at_least,
+    one_each,
+    output_file,
+    picture_file,
+    usable_device,
+)
+from ..figures import Figures
+from ..names import check_names, public_ops, unknown, workloads_named
+from ..needs import PLOT, require, require_cache
+from ..screen import Refused, Steps
 from .clocks import kept_pages
 from .contenders import DEFAULT, NAMES
 from .measuring import Row, Settings, measure, report
 from .showing import (
-    NoReport,
     compared,
     figures,
     markdown,
@@ -34,7 +46,6 @@ from .showing import (
     ratios,
     read,
     reasons,
-    table,
     title_of,
 )
 
@@ -59,64 +70,47 @@ def add_command(commands: Any) -> None:
         epilog="what is measured or shown:\n"
         + "\n".join(f"  {name:8} {text}" for name, text in WHAT.items()),
     )
-    parser.add_argument("what", nargs="?", choices=WHAT, default="ops", metavar="WHAT", help="see below")
+    parser.add_argument("what", nargs="?", type=_what, default="ops", metavar="WHAT", help="see below")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
-    parser.add_argument(
-        "--op", action="append", default=[], metavar="OP", help="only this op; may be repeated"
-    )
-    parser.add_argument(
-        "--workload", default="", help="all whose name has this in it, instead of one for each op"
-    )
+    add_op(parser)
+    add_workload(parser, INSTEAD)
     parser.add_argument(
         "--against", default=",".join(DEFAULT), help=f"contenders, of {', '.join(NAMES)} (%(default)s)"
     )
+    add_most(parser, 64.0)
+    parser.add_argument("--rounds", type=at_least(2), default=15, help="(%(default)s)")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
-        "--most", type=float, default=64.0, help="MB that a workload may have to move (%(default)s)"
+        "--plot", type=picture_file, metavar="PICTURE", help="and as a picture: svg, png, pdf"
     )
-    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="and as a picture: svg, png, pdf")
     parser.add_argument("--format", choices=("table", "markdown"), default="table")
     parser.set_defaults(run=run)
 
 
+def _what(name: str) -> str:
+    """Return what is to be measured or shown, or refuse it; the name of an op is an easy mistake."""
+    if name not in WHAT:
+        if name in public_ops() or name in catalogue:
+            raise Refused(f"`weft bench` measures ops by option: weft bench --op {name}")
+        raise unknown("measurement", name, list(WHAT))
+    return name
+
+
 def run(args: argparse.Namespace) -> int:
-    """2 if nothing could be measured or shown; 1 if a comparison finds something slower."""
-    problem = _problem(args)
-    if problem:
-        complain(problem)
-        return 2
-    try:
-        return _COMMANDS[args.what](args)
-    except NoReport as error:
-        complain(str(error))
-        return 2
-
-
-def _problem(args: argparse.Namespace) -> str:
-    """Why nothing is measured, and what to do about it."""
-    for given, known, kind in (
-        (args.against.split(","), NAMES, "contender"),
-        (args.op, list(catalogue), "op"),
-    ):
-        wrong = [name for name in given if name not in known]
-        if wrong:
-            return f"there is no {kind} {wrong[0]!r}; there are {', '.join(known)}"
+    """Return 1 if Weft has no time for a workload, or a comparison finds something slower."""
+    check_names("contender", args.against.split(","), NAMES)
     files = {"show": "FILE", "plot": "FILE PICTURE", "compare": "BEFORE AFTER"}.get(args.what, "")
     if len(args.files) != len(files.split()):
-        return f"say `weft bench {args.what} {files}`".rstrip(" `") + "`"
-    if (args.plot or args.what == "plot") and importlib.util.find_spec("matplotlib") is None:
-        return "a picture needs matplotlib: pip install 'weft[plot]'"
-    try:
-        device = torch.device(args.device)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    if device.type not in ("cpu", "cuda"):
-        return f"Weft has no kernels for {device}: use cpu or cuda"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "PyTorch sees no GPU here; `weft doctor` says what this machine has"
-    return ""
+        raise Refused(f"say `weft bench {args.what} {files}".rstrip() + "`")
+    if (args.op or args.workload) and args.what not in ("ops", "rows"):
+        raise Refused(f"--op and --workload select among ops; `weft bench {args.what}` has none")
+    if args.plot or args.what == "plot":
+        require(PLOT)
+    if not files:
+        usable_device(args.device)
+        require_cache()
+    return _COMMANDS[args.what](args)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -128,13 +122,12 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _measured(tasks: Sequence[tuple[Workload, Settings]]) -> list[Row]:
     rows = []
-    with progress_bar() as bar, kept_pages(), warnings.catch_warnings():
+    with Steps(len(tasks)) as steps, kept_pages(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call")  # of functions of Weft with a cache
-        task = bar.add_task("", total=len(tasks))
         for workload, settings in tasks:
-            bar.update(task, description=str(workload))
+            steps.say(str(workload))
             rows.append(measure(workload, settings))
-            bar.advance(task)
+            steps.advance()
     return rows
 
 
@@ -146,7 +139,7 @@ def _told(args: argparse.Namespace, rows: list[Row]) -> int:
         args.out.write_text(json.dumps(made, indent=1) + "\n")
     if args.plot:
         plot({**made, "rows": rows}, args.plot)
-    return 0
+    return int(any("weft" not in row.times for row in rows))
 
 
 def _show(args: argparse.Namespace, shown: dict[str, Any]) -> None:
@@ -154,31 +147,22 @@ def _show(args: argparse.Namespace, shown: dict[str, Any]) -> None:
     if args.format == "markdown":
         print("\n".join(page(shown)))
         return
-    Console().print(table(title_of(shown), figures(rows)))
-    Console().print(
-        table("\nHow many times as fast as others, and the memory that they allocate", ratios(rows))
-    )
+    Console().print(Figures(figures(rows), title=title_of(shown)))
+    beside = "\nHow many times as fast as others, and the memory that they allocate"
+    Console().print(Figures(ratios(rows), title=beside))
     for reason in reasons(rows):
         Console().print(reason, style="dim", markup=False, highlight=False)
 
 
 def _ops(args: argparse.Namespace) -> int:
-    ops = args.op or list(catalogue)
-    if args.workload:
-        chosen = [w for w in WORKLOADS if w.op in ops and args.workload in str(w)]
-    else:
-        chosen = [for_op(op)[0] for op in ops]
-    if not chosen:
-        complain("no workload has that name; `weft traffic` lists all of them")
-        return 2
-    return _told(args, _measured([(workload, _settings(args)) for workload in chosen]))
+    return _told(args, _measured([(workload, _settings(args)) for workload in one_each(args)]))
 
 
 def _rows(args: argparse.Namespace) -> int:
-    chosen = [row.find() for row in PUBLISHED]
-    chosen = [
-        with_even_experts(w) for w in chosen if args.workload in str(w) and w.op in (args.op or catalogue)
-    ]
+    selected = set(map(str, workloads_named(args.workload, args.op)))
+    chosen = [with_even_experts(w) for row in PUBLISHED if str(w := row.find()) in selected]
+    if not chosen:
+        raise Refused("none of the published rows is such a workload; `weft published` shows them")
     return _told(args, _measured([(workload, _settings(args)) for workload in chosen]))
 
 
@@ -201,7 +185,7 @@ def _mm(args: argparse.Namespace) -> int:
     from .products import products
 
     rows = _measured(list(products(_settings(args))))
-    Console().print(table("Products", products_table(rows)))
+    Console().print(Figures(products_table(rows), title="Products"))
     return _told(args, rows)
 
 
@@ -209,8 +193,7 @@ def _sol(args: argparse.Namespace) -> int:
     from .products import bandwidths, highest
 
     settings = _settings(args)
-    with progress_bar() as bar, kept_pages():
-        bar.add_task("copies, then products", total=None)
+    with Steps(None, "copies, then products"), kept_pages():
         copies, rates = list(bandwidths(settings)), list(highest(settings))
     made = report([row for _, row, _ in rates], settings)
     lines = [["", "size", "reached", "p50 ms [p20, p80]", "by"]]
@@ -224,7 +207,7 @@ def _sol(args: argparse.Namespace) -> int:
     if args.format == "markdown":
         print("\n".join(markdown(lines)))
     else:
-        Console().print(table(title_of(made), lines))
+        Console().print(Figures(lines, title=title_of(made)))
     if args.out:
         args.out.write_text(json.dumps(made, indent=1) + "\n")
     return 0
@@ -239,7 +222,11 @@ def _show_file(args: argparse.Namespace) -> int:
 
 
 def _plot_file(args: argparse.Namespace) -> int:
-    plot(read(args.files[0]), args.files[1])
+    try:
+        path = picture_file(str(args.files[1]))
+    except argparse.ArgumentTypeError as error:
+        raise Refused(str(error)) from None
+    plot(read(args.files[0]), path)
     return 0
 
 
@@ -248,7 +235,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.format == "markdown":
         print("\n".join(markdown(lines)))
     else:
-        Console().print(table("Medians in ms", lines))
+        Console().print(Figures(lines, title="Medians in ms"))
     return int(any(line[-1] == "slower" for line in lines))
 
 

@@ -3,16 +3,14 @@ compared."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from ..screen import plain_table
+from ..reports import read_report
+from ..screen import Refused
 from .clocks import Times
 from .contenders import NAMES
 from .measuring import SCHEMA, Row
@@ -20,19 +18,13 @@ from .measuring import SCHEMA, Row
 NOISE = 0.05  # below this change of a median nothing is concluded, whatever the spread
 
 
-class NoReport(Exception):
-    """A file is no report of `weft bench`, and why."""
-
-
 def read(path: Path) -> dict[str, Any]:
-    """A report, with its rows as `Row`s."""
+    """Return a report, with its rows as `Row`s."""
+    report = read_report(path, ("weft bench",), SCHEMA)
     try:
-        found = json.loads(path.read_text())
-        if found["schema"] != SCHEMA:
-            raise NoReport(f"{path} has schema {found['schema']}, this Weft reads {SCHEMA}: measure again")
-        return {**found, "rows": [Row.of(row) for row in found["rows"]]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoReport(f"{path} is no report of `weft bench`: {error}") from error
+        return {**report, "rows": [Row.of(row) for row in report["rows"]]}
+    except (KeyError, TypeError) as error:
+        raise Refused(f"{path} is no report of `weft bench`: {type(error).__name__}: {error}") from None
 
 
 def seen(rows: Sequence[Row]) -> list[str]:
@@ -114,19 +106,6 @@ def joined(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [*one, *other[1 : 1 + len(seen(rows))]]
 
 
-def table(title: str, lines: Iterable[Sequence[str]]) -> Table:
-    made = plain_table(title)
-    headings, *rest = lines
-    for number, heading in enumerate(headings):
-        if number == 0:
-            made.add_column(heading, overflow="fold", min_width=20)
-        else:
-            made.add_column(heading, justify="right", no_wrap=True)
-    for line in rest:
-        made.add_row(*line)
-    return made
-
-
 def markdown(lines: Iterable[Sequence[str]]) -> Iterator[str]:
     headings, *rest = lines
     yield f"| {' | '.join(headings)} |"
@@ -151,8 +130,12 @@ def page(report: dict[str, Any]) -> Iterator[str]:
     yield "Geometric means of how many times as fast Weft is:"
     yield ""
     for name, mean in over_all.items():
-        count = sum(row.ratio(name) is not None for row in rows)
-        yield f"- **{mean:.2f}** times `{name}`, over {count} workloads"
+        *others, largest = sorted((ratio, row.op) for row in rows if (ratio := row.ratio(name)) is not None)
+        line = f"- **{mean:.2f}** times `{name}`, over {len(others) + 1} workloads"
+        if others:
+            without = statistics.geometric_mean(ratio for ratio, _ in others)
+            line += f"; {without:.2f} without the largest, `{largest[1]}`"
+        yield line
     yield ""
     yield f"Slowest beside `compile`: {', '.join(f'`{row.op}`' for row in worst(rows, 'compile'))}."
     yield ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ...quant import Format
 from ...quant.qtensor import Codes
 from ..common.results import Result, ResultOptions
 
@@ -16,6 +18,11 @@ class Packed(NamedTuple):
     q_starts: Tensor | None  # [sequences + 1], if the tokens of all sequences are packed
     k_starts: Tensor | None
     kv_lengths: Tensor | None  # [sequences]: how many keys each uses
+
+
+def starts_as_read(starts: Tensor, tokens: int) -> Tensor:
+    """Return where packed sequences begin for kernels: the running maximum of starts, clamped to the tokens."""
+    return starts.clamp(0, tokens).cummax(0).values
 
 
 class Mask(NamedTuple):
@@ -34,9 +41,7 @@ class AttentionArgs(NamedTuple):
     query: Tensor  # heads in `layout`
     key: Tensor
     value: Tensor
-    query_codes: (
-        Codes  # those of query and key with a scale for each token and head, read in their place; or none
-    )
+    query_codes: Codes  # read in place of query, as those of key are; or none of both: see `coded_heads`
     key_codes: Codes
     values: (
         str | None
@@ -58,11 +63,51 @@ class Coded(NamedTuple):
     x: Tensor
     scale: Tensor | None  # fp32, the shape of x without the last dimension, if x is codes
 
-    @staticmethod
-    def of(x: Tensor, codes: Codes) -> Coded:
-        if codes.data is None or codes.scale is None:
-            return Coded(x, None)
-        return Coded(codes.data.view(x.shape), codes.scale.view(x.shape[:-1]))
+
+EightBits = Literal["int8", "e4m3"]
+
+
+def element_of(spec: str | None) -> EightBits | None:
+    """Return the element of a format whose codes attention multiplies, else None: a scale for each token and head."""
+    f = None if spec is None else Format.of(spec)
+    if f is None or f.block != "row":
+        return None
+    return f.element if f.element == "int8" or f.element == "e4m3" else None
+
+
+def coded_heads(a: AttentionArgs) -> tuple[Coded, Coded]:
+    """Return query and key as kernels read them, after a check that codes are what their formats say.
+
+    Whoever calls the op, codes come with their format, for query and key alike."""
+    given = (("query", a.query, a.query_codes), ("key", a.key, a.key_codes))
+    if all(part is None for _, _, codes in given for part in codes):
+        if a.values is not None:
+            raise ValueError("values in eight bits go with codes of query and key; got none")
+        return Coded(a.query, None), Coded(a.key, None)
+    elements = [element_of(codes.format) for _, _, codes in given]
+    if None in elements or elements[0] != elements[1]:
+        raise ValueError(
+            "attention multiplies codes of query and key in one format, e4m3:row or int8:row; got "
+            f"{a.query_codes.format} and {a.key_codes.format}. Give plain tensors: QTensor.dequantize()"
+        )
+    query, key = (_coded(*each) for each in given)
+    return query, key
+
+
+def _coded(name: str, x: Tensor, codes: Codes) -> Coded:
+    number = Format.of(codes.format or "").number
+    for part, tensor, dtype, count in (
+        ("codes", codes.data, number.dtype, x.numel()),
+        ("scales", codes.scale, torch.float32, x.numel() // x.shape[-1]),
+    ):
+        if tensor is None or tensor.dtype != dtype or tensor.numel() != count:
+            found = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{name} {tuple(x.shape)} in {codes.format} has {count} {part} in {dtype}; got {found}"
+            )
+    assert codes.data is not None
+    assert codes.scale is not None
+    return Coded(codes.data.view(x.shape), codes.scale.view(x.shape[:-1]))
 
 
 class AttentionOutputs(NamedTuple):

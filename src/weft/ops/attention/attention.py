@@ -18,7 +18,6 @@ run. Backward computes p again, once for the gradient of queries and once for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -26,24 +25,23 @@ from torch import Tensor
 
 from ...quant import Format, QTensor
 from ...quant.qtensor import PLAIN, register_codes
-from ...quant.straight import take_apart
 from ...runtime import Backward, Gradients, autocasted, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
-from ..heads.cache import E4M3, INT8
 from ..heads.layout import LAYOUTS, Layout
-from ..quantize import quantize as quantize_tensor
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
     AttentionGradients,
     AttentionNeeds,
     AttentionOutputs,
+    EightBits,
     Mask,
     Packed,
 )
 from .configs import WIDEST
+from .eight_bits import codes_given, in_eight_bits
 from .engines import Engine, check_engine
 from .launch import launch_attention, launch_attention_backward
 from .reference import attention_backward_reference, attention_reference, result_shape
@@ -81,6 +79,8 @@ class _Kept(NamedTuple):
 
 
 def _keep(a: AttentionArgs, o: AttentionOutputs) -> _Kept:
+    if a.query_codes.format is not None or a.key_codes.format is not None:
+        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
     return _Kept(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
 
 
@@ -163,8 +163,6 @@ register_codes(attention_op, "key", "key_codes")
 
 Align = Literal["lower_right", "upper_left"]
 Window = tuple[int | None, int | None]
-EightBits = Literal["int8", "e4m3"]
-_CODES: dict[EightBits, Format] = {"int8": INT8, "e4m3": E4M3}
 
 
 class Attention(NamedTuple):
@@ -262,21 +260,24 @@ def attention(
       "lower_right": the last query's is the last key (FlashAttention, decoding); "upper_left": the first query's is the
       first key (`F.scaled_dot_product_attention`).
     - `scale`: dim ** -0.5 by default. `softcap`: scores become `softcap * tanh(score / softcap)` (Gemma 2).
-    - `sinks` [heads]: a score without a value that every query of the head sees (gpt-oss).
+    - `sinks` [heads]: a score without a value that every query of the head sees (gpt-oss). A sink of +inf takes all the
+      weight, one of -inf none, and NaN makes the head NaN.
     - `cu_seqlens`, `cu_seqlens_k` [sequences + 1], int32 or int64 on the device: query [tokens, heads, dim] has
       sequences one after another, which begin and end there, and so have key and value; without the second the same.
-      Sequences may be empty. Tokens after the last sequence get zeros.
-    - `kv_lengths` [batch]: how many of its keys each sequence uses.
+      Sequences may be empty. Tokens before the first sequence and after the last get zeros.
+    - `kv_lengths` [batch]: how many of its keys each sequence uses; below 0 it uses none. A sequence gives NaN if its
+      length exceeds its keys, or if its starts descend or leave the tokens; no content of these reads other memory.
     - `layout`: bhsd, bshd, sbhd; packed sequences are thd.
     - `return_lse`: also the logarithm of the sum of exponentials, fp32 [batch, heads, queries], packed [heads, tokens].
       Gradients flow through it. `return_max`: also the largest score of each head, fp32 [heads]. With either the result
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
-      bits, for inference. Keys are smoothed before: their mean over tokens is subtracted, which changes all scores of
-      a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed scores. Query and key that are
-      `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are multiplied as they are.
+      bits, for inference. Keys are smoothed before: the mean of those that the sequence's queries see is subtracted,
+      which changes all scores of a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed
+      scores. Query and key that are `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are
+      multiplied as they are where nobody needs a gradient. Other `QTensor`s are dequantized.
     - `values`: "e4m3", with `scores`: weights and values are multiplied in e4m3, too. Values get a scale for each
-      sequence, head and number.
+      sequence, head and number, over the keys that its queries see.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
       with the bytes of `quantize(attention(...))`.
     - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
@@ -313,8 +314,19 @@ def attention(
     if softcap is not None and not 0.0 < cap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
     options = result_options(query, quantize, columnwise=columnwise)
-    if options.format is not None and _wants_gradients(query, key, value, sinks):
+    wants_gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, key, value, sinks)
+    )
+    if options.format is not None and wants_gradients:
         options = options._replace(return_plain=True)  # backward needs it
+    if wants_gradients and scores is not None:
+        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
+    element = None if wants_gradients else codes_given(query, key)
+    if scores is None:
+        scores = element
+    if element is None or scores != element:
+        query, key = _plain(query), _plain(key)
+    value, sinks = _plain(value), None if sinks is None else _plain(sinks)
     args = AttentionArgs(
         query=query,
         key=key,
@@ -332,13 +344,11 @@ def attention(
         engine=engine,
         result=options,
     )
-    if scores is None and not _wants_gradients(query, key, value, sinks):
-        scores = _element_of(query, key)
     if values is not None:
         _check_values(args, scores)
     shift = None
     if scores is not None:
-        args, shift = in_eight_bits(args, scores)
+        args, shift = in_eight_bits(args, scores, attention_op)
     check_engine(args)
     found = attention_op(args)
     out, lse = found.result.value(options), found.lse
@@ -357,62 +367,9 @@ def _check_values(a: AttentionArgs, scores: str | None) -> None:
         raise ValueError(f"{target.target} multiplies no e4m3: leave values=None")
 
 
-def in_eight_bits(a: AttentionArgs, element: EightBits) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
-    """(the arguments with codes of query and key, what the lse has lost by the smoothing of keys)."""
-    if element not in _CODES:
-        raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
-    if _wants_gradients(a.query, a.key, a.value, a.sinks):
-        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
-    target = capabilities_of(a.query.device)
-    if element == "e4m3" and not target.fp8_dot:
-        raise ValueError(f"{target.target} multiplies no e4m3: take scores='int8'")
-    query, key, shift = a.query, a.key, None
-    as_given = _element_of(query, key) == element
-    if not as_given and a.sinks is None and not a.softcap:
-        mean = _mean_key(a)  # broadcasts against key
-        key = key.float() - mean
-        group = query.shape[LAYOUTS[a.layout][2]] // key.shape[LAYOUTS[a.layout][2]]
-
-        def shift() -> Tensor:
-            own = mean.repeat_interleave(group, LAYOUTS[a.layout][2])
-            lost = (a.query.float() * own).sum(-1) * a.scale
-            order = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (1, 0)}[a.layout]
-            return lost.permute(order)
-
-    (query, query_codes), (key, key_codes) = (
-        take_apart(x if as_given else quantize_tensor(x, _CODES[element])) for x in (query, key)
-    )
-    return a._replace(query=query, key=key, query_codes=query_codes, key_codes=key_codes), shift
-
-
-def _element_of(query: Tensor, key: Tensor) -> EightBits | None:
-    """Of query and key that are codes with a scale for each token and head; None if they are not."""
-    if isinstance(query, QTensor) and isinstance(key, QTensor) and query.spec == key.spec:
-        for element, format in _CODES.items():
-            if query.spec == format.spec:
-                return element
-    return None
-
-
-def _mean_key(a: AttentionArgs) -> Tensor:
-    """The mean key of each head over the tokens that are used, for each sample that is not packed, in fp32."""
-    _, sequence, _, _ = LAYOUTS[a.layout]
-    tokens = a.key.shape[sequence]
-    place = torch.arange(tokens, device=a.key.device)
-    if a.packed.k_starts is not None:
-        used = place < a.packed.k_starts[-1]
-    elif a.packed.kv_lengths is not None:
-        used = place < a.packed.kv_lengths[:, None]  # [batch, tokens]
-    else:
-        return a.key.mean(sequence, keepdim=True, dtype=torch.float32)
-    shape = {"bhsd": (-1, 1, tokens, 1), "bshd": (-1, tokens, 1, 1), "thd": (tokens, 1, 1)}.get(a.layout)
-    there = used.t()[..., None, None] if shape is None else used.view(shape)
-    total = torch.where(there, a.key.float(), 0.0).sum(sequence, keepdim=True)
-    return total / there.sum(sequence, keepdim=True).clamp(min=1)
-
-
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _plain(x: Tensor) -> Tensor:
+    """Return x dequantized. Gradients pass straight through."""
+    return x.dequantize() if isinstance(x, QTensor) else x
 
 
 def _sequences(

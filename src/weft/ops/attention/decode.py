@@ -66,7 +66,7 @@ def _gathered(cache: Tensor, scale: Tensor | None, pages: Tensor, length: int, d
     """The heads [tokens, heads, numbers] of a sequence."""
     size = cache.shape[1]
     token = torch.arange(length, device=cache.device)
-    where = pages[token // size].long(), token % size
+    where = pages[token // size].long().clamp(0, len(cache) - 1), token % size
     if scale is None and cache.dtype is torch.uint8:
         return latent_rows_reference(cache[where]).to(dtype)
     if scale is None:
@@ -89,6 +89,7 @@ def latent_rows_reference(rows: Tensor) -> Tensor:
 
 def decode_attention_reference(a: DecodeArgs) -> DecodeOutputs:
     """The definition."""
+    Forms.of(a, a.query).check()
     dtype = compute_dtype(a.query)
     sequences, queries, heads, _ = a.query.shape
     room = a.page_table.shape[1] * a.k.shape[1]
@@ -96,6 +97,11 @@ def decode_attention_reference(a: DecodeArgs) -> DecodeOutputs:
     lse = a.query.new_full((sequences, queries, heads), -math.inf, dtype=dtype)
     for s, given in enumerate(a.lengths.tolist()):
         length = max(min(given, room), 0)
+        first = 0 if a.left is None else max(length - queries - a.left, 0)
+        seen_pages = a.page_table[s, first // a.k.shape[1] : -(-length // a.k.shape[1])]
+        if given > room or ((seen_pages < 0) | (seen_pages >= len(a.k))).any():
+            y[s], lse[s] = math.nan, math.nan
+            continue
         k = _gathered(a.k, a.k_scale, a.page_table[s], length, dtype)
         v = k[..., : a.v_dim] if a.v is None else _gathered(a.v, a.v_scale, a.page_table[s], length, dtype)
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -112,7 +118,8 @@ def decode_attention_reference(a: DecodeArgs) -> DecodeOutputs:
         if a.sinks is not None:
             found = torch.logaddexp(found, a.sinks.to(dtype)[:, None].expand_as(found))
         p = torch.exp(scores - torch.where(found == -math.inf, 0.0, found)[..., None])
-        y[s] = torch.einsum("hqk,khd->qhd", p, v)
+        # A sink that is NaN reaches queries that see no key, too.
+        y[s] = torch.where(found.isnan().t()[..., None], math.nan, torch.einsum("hqk,khd->qhd", p, v))
         lse[s] = found.t()
     return DecodeOutputs(y.to(a.query.dtype), lse)
 
@@ -144,24 +151,90 @@ class DecodeTile:
     direct: bool = False  # there is one part
 
 
+class Form(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor | None) -> Form | None:
+        return None if x is None else Form(x.shape, x.stride(), x.dtype)
+
+
 class Forms(NamedTuple):
     """What decides the integers of launches."""
 
     query: tuple[int, ...]  # shape
     query_strides: tuple[int, ...]
-    k: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    v_strides: tuple[int, ...] | None
-    k_scale: tuple[int, ...] | None  # strides
-    v_scale: tuple[int, ...] | None
+    k: Form
+    v: Form | None
+    k_scale: Form | None
+    v_scale: Form | None
     table: tuple[int, ...]
     table_stride: int
     dtype: torch.dtype
-    format: Format | None  # of the cache
     left: int | None
     capped: bool
     v_dim: int
-    rows: bool  # the cache has FlashMLA's rows
+
+    @staticmethod
+    def of(a: DecodeArgs, query: Tensor) -> Forms:
+        return Forms(
+            query.shape,
+            query.stride(),
+            Form(a.k.shape, a.k.stride(), a.k.dtype),
+            Form.of(a.v),
+            Form.of(a.k_scale),
+            Form.of(a.v_scale),
+            a.page_table.shape,
+            a.page_table.stride(0),
+            query.dtype,
+            a.left,
+            a.softcap != 0,
+            a.v_dim,
+        )
+
+    @property
+    def rows(self) -> bool:
+        """Whether the cache has FlashMLA's rows."""
+        return self.k.dtype is torch.uint8 and self.k_scale is None
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the cache's codes; None for plain numbers and for rows, which have several."""
+        return None if self.rows else format_of(self.k.dtype)
+
+    def check(self) -> None:
+        """Raise unless the cache is one that kernels read as it is meant, whoever calls the op."""
+        k, v = self.k, self.v
+        caches = ((k, self.k_scale), *(() if v is None else ((v, self.v_scale),)))
+        numbers = LATENT_ROW if self.rows else self.query[3]
+        fits = k.shape[3] == numbers and self.query[2] % k.shape[2] == 0 and self.table[0] == self.query[0]
+        fits &= (
+            self.v_dim == v.shape[3] if v is not None else self.v_scale is None and self.v_dim <= k.shape[3]
+        )
+        for cache, scale in caches:
+            fits &= cache.dtype == k.dtype and cache.shape[:3] == k.shape[:3]
+            if self.rows:
+                fits &= v is None and k.shape[2] == 1 and self.dtype is torch.bfloat16
+            elif scale is None:
+                fits &= cache.dtype == self.dtype
+            else:
+                pages, size, heads, _ = cache.shape
+                shapes = ((pages, size, heads), (pages * size, heads), (heads,), ())
+                fits &= self.format is not None and scale.dtype is torch.float32 and scale.shape in shapes
+                fits &= self.k_scale is not None and len(scale.shape) == len(self.k_scale.shape)
+        if not fits:
+            found = ", ".join(
+                f"{name} {'None' if form is None else f'{form.dtype} {tuple(form.shape)}'}"
+                for name, form in zip(("k", "v", "k_scale", "v_scale"), self[2:6], strict=True)
+            )
+            raise ValueError(
+                f"the cache does not go with a query {self.dtype} {tuple(self.query)}: {found}. Caches are what "
+                "weft.KVCache takes: plain in the dtype of query, codes with fp32 scales, or FlashMLA's rows"
+            )
 
 
 class _Plan(NamedTuple):
@@ -191,8 +264,9 @@ def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: C
         return DecodeConfig(min(rows, 16), 128, 4, 1)
     stages = 1 if target.backend == "hip" else 2
     if latent:
-        # Rows of codes are decoded in registers, of which twice as many threads have enough.
-        return DecodeConfig(16, 32, 8 if kept == "rows" and target.backend == "cuda" else 4, stages)
+        # Rows of codes are decoded in registers, of which twice as many threads have enough, or half as many rows.
+        few = kept == "rows" and target.backend == "hip"
+        return DecodeConfig(16, 16 if few else 32, 8 if kept == "rows" and not few else 4, stages)
     m = max(16, min(rows, 64))
     if kept != "plain" and (max(qk, v) > 128 or qk % 16 or v % 16) and target.backend == "cuda":
         return DecodeConfig(m, 64, 8, stages)  # decoded in registers, as above
@@ -202,16 +276,19 @@ def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: C
 
 @functools.lru_cache(maxsize=4096)
 def _planned(forms: Forms, target: Capabilities) -> _Plan:
+    forms.check()
     sequences, queries, heads, dim = forms.query
-    _, page, key_heads, _ = forms.k
-    group, latent = heads // key_heads, forms.v_strides is None
+    count, page, key_heads, _ = forms.k.shape
+    group, latent = heads // key_heads, forms.v is None
     coded = forms.format is not None
-    by_token = coded and forms.k_scale is not None and len(forms.k_scale) > 1
+    by_token = forms.k_scale is not None and len(forms.k_scale.shape) > 1
     rows = queries * group
     kept = "rows" if forms.rows else "tokens" if by_token else "codes" if coded else "plain"
     m, n, warps, stages = decode_config(_power(rows), dim, forms.v_dim, kept, latent, target)
-    k_at = kept_strides(forms.k_strides, forms.k_scale)
-    v_at = kept_strides(forms.v_strides, forms.v_scale)
+    k_at, v_at = (
+        kept_strides(None if cache is None else cache.strides, None if scale is None else scale.strides)
+        for cache, scale in ((forms.k, forms.k_scale), (forms.v, forms.v_scale))
+    )
     at = Strides(0, *forms.query_strides[:3])
     half = "fp32" if target.is_cpu else "fp16"
     # Weights times the scales of tokens may be smaller than fp16 can hold.
@@ -237,7 +314,7 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     )
     parts = max(1, -(-forms.table[1] * page // PART))
     tile = replace(tile, direct=parts == 1)
-    pages = Pages(None, None, page, forms.table[1], forms.table_stride)
+    pages = Pages(None, None, count, page, forms.table[1], forms.table_stride)
     room = forms.table[1] * page + queries
     counts = Counts(
         sequences, queries, heads, group, parts, room if forms.left is None else min(forms.left, room)
@@ -279,25 +356,7 @@ def _allocate(a: DecodeArgs) -> DecodeOutputs:
 
 def _launch(o: DecodeOutputs, a: DecodeArgs) -> None:
     query, k, v = with_neighbours(a.query), a.k, a.v
-    rows = k.dtype is torch.uint8 and a.k_scale is None
-    forms = Forms(
-        query.shape,
-        query.stride(),
-        k.shape,
-        k.stride(),
-        None if v is None else v.stride(),
-        None if a.k_scale is None else a.k_scale.stride(),
-        None if a.v_scale is None else a.v_scale.stride(),
-        a.page_table.shape,
-        a.page_table.stride(0),
-        query.dtype,
-        None if rows else format_of(k),
-        a.left,
-        a.softcap != 0,
-        a.v_dim,
-        rows,
-    )
-    plan = _planned(forms, capabilities_of(query.device))
+    plan = _planned(Forms.of(a, query), capabilities_of(query.device))
     y, lse = o.y, o.lse
     if plan.join is not None:
         y = torch.empty((plan.parts, *o.y.shape), dtype=torch.float32, device=query.device)
@@ -376,9 +435,10 @@ def attention_decode(
 
     - `cache`: plain in the dtype of query, or FP8 or int8 with scales. Pages are [pages, page_size, heads, dim]; a
       cache [slots, heads, dim] has pages of one token.
-    - `page_table` [sequences, pages], int32: the pages of each sequence, in order. Those past its length are not read.
+    - `page_table` [sequences, pages], int32: the pages of each sequence, in order. Those past its length or before its
+      window may hold anything. A sequence gives NaN if a query sees a key in a page that the cache does not have.
     - `lengths` [sequences], int32 or int64: tokens of each sequence, those of query among them. A sequence of length 0
-      gives zeros.
+      or less gives zeros, and one whose length exceeds the room of its pages NaN.
     - `window`: how many keys before its own a query sees. `scale`, `softcap`, `sinks`: as in `attention`.
     - `return_lse`: an `Attention(out, lse, None)` with lse fp32 [sequences, heads], or [sequences, heads, queries].
 

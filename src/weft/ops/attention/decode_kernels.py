@@ -2,6 +2,10 @@
 
 A program has one head of keys of one sequence, all query heads that share it, and one part of the keys. Parts have a
 fixed number of tokens, so that the bits of a sequence do not depend on the sequences beside it.
+
+Page numbers and lengths may hold any integers: pages outside of the cache are not read, and lengths are clamped to the
+room of the table. The results of a sequence are NaN if its length exceeds that room, or if a query sees a key in a
+page that does not exist.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ class Pages(NamedTuple):
 
     table: Tensor | None  # int32 [sequences, pages]
     lengths: Tensor | None  # [sequences]: tokens in the cache, those of the queries among them
+    number: int  # of pages of the cache
     size: int  # tokens of a page
     width: int  # pages of a row of the table
     stride: int  # of the table, from row to row
@@ -76,15 +81,24 @@ def _rows(number, sequence, key_head, counts, M: tl.constexpr):
 
 
 @triton.jit
-def _places(start, end, sequence, pages, N: tl.constexpr, WHOLE: tl.constexpr):
-    """(page, place in it) of tokens from `start` on, int64 [N] each. WHOLE: all of them are in one page."""
+def _exists(page, pages):
+    return (page >= 0) & (page < pages.number)
+
+
+@triton.jit
+def _places(start, first, end, sequence, pages, N: tl.constexpr, WHOLE: tl.constexpr):
+    """(page, place in it, whether that page exists) of tokens from `start` on, [N] each. WHOLE: all of them are in one
+    page, for which the last answer is. In place of tokens before `first`, which no query sees, that one is read: their
+    pages may be gone."""
     row = pages.table + sequence * pages.stride
-    token = start + tl.arange(0, N)
+    token = tl.maximum(start + tl.arange(0, N), first)
     if WHOLE:
-        page = tl.load(row + start // pages.size).to(tl.int64) + tl.zeros((N,), tl.int64)
+        page = tl.load(row + start // pages.size).to(tl.int64)
     else:
         page = tl.load(row + token // pages.size, mask=token < end, other=0).to(tl.int64)
-    return page, (token % pages.size).to(tl.int64)
+    there = _exists(page, pages)
+    page = tl.where(there, page, 0) + tl.zeros((N,), tl.int64)
+    return page, (token % pages.size).to(tl.int64), there
 
 
 @triton.jit
@@ -169,11 +183,13 @@ def _with_sink(out, lse, sink):
 
 @triton.jit
 def _bounds(sequence, pages, counts):
-    """(own key of the first query, tokens, first key that any query sees), of a sequence."""
-    room = pages.width * pages.size
-    length = tl.minimum(tl.load(pages.lengths + sequence).to(tl.int32), room.to(tl.int32))
+    """(own key of the first query, tokens, first key that any query sees, whether there is room for all tokens), of a
+    sequence. A cache without pages has no room."""
+    room = tl.where(pages.number > 0, (pages.width * pages.size).to(tl.int64), 0)
+    given = tl.load(pages.lengths + sequence).to(tl.int64)
+    length = tl.minimum(tl.maximum(given, 0), room).to(tl.int32)
     own = length - counts.queries.to(tl.int32)
-    return own, length, tl.maximum(own - counts.left.to(tl.int32), 0)
+    return own, length, tl.maximum(own - counts.left.to(tl.int32), 0), given <= room
 
 
 @triton.jit
@@ -210,8 +226,8 @@ def decode_kernel(
     key_head = tl.program_id(0) // counts.parts // tiles % key_heads
     sequence = (tl.program_id(0) // counts.parts // tiles // key_heads).to(tl.int64)
     rows = _rows(tile, sequence, key_head, counts, M)
-    own, length, begin = _bounds(sequence, pages, counts)
-    begin = tl.maximum(part * PART, begin // N * N)
+    own, length, first, sound = _bounds(sequence, pages, counts)
+    begin = tl.maximum(part * PART, first // N * N)
     end = tl.minimum(part * PART + PART, length)
     if TILE.direct or begin < end:
         own_key = own + rows.query  # [M]
@@ -228,11 +244,14 @@ def decode_kernel(
         largest = tl.full((M,), MINUS_INFINITY, tl.float32)
         total = tl.zeros((M,), tl.float32)
         sums = zeros(M, V)
+        # Whether some key that a query sees lies in a page that does not exist, in any tile or at each place of tiles.
+        missing = begin < begin if TILE.whole_pages else tl.zeros((N,), tl.int1)
         for start in range(begin, end, N):
             start = tl.multiple_of(start, N)
             token = start + tl.arange(0, N)
             exists = token < end
-            page, place = _places(start, end, sequence, pages, N, TILE.whole_pages)
+            page, place, there = _places(start, first, end, sequence, pages, N, TILE.whole_pages)
+            missing |= (there == 0) if TILE.whole_pages else exists & (there == 0)
             if TILE.row_format is not None:
                 keys = _latent_rows(k, page, place, exists, TILE)
             else:
@@ -264,6 +283,8 @@ def decode_kernel(
                     p *= _scales(v, key_head, page, place, exists)[None, :]
             sums = add_product(times(sums, fade[:, None]), p.to(values.first.dtype), values)
             largest = joined
+        sound &= (missing if TILE.whole_pages else tl.max(missing.to(tl.int32), axis=0)) == 0
+        total = tl.where(sound, total, float("nan"))
         empty = total == 0.0
         out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
         if TILE.format is not None and not TILE.scaled_by_token:
@@ -326,7 +347,7 @@ def join_kernel(
     query = (tl.program_id(0) // tiles).to(tl.int64)  # of all sequences
     sequence = query // counts.queries
     exists = head < counts.heads
-    _, length, begin = _bounds(sequence, pages, counts)
+    _, length, begin, sound = _bounds(sequence, pages, counts)
     first, last = begin // N * N // PART, tl.cdiv(length, PART)
     row = query * counts.heads + head
     plane = _plane(counts)
@@ -335,7 +356,7 @@ def join_kernel(
         lse = tl.load(part_lse_ptr + part * plane + row, mask=exists, other=MINUS_INFINITY)
         largest = tl.maximum(largest, lse)
     least = tl.where(largest == MINUS_INFINITY, 0.0, largest)
-    total = tl.zeros((M,), tl.float32)
+    total = tl.where(sound, tl.zeros((M,), tl.float32), float("nan"))
     sums = zeros(M, V)
     for part in range(first, last):
         at = part * plane + row

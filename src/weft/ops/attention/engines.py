@@ -166,7 +166,7 @@ def _lacks_mask(library: Library, a: Args) -> str | None:
             return "packed sequences"
         if a.packed.k_starts is not a.packed.q_starts:
             return "packed sequences with keys of their own, which may leave queries without a key"
-        return None
+        return None if queries == keys else "packed sequences with another number of tokens of keys"
     if not mask.banded or queries == keys:
         return None
     if library.align != ("lower_right" if mask.lower_right else "upper_left"):

@@ -6,7 +6,7 @@ scale * log2(e).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from ...tiles.numbers import encode
 from ...tiles.reduce import amax, larger
 from ...tiles.scales import fp32_scale, scaled
 from ..common.copies import Codes, Encoding, Tile, store_rows
-from ..common.groups import GroupEnds, group_tile
 from ..common.results import FP32_MAX
 from ..heads.layout import Place
 from .configs import VALUE_COLUMNS
@@ -38,6 +37,16 @@ from .pieces import (
     times_columns,
     zeros,
 )
+from .sequences import (
+    Band,
+    Lengths,
+    keys_seen,
+    or_nan,
+    queries_seeing,
+    sees,
+    sequence_at,
+    sequence_of,
+)
 
 COLUMNS = tl.constexpr(VALUE_COLUMNS)
 
@@ -47,17 +56,6 @@ RAISED = tl.constexpr(256.0)
 LOG_RAISED = tl.constexpr(8.0)
 
 # ---- structs --------------------------------------------------------------------------------------------
-
-
-class Lengths(NamedTuple):
-    """How long sequences are. Packed ones follow each other: sequence s begins at token starts[s]."""
-
-    q_starts: Tensor | None  # [number + 1], or None: each sequence has q queries and k keys
-    k_starts: Tensor | None
-    kv_lengths: Tensor | None  # [number]: how many of its keys each sequence uses, or None: all of them
-    number: int  # of sequences
-    q: int  # queries of a sequence; of all of them if they are packed
-    k: int
 
 
 class ValueCodes(NamedTuple):
@@ -76,65 +74,7 @@ class Heads(NamedTuple):
     group: int
 
 
-class Band(NamedTuple):
-    """Which keys a query sees: from `left` before its own to `right` after it."""
-
-    left: int
-    right: int
-    lower: int  # 1: the last query's own key is the last one; 0: the first query's own key is the first one
-
-
-class Sequence(NamedTuple):
-    """A sequence, where it lies, and a tile of its queries or keys."""
-
-    number: Any  # int64
-    batch: Any  # the same in tensors that are not packed; else 0
-    q_start: Any  # int64, of packed tensors
-    k_start: Any
-    q: Any  # how many queries there are, int32
-    k: Any
-    first: Any  # of the tile, counted in the sequence, int32
-    exist: Any  # rows of the tile that are in the tensor
-    offset: Any  # the own key of query i is i + offset
-
-
 # ---- where a tile lies ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _sequence(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence of a tile, and the tile's first row in it. `rest` is the sequence's number if nothing is packed."""
-    starts = lengths.k_starts if OF_KEYS else lengths.q_starts
-    size = lengths.k if OF_KEYS else lengths.q
-    if starts is None:
-        batch = rest.to(tl.int64)
-        number = batch
-        q_start, k_start = batch * 0, batch * 0
-        q, k = lengths.q.to(tl.int32), lengths.k.to(tl.int32)
-        first = (tile * ROWS).to(tl.int32)
-        exist = tl.minimum(size.to(tl.int32) - first, ROWS)
-    else:
-        ends = GroupEnds(starts + 1, lengths.number, 1)
-        number, row, exist, _ = group_tile(tile.to(tl.int64), ends, size, ROWS)
-        # Past the last sequence there may be tokens that belong to none. They have no keys.
-        known = number < lengths.number
-        number = tl.minimum(number, lengths.number - 1)
-        batch = number * 0
-        q_start = tl.load(lengths.q_starts + number).to(tl.int64)
-        k_start = tl.load(lengths.k_starts + number).to(tl.int64)
-        q = (tl.load(lengths.q_starts + number + 1) - q_start).to(tl.int32)
-        k = (tl.load(lengths.k_starts + number + 1) - k_start).to(tl.int32)
-        q, k = tl.where(known, q, 0), tl.where(known, k, 0)
-        if OF_KEYS:
-            k_start = tl.where(known, k_start, row)
-            first = (row - k_start).to(tl.int32)
-        else:
-            q_start = tl.where(known, q_start, row)
-            first = (row - q_start).to(tl.int32)
-        exist = exist.to(tl.int32)
-    if lengths.kv_lengths is not None:
-        k = tl.maximum(tl.minimum(k, tl.load(lengths.kv_lengths + number).to(tl.int32)), 0)
-    return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower)
 
 
 @triton.jit
@@ -158,61 +98,7 @@ def _scales(place, batch, start, head, first, limit, ROWS: tl.constexpr):
     return tl.load(place.ptr + off, mask=row < limit, other=0.0)
 
 
-# ---- who sees whom ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _sees(query, key, sequence, band, BANDED: tl.constexpr):
-    """Which queries see which keys; both are counted in their sequence, and broadcast against each other."""
-    seen = key < sequence.k
-    if BANDED:
-        own = query + sequence.offset
-        seen = seen & (key <= own + band.right) & (key >= own - band.left)
-    return seen
-
-
-@triton.jit
-def _keys_seen(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
-    """(first key that any query of a tile sees, the key after the last; first key from which on all queries see
-    keys, the key after the last that all of them see)."""
-    if BANDED:
-        first = sequence.first + sequence.offset  # the own key of the first query
-        last = tl.minimum(sequence.first + ROWS, sequence.q) - 1 + sequence.offset
-        begin = tl.maximum(first - band.left, 0)
-        end = tl.minimum(last + band.right + 1, sequence.k)
-        return begin, end, last - band.left, tl.minimum(first + band.right + 1, sequence.k)
-    else:
-        return sequence.first * 0, sequence.k, sequence.first * 0, sequence.k
-
-
-@triton.jit
-def _queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
-    """The same for the queries that see keys of a tile."""
-    if BANDED:
-        first = sequence.first - sequence.offset  # the query whose own key is the first of the tile
-        last = tl.minimum(sequence.first + ROWS, sequence.k) - 1 - sequence.offset
-        begin = tl.maximum(first - band.right, 0)
-        end = tl.minimum(last + band.left + 1, sequence.q)
-        return begin, end, last - band.right, first + band.left + 1
-    else:
-        return sequence.first * 0, sequence.q, sequence.first * 0, sequence.q
-
-
 # ---- values as codes ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _keys(number, lengths):
-    """Of a sequence: its place in the batch, or where its packed keys begin, and how many it has."""
-    if lengths.k_starts is None:
-        batch, start = number, number * 0
-        keys = lengths.k.to(tl.int32)
-    else:
-        batch, start = number * 0, tl.load(lengths.k_starts + number).to(tl.int64)
-        keys = (tl.load(lengths.k_starts + number + 1) - start).to(tl.int32)
-    if lengths.kv_lengths is not None:
-        keys = tl.maximum(tl.minimum(keys, tl.load(lengths.kv_lengths + number).to(tl.int32)), 0)
-    return batch, start, keys
 
 
 @triton.jit
@@ -228,18 +114,28 @@ def _turned(codes, key_head, token, number, V: tl.constexpr):
     return codes.ptr + row + (token // COLUMNS + number) * COLUMNS
 
 
+@triton.jit
+def _within(row, begin, end, BANDED: tl.constexpr):
+    """Which rows are from `begin`, which is 0 unless queries have a band, to before `end`."""
+    if BANDED:
+        return (row >= begin) & (row < end)
+    else:
+        return row < end
+
+
 @kernel
 def value_kernel(
     value: Place,
     codes: ValueCodes,
     lengths: Lengths,
     heads: Heads,
+    band: Band,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,  # of the codes of a number of all keys
     CAST: tl.constexpr,
 ):
     """TILE.m numbers of the values of a head of a sequence: their largest in TILE.n keys at a time, then their codes,
-    with zeros up to a multiple of COLUMNS."""
+    with zeros for keys that no query sees, and up to a multiple of COLUMNS."""
     N: tl.constexpr = TILE.n
     M: tl.constexpr = TILE.m
     V: tl.constexpr = TILE.v
@@ -249,25 +145,30 @@ def value_kernel(
     key_heads = heads.q // heads.group
     key_head = tl.program_id(0) // parts % key_heads
     number = (tl.program_id(0) // parts // key_heads).to(tl.int64)
-    batch, start, keys = _keys(number, lengths)
+    sequence = sequence_of(number, lengths, band)
+    batch, start = sequence.batch, sequence.k_start
+    seen, seen_end, _, _ = keys_seen(sequence, band, sequence.q, TILE.banded)
     lane = part * M + tl.arange(0, M)  # [M], of a head's numbers
     exists = lane < V.numbers
     step = _stride(value.at.token, ALIGN)
     from_ptr = _base(value, batch, start, key_head, ALIGN) + lane[None, :]
     largest = tl.zeros((M,), tl.float32)
-    for first in range(0, keys, N):
+    for first in range(seen // N * N, seen_end, N):
         row = first + tl.arange(0, N)
-        mask = (row < keys)[:, None] & exists[None, :]
+        mask = _within(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
         x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0)  # [N, M]
         largest = larger(largest, amax(x.to(tl.float32), axis=0))
     scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
     tl.store(codes.scale + (number * key_heads + key_head) * V.numbers + lane, scale, mask=exists)
-    to_ptr = _turned(codes, key_head, batch * lengths.k + start, number, V)
+    token = batch * lengths.k + start
+    to_ptr = _turned(codes, key_head, token, number, V)
     to_ptr = to_ptr + (lane.to(tl.int64) * _stride(codes.columns, COLUMNS))[:, None]
-    end = tl.cdiv(keys, COLUMNS) * COLUMNS
+    # There is room for all of them: the bound is for proofs, which do not find that out.
+    room = _stride(codes.columns, COLUMNS) // COLUMNS - token // COLUMNS - number
+    end = tl.maximum(tl.minimum(tl.cdiv(sequence.k, COLUMNS), room), 0).to(tl.int32) * COLUMNS
     for first in range(0, end, N):
         row = first + tl.arange(0, N)
-        mask = (row < keys)[:, None] & exists[None, :]
+        mask = _within(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
         x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(tl.float32)
         made = encode(scaled(x, factor[None, :], FORMAT), FORMAT, CAST)
         tl.store(to_ptr + row[None, :], tl.trans(made), mask=exists[:, None] & (row < end)[None, :])
@@ -308,10 +209,10 @@ def attention_kernel(
     BANDED: tl.constexpr = TILE.banded
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
-        tiles += lengths.number
+        tiles += lengths.number + 1
     tile = tiles - 1 - tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads.q
-    sequence = _sequence(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
+    sequence = sequence_at(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
     key_head = head // heads.group
     row = sequence.first + tl.arange(0, M)  # [M]
     limit = sequence.first + sequence.exist
@@ -328,17 +229,19 @@ def attention_kernel(
     if query_scale.ptr is not None:
         row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
     largest = tl.full((M,), MINUS_INFINITY, tl.float32)
-    total = tl.zeros((M,), tl.float32)
+    total = or_nan(tl.zeros((M,), tl.float32), sequence, lengths)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        # An infinite sink takes everything; a finite one stands for it, of which a difference can be taken.
+        # An infinite sink takes everything: its maximum is replaced by a finite one, so that differences are not NaN.
         largest = tl.zeros_like(largest) + tl.minimum(sink * LOG2E, LARGEST)
-        total += tl.where(sink == MINUS_INFINITY, 0.0, 1.0)
+        # Where the maximum would lose a NaN, the sum has it.
+        weight = tl.where(sink == MINUS_INFINITY, 0.0, tl.where(sink == sink, 1.0, sink))
+        total += tl.where(row < sequence.q, weight, 0.0)
     if value_codes.ptr is not None:
         total *= RAISED
     top = tl.full((M,), MINUS_INFINITY, tl.float32)
     sums = zeros(M, V)
-    begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
+    begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
@@ -349,7 +252,7 @@ def attention_kernel(
         s, _ = capped(products, scores, CAPPED)
         if (start < all_begin) | (start + N > all_end):
             other = start + tl.arange(0, N)
-            s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+            s = tl.where(sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
         highest = tl.max(s, axis=1) * factor
         if max_ptr is not None:
             top = tl.maximum(top, highest)
@@ -376,13 +279,14 @@ def attention_kernel(
     lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
     if sinks_ptr is not None:
         # Tokens that belong to no sequence see nothing, not even the sink.
-        lse = tl.where(row < sequence.q, tl.where(sink == float("inf"), sink, lse), MINUS_INFINITY)
+        lse = tl.where((row < sequence.q) & (sink == float("inf")), sink, lse)
     lse_row = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start
     tl.store(lse_ptr + lse_row + row, lse, mask=row < limit)
     if max_ptr is not None:
         seen = tl.where(row < limit, top, MINUS_INFINITY)
         number = sequence.batch * tiles + tile
-        tl.store(max_ptr + number * heads.q + head, tl.max(seen, axis=0) * LN2)
+        highest = or_nan(tl.max(seen, axis=0) * LN2, sequence, lengths)
+        tl.store(max_ptr + number * heads.q + head, highest)
     if FORMAT is None:
         y_ptr = _base(y, sequence.batch, sequence.q_start, head, ALIGN)
         store_heads(out, y_ptr, y.at.token, sequence.first, limit, V, ALIGN)
@@ -449,7 +353,7 @@ def delta_kernel(
         lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
         # Where the sink is all there is, its share is 1, also if both are infinite.
         share = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
-        lost = tl.where((lse > MINUS_INFINITY) & (sink > MINUS_INFINITY) & exists, share * delta, 0.0)
+        lost = tl.where((lse != MINUS_INFINITY) & (sink != MINUS_INFINITY) & exists, share * delta, 0.0)
         tl.store(sink_sums_ptr + (batch * tiles + tile) * heads.q + head, -tl.sum(lost, axis=0))
 
 
@@ -484,10 +388,10 @@ def query_gradient_kernel(
     BANDED: tl.constexpr = TILE.banded
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
-        tiles += lengths.number
+        tiles += lengths.number + 1
     tile = tiles - 1 - tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads.q
-    sequence = _sequence(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
+    sequence = sequence_at(tile, tl.program_id(0) // tiles // heads.q, lengths, band, False, M)
     key_head = head // heads.group
     row = sequence.first + tl.arange(0, M)
     limit = sequence.first + sequence.exist
@@ -503,7 +407,7 @@ def query_gradient_kernel(
     lse = _base_two(tl.load(lse_ptr + at, mask=row < limit, other=0.0))
     delta = tl.load(delta_ptr + at, mask=row < limit, other=0.0)
     sums = zeros(M, QK)
-    begin, end, all_begin, all_end = _keys_seen(sequence, band, M, BANDED)
+    begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
@@ -511,14 +415,15 @@ def query_gradient_kernel(
         s, slope = capped(across(q, k), scores, CAPPED)  # [M, N]
         if (start < all_begin) | (start + N > all_end):
             other = start + tl.arange(0, N)
-            s = tl.where(_sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+            s = tl.where(sees(row[:, None], other[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[:, None])
         ds = p * (across(dout, v) - delta[:, None])
         if CAPPED:
             ds = ds * slope
         sums = add_product(sums, ds.to(k.first.dtype), k)
     dq_ptr = _base(dquery, sequence.batch, sequence.q_start, head, ALIGN)
-    store_heads(times(sums, scores.scale), dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
+    dq = times(sums, or_nan(scores.scale, sequence, lengths))
+    store_heads(dq, dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
 
 
 @kernel
@@ -547,11 +452,11 @@ def key_gradient_kernel(
     BANDED: tl.constexpr = TILE.banded
     tiles = tl.cdiv(lengths.k, N)
     if lengths.k_starts is not None:
-        tiles += lengths.number
+        tiles += lengths.number + 1
     key_heads = heads.q // heads.group
     tile = tl.program_id(0) % tiles
     key_head = tl.program_id(0) // tiles % key_heads
-    sequence = _sequence(tile, tl.program_id(0) // tiles // key_heads, lengths, band, True, N)
+    sequence = sequence_at(tile, tl.program_id(0) // tiles // key_heads, lengths, band, True, N)
     other = sequence.first + tl.arange(0, N)
     limit = sequence.first + sequence.exist
     factor = factor_of(scores, CAPPED)
@@ -561,15 +466,16 @@ def key_gradient_kernel(
     k = load_heads(k_ptr, key.at.token, sequence.first, sequence.k, N, QK, ALIGN)
     v = load_heads(v_ptr, value.at.token, sequence.first, sequence.k, N, V, ALIGN)
     dk, dv = zeros(N, QK), zeros(N, V)
-    begin, end, all_begin, all_end = _queries_seeing(sequence, band, N, BANDED)
+    begin, end, all_begin, all_end = queries_seeing(sequence, band, N, BANDED)
     # A tile whose last keys do not exist has to hide them from every query.
     hidden = sequence.first + N > sequence.k
     begin = begin // M * M
-    blocks = tl.maximum(tl.cdiv(end - begin, M), 0)
+    blocks = tl.cdiv(tl.maximum(end - begin, 0), M)
     # Triton's pipelines divide for the first steps even if there are none.
     per_head = tl.maximum(blocks, 1)
     for step in range(blocks * heads.group):
-        head = key_head * heads.group + step // per_head
+        # The bound always holds, which a proof does not find out.
+        head = key_head * heads.group + tl.minimum(step // per_head, heads.group - 1)
         start = tl.multiple_of(begin + step % per_head * M, M)
         q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
         dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
@@ -582,7 +488,7 @@ def key_gradient_kernel(
         delta = tl.load(delta_ptr + at, mask=row < sequence.q, other=0.0)
         s, slope = capped(across(k, q), scores, CAPPED)  # [N, M]
         if (start < all_begin) | (start + M > all_end) | hidden:
-            s = tl.where(_sees(row[None, :], other[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
+            s = tl.where(sees(row[None, :], other[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[None, :])
         dv = add_product(dv, p.to(dout.first.dtype), dout)
         ds = p * (across(v, dout) - delta[None, :])
@@ -591,5 +497,6 @@ def key_gradient_kernel(
         dk = add_product(dk, ds.to(q.first.dtype), q)
     dk_ptr = _base(dkey, sequence.batch, sequence.k_start, key_head, ALIGN)
     dv_ptr = _base(dvalue, sequence.batch, sequence.k_start, key_head, ALIGN)
-    store_heads(times(dk, scores.scale), dk_ptr, dkey.at.token, sequence.first, limit, QK, ALIGN)
+    dk, dv = times(dk, or_nan(scores.scale, sequence, lengths)), times(dv, or_nan(1.0, sequence, lengths))
+    store_heads(dk, dk_ptr, dkey.at.token, sequence.first, limit, QK, ALIGN)
     store_heads(dv, dv_ptr, dvalue.at.token, sequence.first, limit, V, ALIGN)

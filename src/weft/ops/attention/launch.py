@@ -22,15 +22,13 @@ from .arguments import (
     AttentionBackwardArgs,
     AttentionGradients,
     AttentionOutputs,
-    Coded,
     Mask,
+    coded_heads,
 )
 from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
 from .engines import choose_library
 from .kernels import (
-    Band,
     Heads,
-    Lengths,
     ValueCodes,
     attention_kernel,
     delta_kernel,
@@ -40,6 +38,7 @@ from .kernels import (
 )
 from .libraries import attend, attend_backward
 from .reference import memory_layout
+from .sequences import Band, Lengths
 
 Sizes = tuple[int, ...]
 
@@ -88,6 +87,11 @@ class Forms(NamedTuple):
             self.shape[heads],
             self.key_shape[heads],
         )
+
+    def tiles(self, tokens: int, rows: int) -> int:
+        """Tiles of `rows` tokens of a head. Those of packed sequences begin with sequences, and cover the tokens before
+        the first one and after the last, too."""
+        return -(-tokens // rows) + (self.sequences + 1 if self.sequences else 0)
 
     def inputs(self) -> list[Strides]:
         """Those of query, key and value; none of values that are codes, which lie in one way only."""
@@ -181,7 +185,7 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         and tile.v.first == forms.v_dim
         and forms.v_dim % f.group == 0
     )
-    tiles = -(-counts.q // tile.m) + forms.sequences
+    tiles = forms.tiles(counts.q, tile.m)
     launch = Launch.of(
         attention_kernel,
         TILE=tile,
@@ -222,6 +226,7 @@ def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
         codes=ValueCodes(None, None, forms.value_columns),
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
+        band=counts.band(forms.mask),
     )
     launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
     programs = -(-forms.v_dim // tile.m) * counts.key_heads * (forms.sequences or counts.batch)
@@ -245,9 +250,8 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     if library is not None:
         attend(library, o, a)
         return
-    coded_query, coded_key = Coded.of(a.query, a.query_codes), Coded.of(a.key, a.key_codes)
-    query, key, value = map(with_neighbours, (coded_query.x, coded_key.x, a.value))
-    query_scale, key_scale = coded_query.scale, coded_key.scale
+    (query, query_scale), (key, key_scale) = coded_heads(a)
+    query, key, value = map(with_neighbours, (query, key, a.value))
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
     if query_scale is not None and key_scale is not None:
@@ -343,11 +347,11 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
         "scores": None,
     }
     if kernel == "query":
-        tiles = (-(-counts.q // tile.m) + forms.sequences) * counts.heads
+        tiles = forms.tiles(counts.q, tile.m) * counts.heads
         _, integers, _ = query_gradient_kernel.arguments(**common, dquery=Place(None, into[0]))
         launch = Launch.of(query_gradient_kernel, TILE=tile, **options)
     else:
-        tiles = (-(-counts.k // tile.n) + forms.sequences) * counts.key_heads
+        tiles = forms.tiles(counts.k, tile.n) * counts.key_heads
         _, integers, _ = key_gradient_kernel.arguments(
             **common, dkey=Place(None, into[0]), dvalue=Place(None, into[1])
         )

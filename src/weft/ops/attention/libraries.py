@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from ..heads.layout import canonical
-from .arguments import AttentionArgs, AttentionBackwardArgs, AttentionGradients, AttentionOutputs, Mask
+from .arguments import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    AttentionGradients,
+    AttentionOutputs,
+    Mask,
+    starts_as_read,
+)
 from .reference import memory_layout
 
 aten = torch.ops.aten
@@ -42,17 +49,20 @@ class Problem(NamedTuple):
     k: Tensor
     v: Tensor
     starts: Tensor | None  # int32 [sequences + 1]: where packed sequences begin, those of queries and of keys
+    unsound: Tensor | None  # bool: `starts` are not as given, because these do not ascend or leave the tokens
     mask: Mask
     scale: float
     softcap: float
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs) -> Problem:
-        starts = a.packed.q_starts
-        if starts is not None:
-            starts = starts.to(torch.int32).contiguous()
+        given, starts, unsound = a.packed.q_starts, None, None
+        if given is not None:
+            # Libraries read and write wherever starts lead to.
+            read = starts_as_read(given, a.query.shape[0])
+            starts, unsound = read.to(torch.int32).contiguous(), (read != given).any()
         q, k, v = (_heads(x, a.layout) for x in (a.query, a.key, a.value))
-        return Problem(q, k, v, starts, a.mask, a.scale, a.softcap)
+        return Problem(q, k, v, starts, unsound, a.mask, a.scale, a.softcap)
 
     @property
     def causal(self) -> bool:
@@ -134,11 +144,12 @@ def attend(library: Library, o: AttentionOutputs, a: AttentionArgs) -> None:
     """Fill the result and lse by the kernels of a library."""
     problem, y = Problem.of(a), _view(o.result.y, a.layout)
     out, lse = library.forward(problem, y, o.lse)
-    if problem.starts is not None:
-        # Nobody wrote to tokens of no sequence.
-        used = ~_pads(problem.starts, y)
-        torch.where(used[:, None, None], out, out.new_zeros(()), out=y)
-        torch.where(used, lse, lse.new_full((), -math.inf), out=o.lse)
+    if problem.starts is not None and problem.unsound is not None:
+        # Nobody wrote to tokens of no sequence. Of starts that had to be changed nothing is kept.
+        used = ~(_pads(problem.starts, y) | problem.unsound)
+        lost = torch.where(problem.unsound, math.nan, 0.0)
+        torch.where(used[:, None, None], out, lost.to(out.dtype), out=y)
+        torch.where(used, lse, (lost - math.inf).to(lse.dtype), out=o.lse)
         return
     if out is not y:
         y.copy_(out)
@@ -156,14 +167,16 @@ def attend_backward(library: Library, o: AttentionGradients, a: AttentionBackwar
     ]
     upstream = Upstream(_heads(a.y, layout), _heads(a.dy, layout), a.lse.contiguous(), *grads)
     library.backward(problem, upstream)
-    if problem.starts is not None:
+    if problem.starts is not None and problem.unsound is not None:
         for grad in grads:
             grad.masked_fill_(_pads(problem.starts, grad)[:, None, None], 0)
+            grad.masked_fill_(problem.unsound, math.nan)
 
 
 def _pads(starts: Tensor, x: Tensor) -> Tensor:
-    """bool [tokens]: those after the last sequence."""
-    return torch.arange(len(x), device=x.device) >= starts[-1]
+    """bool [tokens]: those before the first sequence and after the last."""
+    token = torch.arange(len(x), device=x.device)
+    return (token < starts[0]) | (token >= starts[-1])
 
 
 # ---- PyTorch ----------------------------------------------------------------------------------------------

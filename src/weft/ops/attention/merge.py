@@ -32,7 +32,9 @@ def merge_attention(
     packed [heads, tokens]. Gradients flow to both. `out_dtype`: that of the first part by default; a ring keeps fp32
     until its last step.
 
-    A part of which a query saw nothing has lse -inf and no weight. It is plain PyTorch, which `torch.compile` fuses.
+    A part of which a query saw nothing has lse -inf and no weight; a query that saw nothing in any part has the result
+    0 and the gradient 0. A part whose sink is +inf has lse +inf and all the weight. Give sinks to one part alone. It is
+    plain PyTorch, which `torch.compile` fuses.
 
     >>> import torch, weft
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64)
@@ -56,16 +58,21 @@ def merge_attention(
     for out, lse in zip(outs, lses, strict=True):
         check_tensor("outs", out, FLOATS, first.device, tuple(first.shape))
         check_tensor("lses", lse, (compute_dtype(out), torch.float32), first.device, shape)
-    total = torch.logsumexp(torch.stack(lses), 0)
-    # Where no part saw anything there is nothing to divide: all weights are 0.
-    least = torch.where(total == -math.inf, 0.0, total)
+    stacked = torch.stack(lses)
+    largest = stacked.detach().amax(0)
+    # Differences of infinities are NaN, and so would be their gradients: they are replaced before, not after. Where no
+    # part saw anything all weights are 0; where a sink is infinite its part has the weight 1.
+    infinite = largest.abs() == math.inf
+    total = torch.logsumexp(torch.where(infinite, 0.0, stacked), 0)
     y = None
     for out, lse in zip(outs, lses, strict=True):
-        weight = _beside(torch.exp(lse - least), layout, packed)
+        share = torch.exp(torch.where(infinite, 0.0, lse) - total)
+        alone = (lse.detach() == math.inf).to(share.dtype)
+        weight = _beside(torch.where(infinite, alone, share), layout, packed)
         part = weight * out.to(weight.dtype)
         y = part if y is None else y + part
     assert y is not None
-    return Attention(y.to(out_dtype or first.dtype), total, None)
+    return Attention(y.to(out_dtype or first.dtype), torch.where(infinite, largest, total), None)
 
 
 def _beside(weight: Tensor, layout: str, packed: bool) -> Tensor:

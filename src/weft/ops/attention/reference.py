@@ -22,6 +22,8 @@ from .arguments import (
     Coded,
     Mask,
     Packed,
+    coded_heads,
+    starts_as_read,
 )
 
 
@@ -31,6 +33,7 @@ class Span(NamedTuple):
     batch: int
     q: slice
     k: slice
+    sound: bool  # its starts and its length are in range; otherwise its results are NaN
 
 
 def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
@@ -38,15 +41,23 @@ def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
     number = len(query) if packed.q_starts is None else len(packed.q_starts) - 1
     used = None if packed.kv_lengths is None else packed.kv_lengths.tolist()
     if packed.q_starts is None or packed.k_starts is None:
-        spans = [Span(i, slice(0, query.shape[1]), slice(0, key.shape[1])) for i in range(number)]
+        spans = [Span(i, slice(0, query.shape[1]), slice(0, key.shape[1]), True) for i in range(number)]
     else:
-        q, k = packed.q_starts.tolist(), packed.k_starts.tolist()
-        spans = [Span(0, slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(number)]
+        bounds = zip(_packed(packed.q_starts, query), _packed(packed.k_starts, key), strict=True)
+        spans = [Span(0, q, k, q_sound and k_sound) for (q, q_sound), (k, k_sound) in bounds]
     for i, span in enumerate(spans):
-        if used is not None:
+        if used is not None and span.sound:
             end = min(span.k.start + max(used[i], 0), span.k.stop)
-            span = span._replace(k=slice(span.k.start, end))
+            enough = used[i] <= span.k.stop - span.k.start
+            span = span._replace(k=slice(span.k.start, end), sound=enough)
         yield span
+
+
+def _packed(starts: Tensor, x: Tensor) -> list[tuple[slice, bool]]:
+    """Where packed sequences lie among the tokens of x [1, tokens, heads, numbers], and whether their starts are in
+    range."""
+    given, read = starts.tolist(), starts_as_read(starts, x.shape[1]).tolist()
+    return [(slice(*read[i : i + 2]), read[i : i + 2] == given[i : i + 2]) for i in range(len(given) - 1)]
 
 
 def visible(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
@@ -105,9 +116,7 @@ def _through_codes(value: Tensor) -> Tensor:
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
-    q, k = (
-        _decoded(Coded.of(*of), a.layout, dtype) for of in ((a.query, a.query_codes), (a.key, a.key_codes))
-    )
+    q, k = (_decoded(heads, a.layout, dtype) for heads in coded_heads(a))
     v = canonical(a.value, a.layout).to(dtype)
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
@@ -116,13 +125,19 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     for span in _spans(a.packed, q, k):
         own = v[span.batch, span.k]
         if a.values is not None:
-            own = _through_codes(own)
+            queries = span.q.stop - span.q.start
+            seen = visible(queries, len(own), a.mask, own.device).any(0)[:, None, None]
+            own = _through_codes(torch.where(seen, own, 0.0))
         key, value = (_repeated(x, heads) for x in (k[span.batch, span.k], own))
         w = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
-        out[span.batch, span.q] = torch.einsum("hqk,khd->qhd", w.p, value)
+        found = torch.einsum("hqk,khd->qhd", w.p, value)
+        # A sink that is NaN reaches queries that see no key, too.
+        out[span.batch, span.q] = torch.where(w.lse.isnan().t()[..., None], math.nan, found)
         lse[span.batch, :, span.q] = w.lse
         if w.scores.numel():
             largest = torch.maximum(largest, w.scores.amax((1, 2)))
+        if not span.sound:
+            out[span.batch, span.q] = lse[span.batch, :, span.q] = largest[...] = math.nan
     if a.layout == "thd":
         lse = lse[0]
     shape = result_shape(a)
@@ -178,7 +193,11 @@ def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients
         if a.sinks is not None:
             sink = a.sinks.to(dtype)[:, None]
             share = torch.where(w.lse == sink, 1.0, torch.exp(sink - w.lse))
-            dsinks -= torch.where(sink > -math.inf, share * delta, 0.0).sum(-1)
+            dsinks -= torch.where((sink != -math.inf) & (w.lse != -math.inf), share * delta, 0.0).sum(-1)
+        if not span.sound:
+            dq[span.batch, span.q] = dk[span.batch, span.k] = dv[span.batch, span.k] = math.nan
+            if query.numel() and a.sinks is not None:
+                dsinks[a.sinks != -math.inf] = math.nan
     found = [
         laid_out(grad, a.layout).to(like.dtype) for grad, like in ((dq, a.query), (dk, a.key), (dv, a.value))
     ]

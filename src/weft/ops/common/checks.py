@@ -7,9 +7,11 @@ would copy to the device in every call, and wait for it.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, TypeGuard, TypeVar
 
@@ -117,6 +119,50 @@ def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
     else:
         found = f"a {kind}"
     return TypeError(f"{name} must be a tensor; got {found}{note and f'. {note}'}")
+
+
+def check_apart(
+    written: list[tuple[str, Tensor]], read: list[tuple[str, Tensor]], in_place: tuple[str, ...] = ()
+) -> None:
+    """Raise an error if memory that a call writes is also read by it, or written twice. An argument named in `in_place`
+    may be the very tensor that is written."""
+    for i, (name, out) in enumerate(written):
+        for other, tensor in [*read, *written[i + 1 :]]:
+            if not _share_memory(out, tensor):
+                continue
+            same = out is tensor or (out.data_ptr(), out.numel()) == (tensor.data_ptr(), tensor.numel())
+            if not (same and tensor.is_contiguous() and other in in_place):
+                raise ValueError(
+                    f"{name} shares memory with {other}, which the call uses while it writes {name}: give {name} "
+                    "memory of its own"
+                )
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors overlap in memory; tensors without memory of their own do not. A compiled call, which
+    computes before it writes, is asked for the same tensor alone."""
+    if torch.compiler.is_compiling():
+        return x is y
+    if type(x) not in (Tensor, Parameter) or type(y) not in (Tensor, Parameter) or x.device != y.device:
+        return False
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata or not x.numel() or not y.numel():
+        return False
+    spans = []
+    for t in (x, y):
+        first = t.storage_offset() * t.itemsize
+        reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+        spans.append((first, first + reach * t.itemsize))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def unexpected(function: Callable[..., Any], given: Iterable[str], name: str = "") -> TypeError:
+    """Return the error for the first of the given keywords that a function does not take. It names the function, by its
+    own name or by another one, and the keyword that was meant, if one is near."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    wrong = next(keyword for keyword in given if keyword not in known)
+    near = difflib.get_close_matches(wrong, known, n=1)
+    meant = f". Did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+    return TypeError(f"{name or function.__name__}() got an unexpected keyword argument {wrong!r}{meant}")
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> None:

@@ -22,7 +22,7 @@ from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
 from ...runtime import Op
-from .checks import FLOATS, check_out_dtype, check_tensor, checked_once
+from .checks import FLOATS, check_apart, check_out_dtype, check_tensor, checked_once
 from .copies import reduce_amax
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
@@ -315,9 +315,17 @@ def make_copies(
 # ---- results in the caller's memory ---------------------------------------------------------------------
 
 
-def result_into(op: Op[Any, Outputs], a: Any, out: Tensor | None, **others: Tensor | None) -> Outputs:
+def result_into(
+    op: Op[Any, Outputs],
+    a: Any,
+    out: Tensor | None,
+    *,
+    in_place: tuple[str, ...] = (),
+    **others: Tensor | None,
+) -> Outputs:
     """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors given by
-    name. Returns the outputs."""
+    name. Returns the outputs. `in_place` names the arguments that the kernels read element by element before they write
+    that element: such a one may be the same tensor as an output. No other memory that is read may be written."""
     options, room = a.result, cast(Any, op.allocate(a))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
         raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
@@ -334,6 +342,10 @@ def result_into(op: Op[Any, Outputs], a: Any, out: Tensor | None, **others: Tens
     for name, tensor in others.items():
         if tensor is not None:
             _check_room(f"{name}_out", tensor, getattr(room, name))
+    written = [("out", t) for t in result if t is not None]
+    written += [(f"{name}_out", t) for name, t in others.items() if t is not None]
+    read = zip(op.arguments.names, op.arguments.flatten(a), strict=True)
+    check_apart(written, [(name, t) for name, t in read if isinstance(t, Tensor)], in_place)
     nothing: Any = op.outputs.build(*[None] * len(op.outputs.names))
     return op.into(nothing._replace(result=result, **others), a)
 

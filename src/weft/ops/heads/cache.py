@@ -21,9 +21,9 @@ LATENT_ROW = 656  # bytes of FlashMLA's row: 512 codes e4m3, four fp32 scales, 6
 _CODES = {torch.float8_e4m3fn: E4M3, torch.uint8: E4M3, torch.int8: INT8}
 
 
-def format_of(cache: Tensor) -> Format | None:
+def format_of(dtype: torch.dtype) -> Format | None:
     """The format of a cache's codes; None if it has none."""
-    return _CODES.get(cache.dtype)
+    return _CODES.get(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class KVCache:
                 raise ValueError(f"the last stride of {name} must be 1; its strides are {cache.stride()}")
             if self.has_latent_rows and scale is None:
                 continue
-            if (format_of(cache) is not None) != (scale is not None):
+            if (format_of(cache.dtype) is not None) != (scale is not None):
                 raise ValueError(
                     f"a cache in float8_e4m3fn (or uint8) or int8 goes with scales, and another without; {name} is "
                     f"{cache.dtype} with{'out' if scale is None else ''} one"
@@ -302,7 +302,7 @@ def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
         if scale is None:
             into[where] = kept.to(into.dtype)
             continue
-        f = format_of(into)
+        f = format_of(into.dtype)
         assert f is not None
         if a.scaled == "token":
             codes, made, _ = quantize_copy(kept.float().flatten(0, 1), f)

@@ -60,6 +60,7 @@ from .statistics import (
     TokenResults,
     Wanted,
     capped_reference,
+    check_labels,
     joined_reference,
     launch_join,
     softmax_of,
@@ -533,9 +534,11 @@ def _gradients(b: Backward) -> Gradients:
 def _gradients_sharded(b: Backward) -> Gradients:
     if not b.needs.logits:
         return {}
-    grads = b.grads
+    grads, kept = b.grads, b.kept
     dloss = None if grads.logprobs is None else -grads.logprobs
-    return _dlogits(b.kept, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
+    if grads.spread is None:  # class weights and their shares belong to the spread alone
+        kept = kept._replace(args=kept.args._replace(weight=None, smooth=None))
+    return _dlogits(kept, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
 
 
 def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
@@ -577,6 +580,7 @@ cross_entropy_op = define_op(
     allocate=_allocate_cross_entropy,
     launch=_launch_cross_entropy,
     reference=cross_entropy_reference,
+    validate=lambda a: check_labels(a.target, a.softmax),
     present=_present,
     keep=_keep,
     backward=_gradients,
@@ -591,6 +595,7 @@ cross_entropy_statistics_op = define_op(
     allocate=lambda a: Statistics.allocate(a.target, compute_dtype(a.logits), a.wanted),
     launch=_launch_statistics,
     reference=cross_entropy_statistics_reference,
+    validate=lambda a: check_labels(a.target, a.softmax),
     variants=32,
 )
 
@@ -601,6 +606,7 @@ sharded_logprobs_op = define_op(
     allocate=lambda a: TokenResults.allocate(a.target, compute_dtype(a.logits), a.wanted),
     launch=_launch_sharded_logprobs,
     reference=sharded_logprobs_reference,
+    validate=lambda a: check_labels(a.target, a.softmax),
     present=lambda a: TokenResults.present(a.wanted),
     keep=_keep_sharded,
     backward=_gradients_sharded,
@@ -665,8 +671,9 @@ def cross_entropy(
     - `class_weight` [V]: a weight for each class; a mean divides by the sum of the targets' weights. It has no
       gradient.
     - `ignore_index`: a token with this target is left out: its loss, lse, entropy and gradient are 0, and
-      its logits are not read. Any other target that is no column makes the token's results NaN and its gradient 0;
-      nothing outside of the row is ever read, and nothing waits for the device to find out.
+      its logits are not read. Any other target that is no column is an IndexError on the CPU, as in PyTorch. On a GPU
+      nothing waits to find out: the token's results are NaN and its gradient is 0, as they are in what `weft.capture`
+      replays. Nothing outside of the row is ever read.
     - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
       vocabulary and get none of it, where PyTorch's loss would be infinite.
     - `z_loss`: each token's loss has `z_loss * lse^2` added, with lse = log(sum(exp(z))).

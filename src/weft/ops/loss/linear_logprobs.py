@@ -74,6 +74,7 @@ from .statistics import (
     TokenResults,
     Wanted,
     capped_reference,
+    check_labels,
     join_config,
     joined_reference,
     launch_join,
@@ -628,6 +629,7 @@ linear_statistics_op = define_op(
     allocate=lambda a: Statistics.allocate(a.target, compute_dtype(a.hidden), a.wanted),
     launch=_launch_linear_statistics,
     reference=linear_statistics_reference,
+    validate=lambda a: check_labels(a.target, a.softmax),
     variants=32,
 )
 
@@ -638,6 +640,7 @@ linear_logprobs_op = define_op(
     allocate=_allocate_linear_logprobs,
     launch=_launch_linear_logprobs,
     reference=linear_logprobs_reference,
+    validate=lambda a: check_labels(a.target, a.softmax),
     present=lambda a: LinearLogprobsOutputs(TokenResults.present(a.wanted), True),  # type: ignore[arg-type]
     keep=_keep,
     backward=_gradients,
@@ -819,7 +822,8 @@ def linear_logprobs(
     - `logit_scale`: logits are multiplied by it first (Cohere, Granite, Falcon-H1). `softcap`: then they become
       softcap * tanh(logits / softcap) (Gemma). Last they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
-      read. Any other target that is no row of weight makes the token's results NaN and its gradient 0.
+      read. Any other target that is no row of weight is an IndexError on the CPU; on a GPU, where nothing waits to find
+      out, it makes the token's results NaN and its gradient 0.
     - `return_lse`, `return_entropy`, …: more results for each token, with which the result is a `LogProbs`:
 
       | name              |                                                                                         |

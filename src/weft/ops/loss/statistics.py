@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, choice, is_readable, kernel
 from ...tiles.softmax import LOWEST, merge_moments, merge_squares
 from ..common.checks import checked_once, real, whole
 
@@ -172,6 +172,29 @@ def softmax_of(
             f"{logit_scale} and {scale}"
         )
     return Softmax(start, vocab, ignore_index, None if softcap is None else softcap / logit_scale, scale)
+
+
+# ---- labels ---------------------------------------------------------------------------------------------
+
+
+def check_labels(target: Tensor, softmax: Softmax) -> None:
+    """Raise an IndexError, as PyTorch does on the CPU, if a label is neither a class of the whole vocabulary nor
+    ignore_index. Ops with targets validate their arguments by this, so that compiled graphs do too. Labels on a GPU are
+    not read, since that would wait for it: kernels make the results of such tokens NaN. An emulated GPU does as a GPU
+    does."""
+    if not is_readable(target) or not capabilities_of(target.device).is_cpu:
+        return
+    vocab = softmax.vocab
+    if vocab and torch.equal(target.clamp(0, vocab - 1), target):
+        return
+    wrong = ((target < 0) | (target >= vocab)) & (target != softmax.ignore_index)
+    if torch.is_nonzero(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        where = ", ".join(map(str, place))
+        raise IndexError(
+            f"target[{where}] is {target[place].item()}; there are {vocab} classes, 0 to {vocab - 1}. Tokens without a "
+            f"class have the label ignore_index, which is {softmax.ignore_index}"
+        )
 
 
 # ---- reference ------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...quant import Copy, Format
+from ...quant import Copy, Format, QTensor
+from ...quant.formats import read_alike
 from ...runtime import autocasted
 from ..common.activations import Act
 from ..common.checks import check_input
@@ -25,7 +26,7 @@ from ..common.groups import Groups
 from ..common.results import plain_result
 from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
 from ..glu.glu import Layout, glu, glu_backward_op
-from ..product.linear import apply_linear, check_layer, quantised_copies
+from ..product.linear import apply_linear, quantised_copies
 from ..product.recipes import Recipe
 from ..quantize import dequantize_codes
 from .permute import permute, unpermute
@@ -40,13 +41,19 @@ class _KeepingFewBytes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, probs: Tensor | None, groups: Groups, unit: GatedUnit, spec: str | None
+        ctx: Any,
+        z: Tensor,
+        probs: Tensor | None,
+        groups: Groups,
+        unit: GatedUnit,
+        spec: str | None,
+        columnwise: bool,
     ) -> Tensor:
         kept, _ = quantised_copies(z, _KEPT, True, False)
         assert kept is not None
         ctx.save_for_backward(kept.data, kept.scale, probs, groups.ends)
         ctx.unit, ctx.align, ctx.z = unit, groups.align, (z.shape[1], z.dtype)
-        return _gated(z, probs, groups, unit, spec, columnwise=True)
+        return _gated(z, probs, groups, unit, spec, columnwise)
 
     @staticmethod
     @once_differentiable
@@ -58,7 +65,7 @@ class _KeepingFewBytes(torch.autograd.Function):
         found = glu_backward_op(
             GluBackwardArgs(z, None, probs, None, dh, groups, ctx.unit, plain_result(z.dtype), needs)
         )
-        return found.x.y, found.probs, None, None, None
+        return found.x.y, found.probs, None, None, None, None
 
 
 def _gated(
@@ -87,7 +94,9 @@ def experts(
 ) -> Tensor:
     """What the experts that `route` chose for each token make of it: the sum of `weight * down(act(gate) * value)`.
 
-    - `x`: [..., K] in bf16, fp16 or fp32. `up`: [experts, 2H, K], the rows of the gate first. `down`: [experts, K, H].
+    - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor`: without gradients, codes that the recipe's products read are
+      moved as they are; otherwise x is dequantized first. `up`: [experts, 2H, K], the rows of the gate first. `down`:
+      [experts, K, H].
     - `routing`: what `weft.route` returned for these tokens, or the weights [..., k] and the experts [..., k] of
       another router. A slot whose expert is no number below `experts` adds nothing: another rank has that expert.
     - `recipe`: the numbers of the products, as `weft.linear` takes it.
@@ -122,28 +131,52 @@ def experts(
         raise ValueError(
             f"down must be {(count, k, width)} for up {tuple(up.shape)}; got {tuple(down.shape)}"
         )
-    for weight, bias in ((up, up_bias), (down, down_bias)):
-        check_layer(x, weight, bias, found, tuple(weight.shape[:2]))
-    # No block of a copy that is quantised along rows may have rows of two experts.
+    # No block of a copy that is quantized along rows may have rows of two experts.
     align = 128 if found.is_quantised else 16
-    chosen = routing.indices if isinstance(routing, Routing) else routing[1]
+    weights, chosen = _weights_and_indices(routing)
     indices = chosen.reshape(-1, chosen.shape[-1])
     rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
+    probs = weights.reshape(indices.shape)
+    spec, shape = found.written, x.shape
+    grads = torch.is_grad_enabled()
+    copies: dict[str, Any] = (
+        {} if spec is None else {"quantize": spec, "columnwise": grads and up.requires_grad}
+    )
+    if isinstance(x, QTensor):
+        if _carries(x, spec) and not (grads and (x.requires_grad or up.requires_grad)):
+            copies = {}  # its rows are moved as they are
+        else:
+            x = x.dequantize()
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
-    probs = routing[0].reshape(indices.shape)
-    spec = found.written
-    both = torch.is_grad_enabled()
-    copies: dict[str, Any] = {} if spec is None else {"quantize": spec, "columnwise": both}
     if down_bias is None:
         permuted, before = permute(tokens, rows, probs, **copies)
     else:
         permuted, before = permute(tokens, rows, **copies), None
-    z = apply_linear(permuted, up, up_bias, found, groups)
-    unit = GatedUnit(act, layout, limit, alpha, up_offset)
-    if found.is_quantised and z.requires_grad and both:
-        h = _KeepingFewBytes.apply(z, before, groups, unit, spec)
+    z = apply_linear(permuted, up, up_bias, found, groups, name="up")
+    unit, both = GatedUnit(act, layout, limit, alpha, up_offset), grads and down.requires_grad
+    if found.is_quantised and z.requires_grad:
+        h = _KeepingFewBytes.apply(z, before, groups, unit, spec, both)
     else:
-        h = _gated(z, before, groups, unit, spec, columnwise=False)
-    y = unpermute(apply_linear(h, down, down_bias, found, groups), rows, None if down_bias is None else probs)
-    return y.view(x.shape)
+        h = _gated(z, before, groups, unit, spec, columnwise=both)
+    y = apply_linear(h, down, down_bias, found, groups, name="down")
+    return unpermute(y, rows, None if down_bias is None else probs).view(shape)
+
+
+def _carries(x: QTensor, spec: str | None) -> bool:
+    """Return whether `permute` can move the codes of x, and the products read what it made."""
+    return spec is not None and x.rowwise is not None and read_alike(x.spec, spec)
+
+
+def _weights_and_indices(routing: Routing | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of a routing, which have one shape."""
+    weights, indices = routing[:2]
+    if isinstance(weights, Tensor) and isinstance(indices, Tensor) and weights.shape == indices.shape:
+        return weights, indices
+    got = " and ".join(
+        str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in (weights, indices)
+    )
+    raise ValueError(
+        f"routing has the weights and the experts of each token, both [..., k]; got {got}. Give what weft.route "
+        "returned"
+    )

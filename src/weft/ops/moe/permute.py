@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...quant.copies import scale_room
-from ...quant.qtensor import PLAIN, Codes, register_codes, stand_in
+from ...quant.copies import check_codes, scale_room
+from ...quant.qtensor import PLAIN, Codes, register_codes, rowwise_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
 from ...runtime import (
@@ -471,6 +471,8 @@ def _launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) 
 
 # ---- registration ---------------------------------------------------------------------------------------
 
+BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
+
 
 def _permute_gradients(b: Backward) -> Gradients:
     map: RowMap = b.kept
@@ -506,6 +508,31 @@ def _unpermute_gradients(b: Backward) -> Gradients:
     return found
 
 
+def _validate_permute(a: PermuteArgs) -> None:
+    cols = a.x.shape[-1]
+    _validate_codes(a.codes, a.x.numel() // cols if cols else 0, cols, moved=True)
+    if a.codes.data is not None and a.result.format != a.codes.format:
+        raise ValueError(
+            f"rows in {a.codes.format} are moved as they are: dequantize them for another result"
+        )
+
+
+def _validate_codes(codes: Codes, rows: int, cols: int, *, moved: bool = False) -> None:
+    """Raise an error for codes that the kernels would misread. `moved`: they are moved, and not decoded."""
+    if codes.data is None and codes.scale is None and codes.format is None:
+        return
+    check_codes("the tensor", codes.data, codes.scale, None, codes.format, rows, cols)
+    if not _readable(Format.of(codes.format or ""), moved=moved):
+        raise ValueError(
+            f"rows in {codes.format} cannot be {'moved' if moved else 'added up'}: dequantize them"
+        )
+
+
+def _readable(f: Format, *, moved: bool) -> bool:
+    """Return whether kernels move rows of a format as they are, or decode them: blocks lie within a row."""
+    return f.block in BLOCKS and (moved or f.packed == 1)
+
+
 unpermute_backward_op = define_op(
     "unpermute_backward",
     UnpermuteBackwardArgs,
@@ -514,6 +541,7 @@ unpermute_backward_op = define_op(
     launch=_launch_unpermute_backward,
     reference=unpermute_backward_reference,
     present=lambda a: a.needs,
+    validate=lambda a: _validate_codes(a.codes, a.map.slot_of_row.shape[0], a.dy.shape[-1]),
     variants=24,
 )
 
@@ -528,6 +556,7 @@ permute_op = define_op(
     keep=lambda a, o: a.map,
     backward=_permute_gradients,
     differentiable=("result_y", "row_probs"),
+    validate=_validate_permute,
     variants=24,
 )
 
@@ -542,16 +571,31 @@ unpermute_op = define_op(
     keep=_keep_of_unpermute,
     backward=_unpermute_gradients,
     differentiable=("y", "carried"),
+    validate=lambda a: _validate_codes(a.codes, a.rows.shape[0], a.rows.shape[-1]),
     variants=24,
 )
 
-register_codes(permute_op, "x", "codes")
-register_codes(unpermute_op, "rows", "codes")
+
+def _rows_to_move(q: QTensor) -> Codes:
+    """Return the codes of rows that are moved as they are: decoded, they would be quantized a second time."""
+    codes = rowwise_codes(q) if _readable(q.format, moved=True) else None
+    if codes is None:
+        raise ValueError(
+            f"permute moves row-wise codes with blocks {', '.join(BLOCKS)}; got {q!r}: dequantize it"
+        )
+    return codes
+
+
+def _rows_to_add(q: QTensor) -> Codes | None:
+    return rowwise_codes(q) if _readable(q.format, moved=False) else None
+
+
+register_codes(permute_op, "x", "codes", _rows_to_move)
+register_codes(unpermute_op, "rows", "codes", _rows_to_add)
+register_codes(unpermute_backward_op, "rows", "codes", _rows_to_add)
 
 
 # ---- public functions -----------------------------------------------------------------------------------
-
-BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
 
 Rows = TypeVar("Rows", Tensor, QTensor)
 

@@ -38,6 +38,7 @@ from ...runtime import (
     define_op,
     is_distributed,
 )
+from ..common.checks import real
 from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
 from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
 from .table import check_writable, is_dense, refuse_expanded, shared_memory, table_of
@@ -335,7 +336,7 @@ def clip_grads_(
         raise TypeError(
             "max_norm must be a number: to read it from a tensor, the host would wait for the device"
         )
-    max_norm = float(max_norm)
+    max_norm = float(max_norm) if isinstance(max_norm, Tensor) else real("max_norm", max_norm)
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be at least 0; got {max_norm}")
     what, kinds = _what(norm_type), kinds_of(parameters, groups)

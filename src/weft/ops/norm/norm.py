@@ -38,7 +38,16 @@ from ...runtime import (
     define_op,
     is_distributed,
 )
-from ..common.checks import FLOATS, check_input, check_tensor, dtypes_beside, epsilon, is_tensor, real
+from ..common.checks import (
+    FLOATS,
+    check_input,
+    check_tensor,
+    dtypes_beside,
+    epsilon,
+    is_tensor,
+    real,
+    unexpected,
+)
 from ..common.results import (
     result_into,
     result_options,
@@ -224,7 +233,10 @@ def _norm(
     return_plain: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
+    **unknown: Any,
 ) -> NormResult:
+    if unknown:
+        raise unexpected(rms_norm if kind == "rms" else layer_norm, unknown)
     shape, device = x.shape, x.device
     if weight is not None:
         check_tensor("weight", weight, FLOATS, device, shape[-1:], note=_ORDER)
@@ -289,7 +301,7 @@ def _norm(
     if out is None and residual_out is None:
         o = norm_op(a)
     else:
-        o = result_into(norm_op, a, out, residual=residual_out)
+        o = result_into(norm_op, a, out, in_place=("x", "residual"), residual=residual_out)
     if residual is None and gate is None and options.format is None:
         return o.result.y
     value, plain = o.result.value(options), o.result.y if return_plain else None

@@ -5,7 +5,8 @@
 
 x, weight and dy are quantised with scales that are known before the step, so each is read once and not twice. A scale
 is as old as the numbers it is made of: what has grown since by more than the margin saturates at ±MAX * scale. A scale
-stays as it is while its amax is 0, infinite or NaN; the first scales are 1.
+stays as it is while its amax is 0; the first scales are 1. A step whose amax is infinite or NaN, as of gradients that
+overflowed, leaves no trace in the history; an Inf or NaN in dy makes dx and dw NaN while amax is noted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class DelayedScaling(KeepsBufferDtypes):
     once a step, after backward. Until then all calls have the same scales: those of several micro-batches, of a weight
     that several layers share, or of activations that are computed again.
 
-    - `recipe`: of formats with one scale for the tensor and the convention `te`, such as "fp8_tensor".
+    - `recipe`: of formats with one scale for the tensor and the convention `te` or `torchao`, such as "fp8_tensor".
     - `history`: how many steps the largest number is taken of, with `algorithm="max"`; "most_recent" takes the last.
     - `margin`: scales leave room for numbers 2^margin times as large.
 
@@ -83,11 +84,12 @@ class DelayedScaling(KeepsBufferDtypes):
         specs = [getattr(self.recipe, name) for name in _OPERANDS]
         formats = [None if spec is None else Format.of(spec) for spec in specs]
         if any(
-            f is None or (f.block, f.convention, f.power_of_two) != ("tensor", "te", False) for f in formats
+            f is None or f.block != "tensor" or f.convention not in ("te", "torchao") or f.power_of_two
+            for f in formats
         ):
             raise ValueError(
-                "delayed scaling is for formats with one scale for the tensor and the convention te, as the recipe "
-                f"'fp8_tensor' has them; got {specs}"
+                "delayed scaling is for formats with one scale for the tensor and the convention te or torchao, as the "
+                f"recipe 'fp8_tensor' has them; got {specs}"
             )
         self.margin, self.algorithm = whole("margin", margin), algorithm
         # What each of the operands is scaled to.
@@ -116,15 +118,15 @@ class DelayedScaling(KeepsBufferDtypes):
     @torch.no_grad()
     def step(self) -> None:
         """Make the scales of the next step of the largest numbers of this one and of those before."""
-        self.history.copy_(torch.cat((self.amax[None], self.history[:-1])))
-        largest = self.history.amax(0) if self.algorithm == "max" else self.amax
+        noted = torch.where(self.amax.isfinite(), self.amax, 0.0)
+        self.history.copy_(torch.cat((noted[None], self.history[:-1])))
+        largest = self.history.amax(0) if self.algorithm == "max" else noted
         limits = torch.empty_like(largest)  # filled on the device: a copy from the host would wait for it
         for place, limit in zip(limits, self._limits, strict=True):
             place.fill_(limit)
         # A larger factor would be one whose reciprocal has lost digits.
         made = 1.0 / (limits / largest).clamp(max=2.0**126)
-        usual = (largest > 0) & largest.isfinite()
-        for name, scale, known in zip(_OPERANDS, made, usual, strict=True):
+        for name, scale, known in zip(_OPERANDS, made, largest > 0, strict=True):
             old = self.operand(name).scale
             old.copy_(torch.where(known, scale, old))
         self.amax.zero_()

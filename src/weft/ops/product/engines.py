@@ -25,7 +25,7 @@ from ..common.engines import insist, note_engine
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
 from .configs import FEW
 from .libraries import INSTALLED
-from .operands import Form
+from .operands import INT32_DEPTH, Form
 
 Engine = Literal["auto", "weft", "torch", "deep_gemm"]
 ENGINES = get_args(Engine)
@@ -149,6 +149,8 @@ def obstacle(a: MatmulArgs, pair: str, engine: str, target: str | None = None) -
     if pair in ("int8 tensor", "int8 row"):
         if not k or (not on_cpu and (m <= 16 or k % 8 or n % 8)):
             return "products of int8 with 16 rows or fewer, or with a K or N that is no multiple of 8"
+        if k > INT32_DEPTH:
+            return f"products of int8 with a K above {INT32_DEPTH}, whose sums may exceed int32"
         return None if _along_k(a.a_codes, a.b_codes) else "codes that are not contiguous along K"
     if on_cpu:
         return "quantised operands on a CPU, but for int8"

@@ -12,6 +12,7 @@ programs is the same wherever the groups end, and nothing waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal, cast
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...quant.qtensor import register_codes
+from ...quant.qtensor import register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, define_op
@@ -31,18 +32,20 @@ from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..moe.row_map import RowMap
 from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs, wgrad_args
+from .checks import has_slots, validate_grouped, validate_wgrad
 from .engines import Engine, check_grouped_engine
-from .launch import has_slots, launch_grouped, launch_wgrad
+from .launch import launch_grouped, launch_wgrad
 from .matmul import (
-    Taken,
     check_activation,
-    check_rotations,
+    codes_along_columns,
     codes_along_k,
+    codes_along_rows,
+    dtype_of_out,
     finish_reference,
     plain_numbers,
     reference_numbers,
 )
-from .operands import Form, Precision, autocasted_pair, check_pair
+from .operands import Precision, autocasted_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -157,9 +160,15 @@ def _of_gradients(precision: str | None) -> str | None:
 
 def _plain_weights(kept: GroupedArgs, dtype: torch.dtype) -> Tensor:
     """The matrices of all groups, [groups, N, K], in plain numbers."""
-    if kept.w_codes.data is None:
-        return kept.w.to(dtype)
-    parts = [plain_numbers(w, _of_group(kept.w_codes, group), dtype, False) for group, w in enumerate(kept.w)]
+    w, codes = kept.w, kept.w_codes
+    if isinstance(w, QTensor):  # kept by a graph that was traced with it
+        found = _codes_of_weights(w)
+        if found is None:
+            return w.dequantize(dtype)
+        w, codes = stand_in(w), found
+    if codes.data is None:
+        return w.to(dtype)
+    parts = [plain_numbers(one, _of_group(codes, group), dtype, False) for group, one in enumerate(w)]
     return torch.stack(parts) if parts else kept.w.new_zeros(kept.w.shape, dtype=dtype)
 
 
@@ -194,6 +203,7 @@ grouped_matmul_op = define_op(
     present=lambda a: ProductOutputs(a.result.present()),
     keep=_kept,
     backward=_gradients,
+    validate=validate_grouped,
     variants=64,
 )
 
@@ -207,49 +217,38 @@ grouped_wgrad_op = define_op(
     launch=launch_wgrad,
     reference=wgrad_reference,
     present=lambda a: ProductOutputs(a.result.present()),
+    validate=validate_wgrad,
     variants=64,
 )
 
 
 def weight_codes(
     rowwise: Copy | None, columnwise: Copy | None, spec: str, groups: int, transpose: bool
-) -> Taken | None:
-    """The codes [groups, N, K] of weights, and their scales along K: of the row-wise copy, or, to multiply with the
-    transposes [groups, K, N], of the column-wise one. Views, without a copy."""
-    block = Format.of(spec).block
+) -> OperandCodes | None:
+    """Return the codes [groups, N, K] of weights in the format `spec`, and their scales along K: those of the row-wise
+    copy, or, to multiply with the transposes [groups, K, N], those of the column-wise one. They are views."""
     copy, other = (columnwise, rowwise) if transpose else (rowwise, columnwise)
-    found = codes_along_k(copy, other, block)
-    if found is None:
+    found = codes_along_k(copy, other, Format.of(spec).transposed.spec if transpose else spec)
+    if found is None or found.data is None or found.scale is None:
         return None
-    data, scale, whole = found
     side = 1 if transpose else 0  # along which the groups lie one after another
-    data = data.unflatten(side, (groups, -1)).movedim(side, 0)
+    block, scale = Format.of(spec).block, found.scale
+    data = found.data.unflatten(side, (groups, -1)).movedim(side, 0)
     if block == "tensor" or (block == "row" and transpose):  # one scale for all groups
-        return data, scale.expand(groups, *scale.shape), whole
-    return data, scale.unflatten(side, (groups, -1)).movedim(side, 0), whole
+        return found._replace(data=data, scale=scale.expand(groups, *scale.shape))
+    return found._replace(data=data, scale=scale.unflatten(side, (groups, -1)).movedim(side, 0))
 
 
-def _take_weights(q: QTensor) -> Taken | None:
-    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], False)
+def _codes_of_weights(q: QTensor, transpose: bool = False) -> OperandCodes | None:
+    if q.shape[1] % _rows_of_blocks(q.spec, transpose):
+        return None  # a block has rows of two groups
+    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], transpose)
 
 
-def _take_transposes(q: QTensor) -> Taken | None:
-    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], True)
-
-
-def _take_columns(q: QTensor) -> Taken | None:
-    """The codes [width, rows] whose scales lie along the rows."""
-    return codes_along_k(q.columnwise, q.rowwise, q.format.block)
-
-
-def _take_rows(q: QTensor) -> Taken | None:
-    return codes_along_k(q.rowwise, q.columnwise, q.format.block)
-
-
-register_codes(grouped_matmul_op, "x", "x_codes", _take_rows)
-register_codes(grouped_matmul_op, "w", "w_codes", _take_weights)
-register_codes(grouped_wgrad_op, "dy", "dy_codes", _take_columns)
-register_codes(grouped_wgrad_op, "x", "x_codes", _take_columns)
+register_codes(grouped_matmul_op, "x", "x_codes", codes_along_rows)
+register_codes(grouped_matmul_op, "w", "w_codes", _codes_of_weights)
+register_codes(grouped_wgrad_op, "dy", "dy_codes", codes_along_columns)
+register_codes(grouped_wgrad_op, "x", "x_codes", codes_along_columns)
 
 
 # ---- public functions -----------------------------------------------------------------------------------
@@ -286,7 +285,8 @@ def grouped_matmul(
       permuted copy of it is made.
     - `bias`: [groups, N]. `activation`, `glu`, `out_dtype`, `precision` and `engine` are those of `matmul`; with `glu`
       w has 2N rows, those of the gate first.
-    - `quantize`: the result is a `QTensor` with a row-wise copy. `out`: write into this tensor or `QTensor`.
+    - `quantize`: the result is a `QTensor` with a row-wise copy. `out`: write into this tensor or `QTensor`, in its
+      dtype; it shares no memory with x and w.
 
     Gradients flow to x, w and bias; through quantised operands they pass straight. The bits are the same in every run,
     and those of a row depend on nothing but the row and its group's matrix, as long as there are either more or fewer
@@ -329,11 +329,9 @@ def grouped_matmul(
             )
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, (w.shape[0], n))
-    left, x_codes = _operand_of(x, "x", "row", _take_rows)
+    left, x_codes = _operand_of(x, "x", "row", codes_along_rows)
     right, w_codes = _weights_of(w, transpose)
-    check_pair(Form.of(x.dtype, x_codes.format), Form.of(w.dtype, w_codes.format), precision)
-    check_rotations(x_codes.format, w_codes.format)
-    options = result_options(x, quantize, out_dtype=out_dtype)
+    options = result_options(x, quantize, out_dtype=dtype_of_out(out, out_dtype))
     args = GroupedArgs(
         left, right, x_codes, w_codes, ends, align, None if gather is None else gather.slot_of_row, slots, bias, act,
         gated, precision, engine, options,
@@ -365,7 +363,8 @@ def grouped_wgrad(
       no block has rows of two groups: as `permute` and `glu` make it, or `quantize` if `align` is a multiple of 128.
       In pads, quantised operands must have zeros.
     - `ends`, `align`: see `grouped_matmul`.
-    - `out`: write into this tensor, for instance a weight's fp32 `main_grad`; with `accumulate` add to it, in fp32.
+    - `out`: write into this tensor, in its dtype, for instance a weight's fp32 `main_grad`; with `accumulate` add to
+      it, in fp32. It shares no memory with dy and x.
     - `out_dtype`: of the result, by default that of dy.
 
     >>> import torch, weft
@@ -381,29 +380,22 @@ def grouped_wgrad(
             f"dy must be [rows, N] and x [rows, K] on one device; got {tuple(dy.shape)} on {dy.device} and "
             f"{tuple(x.shape)} on {x.device}"
         )
-    left, dy_codes = _operand_of(dy, "dy", "column", _take_columns)
-    right, x_codes = _operand_of(x, "x", "column", _take_columns)
-    check_pair(Form.of(dy.dtype, dy_codes.format), Form.of(x.dtype, x_codes.format), precision)
-    check_rotations(dy_codes.format, x_codes.format)
-    rows, groups = dy.shape[0], ends.shape[0]
-    for name, codes in (("dy", dy_codes), ("x", x_codes)):
-        _check_blocks(name, codes, rows, groups, align)
-    if len({has_slots(codes, rows, groups) for codes in (dy_codes, x_codes) if _in_blocks(codes)}) > 1:
-        raise ValueError("the blocks of one operand begin with groups, and those of the other do not")
+    left, dy_codes = _operand_of(dy, "dy", "column", codes_along_columns)
+    right, x_codes = _operand_of(x, "x", "column", codes_along_columns)
+    groups = ends.shape[0]
     shape = (groups, dy.shape[1], x.shape[1])
     if out is not None:
         check_tensor("out", out, FLOATS, dy.device, shape)
-        out_dtype = out.dtype
     elif accumulate:
         raise ValueError("accumulate=True adds to out=…")
     args = WgradArgs(
         left, right, dy_codes, x_codes, ends, align, out if accumulate else None, precision, engine,
-        result_options(dy, None, out_dtype=out_dtype),
+        result_options(dy, None, out_dtype=dtype_of_out(out, out_dtype)),
     )  # fmt: skip
     check_grouped_engine(args)
     if out is None:
         return grouped_wgrad_op(args).result.y
-    result_into(grouped_wgrad_op, args, out)
+    result_into(grouped_wgrad_op, args, out, in_place=("addend",))
     return out
 
 
@@ -418,19 +410,16 @@ def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
 
 
 def _operand_of(
-    x: Tensor, name: str, side: str, take: Callable[[QTensor], Taken | None]
+    x: Tensor, name: str, side: str, take: Callable[[QTensor], OperandCodes | None]
 ) -> tuple[Tensor, OperandCodes]:
     """An operand in the form that the op takes."""
-    if not isinstance(x, QTensor):
-        return x, PLAIN
-    spec = x.spec if side == "row" else Format.of(x.spec).transposed.spec  # codes are read as a row-wise copy
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
-    if torch.compiler.is_compiling():
-        return x, OperandCodes(format=spec)
+    if not isinstance(x, QTensor) or torch.compiler.is_compiling():
+        return x, PLAIN
     found = take(x)
     if found is None:
-        raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantise it with {side}wise=True")
-    return stand_in_for(x), OperandCodes(*found, spec)
+        raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantize it with {side}wise=True")
+    return stand_in_for(x), found
 
 
 def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
@@ -438,36 +427,23 @@ def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
     if isinstance(w, QTensor):
         check_weight_blocks(w.spec, w.shape[1], transpose)
         if not (transpose and torch.compiler.is_compiling()):
-            take = _take_transposes if transpose else _take_weights
+            take = functools.partial(_codes_of_weights, transpose=transpose)
             left, codes = _operand_of(w, "w", "column" if transpose else "row", take)
             return (left.mT if transpose else left), codes
     return (w.mT if transpose else w), PLAIN
 
 
 def check_weight_blocks(spec: str, rows: int, transpose: bool) -> None:
-    """Raise an error if blocks of quantised weights, each with this many rows, would have rows of two groups."""
-    format = Format.of(spec)
-    block = max(format.block_rows, format.square, format.group if transpose else 1, 1)
+    """Raise an error if blocks of quantized weights, each with this many rows, would have rows of two groups."""
+    block = _rows_of_blocks(spec, transpose)
     if rows % block:
         raise ValueError(
-            f"the weights of groups are quantised in blocks of {block} along their {rows} rows, and some would have "
+            f"the weights of groups are quantized in blocks of {block} along their {rows} rows, and some would have "
             "rows of two groups: take another format, or pad the weights"
         )
 
 
-def _in_blocks(codes: OperandCodes) -> bool:
-    return codes.format is not None and Format.of(codes.format).group != 0
-
-
-def _check_blocks(name: str, codes: OperandCodes, rows: int, groups: int, align: int) -> None:
-    """Raise an error if blocks along the rows of an operand may have rows of two groups."""
-    if codes.format is None or codes.data is None:
-        return
-    f = Format.of(codes.format)
-    if f.group and align % f.group and not has_slots(codes, rows, groups):
-        raise ValueError(
-            f"{name} is quantised in blocks of {f.group} rows, and with align={align} some may have rows of two "
-            f"groups: lay the rows out with align={f.group}"
-        )
-    if align % f.packed:
-        raise ValueError(f"two rows of {name} share a byte: lay the rows out with an even align")
+def _rows_of_blocks(spec: str, transpose: bool) -> int:
+    """Return how many rows of a weight share a block, in the copy that is read for it or for its transpose."""
+    f = Format.of(spec)
+    return max(f.block_rows, f.square, f.group if transpose else 1, 1)

@@ -518,7 +518,7 @@ def matmul_kernel(
     ACT: tl.constexpr,  # activation, or None
     GATED: tl.constexpr,  # the result of the activation is multiplied by that of a second half of b's columns
     GROUPED: tl.constexpr,  # None; "rows": each group of rows has its own b; "depth": each batch sums a group of K
-    INVARIANT: tl.constexpr,  # sum spans apart also where one program has all of them
+    INVARIANT: tl.constexpr,  # sum spans apart also where one program has all of them; so it is for deep products
     FORMAT: tl.constexpr,  # of the copy, or None
     CAST: tl.constexpr,
     INPUT_MAX: tl.constexpr,  # the largest number of y's dtype
@@ -542,12 +542,14 @@ def matmul_kernel(
         steps = tl.where(place.first_row < place.rows, steps, 0)
     if INVARIANT:
         total = _zeros(PRODUCT, TILE)
+        if PRODUCT.deep:
+            total = total.to(tl.float32)
         total_up = total
         for begin in range(0, steps, sizes.span):
             end = tl.minimum(begin + sizes.span, steps)
             part, part_up = _sums(a, b, place, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
-            total += part
-            total_up += part_up
+            total += part.to(total.dtype)
+            total_up += part_up.to(total.dtype)
     else:
         begin = tl.program_id(1) * sizes.span
         end = tl.minimum(begin + sizes.span, steps)

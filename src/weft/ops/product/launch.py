@@ -12,16 +12,17 @@ from torch import Tensor
 from ...quant import Format
 from ...runtime import Capabilities, Launch, capabilities_of, is_recording
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
-from ..common.groups import NO_ENDS, GroupEnds, count_slots
+from ..common.groups import NO_ENDS, GroupEnds
 from ..common.results import Result, ResultOptions
 from ..common.rows import align_of
 from ..quantize import quantize_into
 from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
+from .checks import has_slots
 from .configs import FEW, product_config, spans_of
 from .engines import choose_engine, choose_grouped_engine
 from .kernels import Finish, Gather, Operand, Sizes, finish_kernel, matmul_kernel
 from .libraries import multiply, multiply_groups
-from .operands import Form, Precision, Product
+from .operands import INT32_DEPTH, Form, Precision, Product
 
 NO_GATHER = Gather(None, 1, 0)
 
@@ -133,6 +134,8 @@ def _planned(
     odd = min(a.align, b.align) == 1
     config = product_config(product.kind, few or invariant, gated, invariant, grouped, odd, follows, target)
     spans = spans_of(n, k, config, target) if grouped is None and (few or invariant) else 1
+    if product.sums == "int32" and product.body == "sum" and k > INT32_DEPTH:
+        product, spans = replace(product, deep=True), -(-k // INT32_DEPTH)
     tile = config.tile(gated, target).fitting(n, k, gated)
     if grouped == "depth":
         tile = tile.along_groups(shape.align, shape.scale_slots)
@@ -150,7 +153,7 @@ def _planned(
         "INPUT_MAX": torch.finfo(to.dtype).max,
         "ALIGN": align_of(n, least=4),
     }
-    apart = few and spans > 1
+    apart = few and spans > 1 and not product.deep
     launch = Launch.of(
         matmul_kernel,
         num_warps=config.num_warps,
@@ -163,7 +166,7 @@ def _planned(
         Launch.of(finish_kernel, num_warps=4, **constants) if apart else None,
         programs=batch * tiles_m * -(-n // tile.n),
         spans=spans,
-        span=-(k // -tile.k // spans),
+        span=INT32_DEPTH // tile.k if product.deep else -(k // -tile.k // spans),
         sums=torch.int32 if product.sums == "int32" and product.body == "sum" else torch.float32,
         within=within,
     )
@@ -291,14 +294,6 @@ def _by_another(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
     if engine != "weft" and not is_recording():
         multiply_groups(engine, o, a)
     return engine != "weft"
-
-
-def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:
-    """Whether the scales of codes [.., rows] lie in blocks that begin with groups."""
-    if codes.data is None or codes.scale is None or codes.format is None:
-        return False
-    group = Format.of(codes.format).group
-    return group != 0 and codes.scale.shape[-1] == count_slots(rows, groups) * 128 // group
 
 
 def _launch(result: Result, call: _Call) -> None:

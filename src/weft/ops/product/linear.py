@@ -11,16 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...quant import Copy, Format, QTensor
+from ...quant.copies import in_slots
+from ...quant.formats import read_alike
 from ...quant.qtensor import stand_in
 from ...quant.straight import stand_in_for
-from ...runtime import autocasted, is_distributed
+from ...runtime import autocasted, is_distributed, is_transformed, plain_gradient
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result, result_into
@@ -51,13 +56,8 @@ class Operand(NamedTuple):
 
 
 def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Operand:
-    block = Format.of(spec).block
-    along_width, along_rows = codes_along_k(row, col, block), codes_along_k(col, row, block)
-    return Operand(
-        x,
-        PLAIN if along_width is None else OperandCodes(*along_width, spec),
-        PLAIN if along_rows is None else OperandCodes(*along_rows, Format.of(spec).transposed.spec),
-    )
+    turned = Format.of(spec).transposed.spec
+    return Operand(x, codes_along_k(row, col, spec) or PLAIN, codes_along_k(col, row, turned) or PLAIN)
 
 
 def quantised_copies(
@@ -66,18 +66,36 @@ def quantised_copies(
     rowwise: bool,
     columnwise: bool,
     seed: int | None = None,
+    *,
     delayed: Delayed | None = None,
+    keep_nonfinite: bool = False,
 ) -> tuple[Copy | None, Copy | None]:
-    """The copies of x along its rows and along its columns, as far as they are needed."""
-    if columnwise and Format.of(spec).block in EITHER_COPY:
+    """Return the copies of x along its rows and along its columns, as far as they are needed. `keep_nonfinite`: an Inf
+    or NaN in x makes the scale NaN where one scale is that of the whole tensor; the formats of gradients in `recipes`
+    see to it where there are several."""
+    f = Format.of(spec)
+    if columnwise and f.block in EITHER_COPY:
         rowwise, columnwise = True, False
     scale = None if delayed is None else delayed.scale
     noted = delayed is not None and delayed.amax is not None
-    options = ResultOptions(x.dtype, spec, rowwise, columnwise, scale, return_amax=noted)
-    made = quantize_op(QuantizeArgs(x, options, seed)).result
+    keep_nonfinite = keep_nonfinite and (f.stored.block == "nvfp4" or scale is not None)
+    options = ResultOptions(x.dtype, spec, rowwise, columnwise, scale, return_amax=noted or keep_nonfinite)
+    result = quantize_op(QuantizeArgs(x, options, seed)).result
     if delayed is not None:
-        delayed.note(made.amax)
-    return made.rowwise, made.columnwise
+        delayed.note(result.amax)
+    if not keep_nonfinite or result.amax is None:
+        return result.rowwise, result.columnwise
+    finite = result.amax.isfinite()
+    return _poisoned(result.rowwise, finite), _poisoned(result.columnwise, finite)
+
+
+def _poisoned(copy: Copy | None, finite: Tensor) -> Copy | None:
+    """Return a copy whose scale of the whole tensor is NaN unless `finite`, a truth value on the device."""
+    if copy is None:
+        return None
+    if copy.global_scale is not None:
+        return copy._replace(global_scale=torch.where(finite, copy.global_scale, torch.nan))
+    return copy._replace(scale=torch.where(finite, copy.scale, torch.nan))
 
 
 def _activations(x: Tensor, s: Settings, columnwise: bool) -> Operand:
@@ -89,8 +107,7 @@ def _activations(x: Tensor, s: Settings, columnwise: bool) -> Operand:
         copies = quantised_copies(x, spec, True, columnwise, delayed=s.delayed("x"))
         return _of_copies(stand_in(x), spec, *copies)
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
-        turned = Format.of(x.spec).transposed.spec
-        return Operand(x, OperandCodes(format=x.spec), OperandCodes(format=turned))
+        return Operand(x)
     return _of_copies(stand_in(x), x.spec, x.rowwise, x.columnwise)
 
 
@@ -105,24 +122,23 @@ def _weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
         copies = quantised_copies(w, spec, True, transposed, delayed=s.delayed("weight"))
     if s.groups.ends is None:
         return _of_copies(stand_in(w), spec, *copies)
-    found = [weight_codes(*copies, spec, w.shape[0], transpose) for transpose in (False, True)]
-    specs = (spec, Format.of(spec).transposed.spec)
-    row, col = (
-        PLAIN if codes is None else OperandCodes(*codes, one) for codes, one in zip(found, specs, strict=True)
-    )
+    row, col = (weight_codes(*copies, spec, w.shape[0], transpose) or PLAIN for transpose in (False, True))
     return Operand(stand_in(w), row, col)
 
 
 # ---- weights that are quantised once --------------------------------------------------------------------
 
-_reused: dict[tuple[Any, ...], tuple[Tensor, int, Operand]] | None = None
+_Reused = dict[tuple[Any, ...], tuple[Tensor, int, Operand]]
+_reused: ContextVar[_Reused | None] = ContextVar("weights that are quantized once", default=None)
 
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """Quantise each weight once inside the block: for several micro-batches of a step, or for inference. A weight that
-    was changed in place is quantised again. Changes that PyTorch does not count, as by `weight.data.copy_`, are not
-    noticed: leave the block before such a change.
+    """Quantize each weight once inside the block: for several micro-batches of a step, or for inference.
+
+    A weight that was changed in place is quantized again, and so are all weights after the step of any
+    `torch.optim.Optimizer`: fused optimizers and FSDP2 change weights without PyTorch counting it. Leave the block
+    before any other change that PyTorch does not count, as by `weight.data.copy_`. The block is that of one thread.
 
     >>> import torch, weft
     >>> w = torch.randn(128, 128)
@@ -130,26 +146,30 @@ def reuse_weights() -> Iterator[None]:
     ...     for x in torch.randn(4, 16, 128):
     ...         y = weft.linear(x, w, recipe="fp8_block")
     """
-    global _reused
-    before = _reused
-    _reused = {} if before is None else before
+    if _reused.get() is not None:
+        yield
+        return
+    cache: _Reused = {}
+    before = _reused.set(cache)
+    stepped = register_optimizer_step_post_hook(lambda *_: cache.clear())
     try:
         yield
     finally:
-        _reused = before
+        stepped.remove()
+        _reused.reset(before)
 
 
 def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
-    kept = None if torch.compiler.is_compiling() or w.is_inference() else _reused
-    if kept is None:
+    cache = None if torch.compiler.is_compiling() or w.is_inference() else _reused.get()
+    if cache is None:
         return _weights(w, s, transposed)
     key = (id(w), s.recipe.weight, s.recipe.dtype or s.dtype, s.scaling, transposed)
-    found = kept.get(key)
-    if found is not None and found[1] == w._version:
-        return found[2]
-    made = _weights(w, s, transposed)
-    kept[key] = (w, w._version, made)  # w is kept too: its id belongs to it alone as long as it lives
-    return made
+    cached = cache.get(key)
+    if cached is not None and cached[1] == w._version:
+        return cached[2]
+    operand = _weights(w, s, transposed)
+    cache[key] = (w, w._version, operand)  # w is kept too: its id belongs to it alone as long as it lives
+    return operand
 
 
 # ---- products -------------------------------------------------------------------------------------------
@@ -192,7 +212,10 @@ def outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor |
         op = grouped_wgrad_op
     if main is None:
         return op(args).result.y  # type: ignore[no-any-return]
-    result_into(op, args, main)
+    if torch.compiler.is_compiling():
+        main.copy_(op(args).result.y)
+        return None
+    result_into(op, args, main, in_place=("residual", "addend"))
     return None
 
 
@@ -249,7 +272,7 @@ class _Linear(torch.autograd.Function):
 
 def _main_grad(w: Tensor) -> Tensor | None:
     """What the gradient of a weight is added to, if there is such a tensor."""
-    main = None if torch.compiler.is_compiling() else getattr(w, "main_grad", None)
+    main = getattr(w, "main_grad", None)
     if main is not None:
         check_tensor("main_grad", main, FLOATS, w.device, tuple(w.shape))
         if not main.is_contiguous():
@@ -259,28 +282,35 @@ def _main_grad(w: Tensor) -> Tensor | None:
 
 def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> Operand:
     """dy in the numbers of the recipe, along N for dx and along the rows for dw."""
-    if s.recipe.grad is None:
-        return Operand(dy.to(s.recipe.dtype or s.dtype))
+    spec = s.recipe.grad
+    if spec is None:
+        return Operand(plain_gradient(dy).to(s.recipe.dtype or s.dtype))
     if isinstance(dy, QTensor) and not torch.compiler.is_compiling():
         row, col = dy.rowwise, dy.columnwise
-        if (row is not None or not needs_x) and (col is not None or not needs_w):
+        complete = (row is not None or not needs_x) and (col is not None or not needs_w)
+        if complete and read_alike(dy.spec, spec) and not in_slots(dy.format, col, len(dy)):
             return _of_copies(stand_in(dy), dy.spec, row, col)
-        dy = dy.dequantize()
-    copies = quantised_copies(dy, s.recipe.grad, needs_x, needs_w, seed, s.delayed("grad"))
-    return _of_copies(stand_in(dy), s.recipe.grad, *copies)
+    dy = plain_gradient(dy)
+    copies = quantised_copies(
+        dy, spec, needs_x, needs_w, seed, delayed=s.delayed("grad"), keep_nonfinite=True
+    )
+    return _of_copies(stand_in(dy), spec, *copies)
 
 
 def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
     """The sum of dy over the rows, or over those of each group."""
+    dy = plain_gradient(dy)
     if s.groups.ends is None:
         return dy.sum(0, dtype=compute_dtype(dy)).to(dtype)
     return sums_of_groups(dy, s.groups, dtype)
 
 
 def _plain_times(
-    x: Tensor, weight: QTensor, bias: Tensor | None, groups: Groups, dtype: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """y of plain rows and a frozen weight, whose codes are decoded on the way; dx is the product with its numbers."""
+    """y of plain rows and a weight that is plain, or frozen codes; gradients are those of the products themselves."""
+    if not isinstance(weight, QTensor):
+        weight = weight.to(x.dtype)
     if groups.ends is None:
         return matmul(x, weight.t(), bias=bias, out_dtype=dtype)
     return grouped_matmul(x, weight, groups.ends, align=groups.align, bias=bias, out_dtype=dtype)
@@ -293,13 +323,20 @@ def apply_linear(
     recipe: Recipe,
     groups: Groups,
     scaling: DelayedScaling | None = None,
+    name: str = "weight",
 ) -> Tensor:
-    """y [rows, N] of x [rows, K] for arguments that were checked."""
+    """y [rows, N] of x [rows, K]. Errors call the weight `name`."""
     if is_distributed(x, weight):
         raise ValueError(
             "linear takes this rank's tensors: use x.to_local(), or FSDP, which hands whole weights to the layer"
         )
-    if isinstance(weight, QTensor) and not recipe.is_quantised:
+    _check_layer(x, weight, bias, recipe, name)
+    if recipe.is_quantised and is_transformed():
+        raise NotImplementedError(
+            "torch.func cannot differentiate a layer with a quantized recipe, which decides in forward what backward "
+            "keeps: call backward() or torch.autograd.grad, or take recipe=None or 'bf16'"
+        )
+    if not recipe.is_quantised and (isinstance(weight, QTensor) or is_transformed()):
         return _plain_times(x.to(recipe.dtype or x.dtype), weight, bias, groups, x.dtype)
     given = None
     compiling = torch.compiler.is_compiling()
@@ -312,9 +349,15 @@ def apply_linear(
                 "a recipe with stochastic rounding draws a new seed in every call, which a compiled graph cannot: "
                 "leave this layer out with torch.compiler.disable, or take stochastic=False"
             )
-        seed = int(torch.randint(2**62, ()))
+        seed = _draw_seed()
     settings = Settings(recipe, groups, x.dtype, weight.dtype, scaling)
     return _Linear.apply(x, weight, bias, given, settings, seed)  # type: ignore[no-any-return]
+
+
+def _draw_seed() -> int:
+    """Draw from PyTorch's default generator on the host: nothing waits for a device, and no dispatch mode sees it."""
+    with _disable_current_modes():
+        return int(torch.randint(2**62, (), device="cpu"))
 
 
 # ---- public function ------------------------------------------------------------------------------------
@@ -360,7 +403,6 @@ def linear(
         raise ValueError(
             f"x [..., K] and weight [N, K] must have one K; got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    check_layer(x, weight, bias, found, (weight.shape[0],))
     if scaling is not None:
         _check_scaling(scaling, found, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -379,41 +421,39 @@ def _check_scaling(scaling: DelayedScaling, recipe: Recipe, device: torch.device
         raise ValueError(f"scaling= must be on {device} like x: move it with .to({str(device)!r})")
 
 
-def check_layer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shape: tuple[int, ...]
-) -> None:
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, name: str) -> None:
     """Raise an error unless a layer can have these operands."""
     if weight.device != x.device:
-        raise ValueError(f"weight must be on {x.device} like x; it is on {weight.device}")
+        raise ValueError(f"{name} must be on {x.device} like x; it is on {weight.device}")
     if bias is not None:
-        check_tensor("bias", bias, FLOATS, x.device, shape)
+        check_tensor("bias", bias, FLOATS, x.device, tuple(weight.shape[:-1]))
     if recipe.is_quantised and torch.float64 in (x.dtype, weight.dtype):
         raise ValueError(
-            f"recipes round bf16, fp16 and fp32; got x in {x.dtype} and weight in {weight.dtype}: convert them"
+            f"recipes round bf16, fp16 and fp32; got x in {x.dtype} and {name} in {weight.dtype}: convert them"
         )
     if isinstance(weight, QTensor) and weight.requires_grad and not recipe.is_quantised:
         raise ValueError(
-            "a quantised weight beside plain numbers is frozen: train plain numbers, or call "
-            "weight.requires_grad_(False)"
+            f"{name} is quantized beside plain numbers, and frozen so: train plain numbers, or call "
+            f"{name}.requires_grad_(False)"
         )
     grads = torch.is_grad_enabled()
-    needs = {"x": (True, grads and weight.requires_grad), "weight": (True, grads and x.requires_grad)}
-    for name, tensor, spec in (("x", x, recipe.x), ("weight", weight, recipe.weight)):
-        if not isinstance(tensor, QTensor) or (name == "weight" and spec is None):
+    needs = {"x": (True, grads and weight.requires_grad), name: (True, grads and x.requires_grad)}
+    for title, tensor, spec in (("x", x, recipe.x), (name, weight, recipe.weight)):
+        if not isinstance(tensor, QTensor) or (title == name and spec is None):
             continue  # what a product lacks of a weight beside plain numbers, it says itself
-        if tensor.spec != spec:
+        if spec is None or not read_alike(tensor.spec, spec):
             raise ValueError(
-                f"{name} is quantised as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantise it "
-                "so, or dequantise it"
+                f"{title} is quantized as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantize it "
+                "so, or dequantize it"
             )
         if torch.compiler.is_compiling() or tensor.format.block in EITHER_COPY:
             continue
         for side, copy, needed in zip(
-            ("row", "column"), (tensor.rowwise, tensor.columnwise), needs[name], strict=True
+            ("row", "column"), (tensor.rowwise, tensor.columnwise), needs[title], strict=True
         ):
             if needed and copy is None:
                 raise ValueError(
-                    f"{name} has no {side}-wise copy, which {'y' if side == 'row' else 'a gradient'} takes: got "
+                    f"{title} has no {side}-wise copy, which {'y' if side == 'row' else 'a gradient'} takes: got "
                     f"{tensor!r}. Make it with {side}wise=True"
                 )
     if recipe.weight is not None and weight.dim() == 3:

@@ -7,8 +7,9 @@
 where dz is dy, or the gradient of the activation's input z, which the backward computes again in fp32:
 dz = round(dy * act'(z)), for a gated unit those of gate and up, in y's dtype.
 
-Products are exact in fp32 (in int32 for int8 codes), sums are fp32, and everything after the sum is fp32 with one
-rounding to y's dtype. Scales enter once for each of their blocks:
+Products are exact in fp32, sums are fp32, and everything after the sum is fp32 with one rounding to y's dtype. Products
+of int8 codes are summed exactly in int32, for up to 130,944 of K at a time, and then in fp32. Scales enter once for
+each of their blocks:
 
 - one scale for a row or a tensor multiplies the sum: `sum * scale_a[m] * scale_b[n]`; of two scales of tensors the
   product comes first;
@@ -45,9 +46,10 @@ from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..quantize import dequantize_codes
 from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs, matmul_args
+from .checks import formats_multiply, validate_matmul
 from .engines import Engine, check_engine
 from .launch import launch_matmul
-from .operands import Form, Precision, autocasted_pair, check_pair
+from .operands import Precision, autocasted_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
 
@@ -136,6 +138,11 @@ def _gradients(b: Backward) -> Gradients:
 
 def plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
     """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
+    if isinstance(x, QTensor):  # kept by a graph that was traced with it
+        found = codes_along_columns(x) if of_b else codes_along_rows(x)
+        if found is None:
+            return x.dequantize(dtype)
+        codes = found
     if codes.data is None or codes.scale is None or codes.format is None:
         return x.to(dtype)
     k = x.shape[-2 if of_b else -1]
@@ -158,11 +165,9 @@ matmul_op = define_op(
     present=lambda a: ProductOutputs(a.result.present()),
     keep=_kept,
     backward=_gradients,
+    validate=validate_matmul,
     variants=64,
 )
-
-
-Taken = tuple[Tensor, Tensor, Tensor | None]
 
 EITHER_COPY = (
     "tensor",
@@ -170,44 +175,42 @@ EITHER_COPY = (
 )  # blocks whose two copies are transposes of each other: one serves both ways
 
 
-def codes_along_k(copy: Copy | None, other: Copy | None, block: str) -> Taken | None:
-    """The parts of the copy whose scales lie along K; or of the other one, transposed, if both have the same codes."""
+def codes_along_k(copy: Copy | None, other: Copy | None, spec: str) -> OperandCodes | None:
+    """Return the copy whose scales lie along K, which is a row-wise one in the format `spec`; or the other one,
+    transposed, if both have the same codes."""
     if copy is not None:
-        return copy.data, copy.scale, copy.global_scale
-    if other is not None and block in EITHER_COPY:
-        return other.data.t(), other.scale.t(), None
+        return OperandCodes(*copy, spec)
+    if other is not None and Format.of(spec).block in EITHER_COPY:
+        return OperandCodes(other.data.t(), other.scale.t(), None, spec)
     return None
 
 
-def _take_a(q: QTensor) -> Taken | None:
+def codes_along_rows(q: QTensor) -> OperandCodes | None:
+    """Return the codes of q [rows, K] whose scales lie along K."""
     # A flat view still has the copies of the matrix that it is a view of.
     whole = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel()
-    return codes_along_k(q.rowwise if whole else None, q.columnwise, q.format.block)
+    return codes_along_k(q.rowwise if whole else None, q.columnwise, q.spec)
 
 
-def _take_b(q: QTensor) -> Taken | None:
-    return codes_along_k(q.columnwise, q.rowwise, q.format.block)
+def codes_along_columns(q: QTensor) -> OperandCodes | None:
+    """Return the codes [N, K] of q [K, N] whose scales lie along K."""
+    return codes_along_k(q.columnwise, q.rowwise, q.format.transposed.spec)
 
 
-register_codes(matmul_op, "a", "a_codes", _take_a)
-register_codes(matmul_op, "b", "b_codes", _take_b)
+register_codes(matmul_op, "a", "a_codes", codes_along_rows)
+register_codes(matmul_op, "b", "b_codes", codes_along_columns)
 
 
 def _multiplied(a: QTensor, b: QTensor, bias: Tensor | None) -> Tensor | None:
     """a @ b + bias of quantised matrices, or None if one lacks the copy that lies along K, or their formats do not
     multiply each other."""
-    left, right = _take_a(a), _take_b(b)
-    turned = Format.of(b.spec).transposed.spec
+    left, right = codes_along_rows(a), codes_along_columns(b)
     if left is None or right is None or a.dtype not in FLOATS[:3]:
         return None
-    try:
-        check_pair(Form.of(a.dtype, a.spec), Form.of(b.dtype, turned), None)
-        check_rotations(a.spec, turned)
-    except ValueError:
+    if not formats_multiply(a.dtype, left.format, b.dtype, right.format):
         return None
-    codes = OperandCodes(*left, a.spec), OperandCodes(*right, turned)
     args = matmul_args(
-        stand_in(a), stand_in(b), plain_result(a.dtype), a_codes=codes[0], b_codes=codes[1], bias=bias
+        stand_in(a), stand_in(b), plain_result(a.dtype), a_codes=left, b_codes=right, bias=bias
     )
     return matmul_op(args).result.y
 
@@ -263,8 +266,8 @@ def matmul(
       of up, and `y = act(gate) * up`; the bias has 2N numbers too.
     - `out_dtype`: of the result; a's by default.
     - `quantize`, `rowwise`, `columnwise`: the result is a `QTensor` with the bytes of `quantize(matmul(...))`.
-    - `out`: write the result into this tensor or `QTensor`; with `accumulate` add it to what `out` has, in fp32: the
-      gradients of a weight over several batches. Not with autograd.
+    - `out`: write the result into this tensor or `QTensor`, in its dtype; with `accumulate` add it to what `out` has,
+      in fp32: the gradients of a weight over several batches. It shares no memory with a and b. Not with autograd.
     - `precision` of fp32 operands: "ieee", the default; "tf32"; "bf16x3", which has the accuracy of fp32 on units that
       multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
     - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
@@ -294,8 +297,6 @@ def matmul(
     a_matrix, b_matrix, shape = _matrices(a, b, gated)
     left, a_codes = _apart(a_matrix, "a")
     right, b_codes = _apart(b_matrix, "b")
-    check_pair(Form.of(a.dtype, a_codes.format), Form.of(b.dtype, b_codes.format), precision)
-    check_rotations(a_codes.format, b_codes.format)
     n = right.shape[-1] // (2 if gated else 1)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, a.device, (right.shape[-1],))
@@ -318,7 +319,9 @@ def matmul(
         check_tensor("alpha", scale, (torch.float32,), a.device, (), (1,))
         if scale.requires_grad:
             raise ValueError("alpha has no gradient: multiply the result by it instead")
-    options = result_options(left, quantize, rowwise=rowwise, columnwise=columnwise, out_dtype=out_dtype)
+    options = result_options(
+        left, quantize, rowwise=rowwise, columnwise=columnwise, out_dtype=dtype_of_out(out, out_dtype)
+    )
     args = MatmulArgs(
         left, right, a_codes, b_codes, bias, residual, scale, factor, act, gated, precision,
         bool(batch_invariant), engine, options,
@@ -329,18 +332,17 @@ def matmul(
         y = result.value(options)
         return y if y.shape == shape else y.view(shape)
     flat = out if out.shape == (*left.shape[:-1], n) else out.view(*left.shape[:-1], n)
-    result_into(matmul_op, args, flat)
+    result_into(matmul_op, args, flat, in_place=("residual",))
     return out
 
 
-def check_rotations(a: str | None, b: str | None) -> None:
-    """Complain unless both copies are rotated along K, or neither is."""
-    rotated = [spec is not None and Format.of(spec).hadamard == "rowwise" for spec in (a, b)]
-    if rotated[0] != rotated[1]:
-        name, other = ("a", "b") if rotated[0] else ("b", "a")
-        raise ValueError(
-            f"{name} is rotated along K (Format.hadamard) and {other} is not: quantise both so, or neither"
-        )
+def dtype_of_out(out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of a result, which a plain `out` decides; None for the usual one."""
+    if out is None or isinstance(out, QTensor):
+        return out_dtype
+    if out_dtype not in (None, out.dtype):
+        raise ValueError(f"out is {out.dtype}, and out_dtype {out_dtype}: leave out_dtype out")
+    return out.dtype
 
 
 def check_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
@@ -391,14 +393,13 @@ def _apart(x: Tensor, name: str) -> tuple[Tensor, OperandCodes]:
     if not isinstance(x, QTensor):
         return x, PLAIN
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
-    spec = x.spec if name == "a" else Format.of(x.spec).transposed.spec  # codes are read as a row-wise copy
     if torch.compiler.is_compiling():
-        return x, OperandCodes(format=spec)
-    found = (_take_a if name == "a" else _take_b)(x)
+        return x, PLAIN
+    found = (codes_along_rows if name == "a" else codes_along_columns)(x)
     if found is None:
         side, hint = ("row", "") if name == "a" else ("column", "; of a weight [N, K] give w.T")
         raise ValueError(
             f"{name} has no {side}-wise copy, whose scales lie along K: got {x!r}. Quantise it with "
             f"{side}wise=True{hint}"
         )
-    return stand_in_for(x), OperandCodes(*found, spec)
+    return stand_in_for(x), found

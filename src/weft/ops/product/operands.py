@@ -35,6 +35,9 @@ Precision = Literal["ieee", "tf32", "bf16x3", "fp16"]
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FP8 = ("e4m3", "e5m2")
 
+# So many products of int8 codes, each up to 128 * 128, add up without exceeding int32.
+INT32_DEPTH = (2**31 - 1) // 128**2 // 128 * 128
+
 
 @dataclass(frozen=True)
 class Form:
@@ -101,6 +104,7 @@ class Product:
     multiplied: str
     sums: str  # fp32, fp16 or int32
     precision: str  # of fp32 products: ieee, tf32 or bf16x3
+    deep: bool = False  # int32 sums of spans of K are added up in fp32
 
     @property
     def kind(self) -> str:
@@ -123,7 +127,7 @@ class Product:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(a: Form, b: Form, precision: Precision | None, few: bool, target: Capabilities) -> Product:
-        """How a and b, which `check_pair` let pass, are multiplied on a target; `few`: in tiles of few rows."""
+        """How a and b, which `checks` let pass, are multiplied on a target; `few`: in tiles of few rows."""
         plain = a.block is None and b.block is None
         scaled = a.in_groups and b.in_groups
         body = "blocks" if a.in_blocks or b.in_blocks or precision == "fp16" else "sum"
@@ -155,44 +159,3 @@ def autocasted_pair(
     if out is not None or precision in ("ieee", "tf32", "bf16x3"):
         return a, b
     return autocasted(a), autocasted(b)
-
-
-@functools.lru_cache(maxsize=1024)
-def check_pair(a: Form, b: Form, precision: str | None) -> None:
-    """Raise an error unless a and b can be multiplied."""
-    if precision not in (None, "ieee", "tf32", "bf16x3", "fp16"):
-        raise ValueError(f"precision must be 'ieee', 'tf32', 'bf16x3', 'fp16' or None; got {precision!r}")
-    wide = {"fp32", "fp64"}.intersection((a.element, b.element))
-    if precision in ("ieee", "tf32", "bf16x3") and not wide:
-        raise ValueError(f"precision={precision!r} is for fp32 operands; got {a} and {b}")
-    if precision == "fp16" and not (a.element == b.element == "fp16" or wide == {"fp64"}):
-        raise ValueError(f"precision='fp16' sums products of fp16 operands in fp16; got {a} and {b}")
-    if a.block is None and b.block is None:
-        if a.element != b.element:
-            raise ValueError(f"a and b must have one dtype; got {a} and {b}: convert one with .to(...)")
-        return
-    if a.block is None or b.block is None:
-        plain, quantised = (a, b) if a.block is None else (b, a)
-        if plain.element == "fp16" and quantised.block == "mx":
-            raise ValueError(
-                f"fp16 does not hold all numbers of {quantised}, which reach 2^127: give the other operand in bf16"
-            )
-        return
-    if "int4" in (a.element, b.element):
-        raise ValueError(
-            f"int4 codes are decoded beside plain numbers; got {a} and {b}: dequantise one of them"
-        )
-    if a.in_groups or b.in_groups:
-        if a.block != b.block:
-            raise ValueError(
-                f"scales of groups of {a.group or b.group} multiply only operands that have such groups both; got {a} "
-                f"and {b}: quantise both to one format, or dequantise one of them"
-            )
-        return
-    if a.block == b.block == "128x128":
-        raise ValueError(
-            f"{a} x {b}: one of two operands with scales in blocks of 128 has them by rows, as in every library: "
-            "quantise the activations with '1x128'"
-        )
-    if (a.element == "int8") != (b.element == "int8"):
-        raise ValueError(f"int8 codes multiply int8 codes; got {a} and {b}: quantise both alike")

@@ -15,6 +15,10 @@ as well unless its blocks are squares.
 | `mxfp8`      | e4m3 mx     | e4m3 mx      | e4m3 mx     |                                                    |
 | `nvfp4`      | nvfp4       | nvfp4_16x16  | nvfp4       | dy rounded stochastically; x and dy rotated for dw |
 | `int8_row`   | int8 row    | int8 row     | int8 row    | sums in int32                                      |
+
+An Inf or NaN in dy stays non-finite in dx and dw, so that `torch.amp.GradScaler` and checks of gradients see it: dy is
+quantized by torchao's convention, which makes the scale of such a block NaN, where TransformerEngine's would saturate.
+On finite numbers both give the same bytes, but for blocks whose largest number is below 1e-12.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from ...quant import Format
+from .checks import check_formats
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,27 @@ class Recipe:
             spec = getattr(self, name)
             if spec is not None:
                 object.__setattr__(self, name, Format.of(spec).spec)
+        self._check_products()
         if self.stochastic and (self.grad is None or Format.of(self.grad).number.integer):
             raise ValueError("stochastic=True rounds dy to a float format")
+
+    def _check_products(self) -> None:
+        """Raise an error unless the formats of all three products multiply each other."""
+        if self.x is None or self.weight is None or self.grad is None:
+            return
+        # Each operand as the copy that lies along the dimension that is summed over.
+        turned = {name: Format.of(getattr(self, name)).transposed.spec for name in ("x", "weight", "grad")}
+        for product, left, right in (
+            ("y = x w^T", self.x, self.weight),
+            ("dx = dy w", self.grad, turned["weight"]),
+            ("dw = dy^T x", turned["grad"], turned["x"]),
+        ):
+            try:
+                check_formats(torch.bfloat16, left, torch.bfloat16, right, None)
+            except ValueError as error:
+                raise ValueError(
+                    f"the formats of x, weight and grad cannot compute {product}, {left} times {right}: {error}"
+                ) from error
 
     @staticmethod
     def of(recipe: Recipe | str | None) -> Recipe:
@@ -88,12 +112,19 @@ _WRITTEN = ("1x128", "mx")
 
 _ROTATED = "e2m1:nvfp4:te:hadamard-columnwise"  # along rows, for the weight's gradient alone
 
+
+def _of_gradients(short: str) -> str:
+    """Return a format in which blocks with an Inf or NaN become NaN."""
+    f = Format.of(short)
+    return Format(f.block, f.element, "torchao", f.power_of_two).spec
+
+
 RECIPES: dict[str, Recipe] = {
     "bf16": Recipe(dtype=torch.bfloat16),
-    "fp8_block": Recipe("1x128", "128x128", "1x128"),
-    "fp8_row": Recipe("row", "row", "row"),
-    "fp8_tensor": Recipe("tensor", "tensor", "e5m2:tensor"),
-    "mxfp8": Recipe("mx", "mx", "mx"),
+    "fp8_block": Recipe("1x128", "128x128", _of_gradients("1x128")),
+    "fp8_row": Recipe("row", "row", _of_gradients("row")),
+    "fp8_tensor": Recipe("tensor", "tensor", _of_gradients("e5m2:tensor")),
+    "mxfp8": Recipe("mx", "mx", _of_gradients("mx")),
     "nvfp4": Recipe(_ROTATED, "nvfp4_16x16", _ROTATED, stochastic=True),
-    "int8_row": Recipe("int8:row", "int8:row", "int8:row"),
+    "int8_row": Recipe("int8:row", "int8:row", _of_gradients("int8:row")),
 }

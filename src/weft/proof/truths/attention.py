@@ -16,7 +16,6 @@ import weft
 
 from ...workloads import Call
 from .. import oracle
-from ..loaded import Loaded
 from ..truth import Near, arguments
 
 # Where the batch, the tokens and the heads are.
@@ -197,7 +196,8 @@ def _attention(given: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str,
         qh, kh, vh = q[b, i, h], k[b, j, g], v[b, j, g]
         eight_bits = given.get("values") is not None and len(vh) > 0
         if eight_bits:
-            vh = _through_codes(vh)
+            seen = sees(len(qh), len(kh), given).any(0)[:, None]
+            vh = _through_codes(torch.where(seen, vh, 0.0))
         sink = -math.inf if sinks is None else float(sinks[h].detach())
         w = _weights(qh, kh, sink, sees(len(qh), len(kh), given), given)
         y.truth[b, i, h] = out = w.p @ vh
@@ -342,20 +342,4 @@ TRUTHS = {
     "attention": attention,
     "attention_backward": attention_backward,
     "attention_decode": attention_decode,
-}
-
-# Where packed sequences begin, and how many tokens there are.
-_STARTS = {
-    "lengths.q_starts": Loaded(least=0, most="lengths.q", ascending=True),
-    "lengths.k_starts": Loaded(least=0, most="lengths.k", ascending=True),
-}
-
-LOADED = {
-    (kernel, name): known
-    for kernel in ("attention_kernel", "value_kernel", "query_gradient_kernel", "key_gradient_kernel")
-    for name, known in _STARTS.items()
-} | {
-    ("decode_kernel", "pages.table"): Loaded(least=0, below=lambda given: given["k.ptr", 0]),
-    ("decode_kernel", "pages.lengths"): Loaded(least=0),
-    ("join_kernel", "pages.lengths"): Loaded(least=0),
 }

@@ -1,0 +1,130 @@
+"""Arguments that several commands take, checked before a command begins its work."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime import catalogue
+from ..workloads import Workload, for_op
+from .names import ops_named, workloads_named
+from .screen import Refused
+
+PICTURES = (".pdf", ".png", ".svg")
+
+INSTEAD = "all whose name has this in it, instead of one for each op; may be repeated"  # help, for `one_each`
+
+
+def add_op(parser: Any) -> None:
+    """Add `--op`; the value is a list of names in `weft.catalogue`."""
+    parser.add_argument(
+        "--op",
+        action="extend",
+        type=ops_named,
+        default=[],
+        metavar="OP",
+        help="only this op, or the ops of this public function (norm, rms_norm); may be repeated",
+    )
+
+
+def add_workload(
+    parser: Any, help: str = "only workloads whose name has this in it; may be repeated"
+) -> None:
+    """Add `--workload`; the value is a list of texts for `names.workloads_named`."""
+    parser.add_argument("--workload", action="append", default=[], metavar="TEXT", help=help)
+
+
+def one_each(args: argparse.Namespace) -> list[Workload]:
+    """Return the workloads that `--workload` selects, or without it the first one of each op."""
+    if args.workload:
+        return workloads_named(args.workload, args.op)
+    return [for_op(op)[0] for op in args.op or catalogue]
+
+
+def add_workers(parser: Any, what: str) -> None:
+    parser.add_argument(
+        "--workers",
+        type=at_least(1),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help=f"{what} at once (%(default)s)",
+    )
+
+
+def add_most(parser: Any, default: float) -> None:
+    parser.add_argument(
+        "--most",
+        type=positive,
+        default=default,
+        metavar="MB",
+        help="give workloads that move more than this fewer rows (%(default)s)",
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of arguments: integers from `least` on."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}; got {value}")
+        return value
+
+    return integer
+
+
+def positive(text: str) -> float:
+    """Return a finite number above 0."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite; got {text}")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written: a command says so before its work, not after."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}; create it first")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture that can be written."""
+    path = output_file(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"a picture is a file {', '.join(PICTURES)}; got {path}")
+    return path
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name, on which tensors can be made, or refuse it."""
+    try:
+        try:
+            device = torch.device(name)
+        except RuntimeError:  # which lists devices that Weft does not run on
+            raise Refused(f"{name!r} is no device: use cpu, cuda or cuda:0") from None
+        if device.type not in ("cpu", "cuda"):
+            raise Refused(f"Weft has no kernels for {device}: use cpu or cuda")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise Refused("PyTorch sees no GPU here; `weft doctor` says what this machine has")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Refused(str(error).splitlines()[0]) from None
+    return device

@@ -1,0 +1,155 @@
+"""Names that a person types: of ops, public functions and workloads. Unknown ones are refused with the nearest known.
+
+An op is named by its name in `weft.catalogue`, or by a public function, which stands for all ops that it is made of:
+`--op rms_norm` is `--op norm --op norm_backward`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import weft
+
+from ..runtime import Op, catalogue
+from ..workloads import WORKLOADS, Workload
+from .screen import Refused
+
+
+def unknown(kind: str, name: str, known: Sequence[str], others: Iterable[str] = ()) -> Refused:
+    """Return the refusal of a name: with the nearest of the known names and of the others, or if none is near, with all
+    known names."""
+    between = "; " if any("," in each for each in known) else ", "
+    rest = _meant(name, [*known, *others]) or f"; there are {between.join(known)}"
+    return Refused(_wrapped(f"there is no {kind} {name!r}{rest}"))
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of a refusal that names the known names near to this one, or nothing if none is near."""
+    by_letters = {_letters(each): each for each in known}
+    near = difflib.get_close_matches(_letters(name), by_letters, n=3, cutoff=0.6)
+    if not near:
+        return ""
+    *others, last = (repr(by_letters[each]) for each in near)
+    return f". Did you mean {', '.join(others)} or {last}?" if others else f". Did you mean {last}?"
+
+
+def _letters(name: str) -> str:
+    """Return what is compared of a name: RMSNorm is as near to rms_norm as can be."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
+
+
+def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise unknown(kind, name, known)
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def public_ops() -> dict[str, Callable[..., Any]]:
+    """Return the public functions that compute, by name: those defined in `weft.ops` that are no context managers."""
+    found = {}
+    for name in weft.__all__:
+        function = getattr(weft, name)
+        computes = inspect.isfunction(function) and function.__module__.startswith("weft.ops")
+        if computes and not inspect.isgeneratorfunction(inspect.unwrap(function)):
+            found[name] = function
+    return found
+
+
+def ops_named(name: str) -> list[str]:
+    """Return the ops of the catalogue that a name stands for."""
+    if name in catalogue:
+        return [name]
+    if name not in public_ops():
+        raise unknown("op", name, list(public_ops()), others=catalogue)
+    ops = made_of(name)
+    if not ops:
+        raise Refused(f"weft.{name} has no kernels: it is computed with plain PyTorch")
+    return list(ops)
+
+
+@functools.cache
+def made_of(name: str) -> tuple[str, ...]:
+    """Return the ops of the catalogue that a public function may call, forward or backward."""
+    seen: dict[Any, None] = {}
+    _visit(public_ops()[name], seen)
+    found = [op for op in catalogue if op in seen]
+    return tuple(found or [op for op in catalogue if op == name])
+
+
+def _visit(thing: Any, seen: dict[Any, None]) -> None:
+    """Follow the names that a function uses: through functions and classes of `weft.ops`, and the backward of ops."""
+    if isinstance(thing, Op):
+        if thing.name not in seen:
+            seen[thing.name] = None
+            _visit(thing.backward, seen)
+        return
+    if isinstance(thing, type):
+        if thing.__module__.startswith("weft.ops") and thing not in seen:
+            seen[thing] = None
+            for member in vars(thing).values():
+                _visit(getattr(member, "__func__", member), seen)
+        return
+    if not isinstance(thing, types.FunctionType):
+        return
+    function = inspect.unwrap(thing)
+    if function in seen or not function.__module__.startswith("weft.ops"):
+        return
+    seen[function] = None
+    for code in _codes(function.__code__):
+        for name in code.co_names:
+            _visit(function.__globals__.get(name), seen)
+    for cell in function.__closure__ or ():
+        _visit(cell.cell_contents, seen)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+# ---- workloads ------------------------------------------------------------------------------------------------
+
+
+def workloads_named(texts: Sequence[str], ops: Sequence[str] = ()) -> list[Workload]:
+    """Return the workloads of these ops, or of all, that one of the texts selects; all of them if there is no text.
+
+    A text selects the workload whose whole name it is, else those that have it in their name, else, if it is a public
+    function, those of its ops. A text that selects nothing is refused."""
+    among = [workload for workload in WORKLOADS if not ops or workload.op in ops]
+    if not texts:
+        return among
+    chosen: set[str] = set()
+    for text in texts:
+        found = [str(workload) for workload in among if text == str(workload)]
+        found = found or [str(workload) for workload in among if text in str(workload)]
+        if not found and text in public_ops():
+            found = [str(workload) for workload in among if workload.op in made_of(text)]
+        if not found:
+            raise _no_workload(text, among, ops)
+        chosen.update(found)
+    return [workload for workload in among if str(workload) in chosen]
+
+
+def _no_workload(text: str, among: Sequence[Workload], ops: Sequence[str]) -> Refused:
+    parts = {part: None for w in among for part in (*str(w).split(":"), *w.name.split("/"))}
+    models = dict.fromkeys(workload.name.partition("/")[0] for workload in among)
+    names = f". A name is op:model/place:options:rows, as {among[0]}; models are {', '.join(models)}"
+    of = f" of {', '.join(ops)}" if ops else ""
+    return Refused(_wrapped(f"no workload{of} has {text!r} in its name{_meant(text, parts) or names}"))

@@ -1,0 +1,219 @@
+"""Device functions that find a program's sequence and the keys that its queries see.
+
+Starts and lengths may hold any integers. Kernels read starts as their running maximum, clamped to the tokens that
+exist, and clamp lengths to the keys of their sequence, so that no address leaves a tensor. A sequence whose starts had
+to be changed, or whose length exceeds its keys, is unsound: its results and gradients are NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...language import tl, triton
+
+CHUNK = tl.constexpr(128)  # starts that a program loads at a time
+
+
+class Lengths(NamedTuple):
+    """How long sequences are. Packed ones follow each other: sequence s begins at token starts[s]."""
+
+    q_starts: Tensor | None  # [number + 1], or None: each sequence has q queries and k keys
+    k_starts: Tensor | None
+    kv_lengths: Tensor | None  # [number]: how many of its keys each sequence uses, or None: all of them
+    number: int  # of sequences
+    q: int  # queries of a sequence; of all of them if they are packed
+    k: int
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: from `left` before its own to `right` after it."""
+
+    left: int
+    right: int
+    lower: int  # 1: the last query's own key is the last one; 0: the first query's own key is the first one
+
+
+class Sequence(NamedTuple):
+    """A sequence, where it lies, and a tile of its queries or keys."""
+
+    number: Any  # int64
+    batch: Any  # the same in tensors that are not packed; else 0
+    q_start: Any  # int64, of packed tensors
+    k_start: Any
+    q: Any  # how many queries there are, int32
+    k: Any
+    first: Any  # of the tile, counted in the sequence, int32
+    exist: Any  # rows of the tile that are in the tensor
+    offset: Any  # the own key of query i is i + offset
+    sound: Any  # its starts and its length are in range
+
+
+# ---- packed sequences -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _clamped(start, tokens):
+    return tl.minimum(tl.maximum(start.to(tl.int64), 0), tokens)
+
+
+@triton.jit
+def _count(begin, end, tokens):
+    """How many tokens there are from `begin`, which is in range, to `end`, which may be anything."""
+    return tl.minimum(tl.maximum(_clamped(end, tokens) - begin, 0), tokens - begin)
+
+
+@triton.jit
+def _span(number, starts, tokens):
+    """Return (first token, number of tokens, whether the starts say so) of packed sequence `number`."""
+    begin = number * 0
+    for first in range(0, number.to(tl.int32) + 1, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        start = tl.load(starts + index, mask=index <= number, other=0)
+        begin = tl.maximum(begin, tl.max(_clamped(start, tokens), axis=0))
+    begin = _clamped(begin, tokens)  # as it is already, which a proof does not see through the loop
+    start, end = tl.load(starts + number), tl.load(starts + number + 1)
+    count = _count(begin, end, tokens)
+    return begin, count, (start == begin) & (end == begin + count)
+
+
+@triton.jit
+def _tile_span(tile, starts, sequences, tokens, ROWS: tl.constexpr):
+    """Return (sequence, its first token, its number of tokens, whether the starts say so, first row of the tile, number
+    of its rows) of a tile of ROWS packed tokens.
+
+    Tiles begin with sequences. Two groups of tokens belong to none: group 0 lies before the first sequence, which is
+    group 1, and the last group after the last sequence. The first tile of group g has the number start_g // ROWS + g:
+    cdiv(tokens, ROWS) + sequences + 1 tiles cover all tokens. A number without a tile has no rows.
+    """
+    last = sequences + 1
+    following = tl.minimum(tile, last) + 1  # the first group whose tiles all come later
+    begin = tile * 0
+    for first in range(0, last, CHUNK):
+        group = first + 1 + tl.arange(0, CHUNK)
+        exists = group <= last
+        start = _clamped(tl.load(starts + group - 1, mask=exists, other=0), tokens)
+        later = tl.maximum(group, tile - start // ROWS + 1)
+        following = tl.minimum(following, tl.min(tl.where(exists, later, last + 1), axis=0))
+        begin = tl.maximum(begin, tl.max(tl.where(exists & (group < following), start, 0), axis=0))
+    begin, group = _clamped(begin, tokens), _clamped(following - 1, last)  # as they are already
+    start = tl.load(starts + group - 1, mask=group > 0, other=0)
+    end = tl.load(starts + group, mask=group < last, other=0)
+    count = tl.where(group < last, _count(begin, end, tokens), tokens - begin)
+    sound = (start == begin) & (end == begin + count)
+    skipped = tl.minimum(tl.maximum(tile - begin // ROWS - group, 0) * ROWS, count)
+    return group - 1, begin, count, sound, begin + skipped, tl.minimum(count - skipped, ROWS)
+
+
+@triton.jit
+def _used(number, keys, lengths):
+    """Return (how many of its keys a sequence uses, whether it has as many), for `keys` in int64."""
+    if lengths.kv_lengths is None:
+        return keys.to(tl.int32), number == number
+    else:
+        length = tl.load(lengths.kv_lengths + number).to(tl.int64)
+        return tl.minimum(tl.maximum(length, 0), keys).to(tl.int32), length <= keys
+
+
+@triton.jit
+def sequence_of(number, lengths, band):
+    """Return sequence `number`, with a tile of all its queries."""
+    if lengths.q_starts is None:
+        batch, q_start, k_start, sound = number, number * 0, number * 0, number == number
+        q, keys = q_start + lengths.q, k_start + lengths.k
+    else:
+        batch = number * 0
+        q_start, q, q_sound = _span(number, lengths.q_starts, lengths.q)
+        k_start, keys, k_sound = _span(number, lengths.k_starts, lengths.k)
+        sound = q_sound & k_sound
+    k, enough = _used(number, keys, lengths)
+    q = q.to(tl.int32)
+    return Sequence(number, batch, q_start, k_start, q, k, q * 0, q, (k - q) * band.lower, sound & enough)
+
+
+@triton.jit
+def sequence_at(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the sequence of a tile of queries, or of keys. `rest` is its number if nothing is packed."""
+    starts = lengths.k_starts if OF_KEYS else lengths.q_starts
+    size = lengths.k if OF_KEYS else lengths.q
+    if starts is None:
+        batch = rest.to(tl.int64)
+        number = batch
+        q_start, k_start = batch * 0, batch * 0
+        q, keys = q_start + lengths.q, k_start + lengths.k
+        first = (tile * ROWS).to(tl.int32)
+        exist = tl.minimum(size.to(tl.int32) - first, ROWS)
+        sound = number == number
+        known = sound
+    else:
+        number, begin, count, sound, row, exist = _tile_span(
+            tile.to(tl.int64), starts, lengths.number, size, ROWS
+        )
+        # Tokens before the first sequence and after the last belong to none: they have no queries and no keys.
+        known = (number >= 0) & (number < lengths.number)
+        number = tl.minimum(tl.maximum(number, 0), lengths.number - 1)
+        batch = number * 0
+        if OF_KEYS:
+            q_start, q, others_sound = _span(number, lengths.q_starts, lengths.q)
+            k_start, keys = begin, count
+        else:
+            q_start, q = begin, count
+            k_start, keys, others_sound = _span(number, lengths.k_starts, lengths.k)
+        sound &= others_sound
+        q, keys = tl.where(known, q, 0), tl.where(known, keys, 0)
+        first = (row - begin).to(tl.int32)
+        exist = exist.to(tl.int32)
+    k, enough = _used(number, keys, lengths)
+    q = q.to(tl.int32)
+    sound = (sound & enough) | (known == 0)
+    return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower, sound)
+
+
+@triton.jit
+def or_nan(x, sequence, lengths):
+    """Return x, or NaN for an unsound sequence."""
+    if lengths.q_starts is None and lengths.kv_lengths is None:
+        return x
+    else:
+        return tl.where(sequence.sound, x, float("nan"))
+
+
+# ---- who sees whom --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sees(query, key, sequence, band, BANDED: tl.constexpr):
+    """Which queries see which keys; both are counted in their sequence, and broadcast against each other."""
+    seen = key < sequence.k
+    if BANDED:
+        own = query + sequence.offset
+        seen = seen & (key <= own + band.right) & (key >= own - band.left)
+    return seen
+
+
+@triton.jit
+def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
+    """(first key that any query of a tile of `rows` sees, the key after the last; first key from which on all queries
+    see keys, the key after the last that all of them see)."""
+    if BANDED:
+        first = sequence.first + sequence.offset  # the own key of the first query
+        last = tl.minimum(sequence.first + rows, sequence.q) - 1 + sequence.offset
+        begin = tl.maximum(first - band.left, 0)
+        end = tl.minimum(last + band.right + 1, sequence.k)
+        return begin, end, last - band.left, tl.minimum(first + band.right + 1, sequence.k)
+    else:
+        return sequence.first * 0, sequence.k, sequence.first * 0, sequence.k
+
+
+@triton.jit
+def queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
+    """The same for the queries that see keys of a tile."""
+    if BANDED:
+        first = sequence.first - sequence.offset  # the query whose own key is the first of the tile
+        last = tl.minimum(sequence.first + ROWS, sequence.k) - 1 - sequence.offset
+        begin = tl.maximum(first - band.right, 0)
+        end = tl.minimum(last + band.left + 1, sequence.q)
+        return begin, end, last - band.right, first + band.left + 1
+    else:
+        return sequence.first * 0, sequence.q, sequence.first * 0, sequence.q

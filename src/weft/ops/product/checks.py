@@ -1,0 +1,168 @@
+"""What operands a product can read, checked where every caller passes: in the ops themselves.
+
+`matmul`, `linear`, `experts`, backward passes and compiled graphs all end in the three ops of this family. Codes come
+with their format and have its shapes, and the two formats multiply each other, or the call is refused here in words.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ...quant import Format
+from ...quant.copies import check_codes
+from ..common.groups import count_slots
+from .arguments import PLAIN, GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
+from .operands import Form
+
+# ---- pairs of operands ----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def check_pair(a: Form, b: Form, precision: str | None) -> None:
+    """Raise an error unless a and b can be multiplied."""
+    if precision not in (None, "ieee", "tf32", "bf16x3", "fp16"):
+        raise ValueError(f"precision must be 'ieee', 'tf32', 'bf16x3', 'fp16' or None; got {precision!r}")
+    wide = {"fp32", "fp64"}.intersection((a.element, b.element))
+    if precision in ("ieee", "tf32", "bf16x3") and not wide:
+        raise ValueError(f"precision={precision!r} is for fp32 operands; got {a} and {b}")
+    if precision == "fp16" and not (a.element == b.element == "fp16" or wide == {"fp64"}):
+        raise ValueError(f"precision='fp16' sums products of fp16 operands in fp16; got {a} and {b}")
+    if a.block is None and b.block is None:
+        if a.element != b.element:
+            raise ValueError(f"a and b must have one dtype; got {a} and {b}: convert one with .to(...)")
+        return
+    if a.block is None or b.block is None:
+        plain, quantised = (a, b) if a.block is None else (b, a)
+        if plain.element == "fp16" and quantised.block == "mx":
+            raise ValueError(
+                f"fp16 does not hold all numbers of {quantised}, which reach 2^127: give the other operand in bf16"
+            )
+        return
+    if "int4" in (a.element, b.element):
+        raise ValueError(
+            f"int4 codes are decoded beside plain numbers; got {a} and {b}: dequantise one of them"
+        )
+    if a.in_groups or b.in_groups:
+        if a.block != b.block:
+            raise ValueError(
+                f"scales of groups of {a.group or b.group} multiply only operands that have such groups both; got {a} "
+                f"and {b}: quantise both to one format, or dequantise one of them"
+            )
+        return
+    if a.block == b.block == "128x128":
+        raise ValueError(
+            f"{a} x {b}: one of two operands with scales in blocks of 128 has them by rows, as in every library: "
+            "quantise the activations with '1x128'"
+        )
+    if (a.element == "int8") != (b.element == "int8"):
+        raise ValueError(f"int8 codes multiply int8 codes; got {a} and {b}: quantise both alike")
+
+
+def check_rotations(a: str | None, b: str | None) -> None:
+    """Raise an error unless both copies are rotated along K, or neither is."""
+    rotated = [spec is not None and Format.of(spec).hadamard == "rowwise" for spec in (a, b)]
+    if rotated[0] != rotated[1]:
+        name, other = ("a", "b") if rotated[0] else ("b", "a")
+        raise ValueError(
+            f"{name} is rotated along K (Format.hadamard) and {other} is not: quantize both so, or neither"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def check_formats(
+    a: torch.dtype, a_spec: str | None, b: torch.dtype, b_spec: str | None, precision: str | None
+) -> None:
+    """Raise an error unless operands of these dtypes and formats, both with K as their last dimension, multiply."""
+    check_pair(Form.of(a, a_spec), Form.of(b, b_spec), precision)
+    check_rotations(a_spec, b_spec)
+
+
+def formats_multiply(a: torch.dtype, a_spec: str | None, b: torch.dtype, b_spec: str | None) -> bool:
+    """Return whether operands of these dtypes and formats multiply."""
+    try:
+        check_formats(a, a_spec, b, b_spec, None)
+    except ValueError:
+        return False
+    return True
+
+
+# ---- the ops --------------------------------------------------------------------------------------------
+
+
+def validate_matmul(a: MatmulArgs) -> None:
+    """Raise an error for operands that the kernels of `matmul` would misread."""
+    left, right = a.a, a.b
+    (*batch, m, k), (*others, depth, n) = left.shape, right.shape
+    if k != depth or batch != others or len(batch) > 1:
+        raise ValueError(f"a {tuple(left.shape)} and b {tuple(right.shape)} are not [M, K] and [K, N]")
+    if a.a_codes is not PLAIN or a.b_codes is not PLAIN:
+        _check_operand("a", left, a.a_codes, m, k)
+        _check_operand("b", right, a.b_codes, n, k)
+        if batch and (a.a_codes.data is not None or a.b_codes.data is not None):
+            raise ValueError("a batch of products has plain operands: multiply quantized matrices one by one")
+    check_formats(left.dtype, a.a_codes.format, right.dtype, a.b_codes.format, a.precision)
+
+
+def validate_grouped(a: GroupedArgs) -> None:
+    """Raise an error for operands that the kernels of `grouped_matmul` would misread."""
+    (rows, k), (groups, n, depth) = a.x.shape, a.w.shape
+    if k != depth or a.ends.shape[0] != groups:
+        raise ValueError(
+            f"x {tuple(a.x.shape)}, w {tuple(a.w.shape)} and {a.ends.shape[0]} ends are not [rows, K], "
+            "[groups, N, K] and [groups]"
+        )
+    if a.x_codes is not PLAIN or a.w_codes is not PLAIN:
+        _check_operand("x", a.x, a.x_codes, rows, k)
+        _check_operand("w", a.w, a.w_codes, n, k)
+    check_formats(a.x.dtype, a.x_codes.format, a.w.dtype, a.w_codes.format, a.precision)
+
+
+def validate_wgrad(a: WgradArgs) -> None:
+    """Raise an error for operands that the kernels of `grouped_wgrad` would misread."""
+    (rows, n), (count, k), groups = a.dy.shape, a.x.shape, a.ends.shape[0]
+    if rows != count:
+        raise ValueError(f"dy {tuple(a.dy.shape)} and x {tuple(a.x.shape)} must have the same rows")
+    if a.dy_codes is not PLAIN or a.x_codes is not PLAIN:
+        slots = set()
+        for name, x, codes, width in (("dy", a.dy, a.dy_codes, n), ("x", a.x, a.x_codes, k)):
+            in_slots = has_slots(codes, rows, groups)
+            _check_operand(name, x, codes, width, rows, count_slots(rows, groups) if in_slots else None)
+            if codes.format is not None:
+                _check_rows_of_blocks(name, Format.of(codes.format), in_slots, a.align)
+                slots |= {in_slots} if Format.of(codes.format).group else set()
+        if len(slots) > 1:
+            raise ValueError("the blocks of one operand begin with groups, and those of the other do not")
+    check_formats(a.dy.dtype, a.dy_codes.format, a.x.dtype, a.x_codes.format, a.precision)
+
+
+def _check_operand(
+    name: str, x: Tensor, codes: OperandCodes, rows: int, k: int, slots: int | None = None
+) -> None:
+    blocks = None
+    if slots is not None and codes.format is not None:
+        blocks = slots * 128 // Format.of(codes.format).group
+    check_codes(name, *codes, rows, k, blocks=blocks)
+    if codes.data is not None and codes.data.device != x.device:
+        raise ValueError(f"the codes of {name} are on {codes.data.device}, and {name} is on {x.device}")
+
+
+def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:
+    """Return whether the scales of codes [.., rows] lie in blocks that begin with groups."""
+    if codes.data is None or codes.scale is None or codes.format is None:
+        return False
+    group = Format.of(codes.format).group
+    return group != 0 and codes.scale.shape[-1] == count_slots(rows, groups) * 128 // group
+
+
+def _check_rows_of_blocks(name: str, f: Format, in_slots: bool, align: int) -> None:
+    """Raise an error if blocks along the rows of an operand may have rows of two groups."""
+    if f.group and align % f.group and not in_slots:
+        raise ValueError(
+            f"{name} is quantized in blocks of {f.group} rows, and with align={align} some may have rows of two "
+            f"groups: lay the rows out with align={f.group}"
+        )
+    if align % f.packed:
+        raise ValueError(f"two rows of {name} share a byte: lay the rows out with an even align")

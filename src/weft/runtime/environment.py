@@ -1,0 +1,24 @@
+"""Switches in the environment of the process."""
+
+from __future__ import annotations
+
+import os
+
+# All variables that Weft reads.
+VARIABLES = ("WEFT_BACKEND", "WEFT_BUNDLE", "WEFT_NO_JIT", "WEFT_QUIET", "WEFT_TILES")
+OFF = ("", "0", "false", "no", "off")
+
+
+def is_on(variable: str) -> bool:
+    """Return whether a variable is set, and not to one of the words for "off".
+
+    >>> import os
+    >>> os.environ["WEFT_EXAMPLE"] = "yes"
+    >>> is_on("WEFT_EXAMPLE")
+    True
+    >>> os.environ["WEFT_EXAMPLE"] = "False"
+    >>> is_on("WEFT_EXAMPLE"), is_on("WEFT_NOTHING")
+    (False, False)
+    >>> del os.environ["WEFT_EXAMPLE"]
+    """
+    return os.environ.get(variable, "").strip().lower() not in OFF

@@ -1,0 +1,256 @@
+"""Starts, lengths and page numbers of any content: no address leaves a tensor, and nothing wrong looks right.
+
+A sequence whose starts or length are out of range gives NaN; its neighbors are as they are without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton_loom
+from torch import Tensor
+
+import weft
+from tests.ops.attention.own import attend
+from tests.ops.attention.test import heads, packed
+from tests.ops.attention.test_decode import E4M3, PAGE, latent_rows, problem
+from weft.runtime import choosing_for
+from weft.workloads.decode import decode
+
+BF16 = torch.bfloat16
+MANY, FEW = 2**31 - 1, -(2**31)
+NAMES = ("out", "lse", "max", "dquery", "dkey", "dvalue", "dsinks")
+
+
+def found(given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    """Results and gradients of attention, with a lower right mask and sinks."""
+    leaves = [given[name].clone().requires_grad_() for name in ("query", "key", "value")]
+    sinks = torch.tensor([0.3, -0.2, 1.0, -1.0]).requires_grad_()
+    rest = {name: x for name, x in given.items() if name not in ("query", "key", "value")}
+    options = {"causal_align": "lower_right", "return_lse": True, "return_max": True} | options
+    made = attend(*leaves, sinks=sinks, **rest, **options)
+    upstream = torch.randn(made.out.shape, generator=torch.Generator().manual_seed(3)).to(made.out.dtype)
+    grads = torch.autograd.grad(made.out, [*leaves, sinks], upstream)
+    return dict(zip(NAMES, (*(x.detach() for x in made), *grads), strict=True))
+
+
+def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, x in one.items():
+        assert torch.equal(x.isnan(), other[name].isnan()), name
+        torch.testing.assert_close(x.nan_to_num(0.0), other[name].nan_to_num(0.0), rtol=1e-4, atol=3e-5)
+
+
+# ---- starts -------------------------------------------------------------------------------------------------
+
+STARTS = [
+    [0, 70, 150], [5, 12, 150], [0, 120, 50, 150], [0, 12, 10**6], [-100, 12, 20], [150, 0, 150], [200, 300, 400],
+    [-5, -3, -1], [0, 40, 30, 60, 50, 150], [MANY, 0, FEW], [0, MANY, MANY, 150], [FEW, FEW, FEW, FEW],
+]  # fmt: skip
+PAIRS = [(q, k) for q, k in itertools.product(STARTS, STARTS) if len(q) == len(k)]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=[] if i % 4 == 0 else [pytest.mark.slow]) for i in range(len(PAIRS))]
+)
+def test_starts_of_any_content(number: int) -> None:
+    """The kernels give what the reference gives, in which Python's slices cannot leave a tensor."""
+    dtype = torch.int64 if number // 4 % 2 else torch.int32
+    q, k = (torch.tensor(starts, dtype=dtype) for starts in PAIRS[number])
+    given = packed([150]) | {"cu_seqlens": q, "cu_seqlens_k": k}
+    if number // 8 % 2:
+        given["kv_lengths"] = torch.tensor([1000, -5, 3, 7, 2][: len(q) - 1])
+    for causal in (False, True):
+        kernels = found(given, is_causal=causal)
+        with weft.backend("reference"):
+            assert_alike(kernels, found(given, is_causal=causal))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_starts_lead_to_no_other_memory(target: str) -> None:
+    """As the sanitizer sees it, with tiles of a CPU and of a GPU."""
+    for starts in ([0, 120, 50, 150], [MANY, 0, 10**6, FEW], [-100, 5000, 20, 140]):
+        given = packed([150]) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
+        given["kv_lengths"] = torch.tensor([MANY, -7, 5])
+        with choosing_for(target), triton_loom.sanitize() as seen:
+            found(given, is_causal=True)
+        assert seen.launches
+
+
+def test_starts_lead_to_no_other_codes_of_values() -> None:
+    """Sequences that overlap as they are given would write to each other's codes."""
+    for starts in ([0, 120, 0, 140], [0, 5000, 20, 140], [3, MANY, 10**6, FEW]):
+        given = packed([150], dtype=BF16) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
+        with triton_loom.sanitize():
+            out = attend(**given, scores="e4m3", values="e4m3")
+        assert out.isnan().any()
+    alone = packed([150], dtype=BF16) | {"cu_seqlens": torch.tensor([0, 120, 120, 150], dtype=torch.int32)}
+    broken = alone | {"cu_seqlens": torch.tensor([0, 120, 0, 150], dtype=torch.int32)}
+    one, other = (attend(**each, scores="e4m3", values="e4m3") for each in (alone, broken))
+    assert torch.equal(one[:120], other[:120])
+    assert other[120:].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("last", [MANY, 151, 60, -1])
+def test_a_sequence_out_of_range_is_nan_and_its_neighbors_are_not(last: int, causal: bool) -> None:
+    """A last start beyond the tokens, and one before the sequence begins."""
+    given = packed([70, 80])
+    given["cu_seqlens"] = torch.tensor([0, 70, last, last], dtype=torch.int32)
+    sound = packed([70, 80]) | {"cu_seqlens": torch.tensor([0, 70], dtype=torch.int32)}
+    broken, alone = found(given, is_causal=causal), found(sound, is_causal=causal)
+    assert torch.equal(broken["out"][:70], alone["out"][:70])
+    assert torch.equal(broken["dquery"][:70], alone["dquery"][:70])
+    assert torch.equal(broken["dkey"][:70], alone["dkey"][:70])
+    if last > 150:
+        assert broken["out"][70:].isnan().all()
+        assert broken["lse"][:, 70:].isnan().all()
+        assert all(broken[name][70:].isnan().all() for name in ("dquery", "dkey", "dvalue"))
+        assert broken["dsinks"].isnan().all()
+    else:  # the sequence has no tokens
+        assert not broken["out"][70:].count_nonzero()
+    assert broken["max"].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_before_the_first_sequence_belong_to_none(causal: bool) -> None:
+    """They were attended to by the first sequence without a causal mask."""
+    given = packed([5, 60, 70], pads=15)
+    late = given | {"cu_seqlens": torch.tensor([5, 65, 135], dtype=torch.int32)}
+    for name in ("query", "key", "value"):
+        late[name] = late[name].clone()
+        late[name][:5] = late[name][135:] = math.nan
+    wanted, got = found(given, is_causal=causal), found(late, is_causal=causal)
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        assert torch.equal(got[name][5:135], wanted[name][5:135]), name
+        assert not got[name][:5].count_nonzero(), name
+        assert not got[name][135:].count_nonzero(), name
+    assert (got["lse"][:, :5] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kv_lengths_out_of_range(dtype: torch.dtype) -> None:
+    """Below 0 a sequence uses no keys; above the number of its keys it gives NaN, also where 32 bits would wrap."""
+    lengths = torch.tensor(
+        [-(2**31), 30, 31, 2**31 - 1] if dtype is torch.int32 else [-(2**40), 30, 31, 2**32 + 5]
+    )
+    given = heads(20, 30, batch=4) | {"kv_lengths": lengths.to(dtype)}
+    got = found(given)
+    with weft.backend("reference"):
+        assert_alike(got, found(given))
+    assert not got["out"][0].count_nonzero()
+    assert torch.equal(got["out"][1], found(heads(20, 30, batch=4))["out"][1])
+    for name in ("out", "lse", "dquery", "dkey", "dvalue"):
+        assert got[name][2:].isnan().all(), name
+        assert got[name][:2].isnan().sum() == 0, name
+
+
+# ---- pages and lengths --------------------------------------------------------------------------------------
+
+
+def decoded(given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    made = decode(**given, **options)
+    return {"out": made.out, "lse": made.lse}
+
+
+CODED: dict[str, Any] = {"plain": None, "token": (E4M3, "token"), "tensor": (torch.int8, "tensor")}
+
+
+@pytest.mark.parametrize("coded", CODED)
+@pytest.mark.parametrize(
+    ("page", "lengths"), [(PAGE, [40, 30, 33]), (PAGE, [600, 30, 1100]), (128, [300, 30, 1100])]
+)
+def test_pages_that_do_not_exist(coded: str, page: int, lengths: list[int]) -> None:
+    """Of one part and of several, of pages with some tokens and with whole tiles: the sequence gives NaN, and its
+    neighbors have their bits."""
+    given = problem(lengths, page=page, coded=CODED[coded], queries=2)
+    for name in given.keys() - {"query", "page_table", "lengths"}:  # page 0 would look right
+        if given[name].dim():
+            given[name] = torch.cat([torch.zeros_like(given[name][:1]), given[name]])
+    given["page_table"] += given["page_table"] >= 0
+    wanted = decoded(given)
+    for number in (len(given["k"]), MANY, -1, FEW):
+        table = given["page_table"].clone()
+        table[1, 0] = number
+        with triton_loom.sanitize():
+            got = decoded(given | {"page_table": table})
+        with weft.backend("reference"):
+            assert_alike(decoded(given | {"page_table": table}), got)
+        for name, x in got.items():
+            assert x[1].isnan().all()
+            assert torch.equal(x[[0, 2]], wanted[name][[0, 2]])
+
+
+@pytest.mark.parametrize(("length", "page"), [(30, PAGE), (1100, PAGE), (1100, 128)])
+def test_pages_before_the_window_may_be_gone(length: int, page: int) -> None:
+    """Servers free them, and leave anything in the table, also pages of others. Page 0 is such a one, and holds NaN."""
+    given = problem([length], page=page, queries=2)
+    for name in ("k", "v"):
+        given[name] = torch.cat([torch.full_like(given[name][:1], math.nan), given[name]])
+    given["page_table"] += 1
+    wanted = decoded(given, window=9)
+    assert wanted["out"].isfinite().all()
+    first = (length - 2 - 9) // page  # the page of the first key that a query sees
+    for number in (-1, 0, MANY):
+        table = given["page_table"].clone()
+        table[:, :first] = number
+        got = decoded(given | {"page_table": table}, window=9)
+        assert all(torch.equal(x, wanted[name]) for name, x in got.items())
+        table[:, first] = number
+        assert decoded(given | {"page_table": table}, window=9)["out"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", [3, 40])
+def test_lengths_out_of_range(width: int, dtype: torch.dtype) -> None:
+    """Below 0 there are no tokens; above the room of the table a sequence gives NaN, also where 32 bits would wrap."""
+    room = width * PAGE
+    large = [MANY, MANY - 1] if dtype is torch.int32 else [2**32 + 5, 2**62]
+    given = problem([room, room, room, room, 20], width=width)
+    given["page_table"] = given["page_table"].clamp(min=0)
+    wanted = decoded(given)
+    given["lengths"] = torch.tensor([FEW, room + 1, *large, 20], dtype=dtype)
+    with triton_loom.sanitize():
+        got = decoded(given)
+    with weft.backend("reference"):
+        assert_alike(decoded(given), got)
+    assert not got["out"][0].count_nonzero()
+    assert (got["lse"][0] == -math.inf).all()
+    for name, x in got.items():
+        assert x[1:4].isnan().all()
+        assert torch.equal(x[4], wanted[name][4])
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_pages_of_latents_that_do_not_exist(target: str) -> None:
+    given = problem([70, 70], heads=16, kv=1, dim=576, page=64, dtype=BF16)
+    rows, _ = latent_rows(given["k"].nan_to_num(0.0))
+    for cache in (weft.KVCache(given["k"]), weft.KVCache(rows)):
+        for number in (len(given["k"]), MANY, -1):
+            given["page_table"][1, 0] = number
+            with choosing_for(target), triton_loom.sanitize():
+                out = weft.mla_decode(
+                    given["query"],
+                    cache,
+                    page_table=given["page_table"],
+                    lengths=given["lengths"],
+                    scale=0.05,
+                )
+            assert out[1].isnan().all()  # type: ignore[union-attr, index]
+            assert out[0].isfinite().all()  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("width", [3, 40])  # one part, and several
+def test_a_cache_without_pages(width: int) -> None:
+    cache = weft.KVCache(torch.empty(0, PAGE, 2, 64), torch.empty(0, PAGE, 2, 64))
+    table = torch.zeros(2, width, dtype=torch.int32)
+    options: Any = {"page_table": table, "lengths": torch.tensor([0, 5]), "return_lse": True}
+    for backend in ("auto", "reference"):
+        with weft.backend(backend), triton_loom.sanitize():  # type: ignore[arg-type]
+            out, lse, _ = weft.attention_decode(torch.randn(2, 4, 64), cache, **options)
+        assert not out[0].count_nonzero()
+        assert out[1].isnan().all()
+        assert lse[1].isnan().all()

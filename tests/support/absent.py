@@ -1,0 +1,36 @@
+"""Programs on a machine that lacks packages, made of this one."""
+
+from __future__ import annotations
+
+# Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
+WITHOUT = """
+import importlib.util, sys
+from importlib import metadata
+
+missing = {missing!r}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+found, real = importlib.util.find_spec, metadata.entry_points
+importlib.util.find_spec = lambda name, package=None: None if name in missing else found(name, package)
+
+
+def entry_points(**group):
+    if not group:
+        return type("Groups", (), {{"select": staticmethod(entry_points)}})
+    return metadata.EntryPoints(point for point in real(**group) if point.value not in missing)
+
+
+metadata.entry_points = entry_points
+"""
+
+
+def without(missing: tuple[str, ...], code: str) -> str:
+    """Return a program that runs where packages are missing."""
+    return WITHOUT.format(missing=missing) + code
