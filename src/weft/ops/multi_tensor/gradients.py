@@ -94,6 +94,7 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
     if types <= _TENSOR and not [t for t in given if t.requires_grad or t.grad is not None]:
         return Kind(given, _listed_groups(groups), True)
     found = []
+    compiling = torch.compiler.is_compiling()
     for t in given:
         if t is None:
             continue
@@ -102,7 +103,8 @@ def _kind(given: list[Any], types: set[type], groups: Sequence[Any]) -> Kind:
         is_parameter = type(t) is Parameter or isinstance(t, Parameter)
         if is_parameter or t.is_leaf or t.retains_grad:
             grad = t.grad
-            if grad is not None:
+            # In a graph that PyTorch 2.12 traces, the missing gradient of an intermediate is neither None nor a tensor.
+            if grad is not None and (not compiling or torch.is_tensor(grad)):
                 t = grad
             elif is_parameter or t.requires_grad:
                 continue
