@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -89,12 +90,12 @@ TTIR_PASSES = [
 ]
 
 
-def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
-    """The stage that Triton calls `ttir`: its own passes, none that knows a GPU."""
+def make_ttir(module: Any, metadata: dict[str, Any], *, without: Collection[str] = ()) -> Any:
+    """Run the stage that Triton calls `ttir`: its own passes, none that knows a GPU, all but those named."""
     manager = ir.pass_manager(module.context)
     manager.enable_debug()
     for family, name in TTIR_PASSES:
-        if add := getattr(family, f"add_{name}", None):
+        if name not in without and (add := getattr(family, f"add_{name}", None)):
             add(manager)
     manager.run(module, "make_ttir")
     return module

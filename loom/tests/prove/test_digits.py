@@ -55,7 +55,7 @@ def test_what_does_not_follow(facts: list[Any], goal: Any) -> None:
 def test_nothing_but_products_is_replaced() -> None:
     """With the product back in its place, the expression is the one that it was."""
     for e in (x * y + 3 * s, (x * y * s + 1) / 8 + x, z3.If(x * y > s, x, y) - 2 * y * y, 5 * x - s):
-        products = {str(c): c for c in z3.z3util.get_vars(Linear()(e)) if str(c).startswith("product!")}
+        products = {str(c): c for c in z3.z3util.get_vars(Linear()(e)) if str(c).startswith("!product!")}
         linear = Linear()(e)
         for values in product((-3, 0, 2, 7), repeat=3):
             numbers = [(c, z3.IntVal(v)) for c, v in zip((x, y, s), values, strict=True)]

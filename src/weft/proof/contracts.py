@@ -7,7 +7,6 @@ and the call is traced there, until no sizes are left. Launches that look the sa
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ try:
     from triton_loom.ir.provenance import root_of
     from triton_loom.ir.reader import parse
     from triton_loom.prove import Buffer, Contract, cdiv, descriptors, symbol
+    from triton_loom.prove.compiling import renamed
     from triton_loom.prove.obligations import ACCESSES
     from triton_loom.prove.solver import QUICK, ask, z3
 except ImportError as error:  # pragma: no cover
@@ -515,17 +515,6 @@ def _stored(variant: Variant, target: str) -> frozenset[str | None]:
 
 def ttir_by_name(variant: Variant, target: str) -> str:
     """The TTIR of a variant, its arguments named as Weft names them: "source.x" is a member of a struct."""
-    text = ttir_of(variant, target)
-    header = re.search(r"tt\.func public @\w+\((.*)\) attributes", text)
-    assert header is not None
-    given = re.findall(r"(%[\w$.-]+): ", header[1])
-    names = [leaf.name for leaf in variant.leaves() if leaf.kind != "constexpr"]
-    if len(given) != len(names):
-        raise AssertionError(f"{variant.kernel} has {len(given)} arguments in TTIR, and {len(names)} in Weft")
-    renamed = {old: f"%{new}" for old, new in zip(given, names, strict=True)}
-    taken = set(re.findall(r"%[\w$.-]+", text)) - set(given)
-    if clash := taken & set(renamed.values()):
-        raise AssertionError(
-            f"{variant.kernel} has other values with the names of arguments: {sorted(clash)}"
-        )
-    return re.sub(r"%[\w$.-]+", lambda found: renamed.get(found[0], found[0]), text)
+    return renamed(
+        ttir_of(variant, target), [leaf.name for leaf in variant.leaves() if leaf.kind != "constexpr"]
+    )

@@ -162,7 +162,15 @@ def _said(contract: Contract) -> Iterator[str]:
             values = argument.assumed(z3.Int("v"), z3.Int("place"))
             dims = [part for dim in argument.dims or () for part in dim] + list(argument.shape or ())
             yield from map(
-                text, (argument.element, argument.extent, argument.dims is None, *dims, argument.align)
+                text,
+                (
+                    argument.element,
+                    argument.extent,
+                    argument.first,
+                    argument.dims is None,
+                    *dims,
+                    argument.align,
+                ),
             )
             yield from map(text, (values, argument.ascending, argument.storage, argument.inverse))
             yield text(argument.differs(z3.Int("v"), z3.Int("place")))

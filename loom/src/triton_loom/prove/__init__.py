@@ -12,7 +12,7 @@ print(prove(kernel, contract))
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,15 @@ def prove(
     kernel: Any,
     contract: Contract | None = None,
     *,
-    grid: Sequence[Any] | None = None,
+    grid: Sequence[Any] | Callable[..., Sequence[Any]] | None = None,
     args: Mapping[str, Any] | None = None,
     effort: int = THOROUGH,
     replay: bool = True,
+    trials: int = 20,
     **more: Any,
 ) -> Report:
-    """Answers about a kernel (`@triton.jit`, or its TTIR as text) under a contract.
+    """Prove or refute that a kernel stays within its contract. The kernel is a `@triton.jit` function, also one with
+    `@triton.autotune` or `@triton.heuristics` (every configuration is proven), or its TTIR as text.
 
     Instead of a contract there may be a `grid` and `args`, which has constants among the arguments, and `more` that
     `Contract.of` takes:
@@ -54,31 +56,42 @@ def prove(
         prove(kernel, grid=(cdiv(n, 64),), args={"x_ptr": x, "y_ptr": x, "n": n, "BLOCK": 64}, outputs=("y_ptr",))
 
     `effort` limits what the solver does for one question, in z3's own units: more of it may turn an unknown into an
-    answer, and the same of it gives the same answers on any machine. With `replay`,
-    counterexamples are launched under the sanitizer.
+    answer, and the same of it gives the same answers on any machine. With `replay`, counterexamples are launched under
+    the sanitizer. What is proven is launched with `trials` random sizes of the contract: if the sanitizer finds there what
+    was proven not to be, `UnsoundProof` is raised.
     """
-    from .compiling import variants
+    from .certificate import certified
+    from .compiling import Compiled, configured, variants
     from .coverage import covered
     from .proving import Prover
 
     if contract is None:
         if grid is None or args is None:
             raise ContractError("prove needs a contract, or a grid and args")
-        constant = {p.name for p in getattr(kernel, "params", ()) if p.is_constexpr}
-        constants = {name: value for name, value in args.items() if name in constant}
-        arguments = {name: value for name, value in args.items() if name not in constant}
-        contract = Contract.of(grid=grid, arguments=arguments, constants=constants, **more)
-    cases = [(kernel, contract)] if isinstance(kernel, str) else list(variants(kernel, contract))
-    reports, answers = [], []
+        launches = list(configured(kernel, grid, args, **more))
+    else:
+        launches = [(kernel, contract)]
+    cases: list[Compiled] = []
+    for function, launch in launches:
+        cases += [Compiled(function, launch)] if isinstance(function, str) else variants(function, launch)
+    reports, answers, certificates = [], [], []
     begun = time.perf_counter()
-    for ttir, case in cases:
+    for ttir, case, with_descriptors in cases:
         prover = Prover(ttir, case, effort)
         report = prover.report()
         reports.append(report)
-        for answer in (*report.answers, *(covered(prover, output) for output in case.outputs)):
+        described = Prover(with_descriptors, case, effort).answers("descriptor") if with_descriptors else []
+        found = (*report.answers, *described, *(covered(prover, output) for output in case.outputs))
+        certificates.append(certified(prover, ttir, found, trials))
+        for answer in found:
             if replay and answer.example is not None:
                 from .replay import replayed
 
                 answer = replayed(ttir, case, answer)
             answers.append(answer)
-    return replace(reports[0], answers=tuple(answers), seconds=time.perf_counter() - begun)
+    return replace(
+        reports[0],
+        answers=tuple(answers),
+        certificates=tuple(certificates),
+        seconds=time.perf_counter() - begun,
+    )

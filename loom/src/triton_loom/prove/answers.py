@@ -15,6 +15,7 @@ Kind = Literal[
     "overflow",  # an integer that an address, a mask or a loop depends on fits its type
     "step",  # the counter of a loop fits its type after the last step too
     "sign",  # what is divided is not negative, and what it is divided by is positive
+    "contract",  # what the contract says is possible: an argument fits its type, and no stride is negative
     "promise",  # what the compiler was told of a value is true
     "descriptor",  # a tensor descriptor describes memory of its buffer
     "reached",  # there are sizes for which an access happens at all: else the rest says nothing
@@ -83,6 +84,9 @@ class Report:
     kernel: str
     answers: tuple[Answer, ...]
     assumed: tuple[str, ...] = ()  # of what is in memory, which nobody has proven
+    certificates: tuple[
+        str, ...
+    ] = ()  # of each compiled kernel: how random launches agree with what was proven
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -139,4 +143,6 @@ def from_json(text: str) -> Report:
                 example[name] = example[name] if example[name] is None else tuple(example[name])
             example["loaded"] = tuple(tuple(place) for place in example["loaded"])
         answers.append(Answer(**answer, example=Example(**example) if example else None))
-    return Report(told["kernel"], tuple(answers), tuple(told["assumed"]), told["seconds"])
+    return Report(
+        told["kernel"], tuple(answers), tuple(told["assumed"]), tuple(told["certificates"]), told["seconds"]
+    )

@@ -78,17 +78,17 @@ def _bitwise(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
     result = scope.fresh("bits", home=op.block)
     scope.opaque[result.get_id()] = op.name
     top = 2 ** (bits_of(op) - 1)
-    scope.facts.append(z3.And(-top <= result, result < top))
-    natural = z3.And(a >= 0, b >= 0)
+    scope.know(z3.And(-top <= result, result < top), because="the range of a type")
     if op.name == "arith.andi":
-        scope.facts += [
-            z3.Implies(a >= 0, z3.And(result >= 0, result <= a)),
-            z3.Implies(b >= 0, z3.And(result >= 0, result <= b)),
-        ]
-    else:
-        scope.facts.append(z3.Implies(natural, z3.And(result >= 0, result <= a + b)))
-        if op.name == "arith.ori":
-            scope.facts.append(z3.Implies(natural, z3.And(a <= result, b <= result)))
+        for operand in (a, b):
+            below = z3.And(result >= 0, result <= operand)
+            scope.know(below, because="the bits of both operands", when=[operand >= 0])
+        return result
+    # Operands beyond their type are refuted by obligations; here they must not contradict anything.
+    natural = [a >= 0, b >= 0, a < top, b < top]
+    scope.know(z3.And(result >= 0, result <= a + b), because="the bits of one operand", when=natural)
+    if op.name == "arith.ori":
+        scope.know(z3.And(a <= result, b <= result), because="the bits of one operand", when=natural)
     return result
 
 

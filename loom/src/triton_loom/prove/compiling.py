@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from inspect import Parameter
+from typing import Any, NamedTuple
 
 from .contract import Bool, Buffer, Contract, ContractError, Symbol
-from .scope import integer
 from .solver import ask, z3
 
 _POINTEES = {
@@ -24,13 +25,78 @@ _POINTEES = {
 }
 
 
-def variants(kernel: Any, contract: Contract) -> Iterator[tuple[str, Contract]]:
-    """(TTIR, contract) of every kernel that Triton compiles for the launches of a contract: for integers that fit 32
-    bits it makes another one than for those that do not."""
+def configured(
+    kernel: Any, grid: Sequence[Any] | Callable[..., Sequence[Any]], args: Mapping[str, Any], **more: Any
+) -> Iterator[tuple[Any, Contract]]:
+    """Make the contracts of a launch, with the `@triton.jit` function of each: one for every configuration that an
+    autotuner chooses from."""
+    from triton.runtime import Autotuner, Heuristics
+
+    if isinstance(kernel, Autotuner):
+        choices = [config.kwargs for config in kernel.configs]
+        allowed = [c for c in choices if all(args.get(name, value) == value for name, value in c.items())]
+        if not allowed:
+            raise ContractError(
+                f"no configuration of {kernel.base_fn.__name__} has the constants that are given"
+            )
+        for number, choice in enumerate(allowed):
+            if choice not in allowed[:number]:  # they differ in what is no constant of the kernel
+                yield from configured(kernel.fn, grid, {**args, **choice}, **more)
+        return
+    if isinstance(kernel, Heuristics):
+        yield from configured(kernel.fn, grid, {**args, **_chosen_by(kernel.values, args)}, **more)
+        return
+    constants = {p.name: args[p.name] for p in kernel.params if p.is_constexpr and p.name in args}
+    for name, value in constants.items():
+        if z3.is_expr(value):
+            raise ContractError(
+                f"{name} is a tl.constexpr of {kernel.fn.__name__}: give a number, not {value}"
+            )
+    arguments = {name: value for name, value in args.items() if name not in constants}
+    axes = grid(dict(args)) if callable(grid) else grid
+    yield kernel, Contract.of(grid=axes, arguments=arguments, constants=constants, **more)
+
+
+def _chosen_by(heuristics: Mapping[str, Callable[..., Any]], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate the heuristics of constants that are not given."""
+    found: dict[str, Any] = {}
+    for name, rule in heuristics.items():
+        if name in args:
+            continue
+        try:
+            value = rule({**args, **found})
+        except Exception as error:
+            raise ContractError(
+                f"the heuristic of {name} fails for symbols ({error}): give {name} in args"
+            ) from error
+        if z3.is_expr(value):
+            raise ContractError(f"the heuristic of {name} depends on sizes: give {name} in args")
+        found[name] = value
+    return found
+
+
+class Compiled(NamedTuple):
+    """One kernel that Triton compiles for the launches of a contract."""
+
+    ttir: str
+    contract: Contract
+    with_descriptors: str = ""  # the TTIR before descriptors become pointers, of a kernel that makes some
+
+
+def variants(kernel: Any, contract: Contract) -> Iterator[Compiled]:
+    """Compile every kernel that Triton makes for the launches of a contract: integers that fit 32 bits get another one
+    than those that do not."""
+    annotated = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
     for name, value in contract.arguments.items():
-        if z3.is_expr(value) and z3.is_int(value) and isinstance(value, z3.ArithRef):
+        if name not in {p.name for p in kernel.params}:
+            raise ContractError(f"{kernel.fn.__name__} has no parameter {name}, which the contract mentions")
+        if name in annotated and z3.is_expr(value) and z3.is_int(value):
+            _check_annotation(contract, name, value, annotated[name])
+        elif z3.is_expr(value) and z3.is_int(value) and isinstance(value, z3.ArithRef):
             narrow = z3.And(value >= -(2**31), value < 2**31)
-            if not _implied(contract, narrow) and not _implied(contract, z3.Not(narrow)):
+            if not _is_within(contract, value, -(2**31), 2**31 - 1) and not _implied(
+                contract, z3.Not(narrow)
+            ):
                 for case in (narrow, z3.Not(narrow)):
                     yield from variants(kernel, replace(contract, assumptions=(*contract.assumptions, case)))
                 return
@@ -38,7 +104,39 @@ def variants(kernel: Any, contract: Contract) -> Iterator[tuple[str, Contract]]:
             raise ContractError(
                 f"the argument {name} is a {type(value).__name__}: give a Buffer, a number or None"
             )
-    yield ttir_of(kernel, contract), contract
+    yield _compiled(kernel, contract)
+
+
+def _check_annotation(contract: Contract, name: str, value: Any, kind: str) -> None:
+    """Refuse values that the annotated type of a parameter cannot hold."""
+    if kind[0] not in "iu" or kind == "u1":
+        return
+    bits = int(kind[1:])
+    low, high = (0, 2**bits - 1) if kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    if not _is_within(contract, value, low, high):
+        raise ContractError(
+            f"{name} is annotated as {kind}, which holds {low} to {high}; the contract allows other values"
+        )
+
+
+def _compiled(kernel: Any, contract: Contract) -> Compiled:
+    """Compile one kernel. Arguments that are annotated as unsigned are those bits as TTIR's signed integers."""
+    ttir, with_descriptors = _texts(kernel, contract)
+    arguments = dict(contract.arguments)
+    for parameter in kernel.params:
+        kind, value = parameter.annotation_type, arguments.get(parameter.name)
+        if kind[:1] == "u" and kind != "u1" and z3.is_expr(value):
+            top = 2 ** (int(kind[1:]) - 1)
+            if not _implied(contract, value < top):
+                arguments[parameter.name] = z3.If(value >= top, value - 2 * top, value)
+    return Compiled(ttir, replace(contract, arguments=arguments), with_descriptors)
+
+
+def _is_within(contract: Contract, value: Any, low: int, high: int) -> bool:
+    """Whether the contract keeps an integer between two numbers, both included."""
+    if isinstance(value, Symbol) and low <= value.low and value.high <= high:
+        return True
+    return _implied(contract, z3.And(value >= low, value <= high))
 
 
 def _implied(contract: Contract, goal: Bool) -> bool:
@@ -46,7 +144,12 @@ def _implied(contract: Contract, goal: Bool) -> bool:
 
 
 def ttir_of(kernel: Any, contract: Contract) -> str:
-    """The text of a `@triton.jit` function after Triton's own passes."""
+    """Compile a `@triton.jit` function to TTIR by Triton's own passes. Arguments have the names of its parameters."""
+    return _texts(kernel, contract)[0]
+
+
+def _texts(kernel: Any, contract: Contract) -> tuple[str, str]:
+    """The TTIR of a kernel, and the one before its descriptors become pointers; empty if it makes none."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -54,6 +157,7 @@ def ttir_of(kernel: Any, contract: Contract) -> str:
     from ..compiler import LoomBackend, make_ttir
 
     signature, constants, attrs = _signature(kernel, contract)
+    names = [name for name, kind in signature.items() if kind != "constexpr"]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget("cpu", "native", 1)
     backend = LoomBackend(target)
@@ -61,8 +165,30 @@ def ttir_of(kernel: Any, contract: Contract) -> str:
     context = ir.context()
     ir.load_dialects(context)
     implementation = backend.get_codegen_implementation(options)
-    module = source.make_ir(target, options, implementation, backend.get_module_map(), context)
-    return str(make_ttir(module, {}).str())
+
+    def module() -> Any:
+        return source.make_ir(target, options, implementation, backend.get_module_map(), context)
+
+    def text(module: Any, *without: str) -> str:
+        return renamed(str(make_ttir(module, {}, without=without).str()), names)
+
+    made = module()
+    makes_descriptors = "tt.make_tensor_descriptor" in str(made)
+    ttir = text(made)
+    return ttir, text(module(), "rewrite_tensor_descriptor_to_pointer") if makes_descriptors else ""
+
+
+def renamed(ttir: str, names: Sequence[str]) -> str:
+    """Give the arguments of a kernel these names, in their order. TTIR prints an argument by whichever Python variable
+    last held it: after `n, m = m, n` the names of two are swapped."""
+    header = re.search(r"tt\.func public @[\w$.-]+\((.*)\) (?:attributes )?\{", ttir)
+    printed = re.findall(r"(%[\w$.-]+): ", header[1]) if header is not None else []
+    if len(printed) != len(names):
+        raise ContractError(f"the kernel has {len(printed)} arguments in TTIR, and {len(names)} names")
+    new = {old: f"%{name}" for old, name in zip(printed, names, strict=True)}
+    others = set(re.findall(r"%[\w$.-]+", ttir)) - set(printed)
+    new |= {other: f"{other}$other" for other in others & set(new.values())}
+    return re.sub(r"%[\w$.-]+", lambda match: new.get(match[0], match[0]), ttir)
 
 
 def _signature(
@@ -74,19 +200,16 @@ def _signature(
     for number, parameter in enumerate(kernel.params):
         name = parameter.name
         value = contract.constants.get(name, contract.arguments.get(name, parameter.default))
-        if value is parameter.empty if hasattr(parameter, "empty") else False:
+        if value is Parameter.empty:
             raise ContractError(
                 f"{kernel.fn.__name__} has a parameter {name}, which the contract does not mention"
             )
         kind, divisible = _type_of(contract, name, value)
         if parameter.is_constexpr or name in contract.constants or value is None:
             kind, divisible = "constexpr", False
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value == 1
-            and not parameter.do_not_specialize
-        ):
+        elif parameter.annotation_type:
+            kind = parameter.annotation_type
+        elif type(value) is int and value == 1 and not parameter.do_not_specialize:
             kind = "constexpr"
         if kind == "constexpr":
             constants[(number,)] = value
@@ -99,8 +222,6 @@ def _signature(
 def _type_of(contract: Contract, name: str, value: Any) -> tuple[str, bool]:
     """How Triton names the type of an argument, and whether it takes it for divisible by 16."""
     if isinstance(value, Buffer):
-        if value.element not in _POINTEES:
-            raise ContractError(f"{name} has elements of {value.element}; known are {', '.join(_POINTEES)}")
         return f"*{_POINTEES[value.element]}", value.align % 16 == 0
     if isinstance(value, bool | z3.BoolRef):
         return "u1", False
@@ -109,6 +230,5 @@ def _type_of(contract: Contract, name: str, value: Any) -> tuple[str, bool]:
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
     if isinstance(value, Symbol | z3.ArithRef):
-        narrow = z3.And(integer(value) >= -(2**31), integer(value) < 2**31)
-        return "i32" if _implied(contract, narrow) else "i64", False
+        return "i32" if _is_within(contract, value, -(2**31), 2**31 - 1) else "i64", False
     return "constexpr", False

@@ -26,17 +26,61 @@ Int = Any  # an integer of z3's (`z3.ArithRef`), or Python's
 Bool = Any  # a boolean of z3's (`z3.BoolRef`), or Python's
 Argument = Any  # Buffer | Int | float | None
 
+# The names of PyTorch's dtypes, and TTIR's of such elements.
+ELEMENTS = {
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "bool": "i1",
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+    "float8_e4m3fnuz": "f8E4M3FNUZ",
+    "float8_e5m2fnuz": "f8E5M2FNUZ",
+}
+
 
 class ContractError(ValueError):
     """A contract that does not say what has to be known, or says it of the wrong thing."""
 
 
-class Symbol(z3.ArithRef):
+class Integer(z3.ArithRef):
+    """An integer of z3's that `//` divides too, as `triton.cdiv` does."""
+
+    def __init__(self, expression: z3.ArithRef) -> None:
+        super().__init__(expression.as_ast(), expression.ctx)
+
+    def __floordiv__(self, other: Int) -> Integer:
+        return Integer(self / other)
+
+    def __rfloordiv__(self, other: Int) -> Integer:
+        return Integer(other / self)
+
+    def __neg__(self) -> Integer:
+        return Integer(super().__neg__())
+
+
+def _closed(name: str) -> Callable[[Any, Any], Any]:
+    """The operator of z3's, its result an `Integer` again."""
+
+    def operator(self: Integer, other: Int) -> Any:
+        result = getattr(z3.ArithRef, name)(self, other)
+        return Integer(result) if isinstance(result, z3.ArithRef) and z3.is_int(result) else result
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "truediv", "rtruediv"):
+    setattr(Integer, f"__{_name}__", _closed(f"__{_name}__"))
+
+
+class Symbol(Integer):
     """A size that is not known, between two numbers (both included). It is an integer of z3's."""
 
     def __init__(self, name: str, low: int, high: int) -> None:
-        constant = z3.Int(name)
-        super().__init__(constant.as_ast(), constant.ctx)
+        super().__init__(z3.Int(name))
         self.name, self.low, self.high = name, low, high
 
     def __deepcopy__(self, memo: Any = None) -> Symbol:
@@ -50,6 +94,10 @@ class Symbol(z3.ArithRef):
 
 def symbol(name: str, low: int = 1, high: int = 2**31 - 1) -> Symbol:
     """A size of a contract, by default any that is positive and fits 32 bits."""
+    if "!" in name:
+        raise ContractError(
+            f"the name {name} has a '!', which marks the prover's own constants: choose another"
+        )
     if low > high:
         raise ContractError(f"{name} is to be at least {low} and at most {high}, which no number is")
     return Symbol(name, low, high)
@@ -64,7 +112,7 @@ def cdiv(a: Int, b: Int) -> Int:
 class Buffer:
     """A tensor that a pointer argument leads to: element 0 is where it points."""
 
-    element: str  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...
+    element: str  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...; a dtype of PyTorch becomes that
     extent: Int  # elements from the first up to and with the last, those in gaps of a view counted
     dims: tuple[tuple[Int, Int], ...] | None = (
         None  # (size, stride) where there are gaps; None: there are none
@@ -78,12 +126,20 @@ class Buffer:
     # argument is i.
     inverse: str | None = None
     ascending: bool = False  # no element is less than the one before it, as with offsets of groups
-    storage: str | None = (
-        None  # arguments that name the same storage are one memory, element 0 at the same place
-    )
+    storage: str | None = None  # arguments that name the same storage are one memory
+    first: Int = 0  # the element of the storage that element 0 is
     # The sizes of a tensor without gaps, its last dimension being that of neighbours. Who writes an element of an
     # output is found more easily by its place in each dimension than by its number.
     shape: tuple[Int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        name = ELEMENTS.get(str(self.element).removeprefix("torch."), self.element)
+        if name not in ELEMENTS.values():
+            known = ", ".join(ELEMENTS.values())
+            raise ContractError(
+                f"a buffer has elements of {self.element}: give a dtype of PyTorch, or {known}"
+            )
+        object.__setattr__(self, "element", name)
 
     @classmethod
     def strided(cls, element: str, sizes: Sequence[Int], strides: Sequence[Int], **more: Any) -> Buffer:
@@ -168,7 +224,12 @@ class Contract:
         for argument in arguments.values():
             if isinstance(argument, Buffer):
                 alone += [argument.extent, *(part for dim in argument.dims or () for part in dim)]
-        sizes |= {part.name: part for part in alone if isinstance(part, Symbol)}
+        for part in (part for part in alone if isinstance(part, Symbol)):
+            other = sizes.setdefault(part.name, part)
+            if (other.low, other.high) != (part.low, part.high):
+                raise ContractError(
+                    f"{part.name} is {part.low} to {part.high} in one place, and {other.low} to {other.high} in another"
+                )
         return cls(arguments, (*grid, 1, 1)[:3], tuple(sizes.values()), **more)
 
     def expressions(self) -> Iterable[Any]:
@@ -176,7 +237,7 @@ class Contract:
         yield from (*self.grid, *self.assumptions)
         for argument in self.arguments.values():
             if isinstance(argument, Buffer):
-                yield argument.extent
+                yield from (argument.extent, argument.first)
                 yield from (part for dim in argument.dims or () for part in dim)
                 yield from argument.shape or ()
             else:

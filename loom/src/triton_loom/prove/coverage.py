@@ -34,7 +34,7 @@ def covered(prover: Prover, output: str) -> Answer:
     stores = [
         Store(access, place, evaluator, element)
         for access in prover.question.accesses
-        if access.writes
+        if access.replaces
         for place in access.places
         if place.argument == output
     ]

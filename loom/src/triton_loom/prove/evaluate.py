@@ -43,7 +43,7 @@ class Evaluator(Shapes):
 
     def __init__(self, function: Function, contract: Contract) -> None:
         self.function, self.contract, self.scope = function, contract, Scope()
-        self.programs = [z3.Int(f"program.{axis}") for axis in "xyz"]
+        self.programs = [z3.Int(f"program!{axis}") for axis in "xyz"]
         self.grid = [self.scope.without_division(integer(size)) for size in contract.grid]
         self.lanes: dict[str, tuple[Any, int]] = {}
         self.stored: set[str | None] = set()  # storages that the kernel writes; None: it may be any
@@ -79,9 +79,14 @@ class Evaluator(Shapes):
     # -- facts --
 
     @property
+    def contract_facts(self) -> list[Bool]:
+        """What the contract says of the sizes."""
+        return [self.scope.without_division(fact) for fact in self.contract.facts]
+
+    @property
     def facts(self) -> list[Bool]:
         """What holds in every program: of the sizes, of the arguments, of programs and lanes."""
-        facts = [self.scope.without_division(fact) for fact in self.contract.facts]
+        facts = self.contract_facts
         for arg, value in self.arguments.items():
             if z3.is_expr(value) and z3.is_int(value):
                 facts.append(in_type(value, element_of(arg.type).bits))
@@ -94,7 +99,7 @@ class Evaluator(Shapes):
 
     def lane_index(self, shape: Sequence[int]) -> Index:
         """Any lane of a tile."""
-        return tuple(self.lane(f"lane.{dim}.{size}", size) for dim, size in enumerate(shape))
+        return tuple(self.lane(f"lane!{dim}.{size}", size) for dim, size in enumerate(shape))
 
     def lane(self, name: str, size: int) -> Any:
         if size == 1:
@@ -176,7 +181,7 @@ class Evaluator(Shapes):
         constant = self.scope.fresh(value.name, sort=sort, home=home)
         self.scope.opaque[constant.get_id()] = why
         if element != I1:
-            self.scope.facts.append(in_type(constant, element.bits))
+            self.scope.know(in_type(constant, element.bits), because="the range of a type")
         return constant
 
     def _value(self, value: Value, index: Index) -> Any:
@@ -253,21 +258,36 @@ class Evaluator(Shapes):
             return self.opaque(value, "a value found by an address that is not known")
         element = element_of(value.type)
         constant = self.scope.fresh(value.name, sort=z3.BoolSort() if element == I1 else None, home=op.block)
+        buffers = [self.buffers[place.argument or ""] for place in places]
+        # A contract speaks of an unsigned tensor's elements as they are read there; TTIR's integers have a sign.
+        natural = element != I1 and all(buffer.element.startswith("u") for buffer in buffers)
         if element != I1:
-            self.scope.facts.append(in_type(constant, element.bits))
-        for place in places:
+            fits = (
+                z3.And(constant >= 0, constant < 2**element.bits)
+                if natural
+                else in_type(constant, element.bits)
+            )
+            self.scope.know(fits, because="the range of a type")
+        for place, buffer in zip(places, buffers, strict=True):
             assert place.argument is not None
             inside = z3.And(place.offset >= 0, place.offset < self.extents[place.argument])
             here = conjunction([happens, place.when, inside])
-            buffer: Buffer = self.contract.arguments[place.argument]
-            assumed = None if element == I1 else buffer.assumed(constant, place.offset)
+            # A kernel that writes to a tensor may have replaced what the contract says of its elements.
+            known = (
+                element != I1 and self.constant(place.argument) and natural == buffer.element.startswith("u")
+            )
+            assumed = buffer.assumed(constant, place.offset) if known else None
             if assumed is not None:
-                self.scope.facts.append(z3.Implies(here, self.scope.without_division(assumed)))
+                said = self.scope.without_division(assumed)
+                self.scope.know(said, because=f"the contract, of elements of {place.argument}", when=[here])
             loaded = Loaded(constant, place.argument, place.offset, here)
-            if element != I1:
+            if not self.constant(place.argument):
+                self.scope.opaque[constant.get_id()] = "what is in memory that the kernel writes to"
+            if known:
                 self._related(loaded)
             self.scope.loaded[constant.get_id()] = loaded
-        return constant
+        top = 2 ** (element.bits - 1)
+        return z3.If(constant >= top, constant - 2 * top, constant) if natural else constant
 
     def _related(self, loaded: Loaded) -> None:
         """What is assumed of two elements of memory that nobody writes meanwhile."""
@@ -279,7 +299,8 @@ class Evaluator(Shapes):
             return
         for other in list(self.scope.loaded.values()):
             if other.argument in alike and self.constant(other.argument) and not z3.is_bool(other.constant):
-                self.scope.facts += relations(self.contract, loaded, other)
+                between = relations(self.contract, loaded, other)
+                self.scope.know(*between, because=f"the contract, of two elements of {loaded.argument}")
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -361,7 +382,7 @@ class Evaluator(Shapes):
             counter = lower + count * step
         else:  # a product has a name of its own, of which most queries need no more than its range
             counter = self.scope.fresh("counter", home=home)
-            self.scope.facts.append(counter == lower + count * step)
+            self.scope.know(counter == lower + count * step, because="the counter of a loop")
         return Loop(op, count, counter, lower, upper, step)
 
     def _block_argument(self, value: Value, index: Index) -> Any:
@@ -415,15 +436,19 @@ class Evaluator(Shapes):
             result, start, loop, times, loop.lower + times * loop.step, self._starts(op, slot, index)
         )
         some = z3.And(*(invariant(end) for invariant in invariants))
-        runs = conjunction(self.path(op.block))
-        self.scope.facts.append(z3.Implies(runs, z3.If(loop.lower < loop.upper, some, result == start)))
+        left = z3.If(loop.lower < loop.upper, some, result == start)
+        when = [*self.path(op.block), in_type(start, element_of(value.type).bits)]
+        self.scope.know(left, because="the invariants of a loop", when=when)
         return result
 
     def _times(self, op: Op, loop: Loop) -> Int:
         times = self.scope.fresh("iterations", home=op.block)
         end = loop.lower + times * loop.step
         some = z3.And(times >= 1, end - loop.step < loop.upper, loop.upper <= end)
-        self.scope.facts.append(z3.If(loop.lower < loop.upper, some, times == 0))
+        counted = z3.If(loop.lower < loop.upper, some, times == 0)
+        # A step that is not positive is refuted by an obligation; here it must not contradict anything.
+        when = [*self.path(op.block), loop.step >= 1]
+        self.scope.know(counted, because="the number of iterations", when=when)
         return times
 
     def _carried(self, op: Op, slot: int, index: Index) -> Any:
@@ -445,8 +470,8 @@ class Evaluator(Shapes):
                 *(invariant(now) for invariant in invariants),
                 z3.Implies(loop.count == 0, carried == start),
             )
-            runs = conjunction(self.path(op.regions[0].block))
-            self.scope.facts.append(z3.Implies(runs, some))
+            when = [*self.path(op.regions[0].block), in_type(start, element_of(value.type).bits)]
+            self.scope.know(some, because="the invariants of a loop", when=when)
             return carried
         self._doing.add(key)
         try:

@@ -61,7 +61,7 @@ class Linear:
         self._kept += factors
         key = tuple(sorted(factor.get_id() for factor in factors))
         if key not in self._products:
-            self._products[key] = z3.Int(f"product!{len(self._products)}")
+            self._products[key] = z3.Int(f"!product!{len(self._products)}")
         return self._products[key]
 
     def _number(self, e: Any) -> Any:

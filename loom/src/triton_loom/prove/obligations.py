@@ -15,7 +15,8 @@ from .arithmetic import requirements
 from .contract import Bool, Buffer, Int
 from .evaluate import Evaluator
 from .scope import integer
-from .solver import z3
+from .solver import QUICK, ask, z3
+from .sums import is_same
 from .values import Dependency, Index, Place, in_type, mask_of, storage_of
 
 ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
@@ -68,6 +69,18 @@ class Access:
     @property
     def atomic(self) -> bool:
         return self.op.name.startswith("tt.atomic")
+
+    @property
+    def orders_programs(self) -> bool:
+        """Whether it is atomic for other programs too; scope `cta` is that of one program."""
+        return self.atomic and "cta" not in self.op.attrs.get("flags", ())
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the element afterwards is what was given, whatever it was before."""
+        return self.op.name == "tt.store" or (
+            self.op.name == "tt.atomic_rmw" and "exch" in self.op.attrs.get("flags", ())
+        )
 
     @property
     def name(self) -> str:
@@ -244,12 +257,10 @@ def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
         return division.quotient, division.remainder
     if not z3.is_const(stride):
         return None
-    at = [z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1, 2)]
-    digit = z3.simplify(at[1] - at[0], som=True)
-    linear = z3.simplify(at[2] - at[1] - digit, som=True)
-    if not (z3.is_int_value(linear) and linear.as_long() == 0):
-        return None
-    return digit, at[0]
+    rest, one = (z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1))
+    digit = z3.simplify(one - rest, som=True)
+    whole = digit * stride + rest
+    return (digit, rest) if is_same(offset, whole) or ask([], offset == whole, QUICK // 8).is_proof else None
 
 
 # ---- arithmetic -------------------------------------------------------------------------------------------------
@@ -364,11 +375,22 @@ def _promises(evaluator: Evaluator, ops: Iterable[Op]) -> Iterator[Obligation]:
         elif z3.is_expr(value) and z3.is_int(value):
             bits = element_of(arg.type).bits
             fits, shows = in_type(value, bits), (f"{{}}, which an i{bits} can't hold", (value,))
-            yield Obligation("promise", f"argument {arg.name}", function.location, (), fits, shows=shows)
+            yield Obligation("contract", f"argument {arg.name}", function.location, (), fits, shows=shows)
             if multiple > 1:
                 divisible, shows = value % multiple == 0, (f"{{}}, not a multiple of {multiple}", (value,))
                 yield Obligation(
                     "promise", f"argument {arg.name}", function.location, (), divisible, shows=shows
+                )
+    for name, buffer in evaluator.buffers.items():
+        parts = [("elements", evaluator.extents[name])]
+        for size, stride in buffer.dims or ():
+            parts += [("elements in a dimension", size), ("stride", stride)]
+        for what, part in parts:
+            number = evaluator.scope.without_division(integer(part))
+            if not z3.is_int_value(number) or number.as_long() < 0:
+                shows = (f"{what}: {{}}, which no tensor has", (number,))
+                yield Obligation(
+                    "contract", f"extent of {name}", function.location, (), number >= 0, shows=shows
                 )
     named = {arg.name for arg in function.args}
     for name, value in contract.arguments.items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ..ir.reader import parse
-from .answers import Answer, Example, Report
+from .answers import Answer, Example, Kind, Report
 from .contract import Bool, Buffer, Contract, constants_of
 from .digits import same
 from .evaluate import Evaluator
@@ -43,6 +43,11 @@ class Prover:
         found = [self._whole, *more, *scope.relevant([self._whole, *more, goal])]
         names = constants_of([*found, goal]).keys()
         return found + [fact for fact in self._learned if constants_of([fact]).keys() <= names]
+
+    def contract_facts(self, goal: Bool) -> list[Bool]:
+        """What the contract says, without what holds of every launch that there can be."""
+        known = self.evaluator.contract_facts
+        return [*known, *self.evaluator.scope.relevant([*known, goal])]
 
     def nearly(self, more: Sequence[Bool], goal: Bool) -> bool:
         """Whether what is known of a goal's own constants is enough. In kernels with loops that is a small part of what
@@ -90,19 +95,35 @@ class Prover:
         """To one obligation. What is assumed of an integer in memory holds for one that lies in its buffer: where that
         is proven of a load, later questions about what it has loaded need not find it out again."""
         found = self._answer(obligation)
+        if (
+            found.verdict == "proven"
+            and obligation.kind != "reached"
+            and self.contradicted(obligation.assuming)
+        ):
+            why = "under this contract it never happens, so that nothing is proven of it"
+            return replace(found, verdict="unknown", why=why)
         argument = obligation.what.rpartition(" ")[2]
         buffer = self.contract.arguments.get(argument) if obligation.kind == "bounds" else None
         if found.verdict == "proven" and isinstance(buffer, Buffer) and buffer.values is not None:
             self._learned.append(z3.Implies(conjunction(obligation.assuming), obligation.goal))
         return found
 
+    def contradicted(self, assuming: Sequence[Bool]) -> bool:
+        """Whether what is assumed can never be. From that anything follows, so no proof under it is believed."""
+        key = ("assumed", *sorted({condition.get_id() for condition in assuming}))
+        if key not in self._solved:
+            nothing = z3.BoolVal(False)
+            self._solved[key] = ask(self.facts(assuming, nothing), nothing, QUICK // 4), assuming
+        return self._solved[key][0].is_proof
+
     def _answer(self, o: Obligation) -> Answer:
         if o.unknown:
             return Answer(o.kind, o.what, o.place, "unknown", o.unknown)
-        facts = self.facts(o.assuming, o.goal)
+        of_contract = o.kind == "contract"
+        facts = self.contract_facts(o.goal) if of_contract else self.facts(o.assuming, o.goal)
         if o.kind == "reached":
             return self._reached(o, facts)
-        if self.nearly(o.assuming, o.goal):
+        if not of_contract and self.nearly(o.assuming, o.goal):
             return Answer(o.kind, o.what, o.place, "proven")
         for goal in o.stronger:
             solution = self.solve(self.facts(o.assuming, goal), goal)
@@ -172,7 +193,7 @@ class Prover:
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
         guessed = self.guessed(o.assuming, o.goal)
-        if not guessed and any(access.atomic for access in self.question.accesses):
+        if not guessed and any(access.orders_programs for access in self.question.accesses):
             guessed = ["atomics, which may order the two"]
         if not guessed:
             solution = self.smallest(facts, o.goal, solution)
@@ -279,11 +300,26 @@ class Prover:
                 found[loaded.argument, solution.value(loaded.offset)] = solution.value(loaded.constant)
         return tuple((argument, offset, value) for (argument, offset), value in sorted(found.items()))
 
+    def answers(self, *kinds: Kind) -> list[Answer]:
+        """Answer the obligations of these kinds, or all of them."""
+        return [self.answer(o) for o in self.question.obligations if not kinds or o.kind in kinds]
+
     def report(self) -> Report:
         """All answers."""
         begun = time.perf_counter()
-        answers = [*(self.answer(o) for o in self.question.obligations), *self.meetings()]
-        return Report(self.function.name, tuple(answers), assumed(self.contract), time.perf_counter() - begun)
+        answers = [*self.answers(), *self.meetings()]
+        seconds = time.perf_counter() - begun
+        return Report(self.function.name, tuple(answers), self.assumed(), seconds=seconds)
+
+    def assumed(self) -> tuple[str, ...]:
+        """Say in words what is assumed of memory that the kernel does not write to."""
+        buffers = self.evaluator.buffers.items()
+        return tuple(
+            said
+            for name, buffer in buffers
+            if self.evaluator.constant(name)
+            for said in _assumed(name, buffer)
+        )
 
 
 def _without_example(o: Obligation, solution: Solution) -> Answer:
@@ -294,23 +330,17 @@ def _without_example(o: Obligation, solution: Solution) -> Answer:
     return Answer(o.kind, o.what, o.place, "unknown", why, query=solution.query)
 
 
-def assumed(contract: Contract) -> tuple[str, ...]:
-    """What a contract says of memory, in words."""
+def _assumed(name: str, buffer: Buffer) -> Iterator[str]:
     value, place = z3.Int("v"), z3.Int("i")
-    said = []
-    for name, buffer in contract.arguments.items():
-        if not isinstance(buffer, Buffer):
-            continue
-        if buffer.values is not None:
-            text = " ".join(str(buffer.assumed(value, place)).split())
-            said.append(f"{text} for every v loaded from {name}[i]")
-        if callable(buffer.distinct):
-            text = " ".join(str(buffer.differs(value, place)).split())
-            said.append(f"elements v of {name}[i] with {text} differ")
-        elif buffer.distinct:
-            said.append(f"the elements of {name} differ")
-        if buffer.inverse is not None:
-            said.append(f"{buffer.inverse}[v] = i for every v >= 0 that is {name}[i]")
-        if buffer.ascending:
-            said.append(f"the elements of {name} ascend")
-    return tuple(said)
+    if buffer.values is not None:
+        text = " ".join(str(buffer.assumed(value, place)).split())
+        yield f"{text} for every v loaded from {name}[i]"
+    if callable(buffer.distinct):
+        text = " ".join(str(buffer.differs(value, place)).split())
+        yield f"elements v of {name}[i] with {text} differ"
+    elif buffer.distinct:
+        yield f"the elements of {name} differ"
+    if buffer.inverse is not None:
+        yield f"{buffer.inverse}[v] = i for every v >= 0 that is {name}[i]"
+    if buffer.ascending:
+        yield f"the elements of {name} ascend"

@@ -17,7 +17,7 @@ from .contract import Bool, constants_of
 from .evaluate import Evaluator
 from .lemmas import ordered
 from .obligations import Access, Obligation, Question
-from .scope import Division, Loaded
+from .scope import Division, Loaded, integer
 from .solver import z3
 from .values import Place, relations, storage_of
 
@@ -68,7 +68,7 @@ def races(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
     differ = z3.Or(*(p != second.prime(p) for p in evaluator.programs))
     for number, one in enumerate(question.accesses):
         for other in question.accesses[number:]:
-            if not (one.writes or other.writes) or (one.atomic and other.atomic):
+            if not (one.writes or other.writes) or (one.orders_programs and other.orders_programs):
                 continue
             yield from _pairs(evaluator, _Meeting(second, common, differ, "race"), one, other)
 
@@ -84,6 +84,11 @@ def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
         for number, one in enumerate(its):
             for other in its[number:]:
                 differ: Bool = z3.BoolVal(True)
+                if _in_one_while(one.op, other.op):
+                    why = "it is in a while loop, whose iterations are not told apart"
+                    what = f"{one.name} {output}"
+                    yield Obligation("once", what, one.op.location, (), z3.BoolVal(False), unknown=why)
+                    continue
                 if one is other:
                     turns = [*one.lane, *iterations(evaluator, one.op)]
                     differ = z3.Or(*(t != second.prime(t) for t in turns if not z3.is_int_value(t)))
@@ -92,14 +97,20 @@ def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
 
 
 def iterations(evaluator: Evaluator, op: Op) -> list[Any]:
-    """The iterations of the loops that an operation is in."""
-    found = []
+    """The iterations of the counted loops that an operation is in."""
+    return [evaluator.loop(parent).count for parent in _parents(op) if parent.name == "scf.for"]
+
+
+def _parents(op: Op) -> Iterator[Op]:
+    """The operations that one is in a region of, the innermost first."""
     block: Block | None = op.block
     while block is not None and block.region is not None and block.region.parent is not None:
-        if block.region.parent.name == "scf.for":
-            found.append(evaluator.loop(block.region.parent).count)
+        yield block.region.parent
         block = block.region.parent.block
-    return found
+
+
+def _in_one_while(one: Op, other: Op) -> bool:
+    return any(parent.name == "scf.while" and parent in list(_parents(other)) for parent in _parents(one))
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,13 @@ def _pair(
 ) -> Pair:
     second, scope = meeting.second, evaluator.scope
     (access, place), (access_2, place_2) = one, other
+    # Where the two are in the memory that they share.
+    firsts = [integer(evaluator.buffers[p.argument or ""].first) for p in (place, place_2)]
+    apart = not firsts[0].eq(firsts[1])
+    first, first_2 = (scope.without_division(f) if apart else z3.IntVal(0) for f in firsts)
     offset, offset_2 = place.offset, second.prime(place_2.offset)
+    if apart:
+        offset, offset_2 = offset + first, offset_2 + first_2
     now, then = [*access.happens, place.when], [*access_2.happens, place_2.when]
     known = scope.relevant([*meeting.common, *now, *then, offset, place_2.offset])
     facts = [f for f in [*meeting.common, *known, *then] if z3.is_expr(f)]

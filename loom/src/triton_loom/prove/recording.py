@@ -17,21 +17,6 @@ from typing import Any
 from .contract import Bool, Buffer, Contract, ContractError, Int, Symbol, cdiv, symbol
 from .solver import ask, z3
 
-_ELEMENTS = {
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "bfloat16": "bf16",
-    "bool": "i1",
-    **{
-        f"{sign}int{bits}": f"{short}{bits}"
-        for sign, short in (("", "i"), ("u", "u"))
-        for bits in (8, 16, 32, 64)
-    },
-    "float8_e4m3fn": "f8E4M3FN",
-    "float8_e5m2": "f8E5M2",
-}
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -128,7 +113,8 @@ def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda
     arguments: dict[str, Any] = {}
     for name, value in launch.arguments.items():
         if name in tensors:
-            arguments[name] = replace(_buffer(value, sizes), storage=_storage(name, tensors))
+            storage, first = _storage(name, tensors)
+            arguments[name] = replace(_buffer(value, sizes), storage=storage, first=sizes.meaning(first))
         elif name in integers:
             arguments[name] = sizes.meaning(value)
         elif name not in constants:
@@ -143,17 +129,19 @@ def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda
     )
 
 
-def _storage(name: str, tensors: Mapping[str, Any]) -> str | None:
-    """The first tensor that begins where this one does. Others in the same memory cannot be told of."""
+def _storage(name: str, tensors: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Name the memory that a tensor shares with others, and count the elements before its own."""
     own = tensors[name]
-    for other, tensor in tensors.items():
-        if tensor.data_ptr() == own.data_ptr() and tensor.numel() and own.numel():
-            return other if other != name else None
-        if tensor.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
-            raise ContractError(
-                f"{name} and {other} are different parts of one tensor: give a contract by hand"
-            )
-    return None
+    storage = own.untyped_storage().data_ptr()
+    sharing = {n: t for n, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() == storage}
+    if name not in sharing or len(sharing) == 1:
+        return None, 0
+    before = own.data_ptr() - min(tensor.data_ptr() for tensor in sharing.values())
+    if before % own.element_size():
+        raise ContractError(
+            f"{name} begins inside of an element of {next(iter(sharing))}: give a contract by hand"
+        )
+    return next(iter(sharing)), before // own.element_size()
 
 
 def _size(extent: int, integers: Mapping[str, int], constants: Mapping[str, Any], most: int) -> Symbol:
@@ -167,17 +155,16 @@ def _size(extent: int, integers: Mapping[str, int], constants: Mapping[str, Any]
 def _buffer(tensor: Any, sizes: _Sizes) -> Buffer:
     import torch
 
-    element = _ELEMENTS[str(tensor.dtype).removeprefix("torch.")]
     shape = [sizes.meaning(extent) if extent in sizes.symbols else extent for extent in tensor.shape]
     values = _values(tensor, sizes) if tensor.dtype in (torch.int32, torch.int64) and tensor.numel() else None
     if tensor.is_contiguous():
         extent: Int = 1
         for size in shape:
             extent = extent * size
-        return Buffer(element, extent, values=values)
+        return Buffer(tensor.dtype, extent, values=values)
     strides = [sizes.meaning(stride) for stride in tensor.stride()]
     dims = sorted(zip(tensor.stride(), shape, strides, strict=True), key=lambda dim: -dim[0])
-    return Buffer.strided(element, [d[1] for d in dims], [d[2] for d in dims], values=values)
+    return Buffer.strided(tensor.dtype, [d[1] for d in dims], [d[2] for d in dims], values=values)
 
 
 def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:

@@ -11,7 +11,7 @@ from ..ir.ttir import Block, Op, Region, Value, element_of, shape_of
 from .contract import Bool, constants_of, parts_of
 from .scope import Scope
 from .solver import QUICK, ask, z3
-from .values import Index
+from .values import Index, in_type
 
 _CHOICES = {"arith.minsi", "arith.maxsi", "arith.minui", "arith.maxui"}
 
@@ -44,14 +44,17 @@ def reduced(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
     last = body.blocks[-1].ops[-1].operands[slot]
     if len(body.blocks) == 1 and _is_chosen(last, body, slot, count):
         which = evaluator.scope.fresh("chosen", home=op.block)
-        evaluator.scope.facts.append(z3.And(which >= 0, which < size))
+        evaluator.scope.know(z3.And(which >= 0, which < size), because="lanes of a reduction")
         with evaluator.strictly():
             element = evaluator.ev(operand, (*index[:axis], which, *index[axis:]))
         if element is None or isinstance(element, tuple) or z3.is_bool(element):
             return None
         # It is that of some lane: which one is not known, so neither is the value.
         result = evaluator.opaque(value, "the lane that a reduction chooses", op.block)
-        evaluator.scope.facts.append(result == element)
+        bits = element_of(value.type).bits
+        evaluator.scope.know(
+            result == element, because="the element that a reduction chooses", when=[in_type(element, bits)]
+        )
         return result
     flags = _flags(evaluator, op, operand, index, axis)
     return None if flags is None else _count(evaluator, op, value, flags)
@@ -69,7 +72,7 @@ def scanned(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
     with evaluator.strictly():
         own = evaluator.ev(operand, index)
     before = flags.size - 1 - index[axis] if op.attrs.get("reverse") else index[axis]
-    evaluator.scope.facts.append(z3.And(result >= own, result <= before + own))
+    evaluator.scope.know(z3.And(result >= own, result <= before + own), because="a running count")
     return result
 
 
@@ -84,9 +87,9 @@ class _Flags:
 def _count(evaluator: Evaluator, op: Op, value: Value, flags: _Flags) -> Any:
     """How many of them are ones."""
     result = evaluator.opaque(value, "a count", op.block)
-    evaluator.scope.facts.append(z3.And(result >= 0, result <= flags.size))
+    evaluator.scope.know(z3.And(result >= 0, result <= flags.size), because="a count")
     for limit in flags.limits:
-        evaluator.scope.facts.append(result <= z3.If(limit >= 0, limit, 0))
+        evaluator.scope.know(result <= z3.If(limit >= 0, limit, 0), because="a count of lanes below a limit")
     return result
 
 
@@ -117,7 +120,7 @@ def _flags(evaluator: Evaluator, op: Op, operand: Value, index: Index, axis: int
     evaluator.path(op.block)  # so that the iteration is among what there is before the lane
     shared = set(evaluator.scope.made)
     lane = evaluator.scope.fresh("summed", home=op.block)
-    evaluator.scope.facts.append(z3.And(lane >= 0, lane < size))
+    evaluator.scope.know(z3.And(lane >= 0, lane < size), because="lanes of a reduction")
     with evaluator.strictly():
         element = evaluator.ev(operand, (*index[:axis], lane, *index[axis:]))
     if element is None or isinstance(element, tuple) or not _is_flag(element):

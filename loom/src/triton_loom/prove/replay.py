@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -19,22 +20,10 @@ from .. import DeviceAssertion, Finding, sanitize
 from ..ir.reader import parse
 from ..ir.ttir import Function, Pointer, element_of, shape_of
 from .answers import Answer, Example, Kind
-from .contract import Buffer, Contract
+from .contract import ELEMENTS, Buffer, Contract
 from .solver import ask, z3
 
-_DTYPES = {
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "bf16": torch.bfloat16,
-    "i1": torch.bool,
-    **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"u{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    "f8E4M3FN": torch.float8_e4m3fn,
-    "f8E5M2": torch.float8_e5m2,
-    "f8E4M3FNUZ": torch.float8_e4m3fnuz,
-    "f8E5M2FNUZ": torch.float8_e5m2fnuz,
-}
+_DTYPES = {element: getattr(torch, name) for name, element in ELEMENTS.items()}
 _MOST_BYTES = 2**28
 _MOST_PROGRAMS = 2**24
 _MOST_WORK = 2**31  # lanes of all tiles of all programs
@@ -71,7 +60,7 @@ def replayed(ttir: str, contract: Contract, answer: Answer) -> Answer:
         return replace(answer, verdict="counterexample", why="", example=example)
     told = "; ".join(map(str, findings)) or "it found nothing"
     # What it cannot see (masks that overflow in lanes that are off, say) is not refuted by its silence.
-    silent = None if answer.kind in ("overflow", "sign", "once") else False
+    silent = None if answer.kind in ("overflow", "sign", "once", "descriptor") else False
     return replace(answer, example=replace(example, confirmed=silent, finding=told))
 
 
@@ -84,23 +73,51 @@ def _same_place(finding: Finding, answer: Answer) -> bool:
 
 def launched(ttir: str, contract: Contract, example: Example) -> list[Finding]:
     """What the sanitizer finds in the launch of an example."""
-    import triton
+    return Launcher(ttir, contract).launched(example)
 
-    launch = _Launch(parse(ttir).entry, contract, example)
-    grid = example.grid
-    if prod(grid) > _MOST_PROGRAMS:
-        raise NotReplayed(f"{prod(grid):,} programs are too many to try")
-    dry = launch.bytes > _MOST_BYTES or prod(grid) > 2**17
-    if launch.work(min(prod(grid), 4096 if dry else prod(grid))) > _MOST_WORK:
-        raise NotReplayed("its loops take too long to try")
-    values = launch.values("meta" if launch.bytes > _MOST_BYTES else "cpu")
-    with tempfile.TemporaryDirectory() as folder, sanitize(collect=True, dry=dry) as seen:
-        file = Path(folder) / f"{launch.function.name}.ttir"
-        file.write_text(ttir)
-        compiled = triton.compile(str(file), target=triton.runtime.driver.active.get_current_target())
-        with suppress(DeviceAssertion):
-            compiled[grid](*values)
-    return list(seen.findings)
+
+class Launcher:
+    """Launches the TTIR of a kernel with sizes of its contract, compiled once."""
+
+    def __init__(self, ttir: str, contract: Contract) -> None:
+        self.ttir, self.contract = ttir, contract
+        self.function = parse(ttir).entry
+        self._compiled: dict[bool, Any] = {}
+
+    def launched(
+        self,
+        example: Example,
+        *,
+        draw: Random | None = None,
+        most_bytes: int = _MOST_BYTES,
+        most_work: int = _MOST_WORK,
+    ) -> list[Finding]:
+        """Launch an example, and return what the sanitizer finds. With `draw`, what is in memory is random; tensors
+        are allocated up to `most_bytes` and otherwise only declared."""
+        launch = _Launch(self.function, self.contract, example, draw)
+        grid = example.grid
+        if prod(grid) > _MOST_PROGRAMS:
+            raise NotReplayed(f"{prod(grid):,} programs are too many to try")
+        dry = launch.bytes > most_bytes or prod(grid) > 2**17
+        if dry and draw is not None:
+            raise NotReplayed("its tensors are too large to fill")
+        if launch.work(min(prod(grid), 4096 if dry else prod(grid))) > most_work:
+            raise NotReplayed("its loops take too long to try")
+        values = launch.values("meta" if launch.bytes > most_bytes else "cpu")
+        with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
+            self._kernel(dry)[grid](*values)
+        return list(seen.findings)
+
+    def _kernel(self, dry: bool) -> Any:
+        import triton
+
+        if dry not in self._compiled:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / f"{self.function.name}.ttir"
+                file.write_text(self.ttir)
+                target = triton.runtime.driver.active.get_current_target()
+                self._compiled[dry] = triton.compile(str(file), target=target)
+        return self._compiled[dry]
 
 
 @dataclass
@@ -108,6 +125,7 @@ class _Launch:
     function: Function
     contract: Contract
     example: Example
+    draw: Random | None = None  # what is in memory, if not the example's numbers alone
 
     def number(self, expression: Any) -> int:
         """What an expression of the contract is for the example's sizes."""
@@ -142,7 +160,9 @@ class _Launch:
                 name = given.storage or arg.name
                 if name not in storages:
                     extent = max(
-                        self.number(b.extent) for n, b in self.buffers.items() if (b.storage or n) == name
+                        self.number(b.first) + self.number(b.extent)
+                        for n, b in self.buffers.items()
+                        if (b.storage or n) == name
                     )
                     storages[name] = self._memory(arg.name, given, extent, device)
                 found.append(self._view(storages[name], given))
@@ -156,6 +176,8 @@ class _Launch:
 
     def _memory(self, name: str, buffer: Buffer, extent: int, device: str) -> torch.Tensor:
         dtype = _DTYPES[buffer.element]
+        if extent < 0:
+            raise NotReplayed(f"{name} would have {extent} elements")
         if buffer.inverse is not None or any(b.inverse == name for b in self.buffers.values()):
             raise NotReplayed(f"{name} and its inverse are not made up")
         if device == "meta":
@@ -166,6 +188,9 @@ class _Launch:
         memory = memory[first : first + extent * buffer.itemsize]
         tensor = memory.view(dtype)
         if dtype.is_floating_point or dtype == torch.bool:
+            return tensor
+        if self.draw is not None:
+            tensor.copy_(self._drawn(buffer, extent, self.draw))
             return tensor
         if buffer.by_place:
             for element in range(min(extent, 2**12)):
@@ -181,6 +206,32 @@ class _Launch:
                 tensor[element if not buffer.ascending else slice(element, None)] = value
         return tensor
 
+    def _drawn(self, buffer: Buffer, extent: int, draw: Random) -> torch.Tensor:
+        """Draw integers that the contract allows."""
+        if buffer.by_place and extent > 2**8:
+            raise NotReplayed("what is in memory depends on where it is, in too many places")
+        if buffer.distinct:
+            found = torch.arange(extent)
+            return (
+                found
+                if callable(buffer.distinct)
+                else found[torch.tensor(draw.sample(range(extent), extent))]
+            )
+        if buffer.by_place:
+            return torch.tensor([self._usual(buffer, element) for element in range(extent)])
+        sizes = self.example.sizes.values()
+        near = [-2, -1, 0, 1, 2, 3, *(n for size in sizes for n in (size // 2, size - 1, size, size + 1))]
+        allowed = [n for n in near if self._is_allowed(buffer, n, 0)] or [self._usual(buffer, 0)]
+        found = torch.tensor(draw.choices(allowed, k=extent))
+        return found.sort().values if buffer.ascending else found
+
+    def _is_allowed(self, buffer: Buffer, number: int, element: int) -> bool:
+        assumed = buffer.assumed(z3.IntVal(number), z3.IntVal(element))
+        if assumed is None:
+            return True
+        pairs = [(size, z3.IntVal(self.example.sizes[size.name])) for size in self.contract.sizes]
+        return z3.is_true(z3.simplify(z3.substitute(assumed, *pairs)))
+
     def _usual(self, buffer: Buffer, element: int) -> int:
         """A number that may be at a place of a buffer."""
         value = z3.Int("value")
@@ -195,7 +246,8 @@ class _Launch:
         return solution.value(value) if solution.verdict == "counterexample" else 0
 
     def _view(self, storage: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+        first = self.number(buffer.first)
         if buffer.dims is None:
-            return storage[: self.number(buffer.extent)]
+            return storage[first : first + self.number(buffer.extent)]
         sizes, strides = zip(*((self.number(s), self.number(t)) for s, t in buffer.dims), strict=True)
-        return storage.as_strided(sizes, strides)
+        return storage.as_strided(sizes, strides, storage.storage_offset() + first)

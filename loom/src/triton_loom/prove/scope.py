@@ -36,6 +36,7 @@ class Scope:
 
     def __init__(self) -> None:
         self.facts: list[Bool] = []
+        self.reasons: dict[int, str] = {}  # what allows each fact, by its id
         self.made: dict[int, Any] = {}  # all constants that were made here, by id
         self.homes: dict[int, Any] = {}  # the block that a constant belongs to
         self.opaque: dict[int, str] = {}  # constants that stand for what is not modelled, and what that is
@@ -55,6 +56,15 @@ class Scope:
         self.homes[constant.get_id()] = home
         return constant
 
+    def know(self, *facts: Bool, because: str, when: Iterable[Bool] = ()) -> None:
+        """Add facts that hold `when` the path and ranges that they were derived under do. Whatever the constants of the
+        program are, there must be values of those made here that satisfy all facts: a fact that excludes sizes of the
+        contract would prove anything about them."""
+        guard = conjunction(when)
+        for fact in facts:
+            self.facts.append(fact if z3.is_true(guard) else z3.Implies(guard, fact))
+            self.reasons[self.facts[-1].get_id()] = because
+
     def divide(self, a: Int, b: Int) -> Division:
         """Quotient and remainder; nothing is known of them where b is not positive."""
         a, b = z3.simplify(integer(a)), z3.simplify(integer(b))
@@ -64,7 +74,7 @@ class Scope:
         if key not in self.divisions:
             quotient, remainder = self.fresh("quotient"), self.fresh("remainder")
             exact = z3.And(a == quotient * b + remainder, remainder >= 0, remainder < b)
-            self.facts += [z3.Implies(b > 0, exact)]
+            self.know(exact, because="quotient and remainder", when=[b > 0])
             self._defined[self.facts[-1].get_id()] = {quotient.get_id(), remainder.get_id()}
             self.divisions[key] = Division(a, b, quotient, remainder)
         return self.divisions[key]
@@ -130,7 +140,8 @@ class Scope:
         mine = set(own) | given
         for fact in list(self.facts):
             if not mine.isdisjoint(constants_of([fact])):
-                self.facts.append(z3.substitute(fact, *pairs))
+                copy = z3.substitute(fact, *pairs)
+                self.know(copy, because=self.reasons[fact.get_id()])
                 if fact.get_id() in self._defined:
                     new = {old.get_id(): to.get_id() for old, to in pairs}
                     defined = {new.get(i, i) for i in self._defined[fact.get_id()]}
@@ -144,9 +155,9 @@ class Scope:
         for division in list(self.divisions.values()):
             if division.quotient.get_id() in used:
                 parts = (division.a, division.b, division.quotient, division.remainder)
-                copy = Division(*(z3.substitute(e, *pairs) for e in parts))
-                self._kept += [copy.a, copy.b]
-                self.divisions.setdefault((copy.a.get_id(), copy.b.get_id()), copy)
+                copied = Division(*(z3.substitute(e, *pairs) for e in parts))
+                self._kept += [copied.a, copied.b]
+                self.divisions.setdefault((copied.a.get_id(), copied.b.get_id()), copied)
         return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
 
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:

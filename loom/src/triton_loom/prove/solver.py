@@ -31,6 +31,10 @@ class Solution:
     model: Any = None  # of a counterexample
     query: str = ""  # of what is unknown, in the language of SMT-LIB
 
+    @property
+    def is_proof(self) -> bool:
+        return self.verdict == "proven"
+
     def value(self, expression: Any) -> int:
         """A number in the counterexample."""
         if not z3.is_expr(expression):

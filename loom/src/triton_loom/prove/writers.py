@@ -44,7 +44,7 @@ class Element:
     def __init__(self, evaluator: Evaluator, output: str) -> None:
         scope = evaluator.scope
         dims = _dims(evaluator, output)
-        self.index = [z3.Int(f"element.{number}") for number in range(len(dims))]
+        self.index = [z3.Int(f"element!{number}") for number in range(len(dims))]
         self.sizes = [scope.without_division(integer(size)) for size, _ in dims]
         strides = [scope.without_division(integer(stride)) for _, stride in dims]
         self.offset: Int = z3.Sum(*(i * s for i, s in zip(self.index, strides, strict=True)))

@@ -1,0 +1,128 @@
+"""Test proofs by random launches of the contract under the sanitizer, and the prover's facts at random sizes.
+
+A proof speaks of all sizes: one launch that the sanitizer objects to, or one size that the prover's own facts exclude,
+shows that the prover is wrong. That is an error, `UnsoundProof`, and never an answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..errors import Finding
+from .answers import Answer, Example, Kind
+from .contract import Contract
+from .proving import Prover
+from .replay import Launcher, NotReplayed
+from .solver import QUICK, Solution, ask, z3
+
+_EFFORT = QUICK // 8
+_LARGEST = 2**14  # size of a launch
+_MOST_BYTES, _MOST_WORK = 2**22, 2**22
+_ARITHMETIC: tuple[Kind, ...] = ("contract", "overflow", "sign", "step", "promise", "modelled")
+# The kinds of findings, and the answers that each contradicts if all of them are proofs.
+_DENIES: dict[str, tuple[Kind, ...]] = {
+    "out-of-bounds load": ("bounds", *_ARITHMETIC),
+    "out-of-bounds store": ("bounds", *_ARITHMETIC),
+    "offset overflow": _ARITHMETIC,
+    "broken promise": _ARITHMETIC,
+    "race": ("race", "bounds", *_ARITHMETIC),
+}
+
+
+class UnsoundProof(AssertionError):
+    """The prover has proven what is not true: a mistake in the prover, not in the kernel."""
+
+
+def certified(prover: Prover, ttir: str, answers: Sequence[Answer], trials: int) -> str:
+    """Compare what was proven with random launches, and say how many agree. Raise `UnsoundProof` if one does not."""
+    if trials < 1 or not any(answer.verdict == "proven" for answer in answers):
+        return "not launched: nothing was proven" if trials else "not launched: not asked for"
+    draw = random.Random(0)
+    for sizes in _corners(prover.contract):
+        _check_facts(prover, sizes, draw)
+    launcher = Launcher(ttir, prover.contract)
+    launches, why = 0, "the contract has no small sizes"
+    for sizes in _some_sizes(prover.contract, trials, draw):
+        example = _check_facts(prover, sizes, draw)
+        if example is None:
+            continue
+        try:
+            findings = launcher.launched(example, draw=draw, most_bytes=_MOST_BYTES, most_work=_MOST_WORK)
+        except NotReplayed as reason:
+            why = str(reason)
+            continue
+        launches += 1
+        for finding in findings:
+            _check(finding, answers, example)
+    return f"{launches} random launches agree" if launches else f"not launched: {why}"
+
+
+def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> None:
+    """Whether all that a finding contradicts was proven."""
+    denied = [a for a in answers if a.kind in _DENIES.get(finding.kind, ())]
+    if finding.kind.startswith("out-of-bounds"):
+        here = [a for a in denied if a.kind == "bounds" and a.place.endswith(f":{finding.line}")]
+        denied = [a for a in denied if a.kind != "bounds"] + here if here else []
+    if denied and all(answer.verdict == "proven" for answer in denied):
+        sizes = ", ".join(f"{name} = {value}" for name, value in example.sizes.items())
+        raise UnsoundProof(
+            f"the prover is wrong, please report it: it has proven what the sanitizer refutes for {sizes}: {finding}"
+        )
+
+
+def _check_facts(prover: Prover, sizes: Solution, draw: random.Random) -> Example | None:
+    """Whether the prover's facts allow a program of a launch that the contract allows. None if it has no program."""
+    contract, evaluator = prover.contract, prover.evaluator
+    grid = [sizes.value(axis) for axis in contract.grid]
+    values = {size.name: sizes.value(size) for size in contract.sizes}
+    if min(grid) < 1:
+        return None
+    program = [draw.randrange(axis) for axis in grid]
+    here = [size == values[size.name] for size in contract.sizes]
+    here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
+    launch = [*here, *prover.common, *evaluator.scope.relevant(prover.common)]
+    facts = [*here, *prover.common, *evaluator.scope.facts]
+    possible = ask(launch, z3.BoolVal(False), _EFFORT).verdict == "counterexample"
+    if possible and ask(facts, z3.BoolVal(False), _EFFORT).is_proof:
+        reasons = sorted({evaluator.scope.reasons[fact.get_id()] for fact in evaluator.scope.facts})
+        raise UnsoundProof(
+            f"the prover is wrong, please report it: its facts contradict each other in program {tuple(program)} for "
+            f"{values}; they come from {', '.join(reasons)}"
+        )
+    x, y, z = grid
+    return Example(values, (x, y, z), (program[0], program[1], program[2]))
+
+
+def _corners(contract: Contract) -> Iterator[Solution]:
+    """The least and the largest sizes that a contract allows, as far as they are found one by one."""
+    for side in ("low", "high"):
+        yield from _solved(contract, [[size == getattr(size, side)] for size in contract.sizes])
+
+
+def _some_sizes(contract: Contract, count: int, draw: random.Random) -> Iterator[Solution]:
+    """Sizes at random, most of them small."""
+    for number in range(count):
+        most = (3, 9, 40, 150, 600, _LARGEST)[number % 6]
+        wanted = []
+        for size in contract.sizes:
+            high = max(size.low, min(size.high, most))
+            at = draw.randint(size.low, high)
+            wanted.append([size == at, z3.And(size >= at, size <= 2 * at + 16), size <= _LARGEST])
+        yield from _solved(contract, wanted)
+
+
+def _solved(contract: Contract, wanted: Sequence[Sequence[Any]]) -> Iterator[Solution]:
+    """A solution of the contract, each size as wanted if that is possible beside those before it."""
+    known = list(contract.facts)
+    solution = ask(known, z3.BoolVal(False), _EFFORT)
+    for wishes in wanted:
+        for wish in wishes:
+            found = ask([*known, wish], z3.BoolVal(False), _EFFORT)
+            if found.verdict == "counterexample":
+                known.append(wish)
+                solution = found
+                break
+    if solution.verdict == "counterexample":
+        yield solution
