@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .answers import Answer, Example, Report
+from .answers import Answer, Example, Report, UnsoundProof
 from .contract import Buffer, Contract, ContractError, Symbol, cdiv, symbol
 from .solver import THOROUGH
 
@@ -28,6 +28,7 @@ __all__ = [
     "Example",
     "Report",
     "Symbol",
+    "UnsoundProof",
     "cdiv",
     "prove",
     "symbol",
@@ -57,13 +58,14 @@ def prove(
 
     `effort` limits what the solver does for one question, in z3's own units: more of it may turn an unknown into an
     answer, and the same of it gives the same answers on any machine. With `replay`, counterexamples are launched under
-    the sanitizer. What is proven is launched with `trials` random sizes of the contract: if the sanitizer finds there what
-    was proven not to be, `UnsoundProof` is raised.
+    the sanitizer, and what is proven with `trials` random sizes of the contract: `UnsoundProof` is raised if the
+    sanitizer finds there what was proven not to be.
     """
     from .certificate import certified
     from .compiling import Compiled, configured, variants
     from .coverage import covered
     from .proving import Prover
+    from .replay import Launcher, replayed
 
     if contract is None:
         if grid is None or args is None:
@@ -72,21 +74,19 @@ def prove(
     else:
         launches = [(kernel, contract)]
     cases: list[Compiled] = []
-    for function, launch in launches:
-        cases += [Compiled(function, launch)] if isinstance(function, str) else variants(function, launch)
+    for function, given in launches:
+        cases += [Compiled(function, given)] if isinstance(function, str) else variants(function, given)
     reports, answers, certificates = [], [], []
     begun = time.perf_counter()
-    for ttir, case, with_descriptors in cases:
+    for ttir, case, with_descriptors, launch in cases:
         prover = Prover(ttir, case, effort)
         report = prover.report()
         reports.append(report)
         described = Prover(with_descriptors, case, effort).answers("descriptor") if with_descriptors else []
         found = (*report.answers, *described, *(covered(prover, output) for output in case.outputs))
-        certificates.append(certified(prover, ttir, found, trials))
+        certificates.append(certified(prover, Launcher(ttir, case, launch), found, trials if replay else 0))
         for answer in found:
             if replay and answer.example is not None:
-                from .replay import replayed
-
                 answer = replayed(ttir, case, answer)
             answers.append(answer)
     return replace(

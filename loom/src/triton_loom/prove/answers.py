@@ -27,6 +27,10 @@ Kind = Literal[
 Verdict = Literal["proven", "counterexample", "unknown"]
 
 
+class UnsoundProof(AssertionError):
+    """The prover has proven what is not true: a mistake in the prover, not in the kernel."""
+
+
 @dataclass(frozen=True)
 class Example:
     """Sizes for which an obligation is not met, and where."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import Finding
-from .answers import Answer, Example, Kind
+from .answers import Answer, Example, Kind, UnsoundProof
 from .contract import Contract
 from .proving import Prover
 from .replay import Launcher, NotReplayed
@@ -31,18 +31,15 @@ _DENIES: dict[str, tuple[Kind, ...]] = {
 }
 
 
-class UnsoundProof(AssertionError):
-    """The prover has proven what is not true: a mistake in the prover, not in the kernel."""
-
-
-def certified(prover: Prover, ttir: str, answers: Sequence[Answer], trials: int) -> str:
+def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], trials: int) -> str:
     """Compare what was proven with random launches, and say how many agree. Raise `UnsoundProof` if one does not."""
-    if trials < 1 or not any(answer.verdict == "proven" for answer in answers):
-        return "not launched: nothing was proven" if trials else "not launched: not asked for"
+    if not any(answer.verdict == "proven" for answer in answers):
+        return "not launched: nothing was proven"
     draw = random.Random(0)
     for sizes in _corners(prover.contract):
         _check_facts(prover, sizes, draw)
-    launcher = Launcher(ttir, prover.contract)
+    if trials < 1:
+        return "not launched: not asked for"
     launches, why = 0, "the contract has no small sizes"
     for sizes in _some_sizes(prover.contract, trials, draw):
         example = _check_facts(prover, sizes, draw)

@@ -81,6 +81,9 @@ class Compiled(NamedTuple):
     ttir: str
     contract: Contract
     with_descriptors: str = ""  # the TTIR before descriptors become pointers, of a kernel that makes some
+    launch: tuple[Any, Contract] | None = (
+        None  # the `@triton.jit` function, and its arguments as a caller gives them
+    )
 
 
 def variants(kernel: Any, contract: Contract) -> Iterator[Compiled]:
@@ -129,7 +132,7 @@ def _compiled(kernel: Any, contract: Contract) -> Compiled:
             top = 2 ** (int(kind[1:]) - 1)
             if not _implied(contract, value < top):
                 arguments[parameter.name] = z3.If(value >= top, value - 2 * top, value)
-    return Compiled(ttir, replace(contract, arguments=arguments), with_descriptors)
+    return Compiled(ttir, replace(contract, arguments=arguments), with_descriptors, (kernel, contract))
 
 
 def _is_within(contract: Contract, value: Any, low: int, high: int) -> bool:

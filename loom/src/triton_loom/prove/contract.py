@@ -112,7 +112,7 @@ def cdiv(a: Int, b: Int) -> Int:
 class Buffer:
     """A tensor that a pointer argument leads to: element 0 is where it points."""
 
-    element: str  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...; a dtype of PyTorch becomes that
+    element: Any  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...; a dtype of PyTorch becomes that
     extent: Int  # elements from the first up to and with the last, those in gaps of a view counted
     dims: tuple[tuple[Int, Int], ...] | None = (
         None  # (size, stride) where there are gaps; None: there are none

@@ -7,6 +7,7 @@ addresses evaluated (`sanitize(dry=True)`).
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -77,10 +78,11 @@ def launched(ttir: str, contract: Contract, example: Example) -> list[Finding]:
 
 
 class Launcher:
-    """Launches the TTIR of a kernel with sizes of its contract, compiled once."""
+    """Launches a kernel with sizes of its contract: the `@triton.jit` function as a caller would, so that Triton binds
+    and specializes the arguments, or TTIR, compiled once."""
 
-    def __init__(self, ttir: str, contract: Contract) -> None:
-        self.ttir, self.contract = ttir, contract
+    def __init__(self, ttir: str, contract: Contract, launch: tuple[Any, Contract] | None = None) -> None:
+        self.ttir, self.contract, self.launch = ttir, contract, launch
         self.function = parse(ttir).entry
         self._compiled: dict[bool, Any] = {}
 
@@ -103,9 +105,18 @@ class Launcher:
             raise NotReplayed("its tensors are too large to fill")
         if launch.work(min(prod(grid), 4096 if dry else prod(grid))) > most_work:
             raise NotReplayed("its loops take too long to try")
-        values = launch.values("meta" if launch.bytes > most_bytes else "cpu")
+        device = "meta" if launch.bytes > most_bytes else "cpu"
+        if self.launch is None:
+            values = launch.values(
+                device, {arg.name: self.contract.arguments.get(arg.name) for arg in self.function.args}
+            )
+            with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
+                self._kernel(dry)[grid](*values.values())
+            return list(seen.findings)
+        kernel, contract = self.launch
+        values = launch.values(device, contract.arguments)
         with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
-            self._kernel(dry)[grid](*values)
+            kernel[grid](**values, **contract.constants)
         return list(seen.findings)
 
     def _kernel(self, dry: bool) -> Any:
@@ -150,28 +161,31 @@ class _Launch:
         )
         return programs * self.example.iterations * tile
 
-    def values(self, device: str) -> list[Any]:
-        """The arguments of the launch, in the order of the kernel."""
+    def values(self, device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What a launch is given for these arguments of the contract."""
         storages: dict[str, torch.Tensor] = {}
-        found: list[Any] = []
-        for arg in self.function.args:
-            given, kind = self.contract.arguments.get(arg.name), element_of(arg.type)
+        types = {arg.name: element_of(arg.type) for arg in self.function.args}
+        found: dict[str, Any] = {}
+        for argument, given in arguments.items():
+            kind = types.get(argument)
             if isinstance(given, Buffer):
-                name = given.storage or arg.name
+                name = given.storage or argument
                 if name not in storages:
                     extent = max(
                         self.number(b.first) + self.number(b.extent)
                         for n, b in self.buffers.items()
                         if (b.storage or n) == name
                     )
-                    storages[name] = self._memory(arg.name, given, extent, device)
-                found.append(self._view(storages[name], given))
+                    storages[name] = self._memory(argument, given, extent, device)
+                found[argument] = self._view(storages[name], given)
             elif isinstance(kind, Pointer):
-                raise NotReplayed(f"{arg.name} has no buffer in the contract")
-            elif kind.is_float:
-                found.append(float(given) if isinstance(given, int | float) else 1.0)
+                raise NotReplayed(f"{argument} has no buffer in the contract")
+            elif given is None and kind is None:
+                found[argument] = None
+            elif isinstance(given, float) or (kind is not None and kind.is_float):
+                found[argument] = float(given) if isinstance(given, int | float) else 1.0
             else:
-                found.append(self.number(given))
+                found[argument] = self.number(given)
         return found
 
     def _memory(self, name: str, buffer: Buffer, extent: int, device: str) -> torch.Tensor:
@@ -250,4 +264,6 @@ class _Launch:
         if buffer.dims is None:
             return storage[first : first + self.number(buffer.extent)]
         sizes, strides = zip(*((self.number(s), self.number(t)) for s, t in buffer.dims), strict=True)
+        if min(strides) < 0:
+            raise NotReplayed("a stride is negative")
         return storage.as_strided(sizes, strides, storage.storage_offset() + first)

@@ -1,0 +1,154 @@
+"""A prover with a mistake is caught by the launches that follow its proofs, or by its facts at random sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+import z3
+from prove import test_unsound as wrong
+from triton_loom.prove import Buffer, Report, UnsoundProof, cdiv, compiling, obligations, prove, symbol
+from triton_loom.prove.evaluate import Evaluator
+from triton_loom.prove.linear import Linear
+from triton_loom.prove.proving import Prover
+from triton_loom.prove.scope import Scope
+
+n, m = symbol("n", 1, 1000), symbol("m", 1, 1000)
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+def unguarded(reason: str) -> Mistake:
+    """Facts hold everywhere, also where the path that they come from is not taken."""
+    know = Scope.know
+
+    def always(self: Scope, *facts: Any, because: str, when: Any = ()) -> None:
+        know(self, *facts, because=because, when=() if because == reason else when)
+
+    return lambda patch: patch.setattr(Scope, "know", always)
+
+
+def by_printed_names(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(compiling, "renamed", lambda ttir, names: ttir)
+
+
+def with_forgeable_names(patch: pytest.MonkeyPatch) -> None:
+    def unknown(self: Linear, factors: Any) -> Any:
+        self._kept += factors
+        key = tuple(sorted(factor.get_id() for factor in factors))
+        return self._products.setdefault(key, z3.Int(f"product!{1 + len(self._products)}"))
+
+    patch.setattr(Linear, "_unknown", unknown)
+
+
+def without_annotations(patch: pytest.MonkeyPatch) -> None:
+    signature = compiling._signature
+
+    def plain(*launch: Any) -> Any:
+        types, *more = signature(*launch)
+        return {name: kind.replace("u", "i") for name, kind in types.items()}, *more
+
+    patch.setattr(compiling, "_signature", plain)
+
+
+def linear_by_two_points(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(obligations, "is_same", lambda one, other: True)
+
+
+def memory_as_it_was(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Evaluator, "constant", lambda self, argument: True)
+
+
+def swapped() -> Report:
+    a, b = symbol("n", 1, 64), symbol("m", 1, 64)
+    return prove(wrong.swapped, grid=(1,), args={"x_ptr": Buffer("f32", a), "n": a, "m": b, "BLOCK": 64})
+
+
+def named_product() -> Report:
+    args = {"i_ptr": Buffer("i32", 1, values=wrong.below(m)), "x_ptr": Buffer("f32", m), "n": n}
+    return prove(wrong.named_product, grid=(100,), args=args)
+
+
+def not_linear() -> Report:
+    rows, cols, stride = symbol("rows", 1, 1000), symbol("cols", 1, 64), symbol("stride", 1, 1000)
+    x = Buffer.strided("f32", (rows, cols), (stride, 1))
+    args = {"x_ptr": x, "stride": stride, "cols": cols, "BLOCK": 64}
+    return prove(wrong.not_linear, grid=(rows,), args=args, assumptions=(stride >= cols,))
+
+
+def unsigned_size() -> Report:
+    return prove(
+        wrong.unsigned_size, grid=(cdiv(n, 64),), args={"x_ptr": Buffer("f32", n), "n": n, "BLOCK": 64}
+    )
+
+
+def stored_index() -> Report:
+    args = {"i_ptr": Buffer("i32", n, values=wrong.below(n)), "x_ptr": Buffer("f32", n), "n": n}
+    return prove(wrong.stored_index, grid=(n,), args=args)
+
+
+def counts_down() -> Report:
+    args = {"x_ptr": Buffer("f32", n + 1), "n": n, "step": symbol("step", -8, 8)}
+    return prove(wrong.counts_down, grid=(1,), args=args)
+
+
+def maximum_of_one_branch() -> Report:
+    size = symbol("n", 1, 2**20)
+    args = {"x_ptr": Buffer("f32", size), "n": size, "BLOCK": 64}
+    return prove(
+        wrong.maximum_of_one_branch, grid=(1,), args=args, assumptions=(z3.Or(size < 1000, size > 4096),)
+    )
+
+
+def either_bits() -> Report:
+    a, b = symbol("n", 1, 2**20), symbol("m", 1, 2**20)
+    return prove(wrong.either_bits, grid=(1,), args={"x_ptr": Buffer("f32", 1), "n": a, "m": b})
+
+
+MISTAKES: list[tuple[Mistake, Callable[[], Report]]] = [
+    (by_printed_names, swapped),
+    (with_forgeable_names, named_product),
+    (linear_by_two_points, not_linear),
+    (without_annotations, unsigned_size),
+    (memory_as_it_was, stored_index),
+    (unguarded("the number of iterations"), counts_down),
+    (unguarded("the element that a reduction chooses"), maximum_of_one_branch),
+    (unguarded("the bits of one operand"), either_bits),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "asked"), MISTAKES, ids=[asked.__name__ for _, asked in MISTAKES])
+def test_a_mistake_in_the_prover_is_caught(
+    mistake: Mistake, asked: Callable[[], Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked().verdict != "proven"
+    mistake(monkeypatch)
+    with pytest.raises(UnsoundProof, match="the prover is wrong, please report it"):
+        asked()
+
+
+@triton.jit
+def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + off, tl.load(x_ptr + off, mask=off < n), mask=off < n)
+
+
+def test_proofs_are_launched() -> None:
+    args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n), "n": n, "BLOCK": 64}
+    report = prove(copy, grid=(cdiv(n, 64),), args=args)
+    assert report.verdict == "proven"
+    assert report.certificates == ("20 random launches agree",)
+    assert prove(copy, grid=(cdiv(n, 64),), args=args, trials=0).certificates == (
+        "not launched: not asked for",
+    )
+
+
+def test_a_disagreement_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of every access are proven, whatever they are."""
+    monkeypatch.setattr(Prover, "nearly", lambda self, assuming, goal: True)
+    args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n - 1), "n": n, "BLOCK": 64}
+    with pytest.raises(UnsoundProof, match=r"the sanitizer refutes for n = .*out-of-bounds store"):
+        prove(copy, grid=(cdiv(n, 64),), args=args)
