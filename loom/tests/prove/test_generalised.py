@@ -100,7 +100,7 @@ def look_up(index_ptr, table_ptr, y_ptr, MARK: tl.constexpr, PLACES: tl.constexp
     [
         ([0, 5, 8], 4, "And(v >= 0, size_11 > v)", "proven"),  # below the next size
         ([2, 5, 8], 9, "And(v >= 0, v < 9)", "counterexample"),  # all that are below a constant
-        ([2, 5, 11], 4, "And(v >= 0, v < size_11 + 1)", "counterexample"),  # up to a size, as offsets are
+        ([2, 5, 11], 4, "And(v >= 0, size_11 + 1 > v)", "counterexample"),  # up to a size, as offsets are
         ([4, -100, 8], 4, "Or(v == -100, And(v >= 0, size_11 > v))", "proven"),  # a mark
         ([4, -7, -3], 4, "And(v >= -7, size_11 > v)", "counterexample"),
     ],

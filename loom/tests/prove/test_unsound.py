@@ -114,7 +114,7 @@ def test_annotations_are_the_types_of_arguments() -> None:
 def test_unsigned_arguments_are_passed_as_their_bits() -> None:
     n = symbol("n", 0, 2**32 - 1)
     contract = Contract.of(grid=(1,), arguments={"x_ptr": Buffer("f32", n), "n": n}, constants={"BLOCK": 64})
-    ((_, case, _),) = variants(unsigned_size, contract)
+    ((_, case, *_),) = variants(unsigned_size, contract)
     passed = case.arguments["n"]
     for given, wanted in ((0, 0), (2**31 - 1, 2**31 - 1), (2**31, -(2**31)), (2**32 - 1, -1)):
         assert z3.simplify(z3.substitute(passed, (n, z3.IntVal(given)))).as_long() == wanted

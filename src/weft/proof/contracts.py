@@ -416,7 +416,8 @@ def _buffer(
     known: Loaded | None = declared("LOADED").get((variant.kernel, name))
     more: dict[str, Any] = {"align": 16 if variant.aligned else pointer.dtype.itemsize}
     if known is not None:
-        more |= {"values": _values(known, given), "ascending": known.ascending}
+        # Tables of integers are the launch's own: no tensor whose address a kernel finds in memory is one.
+        more |= {"values": _values(known, given), "ascending": known.ascending, "unreached": True}
         more["distinct"] = _distinct(known, given)
         back = None if known.inverse is None else launched.pointers.get(known.inverse)
         if back is not None and _is_flat(pointer) and _is_flat(back):

@@ -172,7 +172,9 @@ def _said(contract: Contract) -> Iterator[str]:
                     argument.align,
                 ),
             )
-            yield from map(text, (values, argument.ascending, argument.storage, argument.inverse))
+            yield from map(
+                text, (values, argument.ascending, argument.storage, argument.inverse, argument.unreached)
+            )
             yield text(argument.differs(z3.Int("v"), z3.Int("place")))
         else:
             yield text(argument)

@@ -125,6 +125,8 @@ class Buffer:
     # The argument that leads back: where the element at place i is j, and not negative, the one at place j of that
     # argument is i.
     inverse: str | None = None
+    # No address that the kernel finds in memory leads to it, so that such stores leave it as it is.
+    unreached: bool = False
     ascending: bool = False  # no element is less than the one before it, as with offsets of groups
     storage: str | None = None  # arguments that name the same storage are one memory
     first: Int = 0  # the element of the storage that element 0 is

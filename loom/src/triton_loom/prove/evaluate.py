@@ -309,7 +309,8 @@ class Evaluator(Shapes):
 
     def constant(self, argument: str) -> bool:
         """Whether nobody writes the memory of an argument while the kernel runs."""
-        return self.stored.isdisjoint({None, storage_of(self.contract, argument)})
+        anywhere = None in self.stored and not self.buffers[argument].unreached
+        return not anywhere and storage_of(self.contract, argument) not in self.stored
 
     def _reduce(self, op: Op, value: Value, index: Index) -> Any:
         found = reduced(self, op, value, index) if op.name == "tt.reduce" else scanned(self, op, value, index)

@@ -313,13 +313,13 @@ class Prover:
 
     def assumed(self) -> tuple[str, ...]:
         """Say in words what is assumed of memory that the kernel does not write to."""
-        buffers = self.evaluator.buffers.items()
-        return tuple(
-            said
-            for name, buffer in buffers
-            if self.evaluator.constant(name)
-            for said in _assumed(name, buffer)
-        )
+        anywhere = None in self.evaluator.stored
+        found: list[str] = []
+        for name, buffer in self.evaluator.buffers.items():
+            if self.evaluator.constant(name):
+                found += _assumed(name, buffer)
+                found += [f"no address found in memory leads to {name}"] * (anywhere and buffer.unreached)
+        return tuple(found)
 
 
 def _without_example(o: Obligation, solution: Solution) -> Answer:
