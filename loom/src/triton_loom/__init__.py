@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from .errors import DeviceAssertion, Finding, Reason, SanitizerError
+from .errors import DeviceAssertion, Finding, Reason, SanitizerError, SpinError
 
 if TYPE_CHECKING:
     from .explained import Explained
@@ -30,6 +30,7 @@ __all__ = [
     "HazardError",
     "Reason",
     "SanitizerError",
+    "SpinError",
     "active",
     "count",
     "emulate",

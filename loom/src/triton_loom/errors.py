@@ -20,6 +20,10 @@ class DeviceAssertion(RuntimeError):
     """A program of a launch failed a `tl.device_assert`."""
 
 
+class SpinError(DeviceAssertion):
+    """A loop of a program lasted longer than TRITON_LOOM_SPIN_LIMIT, or `spin_limit` among the launch's options."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """How it came to that: expressions of the kernel's text, and what they were at the lane that went wrong."""

@@ -36,6 +36,7 @@ _HEADERS = {
     "scaled.h": "loom_scaled::",
     "sort.h": "sort_network<",
     "launch.h": "",
+    "spin.h": r"\bSpin ",
     "print.h": "print_",
     "witness.h": "LOOM_WITNESS",
     "explain.h": "LOOM_EXPLAIN",
@@ -50,6 +51,7 @@ class Generated:
     name: str
     scratch_bytes: int
     serial: bool  # programs must run one after another for the result not to depend on threads
+    spins: bool  # it has a loop that may last for ever
     witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
     explained: dict[str, Any] | None  # its nests and buffers, if these were asked for
 
@@ -125,6 +127,7 @@ class _Unit:
             entry.name,
             self.scratch,
             _depends_on_order(self.module),
+            any("spin.h" in line for line in includes),
             witnessed.metadata(self.module) if witnessed else None,
             self.explanation.about(entry.location) if self.explanation else None,
         )

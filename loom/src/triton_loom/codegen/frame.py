@@ -35,7 +35,8 @@ _RESERVED = frozenset(
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
         u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained
         READ WRITE prefetch transpose Tiles tiles fits fits_each seen_load load_each seen_store store_each
-        seen_atomic begin_atomic keeps_promise waits_in_vain print_line print_value""",
+        seen_atomic begin_atomic keeps_promise Spin never_ends print_line print_value
+        Interrupts FAILED TOO_LONG INTERRUPTED timespec sigaction SIGINT""",
     )
 )
 

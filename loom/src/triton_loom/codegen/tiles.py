@@ -6,7 +6,7 @@ from math import prod
 
 from ..ir.ttir import BF16, F32, F64, I1, I8, I32, Op, Scalar, Tensor, Value, element_of, shape_of
 from .control import ControlFlow
-from .cpp import c_type, literal, narrow, size_of, stored_type, vector_of, widen
+from .cpp import c_string, c_type, literal, narrow, size_of, stored_type, vector_of, widen
 from .forms import Form, Index, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, IGNORED, Unsupported
@@ -110,7 +110,7 @@ class FunctionEmitter(ControlFlow):
 
     def on_tt_assert(self, op: Op) -> None:
         message = op.attrs.get("text") or op.attrs.get("message") or ""
-        text = _c_string(f"{op.location}: {message}" if op.location else str(message))
+        text = c_string(f"{op.location}: {message}" if op.location else str(message))
         self.prepare(op.operands, self.plan.nest(op))
         nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
         form = nest.at_own_index(op.operands[0])
@@ -118,7 +118,7 @@ class FunctionEmitter(ControlFlow):
         self.run_nest(nest)
 
     def on_tt_print(self, op: Op) -> None:
-        prefix = _c_string(op.attrs.get("text", ""))
+        prefix = c_string(op.attrs.get("text", ""))
         signed = op.attrs.get("isSigned") or [1] * len(op.operands)
         if not op.operands:
             self.lines.append(f"print_line(p, {prefix});")
@@ -530,8 +530,3 @@ def widened(element: Scalar, update: str) -> str:
             update.replace("old", widen(element.name, "old")).replace("@", widen(element.name, "@")),
         )
     return f"({c_type(element)})({update.replace('(U)', f'(u{element.bits})')})"
-
-
-def _c_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
