@@ -13,6 +13,7 @@ FindingKind = Literal[  # in the order of `Kind` in include/witness_data.h
     "race",
     "offset overflow",
     "broken promise",
+    "undefined value",
 ]
 
 

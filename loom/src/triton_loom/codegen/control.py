@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..ir.ttir import Block, Function, Op, Pointer, Region, Tensor, Value, element_of, shape_of
 from .accesses import exact_result
 from .cpp import c_string, c_type, literal, size_of
-from .forms import Index
+from .forms import Index, wide
 from .frame import Frame, Target, Unit
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, IGNORED, Unsupported
@@ -77,9 +77,10 @@ class ControlFlow(Frame):
         handler = getattr(self, "on_" + re.sub(r"\W", "_", op.name), None)
         if handler is None and op.name in ELEMENTWISE:
             operands = [self.scalar(v) for v in op.operands]
-            if self.accesses.watches_offset(op):
-                exact = exact_result(op, *(f"(i64){text}" for text in operands))
-                self.lines += self.accesses.offset(op, [exact])
+            if integer := self.accesses.watched(op):
+                exact = exact_result(op, *(wide(text, integer) for text in operands))
+                outside = f"lanes_outside<{integer.bits}, {str(integer.signed).lower()}, 1>({exact}, {exact})"
+                self.lines.append(f"if ({outside}) {self.accesses.overflow(op, exact)}")
             self.let(op.result, ELEMENTWISE[op.name].write(op, operands, 1))
             return
         if handler is None:
@@ -104,6 +105,7 @@ class ControlFlow(Frame):
         value, shape = op.result, shape_of(op.result.type)
         self.prepare([value], None)
         nest = LoopNest(self, shape, lanes=1, values=None)
+        nest.looks_ahead = True
         element = element_of(value.type)
         size = size_of(element.pointee) if isinstance(element, Pointer) else 1  # type: ignore[arg-type]
 

@@ -15,9 +15,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..features import SANITIZE
 from ..ir.reader import parse
 from ..ir.rewrite import rewrite
 from ..ir.ttir import I1, Module, Region, Tensor, Type, Value
+from ..ir.undefined import mark_undefined
 from .accesses import Accesses, Witnessed
 from .cpp import c_type, declare_const, memory_type
 from .explanation import Explanation
@@ -62,6 +64,8 @@ def generate(
     """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both. With `explain` it
     takes the time of its nests."""
     module = rewrite(parse(text))
+    if SANITIZE in witness:
+        mark_undefined(module)
     accesses = Witnessed(module, witness) if witness else Accesses()
     return _Unit(module, accesses, hardware_dot, Explanation() if explain else None).generate()
 

@@ -65,6 +65,7 @@ class FunctionEmitter(ControlFlow):
             tuple(constant_index(extent - 1) for extent in shape),
         ]
         nest = LoopNest(self, ())
+        nest.looks_ahead = True
         ends = [nest.eval(store.operands[0], corner).expr for corner in corners]
         for value in loads:
             assert value.producer
@@ -95,6 +96,7 @@ class FunctionEmitter(ControlFlow):
         nest = LoopNest(self, shape, lanes=1, values=op.operands)
         forms = [nest.at_own_index(v).expr for v in op.operands]
         mask = forms[2] if op.name == "tt.atomic_rmw" and len(forms) > 2 else None
+        nest.settle(op, mask, nest.index, nest.depth)
         text = self.accesses.atomic(op, forms[0], mask, template.format(*forms))
         if not shape:
             nest.do(f"{self.variable(op.result)} = {text};", 0)
@@ -115,6 +117,15 @@ class FunctionEmitter(ControlFlow):
         nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
         form = nest.at_own_index(op.operands[0])
         nest.do(f"if (!all({nest.vec(form)})) fail(p, {text});", nest.depth)
+        self.run_nest(nest)
+
+    def on_loom_undefined(self, op: Op) -> None:
+        self.prepare(op.operands, self.plan.nest(op))
+        nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
+        nest.looks_ahead = True
+        form = nest.at_own_index(op.operands[0])
+        for statement in self.accesses.undefined(op, nest.vec(form)):
+            nest.do(statement, nest.depth)
         self.run_nest(nest)
 
     def on_tt_print(self, op: Op) -> None:

@@ -29,7 +29,14 @@ class WatchedLauncher(LoomLauncher):
         self.constants = getattr(src, "constants", {})
         told = metadata.witnessed
         moved = _mover(told["location"], src)
-        sites = [{**s, "location": moved(s["location"]), "called": moved(s["called"])} for s in told["sites"]]
+        sites = [
+            {
+                **site,
+                **{name: moved(site[name]) for name in ("location", "called")},
+                "loads": [moved(load) for load in site["loads"]],
+            }
+            for site in told["sites"]
+        ]
         self.kernel = Kernel(
             name=self.name,
             modes=metadata.witness,
