@@ -285,10 +285,14 @@ def cast(x: Array, source: DType, target: DType) -> Array:
         return x.astype(np.float64) if target is F64 else target.round(x)
     if source.kind != "f":
         return x.astype(target.array)
-    # toward zero; saturates at 32 or 64 bits, of which narrower integers take the lower ones; NaN gives 0
-    word = np.dtype(f"{target.kind}{8 if target.bits == 64 else 4}")
-    whole = np.trunc(np.where(np.isnan(x), 0, x).astype(Wide))
-    return np.clip(whole, np.iinfo(word).min, np.iinfo(word).max).astype(word).astype(target.array)
+    # PTX's cvt: toward zero; saturates at 16, 32 or 64 bits (8 bits are the lowest of 16); NaN is 0 or the highest bit
+    word = np.dtype(f"{target.kind}{max(target.bits // 8, 2)}")
+    low, high = np.iinfo(word).min, np.iinfo(word).max
+    of_nan = (
+        low + (1 << 8 * word.itemsize - 1) * (target.kind == "u") if 64 in (source.bits, target.bits) else 0
+    )
+    whole = np.trunc(np.where(np.isnan(x), of_nan, x).astype(Wide))
+    return np.clip(whole, low, high).astype(word).astype(target.array)
 
 
 @operation("cast", "{0}.to({dtype})")

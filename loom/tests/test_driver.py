@@ -49,7 +49,13 @@ def by_hand(
         static void program(const Args &a, const Program &p) {{ {body} }}
         LOOM_KERNEL(by_hand, Args, program, {scratch})
     """
-    about = {"name": "by_hand", "serial": False, "launch_cooperative_grid": False, "scratch_bytes": scratch}
+    about = {
+        "name": "by_hand",
+        "serial": False,
+        "launch_cooperative_grid": False,
+        "scratch_bytes": scratch,
+        "spins": False,
+    }
     run = launcher.LoomLauncher(SimpleNamespace(signature=signature), SimpleNamespace(**(about | metadata)))
     _, function = launcher.load(toolchain.build(text), "by_hand")
 

@@ -42,16 +42,19 @@ SHIFTS, DIVISIONS = "shl shr sar", "divs divu rems remu"
 FP8 = "e4m3 e5m2 e4m3fnuz e5m2fnuz"
 
 CASTS = {
-    "f32>u16": "bf16_from_f32 bf16_from_f32_rtz f16_from_f32 f16_from_f32_rtz",
+    "f32>u16": "bf16_from_f32 bf16_from_f32_rtz f16_from_f32 f16_from_f32_rtz u16_from_f32",
     "f32>u8": " ".join(f"{name}_from_f32 {name}_from_f32_rtz" for name in FP8.split()),
     "u16>f32": "f32_from_bf16 f32_from_f16",
     "u8>f32": "f32_from_e2m1 f32_from_e8m0 " + " ".join(f"f32_from_{name}" for name in FP8.split()),
     "f64>f32": "f32_odd_from_f64 f32_from_f64_rtz",
     "i64>f64 u64>f64": "f64_odd_from_i64",
+    "f32>i16": "i16_from_f32",
     "f32>i32": "i32_from_f32",
     "f32>u32": "u32_from_f32",
     "f32>i64": "i64_from_f32",
     "f32>u64": "u64_from_f32",
+    "f64>i16": "i16_from_f64",
+    "f64>u16": "u16_from_f64",
     "f64>i32": "i32_from_f64",
     "f64>u32": "u32_from_f64",
     "f64>i64": "i64_from_f64",
@@ -477,8 +480,11 @@ def test_the_reference_agrees_with_ml_dtypes(name: str, other: str) -> None:
 
 
 def saturated(x: Array, type_: str) -> Array:
+    """NaN is 0, or the highest bit alone where 64 bits take part."""
     info = np.iinfo(DTYPES[type_])
-    whole = [0 if math.isnan(v) else v if math.isinf(v) else math.trunc(v) for v in x.tolist()]
+    highest_bit = info.min if info.min else 1 << (info.bits - 1)
+    of_nan = highest_bit if 64 in (info.bits, 8 * x.itemsize) else 0
+    whole = [of_nan if math.isnan(v) else v if math.isinf(v) else math.trunc(v) for v in x.tolist()]
     return np.array([int(min(max(v, info.min), info.max)) for v in whole], DTYPES[type_])
 
 
@@ -489,7 +495,7 @@ def floats_to_integers(of: str, to: str) -> tuple[Array, Array]:
     return x, saturated(x, to)
 
 
-@pytest.mark.parametrize("to", ["i32", "u32", "i64", "u64"])
+@pytest.mark.parametrize("to", ["i16", "u16", "i32", "u32", "i64", "u64"])
 @pytest.mark.parametrize("of", ["f32", "f64"])
 def test_integers_from_floats_saturate(library: Library, of: str, to: str) -> None:
     x, expected = floats_to_integers(of, to)

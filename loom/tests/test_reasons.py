@@ -96,13 +96,15 @@ def test_reasons_of_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def reasons(
     kernel: object, *args: object, grid: tuple[int, ...] = (1,), **constants: object
 ) -> list[Reason | None]:
+    """Of wrong addresses. That some kernels also store lanes that their loads leave undefined is another matter."""
     with triton_loom.sanitize(collect=True) as seen:
         kernel[grid](*args, **constants)  # type: ignore[index]
     tensors = dict(zip(kernel.arg_names, args, strict=False))  # type: ignore[attr-defined]
-    for finding in seen.findings:
+    accesses = [finding for finding in seen.findings if finding.kind != "undefined value"]
+    for finding in accesses:
         if finding.reason is not None:
             check_reason(finding, tensors.get(finding.argument))  # type: ignore[arg-type]
-    return [finding.reason for finding in seen.findings]
+    return [finding.reason for finding in accesses]
 
 
 @triton.jit

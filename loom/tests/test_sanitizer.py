@@ -640,6 +640,23 @@ def store_at(y_ptr, at_ptr):
     tl.store(y_ptr + tl.load(at_ptr + tl.program_id(0)), tl.program_id(0))
 
 
+@triton.jit
+def add_in_scope(x_ptr, SCOPE: tl.constexpr):
+    tl.atomic_add(x_ptr + tl.arange(0, 16), 1, scope=SCOPE)
+
+
+@pytest.mark.parametrize(
+    ("scope", "programs", "races"), [("cta", 4, True), ("cta", 1, False), ("gpu", 4, False)]
+)
+def test_atomics_of_a_cta_are_atomic_for_one_program(scope: str, programs: int, races: bool) -> None:
+    x = torch.zeros(16, dtype=torch.int32)
+    with triton_loom.sanitize(collect=True) as seen:
+        add_in_scope[(programs,)](x, SCOPE=scope)
+    assert [finding.kind for finding in seen.findings] == ["race"] * races
+    assert all('scope="cta", which is one program' in finding.detail for finding in seen.findings)
+    assert x.tolist() == [programs] * 16
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=short)
 def test_only_the_same_bytes_race(dtype: torch.dtype) -> None:
     y = torch.zeros(64, dtype=dtype)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from .errors import DeviceAssertion, Finding, Reason, SanitizerError
+from .errors import DeviceAssertion, Finding, Reason, SanitizerError, SpinError
 
 if TYPE_CHECKING:
     from .explained import Explained
@@ -30,6 +30,7 @@ __all__ = [
     "HazardError",
     "Reason",
     "SanitizerError",
+    "SpinError",
     "active",
     "count",
     "emulate",
@@ -69,8 +70,8 @@ def sanitize(*, collect: bool = False, dry: bool = False) -> Iterator[Sanitizer]
     """Check every memory access of the launches inside a `with` block.
 
     A launch that reads or writes outside of its tensor arguments, reads memory that nobody has written since it was
-    allocated, races with itself, lets a 32-bit offset overflow or breaks a promise made to the compiler raises
-    `SanitizerError`; with `collect=True` it goes on and the findings are listed in the scope.
+    allocated, races with itself, lets an offset overflow, breaks a promise made to the compiler or uses lanes that a
+    load has left undefined raises `SanitizerError`; with `collect=True` it goes on and the scope lists the findings.
 
     With `dry=True` launches evaluate addresses only: nothing is loaded (a load gives zeros) or stored, and of a large
     grid a sample of programs runs. Tensors may then be as large as can be declared, without being touched.

@@ -14,7 +14,7 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
-from .features import EXPLAIN, HARDWARE_DOT, switched_on
+from .features import EXPLAIN, HARDWARE_DOT, seconds, switched_on
 
 if TYPE_CHECKING:
     from .options import LoomOptions
@@ -44,6 +44,7 @@ class LoomBackend(BaseBackend):
             "explain": EXPLAIN in features,
             "hardware_dot": HARDWARE_DOT in features,
             "quick_build": switched_on("TRITON_LOOM_QUICK_BUILD"),
+            "spin_limit": seconds("TRITON_LOOM_SPIN_LIMIT", default=120),
         }
         return LoomOptions.of({**given, **options})
 
@@ -113,6 +114,7 @@ def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
     )
     metadata["name"] = kernel.name
     metadata["serial"] = kernel.serial
+    metadata["spins"] = kernel.spins
     metadata["witnessed"] = kernel.witness
     metadata["explained"] = kernel.explained
     metadata["scratch_bytes"] = kernel.scratch_bytes

@@ -13,11 +13,16 @@ FindingKind = Literal[  # in the order of `Kind` in include/witness_data.h
     "race",
     "offset overflow",
     "broken promise",
+    "undefined value",
 ]
 
 
 class DeviceAssertion(RuntimeError):
     """A program of a launch failed a `tl.device_assert`."""
+
+
+class SpinError(DeviceAssertion):
+    """A loop of a program lasted longer than TRITON_LOOM_SPIN_LIMIT, or `spin_limit` among the launch's options."""
 
 
 @dataclass(frozen=True)

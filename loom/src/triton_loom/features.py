@@ -17,3 +17,12 @@ def switched_on(variable: str) -> bool:
     if asked not in ("", "0", "1"):
         raise ValueError(f"{variable} is 0 or 1; got {asked!r}")
     return asked == "1"
+
+
+def seconds(variable: str, default: float) -> float:
+    """Read a number of seconds from an environment variable."""
+    asked = os.environ.get(variable) or default
+    try:
+        return float(asked)
+    except ValueError:
+        raise ValueError(f"{variable} is a number of seconds, 0 for no limit; got {asked!r}") from None

@@ -16,6 +16,7 @@ class LoomOptions:
     explain: bool = False  # take the time of every loop nest
     hardware_dot: bool = False  # bf16 dots by the processor's tiles: faster, in its order of summation
     quick_build: bool = False  # compiled in half the time, 10 to 30 % slower, the same bits: for tests
+    spin_limit: float = 120  # seconds that a `while` loop of a program may last; 0: no limit
     backend_name: str = "cpu"
     warp_size: int = 1
     debug: bool = False

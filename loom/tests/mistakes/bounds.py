@@ -29,7 +29,13 @@ def double_tile(x_ptr, y_ptr, M, N, FIXED: tl.constexpr, ROWS: tl.constexpr = 16
     tl.store(y_ptr + off, 2 * x, mask=store_mask)  # <- caught
 
 
-@mistake("B1", double_tile, STORE, "y_ptr")
+@mistake(
+    "B1",
+    double_tile,
+    STORE,
+    "y_ptr",
+    also={"undefined value": "the store goes beyond what the load has loaded"},
+)
 def store_mask_transposed(fixed: bool) -> Outcome:
     x, y = torch.randn(10, 30), torch.zeros(10, 30)
     double_tile[(1,)](x, y, 10, 30, FIXED=fixed)
@@ -238,7 +244,13 @@ def double_rows(x_ptr, y_ptr, M, FIXED: tl.constexpr, ROWS: tl.constexpr = 4, CO
     tl.store(y_ptr + off, 2 * x, mask=rows < M if FIXED else rows >= 0)  # <- caught
 
 
-@mistake("A11", double_rows, STORE, "y_ptr")
+@mistake(
+    "A11",
+    double_rows,
+    STORE,
+    "y_ptr",
+    also={"undefined value": "the store goes beyond what the load has loaded"},
+)
 def grid_past_the_rows(fixed: bool) -> Outcome:
     x, y = torch.randn(10, 16), torch.zeros(10, 16)
     double_rows[(triton.cdiv(10, 4),)](x, y, 10, FIXED=fixed)
@@ -287,7 +299,13 @@ def double_row(x_ptr, y_ptr, N, FIXED: tl.constexpr, STEP: tl.constexpr = 1024):
         tl.store(y_ptr + cols, 2 * x, mask=cols < N if FIXED else cols >= 0)  # <- caught
 
 
-@mistake("B3", double_row, STORE, "y_ptr")
+@mistake(
+    "B3",
+    double_row,
+    STORE,
+    "y_ptr",
+    also={"undefined value": "the store goes beyond what the load has loaded"},
+)
 def unmasked_step_over_the_row(fixed: bool) -> Outcome:
     x, y = torch.randn(1536), torch.zeros(1536)
     double_row[(1,)](x, y, 1536, FIXED=fixed)

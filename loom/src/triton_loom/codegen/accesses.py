@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..features import COUNT, SANITIZE
-from ..ir.provenance import ARITHMETIC, offset_arithmetic, root_of
+from ..ir.provenance import ARITHMETIC, Integer, offset_arithmetic, root_of
 from ..ir.ttir import I1, I32, Dense, Module, Op, Pointer, element_of, shape_of
 from .cpp import literal, memory_type, size_of, stored_type, vector_of
 from .forms import Form
@@ -108,12 +108,17 @@ class Accesses:
         """A dot of so many multiplications and additions is about to run."""
         return []
 
-    def offset(self, op: Op, exact: list[str], lanes: int = 1) -> list[str]:
-        """Arithmetic on 32-bit integers, whose `exact` results these are."""
-        return []
+    def overflow(self, op: Op, exact: str, lanes: str = "1") -> str:
+        """Reports those of the lanes whose exact result, a function of the lane `l`, is none of its type's."""
+        raise NotImplementedError
 
-    def watches_offset(self, op: Op) -> bool:
-        return False
+    def watched(self, op: Op) -> Integer | None:
+        """The type that has to hold the result of an offset's arithmetic; None if nobody looks."""
+        return None
+
+    def counts_lanes(self) -> bool:
+        """Whether a mask that holds for the first lanes of a chunk is written as their number."""
+        return True
 
     def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
         """The end of a loop's body: its counter is about to take a step."""
@@ -126,10 +131,14 @@ class Accesses:
     def promise(self, op: Op, condition: str, value: str) -> list[str]:
         return []
 
+    def undefined(self, op: Op, lanes: str) -> list[str]:
+        """A use of lanes that a load has left undefined, if there are any."""
+        return []
+
 
 # ---- under a witness -------------------------------------------------------------------------------------
 
-What = Literal["load", "store", "atomic", "offset", "loop", "promise"]
+What = Literal["load", "store", "atomic", "offset", "loop", "promise", "undefined"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,10 @@ class Site:
         -1
     )  # the pointer that it goes through, by position among the arguments; -1: known when it runs
     size: int = 0  # bytes of an element
+    integer: str = ""  # the type that an offset's arithmetic has
+    scope: str = ""  # of an atomic: "cta", "gpu" or "sys"
+    use: str = ""  # what becomes of undefined lanes,
+    loads: tuple[str, ...] = ()  # and "file:line" of the loads that they may come from
 
 
 class Witnessed(Accesses):
@@ -155,7 +168,9 @@ class Witnessed(Accesses):
         self.sites: list[Site] = []
         pointers = [arg for arg in module.entry.args if isinstance(arg.type, Pointer)]
         self.arguments = {arg: position for position, arg in enumerate(pointers)}
-        self.offsets = {op for f in module.functions.values() for op in offset_arithmetic(f)}
+        self.offsets: dict[Op, Integer] = {}
+        for function in module.functions.values():
+            self.offsets |= offset_arithmetic(function)
 
     @property
     def define(self) -> str:
@@ -165,13 +180,16 @@ class Witnessed(Accesses):
         """The arguments of a call that say where it stands in the kernel."""
         is_access = what in ("load", "store", "atomic")
         if not is_access:
-            site = Site(what, op.origin or op.location, op.location)
+            integer = str(self.offsets[op]) if what == "offset" else ""
+            use, loads = op.attrs.get("use", ""), tuple(op.attrs.get("loads", ()))
+            site = Site(what, op.origin or op.location, op.location, integer=integer, use=use, loads=loads)
         else:
             pointer = op.operands[0]
             root = root_of(pointer)
             pointee: Any = element_of(pointer.type).pointee  # type: ignore[union-attr]
             argument = self.arguments.get(root, -1) if root else -1
-            site = Site(what, op.origin or op.location, op.location, argument, size_of(pointee))
+            scope = next((flag for flag in op.attrs.get("flags", ()) if flag in ("cta", "gpu", "sys")), "")
+            site = Site(what, op.origin or op.location, op.location, argument, size_of(pointee), scope=scope)
         if site not in self.sites:
             self.sites.append(site)
         number = self.sites.index(site)
@@ -206,6 +224,7 @@ class Witnessed(Accesses):
         flags = op.attrs["flags"]
         order = {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
         chosen = next((order[f] for f in flags if f in order), "ACQUIRE | RELEASE")
+        chosen = "OF_ONE_PROGRAM" if "cta" in flags else chosen
         update = f"[&] {{ return {text}; }}"
         return f"seen_atomic({self.site(op, 'atomic')}, {pointer}, {mask or 'true'}, {chosen}, {update})"
 
@@ -215,12 +234,16 @@ class Witnessed(Accesses):
     def multiply_adds(self, number: int) -> list[str]:
         return [f"p.worker->dot_flops += {2 * number}ll;"]
 
-    def watches_offset(self, op: Op) -> bool:
-        return SANITIZE in self.modes and op in self.offsets
+    def watched(self, op: Op) -> Integer | None:
+        return self.offsets.get(op) if SANITIZE in self.modes else None
 
-    def offset(self, op: Op, exact: list[str], lanes: int = 1) -> list[str]:
-        call = "fits" if lanes == 1 else "fits_each"
-        return [f"{call}({self.site(op, 'offset')}, {text});" for text in exact]
+    def counts_lanes(self) -> bool:
+        return (
+            SANITIZE not in self.modes
+        )  # lane by lane, a mask is what a GPU computes even if it wraps around
+
+    def overflow(self, op: Op, exact: str, lanes: str = "1") -> str:
+        return f"overflows({self.site(op, 'offset')}, {lanes}, [&](i32 l) {{ return (i64){exact}; }});"
 
     def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
         """A counter that wraps around is below the loop's end again: the loop goes on when it should be over, perhaps
@@ -243,6 +266,9 @@ class Witnessed(Accesses):
     def promise(self, op: Op, condition: str, value: str) -> list[str]:
         return [f"keeps_promise({self.site(op, 'promise')}, {condition}, {value});"]
 
+    def undefined(self, op: Op, lanes: str) -> list[str]:
+        return [f"uses_undefined({self.site(op, 'undefined')}, {lanes});"]
+
     def metadata(self, module: Module) -> dict[str, Any]:
         """What the launcher has to know, as JSON."""
         entry = module.entry
@@ -256,5 +282,5 @@ class Witnessed(Accesses):
 
 
 def exact_result(op: Op, left: str, right: str) -> str:
-    """The result of 32-bit arithmetic in 64 bits, from operands in 64 bits."""
+    """The result of narrow arithmetic in 64 bits, from operands in 64 bits."""
     return f"({left} {ARITHMETIC[op.name]} {right})"

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ..ir.ttir import Block, Function, Op, Pointer, Region, Tensor, Value, element_of, shape_of
 from .accesses import exact_result
-from .cpp import c_type, literal, size_of
-from .forms import Index
+from .cpp import c_string, c_type, literal, size_of
+from .forms import Index, wide
 from .frame import Frame, Target, Unit
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, IGNORED, Unsupported
@@ -77,9 +77,10 @@ class ControlFlow(Frame):
         handler = getattr(self, "on_" + re.sub(r"\W", "_", op.name), None)
         if handler is None and op.name in ELEMENTWISE:
             operands = [self.scalar(v) for v in op.operands]
-            if self.accesses.watches_offset(op):
-                exact = exact_result(op, *(f"(i64){text}" for text in operands))
-                self.lines += self.accesses.offset(op, [exact])
+            if integer := self.accesses.watched(op):
+                exact = exact_result(op, *(wide(text, integer) for text in operands))
+                outside = f"lanes_outside<{integer.bits}, {str(integer.signed).lower()}, 1>({exact}, {exact})"
+                self.lines.append(f"if ({outside}) {self.accesses.overflow(op, exact)}")
             self.let(op.result, ELEMENTWISE[op.name].write(op, operands, 1))
             return
         if handler is None:
@@ -104,6 +105,7 @@ class ControlFlow(Frame):
         value, shape = op.result, shape_of(op.result.type)
         self.prepare([value], None)
         nest = LoopNest(self, shape, lanes=1, values=None)
+        nest.looks_ahead = True
         element = element_of(value.type)
         size = size_of(element.pointee) if isinstance(element, Pointer) else 1  # type: ignore[arg-type]
 
@@ -203,10 +205,15 @@ class ControlFlow(Frame):
             unsigned = type_.replace("i", "u")
             condition = f"({unsigned}){induction} < ({unsigned}){upper}"
         self.comment(op)
+        steps = self.accesses.loop_step(op, induction, step)
+        if not op.attrs.get("unsigned"):
+            never = f"{lower} < {upper} && {step} <= 0"  # a counter that wraps around is a finding of its own
+            never = never if steps else f"never_ends<{type_}>({lower}, {upper}, {step})"
+            why = f"{op.location}: the loop would never end, by its step or because its counter wraps around"
+            self.lines.append(f"if ({never}) return fail(p, {c_string(why)});")
         self.lines.append(f"for ({type_} {induction} = {lower}; {condition}; {induction} += {step}) {{")
         self.region(body, lambda end: self.assign(targets, end.operands, end))
-        self.lines += self.accesses.loop_step(op, induction, step)
-        self.lines.append("}")
+        self.lines += [*steps, "}"]
 
     def share_buffers(self, body: Block, targets: list[Target]) -> None:
         """A value that becomes the next iteration's tile is computed right into that tile's buffer, if every
@@ -254,13 +261,14 @@ class ControlFlow(Frame):
             self.lines.append(f"if (!{self.scalar(condition.operands[0])}) break;")
 
         self.comment(op)
-        waits = any(
-            inner.name.startswith("tt.atomic") or inner.attrs.get("isVolatile") for inner in op.walk()
-        )
-        rounds = self.unit.unique("rounds")
-        self.lines += [f"i64 {rounds} = 0;"] if waits else []
-        self.lines.append("while (true) {")
-        self.lines += [f"if (waits_in_vain(p, {rounds})) return;"] if waits else []
+        spin, rounds = self.unit.unique("spin"), self.unit.unique("rounds")
+        only_waits = "true" if _only_waits(op) else "false"
+        self.lines += [
+            f"Spin {spin}(p, {c_string(op.location)}, {only_waits});",
+            f"i32 {rounds} = Spin::FIRST;",
+            "while (true) {",
+            f"if (__builtin_expect(--{rounds} == 0, 0) && !({rounds} = {spin}.go_on())) return;",
+        ]
         self.region(before, leave_or_go_on)
         self.region(after, lambda end: self.assign(carried, end.operands, end))
         self.lines.append("}")
@@ -285,3 +293,20 @@ class ControlFlow(Frame):
         self.lines.append("} else {")
         self.go(op, 1)
         self.lines.append("}")
+
+
+def _only_waits(loop: Op) -> bool:
+    """Whether a `while` loop does nothing but look at memory: no round stores anything or builds on the one before."""
+    inside = {op for op in loop.walk() if op is not loop}
+    if not any(op.name.startswith("tt.atomic") or op.name == "tt.load" for op in inside):
+        return False
+    seen: set[Value] = set()
+    todo = list(loop.regions[1].block.ops[-1].operands)
+    while todo:
+        value = todo.pop()
+        if value.owner is not None and value.owner.region in loop.regions:
+            return False
+        if value not in seen and value.producer in inside:
+            seen.add(value)
+            todo += [v for op in value.producer.walk() for v in op.operands]
+    return not any(op.name == "tt.store" for op in inside)

@@ -154,3 +154,9 @@ def narrow(name: str, text: str) -> str:
 def declare_const(type_: str, name: str, expr: str) -> str:
     """The definition of a constant."""
     return f"{type_}const {name} = {expr};" if type_.endswith("*") else f"const {type_} {name} = {expr};"
+
+
+def c_string(text: str) -> str:
+    """Write a text as a C++ literal."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

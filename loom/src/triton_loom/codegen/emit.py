@@ -15,9 +15,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..features import SANITIZE
 from ..ir.reader import parse
 from ..ir.rewrite import rewrite
 from ..ir.ttir import I1, Module, Region, Tensor, Type, Value
+from ..ir.undefined import mark_undefined
 from .accesses import Accesses, Witnessed
 from .cpp import c_type, declare_const, memory_type
 from .explanation import Explanation
@@ -36,6 +38,7 @@ _HEADERS = {
     "scaled.h": "loom_scaled::",
     "sort.h": "sort_network<",
     "launch.h": "",
+    "spin.h": r"\bSpin ",
     "print.h": "print_",
     "witness.h": "LOOM_WITNESS",
     "explain.h": "LOOM_EXPLAIN",
@@ -50,6 +53,7 @@ class Generated:
     name: str
     scratch_bytes: int
     serial: bool  # programs must run one after another for the result not to depend on threads
+    spins: bool  # it has a loop that may last for ever
     witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
     explained: dict[str, Any] | None  # its nests and buffers, if these were asked for
 
@@ -60,6 +64,8 @@ def generate(
     """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both. With `explain` it
     takes the time of its nests."""
     module = rewrite(parse(text))
+    if SANITIZE in witness:
+        mark_undefined(module)
     accesses = Witnessed(module, witness) if witness else Accesses()
     return _Unit(module, accesses, hardware_dot, Explanation() if explain else None).generate()
 
@@ -125,6 +131,7 @@ class _Unit:
             entry.name,
             self.scratch,
             _depends_on_order(self.module),
+            any("spin.h" in line for line in includes),
             witnessed.metadata(self.module) if witnessed else None,
             self.explanation.about(entry.location) if self.explanation else None,
         )

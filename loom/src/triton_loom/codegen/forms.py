@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..ir.provenance import Integer
 from ..ir.ttir import I1, I32, I64, Pointer, Scalar
 from .cpp import c_type, size_of, vector_of
 
@@ -57,6 +58,11 @@ class Form:
         """An integer form as i64 lanes (sign-extended)."""
         text = self.vec(lanes)
         return text if self.element == I64 else f"convert<{vector_of('i64', lanes)}>({text})"
+
+
+def wide(text: str, integer: Integer) -> str:
+    """A scalar integer in 64 bits."""
+    return f"(i64){text}" if integer.signed else f"(i64)(u{integer.bits}){text}"
 
 
 Index = tuple[Form, ...]

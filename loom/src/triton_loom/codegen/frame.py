@@ -34,8 +34,9 @@ _RESERVED = frozenset(
         bits convert splat ramp iota low_half high_half vec lane like all any least gather scatter dot
         dot_i8 dot_bf16 reduce launch work fail take shl shr sar divs rems divu remu i8 i16 i32 i64
         u8 u16 u32 u64 f32 f64 lesser greater by_registers Merge sort_network loom explained
-        READ WRITE prefetch transpose Tiles tiles fits fits_each seen_load load_each seen_store store_each
-        seen_atomic begin_atomic keeps_promise waits_in_vain print_line print_value""",
+        READ WRITE prefetch transpose Tiles tiles fits lanes_outside lanes_on overflows seen_load load_each
+        seen_store store_each seen_atomic begin_atomic keeps_promise uses_undefined Spin never_ends
+        print_line print_value Interrupts FAILED TOO_LONG INTERRUPTED timespec sigaction SIGINT""",
     )
 )
 

@@ -201,13 +201,13 @@ def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
 
 
 def _float_to_int(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
-    """Truncates toward zero; out of range saturates and NaN gives 0, as PTX's cvt does."""
+    """Truncate toward zero as PTX's cvt does: saturate to 16, 32 or 64 bits, then cut to 8 where the target has 8."""
 
     def write(op: Op, args: list[str], lanes: Lanes) -> str:
         source, target = _scalar(op), element_of(op.result.type)
         assert isinstance(target, Scalar)
         kind = "f64" if source.name == "f64" else "f32"
-        wide = f"{'i' if signed else 'u'}{64 if target.bits == 64 else 32}"
+        wide = f"{'i' if signed else 'u'}{max(target.bits, 16)}"
         text = f"{wide}_from_{kind}({widen(source.name, args[0])})"
         if target.name == "i1":
             return f"mask({text} != 0)"

@@ -6,7 +6,7 @@ from math import prod
 
 from ..ir.ttir import BF16, F32, F64, I1, I8, I32, Op, Scalar, Tensor, Value, element_of, shape_of
 from .control import ControlFlow
-from .cpp import c_type, literal, narrow, size_of, stored_type, vector_of, widen
+from .cpp import c_string, c_type, literal, narrow, size_of, stored_type, vector_of, widen
 from .forms import Form, Index, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, IGNORED, Unsupported
@@ -65,6 +65,7 @@ class FunctionEmitter(ControlFlow):
             tuple(constant_index(extent - 1) for extent in shape),
         ]
         nest = LoopNest(self, ())
+        nest.looks_ahead = True
         ends = [nest.eval(store.operands[0], corner).expr for corner in corners]
         for value in loads:
             assert value.producer
@@ -95,6 +96,7 @@ class FunctionEmitter(ControlFlow):
         nest = LoopNest(self, shape, lanes=1, values=op.operands)
         forms = [nest.at_own_index(v).expr for v in op.operands]
         mask = forms[2] if op.name == "tt.atomic_rmw" and len(forms) > 2 else None
+        nest.settle(op, mask, nest.index, nest.depth)
         text = self.accesses.atomic(op, forms[0], mask, template.format(*forms))
         if not shape:
             nest.do(f"{self.variable(op.result)} = {text};", 0)
@@ -110,15 +112,24 @@ class FunctionEmitter(ControlFlow):
 
     def on_tt_assert(self, op: Op) -> None:
         message = op.attrs.get("text") or op.attrs.get("message") or ""
-        text = _c_string(f"{op.location}: {message}" if op.location else str(message))
+        text = c_string(f"{op.location}: {message}" if op.location else str(message))
         self.prepare(op.operands, self.plan.nest(op))
         nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
         form = nest.at_own_index(op.operands[0])
         nest.do(f"if (!all({nest.vec(form)})) fail(p, {text});", nest.depth)
         self.run_nest(nest)
 
+    def on_loom_undefined(self, op: Op) -> None:
+        self.prepare(op.operands, self.plan.nest(op))
+        nest = LoopNest(self, shape_of(op.operands[0].type), values=op.operands)
+        nest.looks_ahead = True
+        form = nest.at_own_index(op.operands[0])
+        for statement in self.accesses.undefined(op, nest.vec(form)):
+            nest.do(statement, nest.depth)
+        self.run_nest(nest)
+
     def on_tt_print(self, op: Op) -> None:
-        prefix = _c_string(op.attrs.get("text", ""))
+        prefix = c_string(op.attrs.get("text", ""))
         signed = op.attrs.get("isSigned") or [1] * len(op.operands)
         if not op.operands:
             self.lines.append(f"print_line(p, {prefix});")
@@ -530,8 +541,3 @@ def widened(element: Scalar, update: str) -> str:
             update.replace("old", widen(element.name, "old")).replace("@", widen(element.name, "@")),
         )
     return f"({c_type(element)})({update.replace('(U)', f'(u{element.bits})')})"
-
-
-def _c_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

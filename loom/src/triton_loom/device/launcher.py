@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import DeviceAssertion
+from ..errors import DeviceAssertion, SpinError
 from . import toolchain
 from .arguments import argument_packer, problem
 
@@ -46,6 +46,7 @@ class LoomLauncher:
         self.pack = argument_packer(src.signature)
         self.threads = _threads(metadata, get_num_threads)
         self.scratch_bytes = -(-metadata.scratch_bytes // 64) * 64
+        self.spin_limit = metadata.spin_limit if metadata.spins else None
         self.gomp_parallel = find_gomp_parallel()
         self.name = metadata.name
 
@@ -74,6 +75,8 @@ class LoomLauncher:
         if programs:
             own, threads = THREAD.memory, self.threads(programs)
             own.status.poisoned = self.poisoned or _poisoned
+            if self.spin_limit is not None:
+                own.status.spin_limit = self.spin_limit
             try:
                 packed = self.pack(args)
             except (TypeError, AttributeError, IndexError, struct.error) as error:
@@ -124,14 +127,20 @@ class Status(ctypes.Structure):
         ("message", ctypes.c_char * 496),
         ("witness", ctypes.c_void_p),
         ("poisoned", ctypes.c_int32),
+        ("spin_limit", ctypes.c_double),
+        ("interrupts", ctypes.c_void_p),
     ]
+
+
+_INTERRUPTS = ctypes.create_string_buffer(512)  # `Interrupts` of spin.h, for all threads
+_ERRORS: dict[int, type[BaseException]] = {1: DeviceAssertion, 2: SpinError, 3: KeyboardInterrupt}
 
 
 class ThreadMemory:
     """What launches made by one thread of the caller write to besides their outputs."""
 
     def __init__(self) -> None:
-        self.status = Status()
+        self.status = Status(interrupts=ctypes.addressof(_INTERRUPTS))
         self.status_address = ctypes.addressof(self.status)
         self.size = 0
         self.address: int | None = None
@@ -146,8 +155,9 @@ class ThreadMemory:
 
     def raise_failure(self, kernel: str) -> None:
         program, message = tuple(self.status.program), self.status.message.decode(errors="replace")
-        self.status.code = 0
-        raise DeviceAssertion(f"{message} (in program {program} of {kernel})")
+        if self.status.code == 2:
+            message += f" of {self.status.spin_limit:g} s (TRITON_LOOM_SPIN_LIMIT or the launch's spin_limit; 0: none)"
+        raise _ERRORS[self.status.code](f"{message} (in program {program} of {kernel})")
 
 
 _poisoned = False

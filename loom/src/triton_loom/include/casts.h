@@ -237,6 +237,10 @@ template <class L> LOOM_INLINE L keep_53_bits(L x) {
 template <class T> constexpr T lowest_of = is_signed<T> ? (T)((T)1 << (sizeof(T) * 8 - 1)) : (T)0;
 template <class T> constexpr T highest_of = (T)~lowest_of<T>;
 
+// What NaN becomes: 0, or the highest bit alone where the source or the target has 64 bits, as PTX's cvt does.
+template <class T, class V>
+constexpr T of_nan = sizeof(T) == 8 || sizeof(typename lane<V>::type) == 8 ? (T)((u64)1 << (sizeof(T) * 8 - 1)) : (T)0;
+
 // An integer as wide as the float: its highest value is no float, but the number after that is one.
 template <class T, class V> LOOM_INLINE like<V, T> saturate(V x) {
   typedef like<V, T> I;
@@ -244,12 +248,16 @@ template <class T, class V> LOOM_INLINE like<V, T> saturate(V x) {
   V low = splat<V>(lowest_of<T>), end = splat<V>(2 * half_range), zero = splat<V>(0);
   I whole = convert<I>(x >= low ? (x < end ? x : zero) : zero);
   whole = x >= end ? splat<I>(highest_of<T>) : whole;
-  return x < low ? splat<I>(lowest_of<T>) : whole;
+  if constexpr (of_nan<T, V> == lowest_of<T>) return x >= low ? whole : splat<I>(lowest_of<T>);
+  whole = x < low ? splat<I>(lowest_of<T>) : whole;
+  return of_nan<T, V> == 0 ? whole : x == x ? whole : splat<I>(of_nan<T, V>);
 }
 // A narrower integer: all its values are floats.
 template <class T, class V> LOOM_INLINE like<V, T> clamp(V x) {
   V y = lesser(splat<V>(highest_of<T>), greater(splat<V>(lowest_of<T>), x));
-  return convert<like<V, T>>(x == x ? y : splat<V>(0));
+  y = x == x ? y : splat<V>(of_nan<T, V>);
+  if constexpr (sizeof(T) < 4) return convert<like<V, T>>(convert<like<V, i32>>(y));
+  else return convert<like<V, T>>(y);
 }
 
 // ---- the conversions by name ------------------------------------------------------------------------
@@ -285,6 +293,10 @@ LOOM_CONVERSION(f32_from_f64_rtz, f64, round_inward<false>(x))
 LOOM_CONVERSION(f32_odd_from_f64, f64, round_inward<true>(x))
 LOOM_CONVERSION(f64_odd_from_i64, i64, convert<like<decltype(x), f64>>(keep_53_bits(x)))
 
+LOOM_CONVERSION(i16_from_f32, f32, clamp<i16>(x))
+LOOM_CONVERSION(u16_from_f32, f32, clamp<u16>(x))
+LOOM_CONVERSION(i16_from_f64, f64, clamp<i16>(x))
+LOOM_CONVERSION(u16_from_f64, f64, clamp<u16>(x))
 LOOM_CONVERSION(i32_from_f32, f32, saturate<i32>(x))
 LOOM_CONVERSION(u32_from_f32, f32, saturate<u32>(x))
 LOOM_CONVERSION(i64_from_f32, f64, saturate<i64>(convert<like<decltype(x), f64>>(x)))

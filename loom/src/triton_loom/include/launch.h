@@ -6,13 +6,17 @@
 #pragma once
 #include "simd.h"
 
-// A failure, and the program it happened in. The driver hands in a zeroed one and raises what it finds.
+enum { FAILED = 1, TOO_LONG = 2, INTERRUPTED = 3 };  // codes of a failure
+
+// A failure, and the program it happened in. The driver raises what it finds.
 struct Status {
   i32 code;
   i32 program[3];
   char message[496];
   struct Witness *witness;  // of an instrumented kernel (witness_data.h)
   i32 poisoned;             // scratch is filled with 0xFF before every program
+  f64 spin_limit;           // seconds that a `while` loop may last; 0: no limit
+  struct Interrupts *interrupts;  // by the user (spin.h)
 };
 
 struct Program {
@@ -22,13 +26,14 @@ struct Program {
   Status *status;         // this thread's own
   i32 threads;            // how many programs run at a time
   struct Worker *worker;  // what an instrumented kernel's thread keeps (witness_data.h)
+  Status *launch;         // that of all threads
 };
 
 // Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
-__attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *message) {
+__attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *message, i32 code = FAILED) {
   Status *status = p.status;
   if (status->code) return;
-  status->code = 1;
+  status->code = code;
   int n = 0;
   for (; message[n] && n < (int)sizeof status->message - 1; ++n) status->message[n] = message[n];
   status->message[n] = 0;
@@ -36,14 +41,11 @@ __attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *mess
 
 extern "C" int sched_yield();
 
-// One more round of a loop that waits for memory to change. Lets other threads run; gives up, with an error, when
-// what it waits for can't happen: the program that would do it begins only after this one.
-LOOM_INLINE bool waits_in_vain(const Program &p, i64 &rounds) {
-  if (++rounds % 256 == 0) sched_yield();
-  const i64 programs = (i64)p.grid[0] * p.grid[1] * p.grid[2];
-  if (p.threads >= programs || rounds < (p.threads == 1 ? 1 << 20 : 1 << 28)) return false;
-  fail(p, "a program waits for one that has not begun: launch with launch_cooperative_grid=True");
-  return true;
+// Whether a `for` loop never ends: its step is not positive, or its counter passes the largest integer.
+template <class T> LOOM_INLINE bool never_ends(T first, T end, T step) {
+  constexpr T most = (T)(((u64)1 << (sizeof(T) * 8 - 1)) - 1);
+  if (__builtin_expect(step > 0 && end <= most - step, 1)) return false;
+  return first < end && (step <= 0 || first + ((__int128)end - first + step - 1) / step * step > most);
 }
 
 // A function of witness_runtime.h, which is linked to a kernel or a part of its text.
@@ -101,7 +103,8 @@ template <class Args, void (*program)(const Args &, const Program &), i64 SCRATC
   const i32 thread = __atomic_fetch_add(&launch.workers, 1, __ATOMIC_RELAXED);
   Status own;
   own.code = 0;
-  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, launch.scratch + thread * SCRATCH, &own, launch.threads, nullptr};
+  Program p = {{0, 0, 0}, {gx, gy, launch.grid[2]}, launch.scratch + thread * SCRATCH, &own, launch.threads, nullptr,
+               launch.status};
 #ifdef LOOM_WITNESS
   p.worker = worker(*launch.status->witness, thread);
 #endif
@@ -131,6 +134,7 @@ LOOM_INLINE i32 launch(const void *args, i32 gx, i32 gy, i32 gz, i32 threads, vo
                        Status *status) {
   void (*body)(void *) = work<Args, program, (SCRATCH + 63) / 64 * 64>;
   Launch launch = {args, {gx, gy, gz}, threads, scratch, status, (i64)gx * gy * gz, 0, 0};
+  status->code = 0;
 #ifdef LOOM_WITNESS
   begin(*status->witness, threads, launch.programs);
 #endif

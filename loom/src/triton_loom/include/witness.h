@@ -11,7 +11,7 @@
 #include "tile.h"
 #include "witness_data.h"
 
-enum { RELAXED = 0, ACQUIRE = 1, RELEASE = 2 };
+enum { RELAXED = 0, ACQUIRE = 1, RELEASE = 2, OF_ONE_PROGRAM = 4 };
 
 namespace loom {
 
@@ -131,9 +131,15 @@ LOOM_INLINE void begin_atomic(const Program &p) {
   if (loom::CHECKS) loom::after_release(p);
 }
 
-// One indivisible update and, by its memory order, the start or the end of what other programs may rely on.
+// One indivisible update and, by its memory order, the start or the end of what other programs may rely on. They can't rely
+// on one whose scope is the CTA, that is, the program: to them it is a plain load and a plain store.
 template <class T, class F>
 LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer, bool m, i32 order, F update) {
+  if (order == OF_ONE_PROGRAM) {
+    if (!m) return T{};
+    loom::access<loom::LOAD, true>(p, site, argument, pointer, sizeof(T));  // of bounds the store speaks
+    return loom::access<loom::STORE, false>(p, site, argument, pointer, sizeof(T)) ? update() : T{};
+  }
   if (!m || !loom::access<loom::UPDATE, false>(p, site, argument, pointer, sizeof(T))) return T{};
   if (!loom::CHECKS || !p.worker->witness->ordered || order == RELAXED) return update();
   loom::acquire(*p.worker, (u64)pointer, order);
@@ -142,17 +148,45 @@ LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer
   return old;
 }
 
-// Integers of 32 bits that offsets and loops are made of: the exact result must be one.
+// Integers that offsets, masks and loops are made of: the exact result must be one of their type.
+template <int BITS, bool SIGNED> LOOM_INLINE bool is_integer(i64 exact) {
+  constexpr i64 low = SIGNED ? -(1ll << (BITS - 1)) : 0, high = low + (1ll << BITS);
+  return __builtin_expect(exact >= low && exact < high, 1);
+}
 LOOM_INLINE bool fits(const Program &p, i32 site, i64 exact) {
-  if (__builtin_expect(exact == (i32)exact, 1)) return true;
+  if (is_integer<32, true>(exact)) return true;
   loom::found(p, site, OVERFLOW, -1, 0, exact, 0);
   return false;
 }
-template <class V> LOOM_INLINE void fits_each(const Program &p, i32 site, V exact) {
-  for (int l = 0; l < lane<V>::count; ++l) fits(p, site, exact[l]);
+// The lanes whose result is none: of W equally spaced ones the first and the last tell whether there are any.
+template <int BITS, bool SIGNED, int W> LOOM_INLINE u64 lanes_outside(i64 first, i64 last) {
+  if (is_integer<BITS, SIGNED>(first) && is_integer<BITS, SIGNED>(last)) return 0;
+  u64 outside = 0;
+  for (i32 l = 0; l < W; ++l)
+    outside |= (u64)!is_integer<BITS, SIGNED>(W > 1 ? first + (last - first) / (W - 1) * l : first) << l;
+  return outside;
+}
+template <int BITS, bool SIGNED, class V> LOOM_INLINE u64 lanes_outside(V exact) {
+  u64 outside = 0;
+  for (i32 l = 0; l < lane<V>::count; ++l) outside |= (u64)!is_integer<BITS, SIGNED>(exact[l]) << l;
+  return outside;
+}
+template <class M> LOOM_NOINLINE u64 lanes_on(M m) {
+  u64 on = 0;
+  for (i32 l = 0; l < lane<M>::count; ++l) on |= (u64)(m[l] != 0) << l;
+  return on;
+}
+LOOM_INLINE u64 lanes_on(bool m) { return m ? ~0ull : 0; }
+template <class F> __attribute__((cold)) LOOM_NOINLINE void overflows(const Program &p, i32 site, u64 lanes, F exact) {
+  for (i32 l = 0; l < 64; ++l)
+    if (lanes >> l & 1) loom::found(p, site, OVERFLOW, -1, 0, exact(l), 0);
 }
 LOOM_INLINE void keeps_promise(const Program &p, i32 site, bool kept, i64 value) {
   if (__builtin_expect(!kept, 0)) loom::found(p, site, PROMISE, -1, 0, value, 0);
+}
+
+template <class M> LOOM_INLINE void uses_undefined(const Program &p, i32 site, M lanes) {
+  if (__builtin_expect(any(lanes), 0)) loom::found(p, site, UNDEFINED, -1, 0, 0, 0);
 }
 
 #ifdef LOOM_WITNESS_INSIDE

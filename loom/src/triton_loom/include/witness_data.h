@@ -3,7 +3,7 @@
 #pragma once
 #include "launch.h"
 
-enum Kind { LOAD_OUTSIDE, STORE_OUTSIDE, UNWRITTEN, RACE, OVERFLOW, PROMISE, KINDS };
+enum Kind { LOAD_OUTSIDE, STORE_OUTSIDE, UNWRITTEN, RACE, OVERFLOW, PROMISE, UNDEFINED, KINDS };
 
 struct Finding {  // of one kind at one site: how often, and the first in full
   i64 count;

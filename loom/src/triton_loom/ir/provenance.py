@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .sorting import BITONIC
-from .ttir import I32, Block, Function, Op, Value, element_of
+from .ttir import Block, Function, Op, Pointer, Value, element_of
 
 
 def root_of(value: Value) -> Value | None:
@@ -72,37 +74,83 @@ def _results(op: Op, slot: int) -> list[Value]:
 # (and, or, xor, unsigned division) wraps around on purpose.
 _THROUGH = {
     *("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"),
-    *("arith.extsi", "arith.index_cast", "arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi", BITONIC),
+    *("arith.extsi", "arith.extui", "arith.index_cast"),
+    *("arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi", BITONIC),
 }
 ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.shli": "<<"}
+MASK_AT = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of the mask among the operands
 
 
-def offset_arithmetic(function: Function) -> set[Op]:
-    """32-bit sums, differences and products that offsets of pointers and the bounds of loops are made of."""
-    found: set[Op] = set()
+@dataclass(frozen=True)
+class Integer:
+    """A type of integers, as TTIR has it and with the sign that its use implies."""
+
+    bits: int = 32
+    signed: bool = True
+
+    def __str__(self) -> str:
+        return f"{'' if self.signed else 'u'}int{self.bits}"
+
+
+def offset_arithmetic(function: Function) -> dict[Op, Integer]:
+    """Sums, differences and products, of 32 bits or less, that offsets of pointers, masks and the bounds of loops are
+    made of; with the type that has to hold their exact result."""
+    found: dict[Op, Integer] = {}
     seen: set[Value] = set()
-    todo: list[Value] = []
+    todo: list[tuple[Value, bool]] = []  # with its signedness
     for user in function.body.walk():
         if user.name == "tt.addptr":
-            todo.append(user.operands[1])
+            todo.append((user.operands[1], True))
         elif user.name == "scf.for" and not user.attrs.get("unsigned"):
-            todo += user.operands[:3]  # where it begins and ends, and its step
+            todo += [(bound, True) for bound in user.operands[:3]]  # where it begins and ends, and its step
+        elif user.name in MASK_AT:
+            compared = [v for mask in user.operands[MASK_AT[user.name] :][:1] for v in _compared(mask)]
+            todo += [(value, True) for value in compared]
     while todo:
-        value = todo.pop()
+        value, signed = todo.pop()
         if value in seen:
             continue
         seen.add(value)
         op = value.producer
         if op is None:
-            todo += _carried(value) or []
+            sources = _carried(value) or []
         elif op.name in ARITHMETIC:
-            if element_of(value.type) == I32:
-                found.add(op)
-            todo += op.operands
+            bits = element_of(value.type).bits
+            if bits < 32 or (bits == 32 and signed):
+                found[op] = Integer(bits, signed)
+            sources = op.operands
         elif op.name in _THROUGH:
-            todo += op.operands
+            signed = (
+                signed
+                if element_of(op.operands[0].type) == element_of(value.type)
+                else op.name != "arith.extui"
+            )
+            sources = op.operands
         elif op.name == "arith.select":
-            todo += op.operands[1:]
+            sources = op.operands[1:]
         elif op.name in ("scf.for", "scf.if", "scf.while"):
-            todo += _results(op, op.results.index(value))
+            sources = _results(op, op.results.index(value))
+        else:
+            sources = []
+        todo += [(source, signed) for source in sources if not element_of(source.type).is_float]
     return found
+
+
+def _compared(mask: Value) -> list[Value]:
+    """The signed integers whose comparisons a mask is made of."""
+    op = mask.producer
+    if op is None:
+        return []
+    if op.name == "arith.cmpi":
+        integers = not isinstance(element_of(op.operands[0].type), Pointer)
+        return op.operands if integers and str(op.attrs["flags"][0])[0] != "u" else []
+    through = {
+        "arith.andi",
+        "arith.ori",
+        "arith.xori",
+        "tt.splat",
+        "tt.broadcast",
+        "tt.expand_dims",
+        "tt.trans",
+    }
+    return [v for operand in op.operands for v in _compared(operand)] if op.name in through else []

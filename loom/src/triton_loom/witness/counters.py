@@ -80,8 +80,7 @@ class Counter(Judged):
     def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
         """Takes a launch down."""
         self.launches.append(launch_count(watched))
-        early = "an assertion ended it early" if watched.ended_early else ""
-        self.verdicts.append(Verdict(watched.kernel.name, "counted", early))
+        self.verdicts.append(Verdict(watched.kernel.name, "counted", watched.ended_early))
 
     def miss(self, kernel: str, reason: str) -> None:
         """Takes down that nobody counted a launch."""

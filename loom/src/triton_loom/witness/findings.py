@@ -77,9 +77,12 @@ def detail_of(seen: Seen) -> str:
             "the loop go on"
         )
     if seen.kind == "offset overflow":
-        return f"the exact result is {value}, which an int32 can't hold"
+        integer = seen.site["integer"]
+        return f"the exact result is {value}, which {'an' if integer[0] == 'i' else 'a'} {integer} can't hold"
     if seen.kind == "broken promise":
         return f"the value {value} is not what tl.multiple_of, max_contiguous or max_constancy says"
+    if seen.kind == "undefined value":
+        return _undefined(seen)
     if seen.argument is None:
         return f"address {seen.record.address:#x} is in none of the tensor arguments"
     element = _element(seen.argument, seen.record.address)
@@ -98,12 +101,22 @@ def _element(argument: PointerArgument, address: int) -> str:
     return f"element {offset:g} places from the first one of {argument.describe()}"
 
 
+def _undefined(seen: Seen) -> str:
+    file = seen.site["location"].rpartition(":")[0]
+    loads = [
+        load.rpartition(":")[2] if load.rpartition(":")[0] == file else load for load in seen.site["loads"]
+    ]
+    lines = f"line{'s' if len(loads) > 1 else ''} {', '.join(loads)}"
+    return f"{seen.site['use']} what the load at {lines} leaves undefined: its mask is off there and it has no `other`"
+
+
 def _race(seen: Seen, element: str) -> str:
     did = {"load": "reads", "store": "writes", "atomic": "atomically updates"}[seen.site["what"]]
     done = "written" if did == "reads" else "touched"
     other = seen.record.other
     who = f"program {seen.watched.program(other)} has" if other >= 0 else "several programs have"
-    return f"{did} {element}, which {who} {done}; nothing orders the two"
+    scope = ' with scope="cta", which is one program' if seen.site["scope"] == "cta" else ""
+    return f"{did} {element}{scope}, which {who} {done}; nothing orders the two"
 
 
 def caller() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..device.arguments import address, fields, problem, value_at
 from ..device.launcher import THREAD, LoomLauncher
-from ..errors import DeviceAssertion
+from ..errors import DeviceAssertion, SpinError
 from ..features import COUNT, SANITIZE
 from .scopes import SCOPES
 from .watched import ARENA, Kernel, Watched
@@ -29,7 +29,14 @@ class WatchedLauncher(LoomLauncher):
         self.constants = getattr(src, "constants", {})
         told = metadata.witnessed
         moved = _mover(told["location"], src)
-        sites = [{**s, "location": moved(s["location"]), "called": moved(s["called"])} for s in told["sites"]]
+        sites = [
+            {
+                **site,
+                **{name: moved(site[name]) for name in ("location", "called")},
+                "loads": [moved(load) for load in site["loads"]],
+            }
+            for site in told["sites"]
+        ]
         self.kernel = Kernel(
             name=self.name,
             modes=metadata.witness,
@@ -73,8 +80,9 @@ class WatchedLauncher(LoomLauncher):
             status.witness = watched.address
             try:
                 super().__call__(grid_x, grid_y, grid_z, *hidden, *args)
-            except DeviceAssertion:
-                watched.ended_early = True
+            except DeviceAssertion as error:
+                limit = isinstance(error, SpinError)
+                watched.ended_early = f"{'the limit of a loop' if limit else 'an assertion'} ended it early"
                 self.tell(watched, broken)  # what tripped it, perhaps
                 raise
             finally:

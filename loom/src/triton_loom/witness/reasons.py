@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import Reason
-from ..ir.provenance import ARITHMETIC, offset_arithmetic, root_of
+from ..ir.provenance import ARITHMETIC, MASK_AT, offset_arithmetic, root_of
 from ..ir.reader import parse
 from ..ir.scanner import ParseError
 from ..ir.ttir import I1, Module, Op, Pointer, Scalar, Value, element_of
@@ -210,7 +210,7 @@ _EXACT: dict[str, Callable[[Tile, Tile], Tile]] = {
 
 
 def _mask_of(op: Op) -> Value | None:
-    at = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}.get(op.name, len(op.operands))
+    at = MASK_AT.get(op.name, len(op.operands))
     return op.operands[at] if at < len(op.operands) else None
 
 

@@ -48,7 +48,7 @@ class Sanitizer(Judged):
         if found:
             self.verdicts.append(Verdict(watched.kernel.name, "findings", watched.left_out))
         elif watched.ended_early:
-            self.miss(watched.kernel.name, "an assertion ended it early")
+            self.miss(watched.kernel.name, watched.ended_early)
         else:
             self.verdicts.append(Verdict(watched.kernel.name, "clean", watched.left_out))
         if found and not self.collect:

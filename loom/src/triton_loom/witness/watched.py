@@ -211,7 +211,7 @@ class Watched:
         """`values` are those of the kernel's fields."""
         self.kernel, self.values, self.grid, self.sites = kernel, values, grid, kernel.sites
         self.sanitizer, self.counters = sanitizer, tuple(counters)
-        self.ended_early = False
+        self.ended_early = ""  # why it was, if so
         self.arguments: list[PointerArgument] = []
         for field_, value in zip(kernel.fields, values, strict=True):
             if field_.code == "P":
