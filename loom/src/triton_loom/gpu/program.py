@@ -15,6 +15,7 @@ NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
 # Of `Flags` in include/gpu/machine.h.
 ATOMIC, UNFENCED, UNIFORM_OPERANDS, FENCES_THREADS, TENSOR_COPY = 1, 2, 4, 8, 16
+ACQUIRES, RELEASES, NARROW = 32, 64, 128
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
@@ -178,13 +179,14 @@ class _Builder:
         if handler.startswith("tcgen05."):
             copies = handler.startswith("tcgen05.cp.")
             return FENCES_THREADS * self.fences_threads | TENSOR_COPY * copies
+        if handler == "fence":
+            return _ordering(statement)
         strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
+        if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))):
+            return ATOMIC | _ordering(statement)
+        reduces = handler == "cp.async.bulk.tensor.store" and statement.opcode.startswith("cp.reduce.")
         guess = handler.startswith("ld.global") and statement.operands[1] in self.swapped
-        return (
-            ATOMIC
-            if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) or guess
-            else 0
-        )
+        return ATOMIC if reduces or guess else 0
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""
@@ -239,6 +241,18 @@ class _Builder:
             self.made[key] = self._room(size)
             enter(self.made[key])
         return self.made[key]
+
+
+def _ordering(statement: Statement) -> int:
+    """Flags of a strong operation or a fence: what it orders, and among whom. A fence without an order has both; an
+    atomic operation without a scope has that of the GPU."""
+    name = statement.opcode.split(".")
+    is_fence = name[0] in ("fence", "membar")
+    both = bool({"acq_rel", "sc"}.intersection(name)) or (
+        is_fence and not {"acquire", "release"}.intersection(name)
+    )
+    narrow = bool({"cta", "cluster"}.intersection(name))
+    return ACQUIRES * (both or "acquire" in name) | RELEASES * (both or "release" in name) | NARROW * narrow
 
 
 _BY_SIZE = ("ld.global", "ld.shared", "ld.local", "ld.param", "st.global", "st.shared", "st.local")

@@ -61,13 +61,19 @@ template <Space SPACE, class Op, class T> static void atomic(Warp &w, const Inst
   u32 lanes;
   if constexpr (SPACE == SHARED) lanes = reachable_shared(w, i, address, bytes, w.mask);
   else lanes = reachable_global<true>(w, i, address, bytes, w.mask);
-  if (w.block->checks) {
+  const bool checks = w.block->checks;
+  const Indivisible guard(w, SPACE == GLOBAL);
+  if (checks) {
     if constexpr (SPACE == SHARED) update_shared(w, i, address, bytes, lanes);
-    else update_global(w, i, address, bytes, lanes);
+    else if constexpr (!compares) update_global(w, i, address, bytes, lanes);
   }
   w.block->happened();
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     const u32 lane = first_lane(rest);
+    if constexpr (SPACE == GLOBAL && compares) {
+      const U expected = (U)((Slot *)(w.registers + i.operands[2]))[lane];
+      if (checks) compare_global(w, i, lane, address[lane], bytes, *(const U *)address[lane] == expected);
+    }
     for (u32 k = 0; k < count; ++k) {
       u8 *at = bytes_at<SPACE>(w, address[lane]) + k * sizeof(U);
       const U x = (U)((Slot *)(w.registers + i.operands[count + 1 + k]))[lane];

@@ -62,7 +62,7 @@ static void enter(Block &b, u64 linear) {
   b.id[1] = (u32)(linear / launch.grid[0] % launch.grid[1]);
   b.id[2] = (u32)(linear / launch.grid[0] / launch.grid[1]);
   b.live_threads = b.thread_count;
-  b.known_block = 0;
+  begin_closures(b);
   begin_clocks(b);
   b.pending.clear();
   for (Barrier &barrier : b.barriers)
@@ -253,7 +253,7 @@ static void work(void *data) {
         else ((u32 *)(w.registers + c.offset))[lane] = (u32)c.value;
     }
   }
-  if (b.checks) b.shadow = new_shadow(launch.shared_bytes);
+  if (b.checks) b.shadow = new_shadow(launch.shared_bytes), b.synchronization = &launch.global_shadow->synchronization;
   const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
   for (;;) {
     const u64 linear = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
@@ -271,6 +271,7 @@ static void work(void *data) {
   if (b.release) b.release(b);
   b.pending.release();
   free_shadow(b.shadow);
+  release_closures(b);
   free(clocks), free(worker.executed), free(worker.counts), free(worker.shared_memory), free(worker.registers);
   free(&worker);
 }
@@ -293,4 +294,5 @@ GPU_EXPORT void gpu_launch(gpu::Launch *launch, void *gomp_parallel) {
   if (launch->workers > 1 && gomp_parallel)
     ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(gpu::work, launch, launch->workers, 0);
   else gpu::work(launch);
+  if (launch->options & gpu::HAZARDS) gpu::end_global_shadow(*launch);
 }

@@ -61,6 +61,8 @@ enum Flags : u32 {
   UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
   FENCES_THREADS = 8,    // of a tcgen05: the kernel has a tcgen05.fence, and is held to have all that it needs
   TENSOR_COPY = 16,      // a tcgen05.cp: products of the same thread come after it
+  ACQUIRES = 32, RELEASES = 64,  // of what is strong, and of fences
+  NARROW = 128,                  // and whose scope is the block
 };
 
 // ---- what is found --------------------------------------------------------------------------------------
@@ -241,7 +243,8 @@ struct Block {
   Vec<Pending> pending;
   bool checks;
   struct Shadow *shadow;     // of shared memory: shadow.h
-  u32 known_block;           // the last block that this one is known to come after: global_shadow.h
+  struct Synchronization *synchronization;  // between blocks: synchronization.h
+  struct Closures *closures;                // what its warps know by that
   Time began;                // clocks.h
   Time agent_time[AGENTS];   // of agents that are no warps
   struct Units *units;       // that work beside the warps, if the kernel has used one: units.h
