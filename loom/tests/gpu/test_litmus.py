@@ -1,9 +1,9 @@
 """Litmus tests of PTX's memory model: which synchronization between blocks orders their accesses, and which does not.
 
 Each test is the program of a few threads, one a block, and says whether it has a data race. The rules are those of
-"Memory Consistency Model" in the PTX manual: a release pattern synchronizes with an acquire pattern on the same location
-that reads from it, if both are strong at a scope that includes the other thread. Accesses that nothing orders race,
-unless both are strong at such a scope.
+"Memory Consistency Model" in the PTX manual: a release pattern synchronizes with an acquire pattern on the same
+location that reads from it, if both are strong at a scope that includes the other thread. Accesses that nothing orders
+race, unless both are strong at such a scope.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from .emulated import kinds, launch, words
+from gpu.emulated import kinds, launch, words
 
 PLACES = {name: 64 * number for number, name in enumerate("xyzfg")}  # one a line of 64 bytes
 WAIT = re.compile(r"wait\(([^)]*)\);")

@@ -360,7 +360,7 @@ ROWS: tuple[Row, ...] = (
         _product,
     ),
     Row("mma.sync.aligned.(m16n8k32|m16n8k16).row.col{.satfinite}.s32.(s8|u8).(s8|u8).s32", _product),
-    Row("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", _product),
+    Row("mma.sync.aligned.(m8n8k4|m16n8k4|m16n8k8|m16n8k16).row.col.f64.f64.f64.f64", _product),
     Row(
         "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
         ".f32.(e4m3|e5m2).(e4m3|e5m2).f32.ue8m0",

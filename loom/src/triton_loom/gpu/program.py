@@ -21,6 +21,7 @@ SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     "%laneid", "%warpid", "%nwarpid", "parameters", "shared", "%cluster_ctarank", "%cluster_nctarank",
     "%lanemask_lt", "%lanemask_le", "%lanemask_eq", "%lanemask_ge", "%lanemask_gt", "%clock", "%gridid",
+    "%smid", "%nsmid",
 )  # fmt: skip
 _SAME = {f"%cluster_ctaid.{axis}": "%cluster_ctarank" for axis in "xyz"} | {
     f"%cluster_nctaid.{axis}": "%cluster_nctarank" for axis in "xyz"
@@ -143,6 +144,11 @@ class _Builder:
 
     def _decode(self, statement: Statement, operation: Operation, reconverge: int) -> Decoded:
         uses, immediate, handler = list(operation.uses), operation.immediate, operation.handler
+        if (
+            handler == "ld.param" and uses[-1].text in self.registers
+        ):  # their addresses are those of memory like any other
+            handler, uses[-1] = "ld.global", Use(uses[-1].text, "u64")
+            operation = replace(operation, handler=handler, uses=tuple(uses))
         if handler == "ld.param":
             parameter = uses.pop().text
             immediate += self.kernel.parameters[parameter].offset
@@ -215,6 +221,8 @@ class _Builder:
         if text in self.kernel.constants:
             key = ("symbol", text)
             return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
+        if text.startswith("%"):
+            raise PtxError(f"{text} is declared nowhere, or a special register that is not emulated")
         return self._constant(number(text, use.type), size)
 
     def _local(self) -> int:

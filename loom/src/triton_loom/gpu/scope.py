@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -79,6 +80,23 @@ def counters_of(launches: Sequence[Launch]) -> KernelCounters:
     )
 
 
+LIMIT = 60.0  # seconds that a block may take: some billions of instructions of warps
+LIMIT_VARIABLE = "TRITON_LOOM_EMULATE_LIMIT"
+
+
+def seconds(limit: float | None) -> float:
+    """Return the seconds that a block may take: the argument, or else the environment's or the default."""
+    given = os.environ.get(LIMIT_VARIABLE, LIMIT) if limit is None else limit
+    name = LIMIT_VARIABLE if limit is None else "limit"
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"{name} is a number of seconds above 0, or inf for no limit; got {given!r}")
+    return value
+
+
 class Gpu:
     """An emulated GPU: its launches, in order, and what was found in them."""
 
@@ -139,7 +157,7 @@ class Gpu:
         finally:
             here.memory, here.file, here.launched = outer
         found: list[Finding] = launched.outcome.findings if launched is not None else []
-        if self.raises and not all(finding.is_mended for finding in found):
+        if self.raises and any(finding.raises for finding in found):
             raise HazardError(found)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
