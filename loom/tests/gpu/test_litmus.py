@@ -12,7 +12,6 @@ import re
 from typing import NamedTuple
 
 import pytest
-
 from gpu.emulated import kinds, launch, words
 
 PLACES = {name: 64 * number for number, name in enumerate("xyzfg")}  # one a line of 64 bytes

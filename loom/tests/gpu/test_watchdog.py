@@ -10,10 +10,9 @@ import time
 
 import pytest
 import triton_loom
+from gpu.emulated import LINE, kinds, launch, words
 from triton_loom.gpu.machine import Options
 from triton_loom.gpu.scope import seconds
-
-from gpu.emulated import LINE, kinds, launch, words
 
 COUNTS = "again: add.s32 %r2, %r2, 2; setp.ne.b32 %p1, %r2, 5; @%p1 bra again;"
 FIRST_BLOCK_LEAVES = "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p2, %r1, 0; @%p2 bra end;"
@@ -63,8 +62,8 @@ def test_an_interrupt_ends_a_launch_within_a_second(cooperative: bool) -> None:
 
     timer = threading.Timer(0.2, interrupt)
     timer.start()
+    body = f"{FIRST_BLOCK_LEAVES} {COUNTS} end:"
     with pytest.raises(KeyboardInterrupt):
-        body = f"{FIRST_BLOCK_LEAVES} {COUNTS} end:"
         launch(body, words(1), grid=(2, 1, 1), cooperative=cooperative, options=Options(limit=60))
     assert time.process_time() - sent < 1
 

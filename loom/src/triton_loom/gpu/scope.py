@@ -19,7 +19,7 @@ from ..witness.watched import Memory
 from . import exactness, machine
 from .counters import Counters, KernelCounters, Line, by_line
 from .devices import Device
-from .findings import KINDS, Finding, HazardError
+from .findings import CUSTOMARY, KINDS, Finding, HazardError
 from .libcuda import Arrived
 from .machine import MemoryRange, Options, Outcome
 from .report import tables
@@ -100,12 +100,20 @@ def seconds(limit: float | None) -> float:
 class Gpu:
     """An emulated GPU: its launches, in order, and what was found in them."""
 
-    def __init__(self, device: Device, options: Options, raises: bool, ignored: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        device: Device,
+        options: Options,
+        raises: bool,
+        ignored: Collection[str] = (),
+        strict: bool = False,
+    ) -> None:
         if unknown := set(ignored) - set(KINDS):
             raise ValueError(
                 f"ignore= has no kinds of findings {sorted(unknown)}; there are {', '.join(KINDS)}"
             )
-        self.device, self.options, self.raises, self.ignored = device, options, raises, frozenset(ignored)
+        self.device, self.options, self.raises = device, options, raises
+        self.ignored = frozenset(ignored) if strict else frozenset(ignored) | CUSTOMARY
         self.launches: list[Launch] = []
         self._allowed: list[MemoryRange] = []
         self._lock = threading.Lock()
@@ -157,7 +165,7 @@ class Gpu:
         finally:
             here.memory, here.file, here.launched = outer
         found: list[Finding] = launched.outcome.findings if launched is not None else []
-        if self.raises and any(finding.raises for finding in found):
+        if self.raises and not all(finding.is_mended for finding in found):
             raise HazardError(found)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
