@@ -134,6 +134,8 @@ def emulate(
     delivery: Literal["late", "early"] = "late",
     counters: bool = False,
     ignore: Collection[str] = (),
+    limit: float | None = None,
+    strict: bool = False,
 ) -> Iterator[Gpu]:
     """Emulate an NVIDIA GPU inside a `with` block: stock Triton compiles kernels for it, and their PTX is executed on
     this machine, on CPU tensors.
@@ -144,8 +146,12 @@ def emulate(
 
     A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
     when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
-    addresses alone are checked; `ignore` names kinds of findings that are not reported. Asynchronous copies arrive as
+    addresses alone are checked; `ignore` names kinds of findings that are not reported, and `strict` reports also what
+    PTX asks for and Triton leaves out in general (fences after mbarriers are made). Asynchronous copies arrive as
     late as they may, or, with `delivery="early"`, at once.
+
+    A block that runs for more than `limit` seconds is a finding that names the line where it is, and ends the launch.
+    The limit is 60 seconds, or what the environment variable TRITON_LOOM_EMULATE_LIMIT says; `math.inf` is none.
 
     `gpu.counters` says what each kernel did and each of its lines: instructions by class, barriers, products of
     matrices. With `counters=True` it also has what was asked of global and shared memory, beside the least for the
@@ -158,9 +164,10 @@ def emulate(
     from .gpu import driver
     from .gpu.devices import device_of
     from .gpu.machine import Options
-    from .gpu.scope import Gpu
+    from .gpu.scope import Gpu, seconds
 
-    gpu = Gpu(device_of(target), Options(checks=checks, delivery=delivery, counters=counters), raises, ignore)
+    options = Options(checks=checks, delivery=delivery, counters=counters, limit=seconds(limit))
+    gpu = Gpu(device_of(target), options, raises, ignore, strict)
     with driver.emulating(gpu):
         yield gpu
 

@@ -43,6 +43,7 @@ def launch(
     shared: int = 0,
     options: Options = CHECKED,
     readable: tuple[int, ...] = (),
+    cooperative: bool = False,
 ) -> Outcome:
     """Run a body on arrays, which it may write unless their numbers are in `readable`."""
     memory = [
@@ -56,6 +57,7 @@ def launch(
         shared_bytes=shared,
         parameters=struct.pack(f"<{len(arrays)}Q", *(a.ctypes.data for a in arrays)),
         memory=memory,
+        cooperative=cooperative,
         options=options,
     )
 

@@ -24,7 +24,8 @@ from triton_loom.gpu.machine import Options, Outcome
 
 TILE = 1024  # the offset of the tile in shared memory; the mbarrier is at 0
 HEAD = "mov.b32 %r1, smem; add.s32 %r2, %r1, 1024; setp.eq.b32 %p1, %r0, 0;"
-INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r1], 1;"
+FENCE_INIT = "fence.mbarrier_init.release.cluster;"
+INIT = f"@%p1 mbarrier.init.shared::cta.b64 [%r1], 1; {FENCE_INIT}"
 BOTH = pytest.mark.parametrize("delivery", ["late", "early"])
 
 
@@ -264,14 +265,22 @@ MAKE = """
   {fill}
   tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [ %rd1 + 0 ], [%rd10], 0x80;
   {acquire}
-  add.s32 %r1, %r1, 256; @%p1 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
-  @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 256;
+  add.s32 %r1, %r1, 256; @%p1 mbarrier.init.shared::cta.b64 [%r1], 1; {fence_init}
+  bar.sync 0; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 256;
   @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd1, {{4, 5}}], [%r1];
 """
 CLEAR = "st.shared.b32 [%r3], 0;"
 FILL = "@%p1 tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [ %rd10 + 0 ], 0x0;"
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [ %rd1 + 0 ], 0x80;"
-MADE = {"clear": CLEAR, "fill": FILL, "acquire": ACQUIRE, "stride": 80, "columns": 40, "rows": 10}
+MADE = {
+    "clear": CLEAR,
+    "fill": FILL,
+    "acquire": ACQUIRE,
+    "stride": 80,
+    "columns": 40,
+    "rows": 10,
+    "fence_init": FENCE_INIT,
+}
 
 
 def make(**changes: Any) -> tuple[Array, Array, Outcome]:
@@ -279,6 +288,10 @@ def make(**changes: Any) -> tuple[Array, Array, Outcome]:
     out, map_ = words(64), aligned(128, np.uint8)
     body = MAKE.format(**(MADE | changes)) + wait() + words_out(64, TILE)
     return out, array, launch(body, out, map_, array, shared=TILE + 256)
+
+
+def test_a_fence_of_the_asynchronous_proxy_shows_copies_an_mbarrier() -> None:
+    assert not make(fence_init="fence.proxy.async.shared::cta;")[2].findings
 
 
 def test_a_map_that_the_kernel_makes() -> None:
@@ -296,6 +309,12 @@ def test_a_map_that_the_kernel_makes() -> None:
         ({"stride": 72}, "unusable tensor map"),  # no multiple of 16 bytes
         ({"clear": ""}, "uninitialised shared memory"),
         ({"rows": 11}, "global memory out of bounds"),  # more than there are
+        ({"fence_init": ""}, "mbarrier fence missing"),
+        (
+            {"fence_init": "@!%p1 fence.mbarrier_init.release.cluster;"},
+            "mbarrier fence missing",
+        ),  # by other threads
+        ({"fence_init": "fence.acq_rel.cta;"}, "mbarrier fence missing"),  # of no proxy
     ],
 )
 def test_a_map_that_the_kernel_makes_wrong(change: dict[str, Any], kind: str) -> None:

@@ -222,6 +222,8 @@ def test_what_is_read_of_a_kernel() -> None:
         ("add.s32 %r1, %r2, %r999;", "%r999"),
         ("add.s64 %rd1, %r2, 1;", "%r2"),
         ("bra nowhere;", "nowhere"),
+        ("mov.u64 %rd1, %globaltimer;", "%globaltimer"),
+        ("call.uni (%r1), vprintf, (%rd1, %rd2);", "`call.uni (%r1), vprintf, (%rd1, %rd2)` (PTX line 16)"),
     ],
 )
 def test_what_is_not_known_is_named(statement: str, named: str) -> None:
@@ -231,6 +233,13 @@ def test_what_is_not_known_is_named(statement: str, named: str) -> None:
     if isinstance(caught.value, opcodes.UnknownInstruction):
         assert f"kernel.py:{LINE}" in str(caught.value)
         assert "PTX line 16" in str(caught.value)
+
+
+def test_the_emulated_gpu_has_one_multiprocessor() -> None:
+    out = words(64)
+    body = "mov.u32 %r1, %smid; mov.u32 %r2, %nsmid;" + store_results("%r1", "%r2")
+    assert not launch(body, out).findings
+    assert out.reshape(32, 2).tolist() == [[0, 1]] * 32
 
 
 def test_a_launch_that_does_not_fit() -> None:

@@ -73,6 +73,9 @@ def in_lines(first: str, second: str) -> Hazard:
     )
 
 
+# A word of each block's own.
+OWN_WORD = "mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd5, %r1, 4; add.s64 %rd5, %rd5, %rd0;"
+
 # Each of two blocks reads its half of a word (%rd5) and stores to that or to the other half (%rd6).
 HALVES = """
   mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd5, %r1, 2; add.s64 %rd5, %rd5, %rd0; xor.b64 %rd6, %rd5, 2;
@@ -189,9 +192,23 @@ HAZARDS = {
     "blocks write different values": Hazard(
         "global memory race",
         "mov.u32 %r1, %ctaid.x; st.global.b32 [%rd0], %r1;",
-        "mov.u32 %r1, %nctaid.x; st.global.b32 [%rd0], %r1;",
+        OWN_WORD + "st.global.b32 [%rd5], %r1;",
         threads=32,
         grid=(6, 1, 1),
+    ),
+    "blocks write the same value": Hazard(
+        "global memory race",
+        "mov.u32 %r1, %nctaid.x; st.global.b32 [%rd0], %r1;",
+        OWN_WORD + "mov.u32 %r1, %nctaid.x; st.global.b32 [%rd5], %r1;",
+        threads=32,
+        grid=(6, 1, 1),
+    ),
+    "a block writes what another one has read, without changing it": Hazard(
+        "global memory race",
+        "ld.global.b32 %r1, [%rd0]; bar.sync 0; st.global.b32 [%rd0], 0;",
+        OWN_WORD + "ld.global.b32 %r1, [%rd5]; bar.sync 0; st.global.b32 [%rd5], 0;",
+        threads=32,
+        grid=(2, 1, 1),
     ),
     "a block reads what another one writes": Hazard(
         "global memory race",

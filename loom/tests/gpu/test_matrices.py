@@ -287,24 +287,35 @@ def test_integers_that_do_not_fit() -> None:
         assert (got == want).all()
 
 
-def test_product_of_doubles() -> None:
+@pytest.mark.parametrize(("rows", "k"), [(8, 4), (16, 4), (16, 8), (16, 16)])
+def test_product_of_doubles(rows: int, k: int) -> None:
+    """A lane has an element of every eighth row and every fourth column of A, then of B and, in pairs, of C."""
     rng = np.random.default_rng(0)
-    a, b, c = rng.normal(size=(8, 4)), rng.normal(size=(4, 8)), rng.normal(size=(8, 8))
-    lane = np.arange(32)
-    a_lanes, b_lanes = a[lane // 4, lane % 4].copy(), b[lane % 4, lane // 4].copy()
-    c_lanes = np.stack([c[lane // 4, lane % 4 * 2], c[lane // 4, lane % 4 * 2 + 1]], 1).copy()
-    got = np.zeros_like(c_lanes)
-    body = """
-      mul.wide.u32 %rd10, %r0, 8; mul.wide.u32 %rd11, %r0, 16;
-      add.s64 %rd12, %rd1, %rd10; ld.global.b64 %rd20, [%rd12];
-      add.s64 %rd12, %rd2, %rd10; ld.global.b64 %rd21, [%rd12];
-      add.s64 %rd12, %rd3, %rd11; ld.global.v2.b64 {%rd22, %rd23}, [%rd12];
-      mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd24, %rd25}, {%rd20}, {%rd21}, {%rd22, %rd23};
-      add.s64 %rd12, %rd0, %rd11; st.global.v2.b64 [%rd12], {%rd24, %rd25};
-    """
-    assert not launch(body, got, a_lanes, b_lanes, c_lanes).findings
-    np.testing.assert_allclose(got[:, 0], (a @ b + c)[lane // 4, lane % 4 * 2], rtol=1e-14, atol=1e-14)
-    np.testing.assert_allclose(got[:, 1], (a @ b + c)[lane // 4, lane % 4 * 2 + 1], rtol=1e-14, atol=1e-14)
+    a, b, c = rng.normal(size=(rows, k)), rng.normal(size=(k, 8)), rng.normal(size=(rows, 8))
+    group, member = np.arange(32) // 4, np.arange(32) % 4
+    parts = range(rows // 8)
+    a_lanes = np.stack([a[group + 8 * r, member + q] for q in range(0, k, 4) for r in parts], 1)
+    b_lanes = np.stack([b[member + q, group] for q in range(0, k, 4)], 1)
+
+    def pairs(matrix: Array) -> Array:
+        return np.stack([matrix[group + 8 * r, member * 2 + h] for r in parts for h in range(2)], 1)
+
+    operands = [a_lanes, b_lanes, pairs(c)]
+    got = np.zeros_like(operands[2])
+    lines, names, register = [], [], 20
+    for number, operand in enumerate(operands, 1):
+        count = operand.shape[1]
+        lines.append(f"mul.wide.u32 %rd17, %r0, {8 * count}; add.s64 %rd17, %rd17, %rd{number};")
+        names.append([f"%rd{register + n}" for n in range(count)])
+        lines += [f"ld.global.b64 {name}, [%rd17+{8 * n}];" for n, name in enumerate(names[-1])]
+        register += count
+    result = [f"%rd{register + n}" for n in range(got.shape[1])]
+    vectors = ", ".join("{" + ", ".join(each) + "}" for each in (result, *names))
+    lines.append(f"mma.sync.aligned.m{rows}n8k{k}.row.col.f64.f64.f64.f64 {vectors};")
+    lines.append(f"mul.wide.u32 %rd17, %r0, {8 * len(result)}; add.s64 %rd17, %rd17, %rd0;")
+    lines += [f"st.global.b64 [%rd17+{8 * n}], {name};" for n, name in enumerate(result)]
+    assert not launch("\n".join(lines), got, *map(np.ascontiguousarray, operands)).findings
+    np.testing.assert_allclose(got, pairs(a @ b + c), rtol=1e-13, atol=1e-13)
 
 
 def test_a_product_by_a_part_of_the_warp() -> None:

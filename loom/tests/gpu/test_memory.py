@@ -164,6 +164,40 @@ def test_atomic_sums_of_many_blocks() -> None:
     assert memory.view(np.float32).tolist() == [1280, 2560, 0, 0]
 
 
+@pytest.mark.parametrize("space", ["global", "shared"])
+@pytest.mark.parametrize("operation", ["atom.{}.add.f32 %r3, {}, %r1;", "red.{}.add.f32 {}, %r1;"])
+def test_atomic_sums_of_subnormal_numbers(space: str, operation: str) -> None:
+    """In global memory they are zeros, as operands and as results; in shared memory they are kept (PTX ISA, atom)."""
+    least = 2.0**-126
+    cases = [(0.0, least / 2), (least / 2, 0.0), (-least / 4, -0.0), (1.5 * least, -least), (least, least)]
+    for before, added in cases:
+        memory = np.array([before], np.float32)
+        code = np.array([added], np.float32).view(np.uint32)[0]
+        at = "[%rd0]" if space == "global" else "[%r7]"
+        update = operation.format(space, at)
+        body = f"mov.b32 %r1, {code}; mov.b32 %r7, smem; setp.ne.b32 %p1, %r0, 0; @%p1 bra end;"
+        if space == "shared":
+            body += f"ld.global.b32 %r2, [%rd0]; st.shared.b32 [%r7], %r2; {update} ld.shared.b32 %r4, [%r7];"
+            body += "st.global.b32 [%rd0], %r4; end:"
+        else:
+            body += f"{update} end:"
+        assert not launch(body, memory, shared=4).findings
+        terms = [np.float32(x) if space == "shared" or abs(x) >= least else 0.0 for x in (before, added)]
+        total = float(np.float32(terms[0]) + np.float32(terms[1]))
+        assert memory[0] == (total if space == "shared" or abs(total) >= least else 0.0)
+
+
+def test_a_parameter_by_its_address() -> None:
+    """Triton chooses between two pointers by the addresses of the parameters."""
+    out = words(2)
+    body = """
+      mov.b64 %rd20, p1; mov.b64 %rd21, p2; setp.eq.b32 %p1, %r0, 0; selp.b64 %rd22, %rd20, %rd21, %p1;
+      ld.param.b64 %rd23, [%rd22]; ld.global.b32 %r2, [%rd23]; setp.gt.u32 %p2, %r0, 1; @%p2 bra end;
+    """ + store_results("%r2")
+    assert not launch(f"{body} end:", out, words(1) + 5, words(1) + 6).findings
+    assert out.tolist() == [5, 6]
+
+
 # ---- asynchronous copies ---------------------------------------------------------------------------------
 
 COPY = """

@@ -54,7 +54,7 @@ def operands_of(name: str) -> list[str]:
         case "red":
             return [at, values, *([value] if "cas" in words else []), *policy]
         case "mma":
-            a, b, c = {"f64": (1, 1, 2)}.get(words[-1], matrix_registers(words))
+            a, b, c = matrix_registers(words)
             kind = "%rd" if words[-1] == "f64" else "%r"
             scales = ["%r8", "{0, 0}", "%r9", "{0, 0}"] if "block_scale" in words else []
             return [vector(kind, c), vector(kind, a), vector(kind, b), vector(kind, c), *scales]
@@ -77,6 +77,9 @@ def operands_of(name: str) -> list[str]:
 def matrix_registers(words: list[str]) -> tuple[int, int, int]:
     """Of A, B and C, from the shape and the types."""
     depth = int(words[3].split("k")[1])
+    if words[-1] == "f64":
+        parts = 2 if words[3].startswith("m16") else 1
+        return parts * depth // 4, depth // 4, 2 * parts
     types = words[words.index("f32") if "f32" in words else 6 :]
     bits = {"bf16": 16, "f16": 16, "tf32": 32, "e2m1": 4}.get(types[1], 8)
     return depth * bits // 64, depth * bits // 128, 2 if types[0] == "f16" else 4

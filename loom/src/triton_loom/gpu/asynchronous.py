@@ -68,6 +68,10 @@ def _nothing(s: Statement) -> Operation:
     return Operation("nothing")
 
 
+def _mbarrier_fence(s: Statement) -> Operation:
+    return Operation("fence.mbarrier_init")
+
+
 def _proxy_fence(s: Statement) -> Operation:
     return Operation("fence.proxy.async")
 
@@ -210,7 +214,7 @@ ROWS: tuple[Row, ...] = (
     Row(f"mbarrier.(try_wait|test_wait){{.parity}}{{.acquire}}{_SCOPE}{_SHARED}.b64", _wait),
     Row("barrier.cluster.arrive{.(release|relaxed)}{.aligned}", _cluster),
     Row("barrier.cluster.wait{.acquire}{.aligned}", _cluster),
-    Row("fence.mbarrier_init.release.cluster", _nothing),
+    Row("fence.mbarrier_init.release.cluster", _mbarrier_fence),
     Row("fence.proxy.async{.(global|shared::cta|shared::cluster)}", _proxy_fence),
     Row("fence.proxy.tensormap::generic.acquire.(cta|cluster|gpu|sys)", _acquire_map),
     Row("fence.proxy.tensormap::generic.release.(cta|cluster|gpu|sys)", _nothing),

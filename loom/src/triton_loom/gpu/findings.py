@@ -44,12 +44,18 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "tensor memory misuse",
     "load under way",
     "tcgen05.fence missing",
+    "time limit",
+    "mbarrier fence missing",
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
 # ptxas says so when it does it: C7514 (products are serialised), C7517 (a wait is injected), C7519 (a fence is). What a
 # tcgen05.ld fills has a scoreboard in its code, with and without a tcgen05.wait::ld.
 MENDED: frozenset[FindingKind] = frozenset({"product under way", "wgmma.fence missing", "load under way"})
+
+# The manual asks for it, and Triton 3.7 leaves it out: most of its kernels with tensor descriptors initialise mbarriers
+# that bulk copies then use, with no fence between. Reported by `emulate(strict=True)`.
+CUSTOMARY: frozenset[FindingKind] = frozenset({"mbarrier fence missing"})
 
 _MEANING: dict[FindingKind, str] = {
     "shared memory race": "two threads touch the same bytes and nothing orders them",
@@ -97,6 +103,10 @@ _MEANING: dict[FindingKind, str] = {
     "scoreboard",
     "tcgen05.fence missing": "it comes after what another thread did, and this kernel, which fences such, has no fence "
     "between",
+    "time limit": "the block has taken longer than it may and was stopped here, and the launch with it: it waits for "
+    "what does not come, or needs more seconds (`limit=` of emulate, or TRITON_LOOM_EMULATE_LIMIT)",
+    "mbarrier fence missing": "a bulk copy uses an mbarrier, and no fence.proxy.async or fence.mbarrier_init follows "
+    "its init",
 }
 
 

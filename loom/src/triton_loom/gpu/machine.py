@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ class Options:
     )
     threads: int = 0  # of the CPU; 0: as many as torch uses
     counters: bool = False  # of what is asked of memory
+    limit: float = math.inf  # seconds that a block may take
 
 
 CHECKED = Options()
@@ -77,6 +80,19 @@ _SPECIAL = np.dtype([("offset", "u4"), ("kind", "u4"), ("addend", "u8")])
 _HAZARDS, _EARLY, _COOPERATIVE = 1, 2, 8
 
 
+class _Interpreter(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("enter", "leave", "is_interrupted")]
+
+
+_PYTHON = _Interpreter(
+    *(
+        ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p)
+        for name in ("PyGILState_Ensure", "PyGILState_Release", "PyOS_InterruptOccurred")
+    )
+)
+_BY_INTERRUPT = 2  # of `Stop`
+
+
 class _Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
@@ -84,7 +100,8 @@ class _Launch(ctypes.Structure):
             "counts", "storing",
         )),
         ("findings_total", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
+        ("limit", ctypes.c_uint64),
+        ("interpreter", _Interpreter),
         *((name, ctypes.c_uint32) for name in (
             "instruction_count", "constant_count", "special_count", "range_count", "finding_capacity",
             "finding_count", "register_bytes", "parameter_bytes", "shared_bytes", "threads",
@@ -97,6 +114,8 @@ class _Launch(ctypes.Structure):
         ("first_block", ctypes.c_uint32),
         ("waiting", ctypes.c_uint32),
         ("global_shadow", ctypes.c_void_p),
+        ("thread", ctypes.c_int32),
+        *((name, ctypes.c_uint32) for name in ("started", "over", "stopped")),
     ]  # fmt: skip
 
 
@@ -235,6 +254,9 @@ def run(
 ) -> Outcome:
     """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h.
 
+    A block that takes longer than `options.limit` is a finding that says where it is, and ends the launch. Ctrl-C ends
+    it as well.
+
     `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched. Blocks of a
     `cooperative` launch wait for each other, so that all are under way at once, each on a thread of its own.
     """
@@ -267,6 +289,8 @@ def run(
         counting=None if counts is None else program.counting.ctypes.data,
         counts=None if counts is None else counts.ctypes.data,
         storing=storing.ctypes.data,
+        limit=0 if math.isinf(options.limit) else max(1, round(1e9 * options.limit)),
+        interpreter=_PYTHON,
         instruction_count=len(program.instructions),
         constant_count=len(program.constants),
         special_count=len(program.specials),
@@ -283,6 +307,8 @@ def run(
     )
     launch.grid[:] = grid
     libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
+    if launch.stopped == _BY_INTERRUPT:
+        _thread.interrupt_main()  # the machine has taken notice of Ctrl-C; now Python does what it does then
     found = found[: launch.finding_count]
     unused = np.array([_between_copies(program, row, storing) for row in found], bool)
     findings = [_finding(program, row, named) for row in found[~unused]]

@@ -3,7 +3,8 @@
 Plain arithmetic is known from codegen/ptx.py; what touches memory, other lanes or the order of things has a row here.
 A pattern is written as there: `{.ftz}` may be there or not, `(u16|u32)` is one of them. A row's function gets the
 statement and says what the machine does. **What has no row is an error that names it**: no modifier is ever ignored,
-except those that a row lists because they are advice alone (caches, scopes of atomics that are indivisible anyway).
+except those that a row lists because they are advice alone (caches). Orders and scopes of atomics, of strong loads and
+stores and of fences become flags of the instruction (gpu/program.py).
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def _load(s: Statement) -> Operation:
     results = tuple(Use(text, type_) for text in elements(s.operands[0]))
     if space == "param":
         return Operation("ld.param", (*results, Use(base, "param")), offset)
-    return Operation(f"ld.{space}", (*results, Use(base, "u64" if space == "global" else "u32")), offset)
+    uses = (*results, Use(base, "u64" if space == "global" else "u32"))
+    strong = {"relaxed", "acquire", "volatile"}.intersection(name)
+    return Operation(f"ld.{space}", uses, offset, serial=space == "global" and bool(strong))
 
 
 def _store(s: Statement) -> Operation:
@@ -152,6 +155,10 @@ def _branch_by_index(s: Statement) -> Operation:
 
 def _leave(s: Statement) -> Operation:
     return Operation("leave", ends=True)
+
+
+def _fence(s: Statement) -> Operation:
+    return Operation("fence")
 
 
 def _nothing(s: Statement) -> Operation:
@@ -314,8 +321,8 @@ ROWS: tuple[Row, ...] = (
     Row("bra{.uni}", _branch),
     Row("brx.idx{.uni}", _branch_by_index),
     Row("(ret|exit){.uni}", _leave),
-    Row("membar.(cta|gl|sys)", _nothing),
-    Row("fence{.(sc|acq_rel|acquire|release)}.(cta|cluster|gpu|sys)", _nothing),
+    Row("membar.(cta|gl|sys)", _fence),
+    Row("fence{.(sc|acq_rel|acquire|release)}.(cta|cluster|gpu|sys)", _fence),
     Row("nanosleep.u32", _nothing),
     Row("griddepcontrol.(wait|launch_dependents)", _nothing),
     Row("prefetch{.global}.(L1|L2)", _nothing),
@@ -353,7 +360,7 @@ ROWS: tuple[Row, ...] = (
         _product,
     ),
     Row("mma.sync.aligned.(m16n8k32|m16n8k16).row.col{.satfinite}.s32.(s8|u8).(s8|u8).s32", _product),
-    Row("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", _product),
+    Row("mma.sync.aligned.(m8n8k4|m16n8k4|m16n8k8|m16n8k16).row.col.f64.f64.f64.f64", _product),
     Row(
         "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
         ".f32.(e4m3|e5m2).(e4m3|e5m2).f32.ue8m0",

@@ -15,11 +15,13 @@ NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
 # Of `Flags` in include/gpu/machine.h.
 ATOMIC, UNFENCED, UNIFORM_OPERANDS, FENCES_THREADS, TENSOR_COPY = 1, 2, 4, 8, 16
+ACQUIRES, RELEASES, NARROW = 32, 64, 128
 
 SPECIALS = (  # in the order of `SpecialKind` in include/gpu/machine.h
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     "%laneid", "%warpid", "%nwarpid", "parameters", "shared", "%cluster_ctarank", "%cluster_nctarank",
     "%lanemask_lt", "%lanemask_le", "%lanemask_eq", "%lanemask_ge", "%lanemask_gt", "%clock", "%gridid",
+    "%smid", "%nsmid",
 )  # fmt: skip
 _SAME = {f"%cluster_ctaid.{axis}": "%cluster_ctarank" for axis in "xyz"} | {
     f"%cluster_nctaid.{axis}": "%cluster_nctarank" for axis in "xyz"
@@ -142,6 +144,11 @@ class _Builder:
 
     def _decode(self, statement: Statement, operation: Operation, reconverge: int) -> Decoded:
         uses, immediate, handler = list(operation.uses), operation.immediate, operation.handler
+        if (
+            handler == "ld.param" and uses[-1].text in self.registers
+        ):  # their addresses are those of memory like any other
+            handler, uses[-1] = "ld.global", Use(uses[-1].text, "u64")
+            operation = replace(operation, handler=handler, uses=tuple(uses))
         if handler == "ld.param":
             parameter = uses.pop().text
             immediate += self.kernel.parameters[parameter].offset
@@ -178,13 +185,14 @@ class _Builder:
         if handler.startswith("tcgen05."):
             copies = handler.startswith("tcgen05.cp.")
             return FENCES_THREADS * self.fences_threads | TENSOR_COPY * copies
+        if handler == "fence":
+            return _ordering(statement)
         strong = {"relaxed", "acquire", "release", "volatile"}.intersection(statement.opcode.split("."))
+        if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))):
+            return ATOMIC | _ordering(statement)
+        reduces = handler == "cp.async.bulk.tensor.store" and statement.opcode.startswith("cp.reduce.")
         guess = handler.startswith("ld.global") and statement.operands[1] in self.swapped
-        return (
-            ATOMIC
-            if handler.startswith("atom.") or (strong and handler.startswith(("ld.", "st."))) or guess
-            else 0
-        )
+        return ATOMIC if reduces or guess else 0
 
     def _size(self, use: Use) -> int:
         """Bytes of a lane of the register that an operand lies in."""
@@ -213,6 +221,8 @@ class _Builder:
         if text in self.kernel.constants:
             key = ("symbol", text)
             return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
+        if text.startswith("%"):
+            raise PtxError(f"{text} is declared nowhere, or a special register that is not emulated")
         return self._constant(number(text, use.type), size)
 
     def _local(self) -> int:
@@ -239,6 +249,18 @@ class _Builder:
             self.made[key] = self._room(size)
             enter(self.made[key])
         return self.made[key]
+
+
+def _ordering(statement: Statement) -> int:
+    """Flags of a strong operation or a fence: what it orders, and among whom. A fence without an order has both; an
+    atomic operation without a scope has that of the GPU."""
+    name = statement.opcode.split(".")
+    is_fence = name[0] in ("fence", "membar")
+    both = bool({"acq_rel", "sc"}.intersection(name)) or (
+        is_fence and not {"acquire", "release"}.intersection(name)
+    )
+    narrow = bool({"cta", "cluster"}.intersection(name))
+    return ACQUIRES * (both or "acquire" in name) | RELEASES * (both or "release" in name) | NARROW * narrow
 
 
 _BY_SIZE = ("ld.global", "ld.shared", "ld.local", "ld.param", "st.global", "st.shared", "st.local")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from ..witness.watched import Memory
 from . import exactness, machine
 from .counters import Counters, KernelCounters, Line, by_line
 from .devices import Device
-from .findings import KINDS, Finding, HazardError
+from .findings import CUSTOMARY, KINDS, Finding, HazardError
 from .libcuda import Arrived
 from .machine import MemoryRange, Options, Outcome
 from .report import tables
@@ -79,15 +80,40 @@ def counters_of(launches: Sequence[Launch]) -> KernelCounters:
     )
 
 
+LIMIT = 60.0  # seconds that a block may take: some billions of instructions of warps
+LIMIT_VARIABLE = "TRITON_LOOM_EMULATE_LIMIT"
+
+
+def seconds(limit: float | None) -> float:
+    """Return the seconds that a block may take: the argument, or else the environment's or the default."""
+    given = os.environ.get(LIMIT_VARIABLE, LIMIT) if limit is None else limit
+    name = LIMIT_VARIABLE if limit is None else "limit"
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"{name} is a number of seconds above 0, or inf for no limit; got {given!r}")
+    return value
+
+
 class Gpu:
     """An emulated GPU: its launches, in order, and what was found in them."""
 
-    def __init__(self, device: Device, options: Options, raises: bool, ignored: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        device: Device,
+        options: Options,
+        raises: bool,
+        ignored: Collection[str] = (),
+        strict: bool = False,
+    ) -> None:
         if unknown := set(ignored) - set(KINDS):
             raise ValueError(
                 f"ignore= has no kinds of findings {sorted(unknown)}; there are {', '.join(KINDS)}"
             )
-        self.device, self.options, self.raises, self.ignored = device, options, raises, frozenset(ignored)
+        self.device, self.options, self.raises = device, options, raises
+        self.ignored = frozenset(ignored) if strict else frozenset(ignored) | CUSTOMARY
         self.launches: list[Launch] = []
         self._allowed: list[MemoryRange] = []
         self._lock = threading.Lock()

@@ -104,6 +104,10 @@ _INLINE = re.compile(r"// begin inline asm\n.*?// end inline asm", re.S)
 _LOCATION = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.M)
 
 
+_CALL = re.compile(r"\bcall(?:\.uni)?\b[^;]*")
+_CALLERS = "noinline functions, tl.device_print, tl.device_assert, and sines and powers in fp64 make them"
+
+
 def _at_one_line(assembly: re.Match[str]) -> str:
     """Inline assembly with its first .loc alone. From Triton 3.8 on, LLVM counts a line of Python on for each line of
     the assembly, although all of it comes from one."""
@@ -123,8 +127,11 @@ def read(ptx: str) -> Kernel:
         raise PtxError("there is no .entry in this PTX: nothing to execute")
     if _ENTRY.search(text, entry.end()):
         raise PtxError("there are several kernels in this PTX: Triton makes one a module")
-    if re.search(r"^\s*(\.\w+\s+)*\.func\b", text, re.M):
-        raise PtxError("this PTX has a .func: calls are not emulated (compile without noinline functions)")
+    if call := _CALL.search(text, entry.end()):
+        line = text.count("\n", 0, call.start()) + 1
+        raise PtxError(
+            f"`{' '.join(call[0].split())}` (PTX line {line}): the emulated GPU has no calls of functions ({_CALLERS})"
+        )
     threads = re.search(r"\.reqntid\s+(\d+)", entry[3])
     if threads is None:
         raise PtxError("the kernel has no .reqntid: how many threads a block has is not known")

@@ -28,6 +28,9 @@ template <class F> LOOM_INLINE Pair<F> sum(Pair<F> a, Pair<F> b) {
   return {ptx::pairs<u16>([](u16 x, u16 y) { return sum16<F>(x, y); }, a.codes, b.codes)};
 }
 
+// In global memory: subnormal numbers are zeros, in what is added and in the sum (PTX ISA, atom).
+LOOM_INLINE f32 flushed(f32 x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
+struct AddFlushed { static f32 of(f32 old, f32 x, f32) { return flushed(sum(flushed(old), flushed(x))); } };
 struct Add { template <class T> static T of(T old, T x, T) { return sum(old, x); } };
 struct Min { template <class T> static T of(T old, T x, T) { return x < old ? x : old; } };
 struct Max { template <class T> static T of(T old, T x, T) { return x > old ? x : old; } };
@@ -43,7 +46,7 @@ template <Space SPACE, class Op, class T> LOOM_INLINE typename Raw<T>::type upda
   typedef typename Raw<T>::type U;
   U before = __atomic_load_n((U *)at, __ATOMIC_RELAXED);
   for (;;) {
-    const U after = bits<U>(Op::template of<T>(bits<T>(before), x, y));
+    const U after = bits<U>(Op::of(bits<T>(before), x, y));
     if constexpr (SPACE == SHARED) return *(U *)at = after, before;
     if (__atomic_compare_exchange_n((U *)at, &before, after, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return before;
   }
@@ -61,21 +64,30 @@ template <Space SPACE, class Op, class T> static void atomic(Warp &w, const Inst
   u32 lanes;
   if constexpr (SPACE == SHARED) lanes = reachable_shared(w, i, address, bytes, w.mask);
   else lanes = reachable_global<true>(w, i, address, bytes, w.mask);
-  if (w.block->checks) {
+  const bool checks = w.block->checks;
+  const Indivisible guard(w, SPACE == GLOBAL);
+  if (checks) {
     if constexpr (SPACE == SHARED) update_shared(w, i, address, bytes, lanes);
-    else update_global(w, i, address, bytes, lanes);
+    else if constexpr (!compares) update_global(w, i, address, bytes, lanes);
   }
-  w.block->happened();
+  U changed = 0;
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     const u32 lane = first_lane(rest);
+    if constexpr (SPACE == GLOBAL && compares) {
+      const U expected = (U)((Slot *)(w.registers + i.operands[2]))[lane];
+      if (checks) compare_global(w, i, lane, address[lane], bytes, *(const U *)address[lane] == expected);
+    }
     for (u32 k = 0; k < count; ++k) {
       u8 *at = bytes_at<SPACE>(w, address[lane]) + k * sizeof(U);
       const U x = (U)((Slot *)(w.registers + i.operands[count + 1 + k]))[lane];
       U y = x;
       if constexpr (compares) y = (U)((Slot *)(w.registers + i.operands[3]))[lane];
-      ((Slot *)(w.registers + i.operands[k]))[lane] = update<SPACE, Op, T>(at, bits<T>(x), bits<T>(y));
+      const U before = update<SPACE, Op, T>(at, bits<T>(x), bits<T>(y));
+      ((Slot *)(w.registers + i.operands[k]))[lane] = before;
+      changed |= before ^ *(const U *)at;
     }
   }
+  if (changed) w.block->happened();  // else it may be waiting for somebody else to change it
 }
 
 static const Named ATOMICS_TABLE[] = {
@@ -86,7 +98,8 @@ static const Named ATOMICS_TABLE[] = {
   GPU_ATOMIC("add", "s32", Add, u32)
   GPU_ATOMIC("add", "u64", Add, u64)
   GPU_ATOMIC("add", "s64", Add, u64)
-  GPU_ATOMIC("add", "f32", Add, f32)
+  GPU_HANDLER("atom.global.add.f32", atomic<GLOBAL, AddFlushed, f32>)
+  GPU_HANDLER("atom.shared.add.f32", atomic<SHARED, Add, f32>)
   GPU_ATOMIC("add", "f64", Add, f64)
   GPU_ATOMIC("add", "f16", Add, Half<ptx::f16>)
   GPU_ATOMIC("add", "bf16", Add, Half<ptx::bf16>)

@@ -32,6 +32,7 @@ struct Clocks {
   Time own;            // the time of what the warp does now
   Time copies_waited;  // of the warp's own copies: a lane knows those that it has waited for
   Time fenced[LANES];  // the time up to which a lane by itself has fenced what it wrote
+  Time released[2][LANES];  // of a lane's last fence for all blocks, and for its own alone: synchronization.h
 };
 
 LOOM_INLINE void know(Warp &w, u32 agent, Time time) {
@@ -71,6 +72,8 @@ static void begin_clocks(Block &b) {
     c.own = b.began;
     c.copies_waited = b.began - 1;
     for (Time &fenced : c.fenced) fenced = b.began - 1;
+    for (auto &lanes : c.released)
+      for (Time &released : lanes) released = 0;
   }
 }
 

@@ -7,7 +7,9 @@
 
 namespace gpu {
 
-constexpr u32 TURN = 4096;  // backward branches after which others may run: somebody may be waiting for their stores
+// After how many backward branches others may run: somebody may be waiting for their stores. A long loop counts more than once
+// for each turn, so that it takes milliseconds at most.
+constexpr u32 TURN = 4096, LONG_LOOP = 64;
 
 LOOM_INLINE void suspend(Warp &w) {
   Fragment &f = w.fragments[w.current];
@@ -67,7 +69,7 @@ LOOM_NOINLINE void part(Warp &w, u32 taken, u32 target, u32 next, u32 reconverge
 }
 
 static void branch(Warp &w, const Instruction &i) {
-  if (i.target <= i.number && ++w.turns >= TURN) w.let_others_run();
+  if (i.target <= i.number && (w.turns += 1 + (i.number - i.target) / LONG_LOOP) >= TURN) w.let_others_run();
   if (__builtin_expect(w.mask == w.active, 1)) w.pc = i.target;
   else part(w, w.mask, i.target, i.number + 1, i.reconverge);
 }

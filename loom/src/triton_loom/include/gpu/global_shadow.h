@@ -1,14 +1,17 @@
 // The shadow of global memory: races between the threads of a block, and between the blocks of a launch.
 //
-// Of each word of four bytes the last write and the last read are kept: by which block, when, by which thread. Blocks are
-// numbered through all launches of the process, so that nothing has to be cleared in between. Between blocks only atomic
-// operations make an order: a block that updates or reads atomically what another one has written that way is taken to come
-// after everything that blocks up to that one have done. That is generous: it never makes an alarm of something ordered.
+// Of each word of four bytes the last write and the last read are kept: by which block, when, by which thread; of several
+// blocks that have read it also the one with the lowest number. Blocks are numbered through all launches of the process, so
+// that nothing has to be cleared in between. Two accesses of different blocks, one of which writes, race unless a release
+// and an acquire order them (synchronization.h), or both are strong and of a scope that includes the other: relaxed atomics
+// on one word do not race with each other, and order nothing else. Blocks that store the same value race as well; threads
+// of one block do not, since Triton lets all owners of a replicated value store it.
 //
 // Most accesses are to 16 bytes at a multiple of that. As long as a launch accesses such a line as a whole, it has a cell
 // like that of a word; the first other access during the launch splits it, and from then on its four words have cells.
 #pragma once
 #include "shadow.h"
+#include "synchronization.h"
 
 namespace gpu {
 
@@ -16,7 +19,13 @@ struct Cell {
   u32 block;  // its number among all blocks ever
   u32 when;   // time, and in the low four bits which bytes of the word
   u32 who;    // instruction and thread
-  u32 first;  // of a read: the first of several blocks, see `first_reader`; of a write: nonzero if it was atomic
+  u32 first;  // of a read: the first of several blocks, see `first_reader`; of a write: what kind it was, of `Written`
+};
+enum Written : u32 {
+  STRONG = 1,
+  STRONG_IN_BLOCK = 2,  // of a scope that ends at the block
+  RELEASED = 4,         // the write itself is a release
+  RELEASES_LISTED = 8,  // releases that it hands on are listed at its location
 };
 constexpr u32 THREAD_BITS = 10;
 
@@ -33,6 +42,8 @@ LOOM_INLINE u32 bytes_of(u32 first) { return first >> 28; }
 LOOM_INLINE u32 earlier_reader(u32 one, u32 other) {
   return block_of(one) == block_of(other) ? one | other : block_of(one) < block_of(other) ? one : other;
 }
+// Strong reads leave it as it is: none of them needs an order to the strong writes that most such words have.
+constexpr u32 NO_READER = FIRST_LIMIT;
 LOOM_INLINE u32 who(u32 instruction, u32 thread) { return instruction << THREAD_BITS | thread; }
 
 constexpr u64 PAGE = 1 << 16, WORDS = PAGE / 4, LINES = PAGE / 16, TABLE = 1 << 14;
@@ -49,6 +60,7 @@ struct GlobalShadow {
   u32 used;
   u32 lock;
   u32 next_block;  // the number of the first block of the next launch
+  Synchronization synchronization;  // of the launch
 };
 
 static void begin_global_shadow(Launch &launch) {
@@ -65,7 +77,9 @@ static void begin_global_shadow(Launch &launch) {
   }
   launch.first_block = g.next_block;
   g.next_block += (u32)blocks;
+  g.synchronization.blocks = blocks;
 }
+static void end_global_shadow(Launch &launch) { end_synchronization(launch.global_shadow->synchronization); }
 
 LOOM_NOINLINE Page *find_page(GlobalShadow &g, u64 key) {
   u32 at = (u32)(key * 0x9E3779B97F4A7C15ull >> 50);
@@ -111,12 +125,14 @@ LOOM_INLINE void split_line(Page &page, u32 word, u32 begun) {
 
 // ---- is it known? ---------------------------------------------------------------------------------------
 
+LOOM_INLINE u32 thread_of(const Cell &c) { return c.who & ((1u << THREAD_BITS) - 1); }
 LOOM_INLINE bool comes_after(const Warp &w, u32 lane, const Cell &c, u32 block) {
   const Block &b = *w.block;
-  if (c.block < b.launch->first_block) return true;
-  if (c.block != block) return c.block <= b.known_block;
-  const u32 thread = c.who & ((1u << THREAD_BITS) - 1), warp = thread / LANES;
-  return c.when >> 4 <= w.clocks->known[warp] || thread == w.thread(lane);
+  const u32 begun = b.launch->first_block;
+  if (c.block < begun) return true;
+  const u32 thread = thread_of(c);
+  if (c.block == block && (c.when >> 4 <= w.clocks->known[thread / LANES] || thread == w.thread(lane))) return true;
+  return has_acquired(w, lane, c.block - begun, thread, c.when >> 4);
 }
 
 __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruction, u32 lane, const Cell &c,
@@ -127,7 +143,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruc
   const u32 id[3] = {(u32)(linear % launch.grid[0]), (u32)(linear / launch.grid[0] % launch.grid[1]),
                      (u32)(linear / launch.grid[0] / launch.grid[1])};
   const bool same_who = other_block == c.block;
-  const u32 other_thread = same_who ? c.who & ((1u << THREAD_BITS) - 1) : NOBODY;
+  const u32 other_thread = same_who ? thread_of(c) : NOBODY;
   Finding f = {GLOBAL_RACE, instruction, c.who >> THREAD_BITS, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, id, sizeof id);
@@ -161,27 +177,38 @@ LOOM_INLINE void read_word(Warp &w, const Instruction &i, u32 lane, Page &page, 
   read = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), first};
 }
 
+// Whether another block has read it, of which nothing is known, the one with the lowest number.
+LOOM_INLINE bool read_by_others(const Warp &w, u32 lane, const Cell &read) {
+  const Block &b = *w.block;
+  if (read.block < b.launch->first_block || block_of(read.first) == block_of(first_reader(b.linear, 0))) return false;
+  return bytes_of(read.first) && !has_acquired(w, lane, block_of(read.first), NOBODY, 0);
+}
+
 LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page, u64 word, u32 bytes, const u8 *data,
                             u32 block) {
   const u32 at = (u32)(word % PAGE / 4);
-  Cell &written = page.writes[at];
-  const Cell &read = page.reads[at];
-  const u32 first_block = w.block->launch->first_block;
-  const bool others_read = read.block >= first_block && block_of(read.first) != first_reader(w.block->linear, 0) &&
-                           first_block + block_of(read.first) > w.block->known_block;
+  Cell &written = page.writes[at], &read = page.reads[at];
+  const u32 begun = w.block->launch->first_block;
+  const bool others_read = read_by_others(w, lane, read);
   if (__builtin_expect(!comes_after(w, lane, written, block) || !comes_after(w, lane, read, block) || others_read, 0)) {
     u32 changed = 0;
     for (u32 k = 0; k < 4; ++k)
       if (bytes >> k & 1 && (!data || ((const u8 *)word)[k] != data[k])) changed |= 1u << k;
-    if (!changed) return;
-    if (!comes_after(w, lane, written, block) && written.when & changed) {
+    auto races = [&](const Cell &c) LOOM_ALWAYS {
+      return c.when & (c.block == block ? changed : bytes) && !comes_after(w, lane, c, block);
+    };
+    if (races(written)) {
       report_global_race(w, i.number, lane, written, written.block, word);
       if (written.block < block) return;
-    } else if (!comes_after(w, lane, read, block) && read.when & changed) {
+    } else if (races(read)) {
       report_global_race(w, i.number, lane, read, read.block, word);
-    } else if (others_read && bytes_of(read.first) & changed) {
-      report_global_race(w, i.number, lane, read, first_block + block_of(read.first), word);
+    } else if (others_read && bytes_of(read.first) & bytes) {
+      report_global_race(w, i.number, lane, read, begun + block_of(read.first), word);
+    } else if (!changed) {
+      return;
     }
+  } else if (bytes == 15 && read.block >= begun) {
+    read.block = 0;  // whoever comes after this write comes after those reads
   }
   written = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), 0};
 }
@@ -252,9 +279,9 @@ LOOM_INLINE void read_words(Warp &w, const Instruction &i, const u64 *address, u
     });
   }
 }
-LOOM_NOINLINE void read_global_atomically(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes);
+LOOM_NOINLINE void read_global_strongly(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes);
 LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  if (__builtin_expect(i.flags & ATOMIC, 0)) return read_global_atomically(w, i, address, bytes, lanes);
+  if (__builtin_expect(i.flags & ATOMIC, 0)) return read_global_strongly(w, i, address, bytes, lanes);
   switch (bytes) {
     case 4: return read_words<1>(w, i, address, bytes, lanes);
     case 8: return read_words<2>(w, i, address, bytes, lanes);
@@ -280,11 +307,11 @@ LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, 
     __builtin_memcpy((u8 *)address[lane], from, COUNT ? 4 * COUNT : bytes);
   }
 }
-LOOM_NOINLINE void write_global_atomically(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
+LOOM_NOINLINE void write_global_strongly(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
                                            u32 bytes, u32 lanes);
 LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
                                 u32 lanes) {
-  if (__builtin_expect(i.flags & ATOMIC, 0)) return write_global_atomically(w, i, address, data, stride, bytes, lanes);
+  if (__builtin_expect(i.flags & ATOMIC, 0)) return write_global_strongly(w, i, address, data, stride, bytes, lanes);
   u32 &storing = w.block->launch->storing[i.number * WARPS + w.number];
   if (__builtin_expect(lanes & ~storing, 0)) __atomic_fetch_or(&storing, lanes, __ATOMIC_RELAXED);
   switch (bytes) {
@@ -295,38 +322,179 @@ LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *addres
   }
 }
 
-// Atomic operations, and loads and stores that are relaxed or stronger, do not race with each other. What blocks do that way
-// hands on what they did before, to whoever meets it.
-template <bool READS, bool WRITES>
-LOOM_INLINE void touch_atomically(Warp &w, const Instruction &i, u32 lane, u64 address, u32 bytes) {
-  Block &b = *w.block;
-  const u32 block = number_of(b);
-  each_word(w, address, bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
-    const u32 at = (u32)(word % PAGE / 4);
-    Cell &written = page.writes[at], &read = page.reads[at];
-    // Blocks that run at once and wait for each other meet in any order: which of them have met is not kept.
-    if (b.launch->options & COOPERATIVE) b.known_block = ~0u;
-    const bool by_another = written.block >= b.launch->first_block && written.block != block;
-    if (READS && written.first && by_another && written.block > b.known_block) b.known_block = written.block;
-    if (!written.first && !comes_after(w, lane, written, block) && written.when & which)
-      report_global_race(w, i.number, lane, written, written.block, word);
-    else if (WRITES && !comes_after(w, lane, read, block) && read.when & which)
+// ---- strong operations ----------------------------------------------------------------------------------
+
+// Loads and stores that are relaxed or stronger, and atomic operations. What the model says of them is in synchronization.h.
+struct StrongAccess {
+  Warp &w;
+  const Instruction &i;
+  const u32 lane;
+  const bool reads, writes;
+
+  bool acquires() const { return i.flags & ACQUIRES; }
+  bool releases() const { return i.flags & RELEASES; }
+  bool narrow() const { return i.flags & NARROW; }
+  u32 block() const { return (u32)w.block->linear; }
+  // Whether a strong operation of a block has a scope that includes this one, and this one's the block.
+  bool is_strong_with(u32 number, bool its_narrow) const {
+    return number == number_of(*w.block) || (!narrow() && !its_narrow);
+  }
+  bool is_strong_with_write(const Cell &c) const {
+    return c.first & STRONG && is_strong_with(c.block, c.first & STRONG_IN_BLOCK);
+  }
+  bool is_strong_with_read(const Cell &c) const {
+    const u32 flags = w.block->launch->instructions[c.who >> THREAD_BITS].flags;
+    return flags & ATOMIC && is_strong_with(c.block, flags & NARROW);
+  }
+
+  bool is_own(const Release &r) const { return r.block == block() && r.thread == w.thread(lane); }
+  Release release_of(const Cell &c) const {
+    return {c.block - w.block->launch->first_block, thread_of(c), c.when >> 4, c.first & STRONG_IN_BLOCK};
+  }
+
+  LOOM_ALWAYS void word(Page &page, u64 word, u32 which);
+  u32 hand_on(const Cell &written, u64 location);
+  u32 hand_on_lists(const Cell &written, u64 location);
+  void acquire(const Release &from);
+};
+
+// A release that this access reads from, directly or through others: at once, or when the thread comes to a fence.
+inline void StrongAccess::acquire(const Release &from) {
+  const u32 thread = w.thread(lane);
+  if (from.block == block() ? from.thread == thread : from.narrow || narrow()) return;
+  History &h = history_of(*w.block);
+  const Acquire a = {from, thread, w.clocks->own};
+  if (acquires()) return enter_acquire(h, a);
+  for (const Acquire &known : h.unfenced)
+    if (known.thread == thread && known.from.block == from.block && known.from.thread == from.thread &&
+        known.from.time >= from.time)
+      return;
+  h.unfenced.push(a);
+}
+
+// What a location hands on from here: of `Written`. It is what the access itself releases, if that is all: it has acquired
+// what was released before, or there is nothing.
+__attribute__((noinline)) inline u32 StrongAccess::hand_on(const Cell &written, u64 location) {
+  const u32 begun = w.block->launch->first_block, handed_on = written.first & (RELEASED | RELEASES_LISTED);
+  const bool found = written.block >= begun && handed_on && is_strong_with_write(written);
+  const bool both = acquires() && releases() && reads;
+  if (writes && releases() && !found) return RELEASED;
+  if (writes && both && handed_on == RELEASED && (!narrow() || written.block == begun + block()))
+    return acquire(release_of(written)), RELEASED;
+  return hand_on_lists(written, location);
+}
+__attribute__((noinline)) inline u32 StrongAccess::hand_on_lists(const Cell &written, u64 location) {
+  Synchronization &s = *w.block->synchronization;
+  const u32 begun = w.block->launch->first_block, thread = w.thread(lane);
+  Vec<Release> found = {};
+  if (written.block >= begun && written.first & (RELEASED | RELEASES_LISTED) && is_strong_with_write(written)) {
+    if (written.first & RELEASES_LISTED)
+      for (const Release &r : location_at(s, location).releases) found.push(r);
+    if (written.first & RELEASED) found.push(release_of(written));
+  }
+  if (reads)
+    for (const Release &r : found) acquire(r);
+  if (!writes) return found.release(), 0;
+  // A store ends what an atomic operation hands on, but for releases of the same thread.
+  Vec<Release> kept = {};
+  for (const Release &r : found) {
+    const bool known = reads && acquires() && releases() && (r.block == block() || (!r.narrow && !narrow()));
+    if ((reads || is_own(r)) && !known && !(is_own(r) && releases())) kept.push(r);
+  }
+  for (u32 scope = 0; scope < 2 && !releases(); ++scope)  // fences before a write that is no release itself
+    if (const Time time = w.clocks->released[scope][lane]; time >= w.block->began) {
+      for (u32 k = kept.count; k-- > 0;)
+        if (is_own(kept[k]) && kept[k].narrow >= scope && kept[k].time <= time) kept.remove(k);
+      kept.push({block(), thread, time, scope || narrow()});
+    }
+  const bool listed = kept.count;
+  if (listed) {
+    Location &l = location_at(s, location);
+    l.releases.clear();
+    for (const Release &r : kept) l.releases.push(r);
+  }
+  found.release(), kept.release();
+  return (releases() ? RELEASED : 0) | (listed ? RELEASES_LISTED : 0);
+}
+
+LOOM_ALWAYS void StrongAccess::word(Page &page, u64 word, u32 which) {
+  const u32 at = (u32)(word % PAGE / 4), own = number_of(*w.block), begun = w.block->launch->first_block;
+  Cell &written = page.writes[at], &read = page.reads[at];
+  const bool touched = written.block >= begun;
+  if (touched && written.when & which && !is_strong_with_write(written) && !comes_after(w, lane, written, own)) {
+    report_global_race(w, i.number, lane, written, written.block, word);
+  } else if (writes && read.block >= begun) {
+    if (read.when & which && !is_strong_with_read(read) && !comes_after(w, lane, read, own))
       report_global_race(w, i.number, lane, read, read.block, word);
-    if (WRITES) written = {block, w.clocks->own << 4 | which, who(i.number, w.thread(lane)), 1};
-  });
+    else if (bytes_of(read.first) & which && read_by_others(w, lane, read))
+      report_global_race(w, i.number, lane, read, begun + block_of(read.first), word);
+  }
+  const bool hands_on = touched && written.first & (RELEASED | RELEASES_LISTED);
+  const bool fenced = writes && (w.clocks->released[0][lane] | w.clocks->released[1][lane]) >= w.block->began;
+  u32 kind = 0;
+  if (hands_on || fenced || (writes && releases())) kind = hand_on(written, word);
+  const u32 when = w.clocks->own << 4 | which, by = who(i.number, w.thread(lane));
+  if (writes) written = {own, when, by, STRONG | (narrow() ? STRONG_IN_BLOCK : 0) | kind};
+  else if (read.block < begun || is_atomic(*w.block, read.who >> THREAD_BITS) || comes_after(w, lane, read, own))
+    read = {own, when, by, read.block < begun ? NO_READER : read.first};
+}
+
+LOOM_INLINE void touch_strongly(Warp &w, const Instruction &i, u32 lane, u64 address, u32 bytes, bool reads, bool writes) {
+  StrongAccess access = {w, i, lane, reads, writes};
+  each_word(w, address, bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS { access.word(page, word, which); });
+}
+// Around a release: what the lanes know is kept, and what they do next is later.
+LOOM_INLINE void begin_release(Warp &w, const Instruction &i) {
+  if (i.flags & RELEASES) keep_snapshot(w);
+}
+LOOM_INLINE void end_release(Warp &w, const Instruction &i) {
+  if (i.flags & RELEASES) ++w.clocks->own;
 }
 LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  GPU_EACH_LANE(lanes, lane) touch_atomically<true, true>(w, i, lane, address[lane], bytes);
+  begin_release(w, i);
+  GPU_EACH_LANE(lanes, lane) touch_strongly(w, i, lane, address[lane], bytes, true, true);
+  end_release(w, i);
 }
-LOOM_NOINLINE void read_global_atomically(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
-  GPU_EACH_LANE(lanes, lane) touch_atomically<true, false>(w, i, lane, address[lane], bytes);
+// A comparison and a store, which takes place if it `succeeds`.
+LOOM_NOINLINE void compare_global(Warp &w, const Instruction &i, u32 lane, u64 address, u32 bytes, bool succeeds) {
+  begin_release(w, i);
+  touch_strongly(w, i, lane, address, bytes, true, succeeds);
+  end_release(w, i);
 }
-LOOM_NOINLINE void write_global_atomically(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
-                                           u32 bytes, u32 lanes) {
+LOOM_NOINLINE void read_global_strongly(Warp &w, const Instruction &i, const u64 *address, u32 bytes, u32 lanes) {
+  GPU_EACH_LANE(lanes, lane) touch_strongly(w, i, lane, address[lane], bytes, true, false);
+}
+LOOM_NOINLINE void write_global_strongly(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
+                                         u32 bytes, u32 lanes) {
+  begin_release(w, i);
   GPU_EACH_LANE(lanes, lane) {
-    touch_atomically<false, true>(w, i, lane, address[lane], bytes);
+    touch_strongly(w, i, lane, address[lane], bytes, false, true);
     __builtin_memcpy((u8 *)address[lane], data + lane * stride, bytes);
   }
+  end_release(w, i);
+}
+
+// fence and membar: strong writes that follow hand on what came before; strong reads before it acquire.
+static void fence(Warp &w, const Instruction &i) {
+  Block &b = *w.block;
+  if (!b.checks) return;
+  const Indivisible guard(w, true);
+  Clocks &c = *w.clocks;
+  if (i.flags & ACQUIRES && b.synchronization->histories && b.synchronization->histories[b.linear]) {
+    History &h = history_of(b);
+    for (u32 k = h.unfenced.count; k-- > 0;) {
+      Acquire a = h.unfenced[k];
+      const bool here = a.thread / LANES == w.number && w.mask >> a.thread % LANES & 1;
+      if (!here || (i.flags & NARROW && a.from.block != b.linear)) continue;
+      h.unfenced.remove(k);
+      a.time = c.own;
+      enter_acquire(h, a);
+    }
+  }
+  if (!(i.flags & RELEASES)) return;
+  keep_snapshot(w);
+  GPU_EACH_LANE(w.mask, lane) c.released[i.flags & NARROW ? 1 : 0][lane] = c.own;
+  ++c.own;
 }
 
 }  // namespace gpu

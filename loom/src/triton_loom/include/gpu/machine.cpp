@@ -35,7 +35,8 @@ static u64 special_value(const Special &s, const Block &b, u32 warp, u32 lane) {
     case LANEMASK_LE: return (2u << lane) - 1;
     case LANEMASK_GE: return ~((1u << lane) - 1);
     case LANEMASK_GT: return ~((2u << lane) - 1);
-    case CLOCK: case GRIDID: return 0;
+    case CLOCK: case GRIDID: case SMID: return 0;
+    case NSMID: return 1;
   }
   return 0;
 }
@@ -62,7 +63,7 @@ static void enter(Block &b, u64 linear) {
   b.id[1] = (u32)(linear / launch.grid[0] % launch.grid[1]);
   b.id[2] = (u32)(linear / launch.grid[0] / launch.grid[1]);
   b.live_threads = b.thread_count;
-  b.known_block = 0;
+  begin_closures(b);
   begin_clocks(b);
   b.pending.clear();
   for (Barrier &barrier : b.barriers)
@@ -144,13 +145,14 @@ static bool open_abandoned_barrier(Block &b) {
   return false;
 }
 
-static void report_deadlock(Block &b) {
+// Whoever is left in the block, and where.
+static void report_where_it_is(Block &b, Kind kind) {
   for (u32 k = 0; k < b.warp_count; ++k) {
     Warp &w = b.warps[k];
     for (u32 n = 0; n < w.fragments_used && !is_over(w); ++n) {
       const Fragment &f = w.fragments[n];
-      if (f.state == AT_BARRIER) found(w, DEADLOCK, f.pc - 1, first_lane(f.lanes));
-      if (f.state == READY || f.state == POLLING) found(w, DEADLOCK, f.pc, first_lane(f.lanes));
+      if (f.state == AT_BARRIER && kind == DEADLOCK) found(w, kind, f.pc - 1, first_lane(f.lanes));
+      if (f.state == READY || f.state == POLLING) found(w, kind, f.pc, first_lane(f.lanes));
     }
   }
 }
@@ -196,9 +198,38 @@ static void go_on(Launch &launch, bool &waits) {
   waits = false;
 }
 
+// ---- when to stop ---------------------------------------------------------------------------------------
+
+constexpr u64 LOOK = 50000000;  // nanoseconds
+
+static void look_for_interrupt(Launch &launch) {
+  const Interpreter &python = launch.interpreter;
+  if (!python.enter) return;
+  const int state = python.enter();
+  if (python.is_interrupted()) __atomic_store_n(&launch.stopped, BY_INTERRUPT, __ATOMIC_RELAXED);
+  python.leave(state);
+}
+LOOM_NOINLINE void look_at_clock(Block &b) {
+  Launch &launch = *b.launch;
+  const u64 time = now();
+  if (time >= b.worker->next_look) {
+    b.worker->next_look = time + LOOK;
+    if (b.worker->launches) look_for_interrupt(launch);
+  }
+  if (time < b.deadline || launch.stopped) return;
+  report_where_it_is(b, TIME_LIMIT);
+  __atomic_store_n(&launch.stopped, BY_LIMIT, __ATOMIC_RELAXED);
+}
+// Asked whenever a warp has stopped; the clock is looked at after many of them, or after one that went round a loop for long.
+LOOM_INLINE bool is_stopped(Block &b, const Warp &w) {
+  if (__builtin_expect(w.turns >= TURN || (++b.worker->stops & 1023) == 0, 0)) look_at_clock(b);
+  return __builtin_expect(__atomic_load_n(&b.launch->stopped, __ATOMIC_RELAXED), 0);
+}
+
 static void run_block(Block &b) {
   u64 seen = b.events;
   bool waits = false;
+  b.deadline = b.launch->limit ? now() + b.launch->limit : ~0ull;
   for (u32 idle = 0;;) {
     bool over = true, ran = false;
     for (u32 k = 0; k < b.warp_count; ++k) {
@@ -208,6 +239,7 @@ static void run_block(Block &b) {
       if (!can_run(w)) continue;
       b.worker->counts ? run<true>(w) : run<false>(w);
       ran = true;
+      if (is_stopped(b, w)) return go_on(*b.launch, waits);
     }
     if (over) break;
     if (b.events != seen) {
@@ -219,16 +251,29 @@ static void run_block(Block &b) {
     } else if (deliver_one(b) || open_abandoned_barrier(b)) {
       continue;
     } else if (!ran || (!others_may_help(*b.launch, waits) && ++idle >= 4)) {
-      report_deadlock(b);
+      report_where_it_is(b, DEADLOCK);
       break;
     }
   }
   go_on(*b.launch, waits);
 }
 
+// The thread that launches answers to Ctrl-C until all others are done.
+static void wait_for_others(Launch &launch) {
+  const u64 began = now();
+  for (u64 looked = began; __atomic_load_n(&launch.over, __ATOMIC_ACQUIRE) < launch.started;) {
+    const u64 time = now();
+    if (time < began + LOOK) sched_yield();
+    else usleep(1000);
+    if (time >= looked + LOOK) looked = time, look_for_interrupt(launch);
+  }
+}
+
 static void work(void *data) {
   Launch &launch = *(Launch *)data;
   Worker &worker = *(Worker *)allocate(sizeof(Worker));
+  worker.launches = gettid() == launch.thread;
+  __atomic_fetch_add(&launch.started, 1, __ATOMIC_ACQ_REL);
   Block &b = worker.block;
   worker.launch = b.launch = &launch;
   b.worker = &worker;
@@ -253,11 +298,11 @@ static void work(void *data) {
         else ((u32 *)(w.registers + c.offset))[lane] = (u32)c.value;
     }
   }
-  if (b.checks) b.shadow = new_shadow(launch.shared_bytes);
+  if (b.checks) b.shadow = new_shadow(launch.shared_bytes), b.synchronization = &launch.global_shadow->synchronization;
   const u64 blocks = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
   for (;;) {
     const u64 linear = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
-    if (linear >= blocks) break;
+    if (linear >= blocks || launch.stopped) break;
     enter(b, linear);
     run_block(b);
     if (b.end_tensor_memory) b.end_tensor_memory(b);
@@ -271,8 +316,12 @@ static void work(void *data) {
   if (b.release) b.release(b);
   b.pending.release();
   free_shadow(b.shadow);
+  release_closures(b);
   free(clocks), free(worker.executed), free(worker.counts), free(worker.shared_memory), free(worker.registers);
+  const bool launches = worker.launches;
   free(&worker);
+  __atomic_fetch_add(&launch.over, 1, __ATOMIC_ACQ_REL);
+  if (launches) wait_for_others(launch);
 }
 
 }  // namespace gpu
@@ -289,8 +338,10 @@ GPU_EXPORT u32 gpu_size(u32 which) {
 }
 
 GPU_EXPORT void gpu_launch(gpu::Launch *launch, void *gomp_parallel) {
+  launch->thread = gettid();
   if (launch->options & gpu::HAZARDS) gpu::begin_global_shadow(*launch);
   if (launch->workers > 1 && gomp_parallel)
     ((void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel)(gpu::work, launch, launch->workers, 0);
   else gpu::work(launch);
+  if (launch->options & gpu::HAZARDS) gpu::end_global_shadow(*launch);
 }

@@ -61,6 +61,8 @@ enum Flags : u32 {
   UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
   FENCES_THREADS = 8,    // of a tcgen05: the kernel has a tcgen05.fence, and is held to have all that it needs
   TENSOR_COPY = 16,      // a tcgen05.cp: products of the same thread come after it
+  ACQUIRES = 32, RELEASES = 64,  // of what is strong, and of fences
+  NARROW = 128,                  // and whose scope is the block
 };
 
 // ---- what is found --------------------------------------------------------------------------------------
@@ -101,6 +103,8 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
   TENSOR_MISUSE,
   LOAD_UNDER_WAY,
   NO_TENSOR_FENCE,
+  TIME_LIMIT,
+  NO_MBARRIER_FENCE,
 };
 
 constexpr u32 NOBODY = ~0u;
@@ -130,7 +134,7 @@ struct Constant {  // a register that is the same in all lanes and never written
 enum SpecialKind : u32 {  // in the order of SPECIALS in gpu/program.py
   TID_X, TID_Y, TID_Z, NTID_X, NTID_Y, NTID_Z, CTAID_X, CTAID_Y, CTAID_Z, NCTAID_X, NCTAID_Y, NCTAID_Z,
   LANEID, WARPID, NWARPID, PARAMETERS, DYNAMIC_SHARED, CLUSTER_CTAID, CLUSTER_NCTAID, LANEMASK_LT, LANEMASK_LE,
-  LANEMASK_EQ, LANEMASK_GE, LANEMASK_GT, CLOCK, GRIDID,
+  LANEMASK_EQ, LANEMASK_GE, LANEMASK_GT, CLOCK, GRIDID, SMID, NSMID,
 };
 struct Special {
   u32 offset, kind;
@@ -138,6 +142,13 @@ struct Special {
 };
 
 enum Check : u32 { HAZARDS = 1, EARLY = 2, ALONE = 4, COOPERATIVE = 8 };
+
+// Functions of Python's, by which the thread that launches asks whether somebody has pressed Ctrl-C.
+struct Interpreter {
+  int (*enter)();
+  void (*leave)(int);
+  int (*is_interrupted)();
+};
 
 struct Launch {  // mirrored in gpu/machine.py
   const Instruction *instructions;
@@ -151,7 +162,8 @@ struct Launch {  // mirrored in gpu/machine.py
   struct Counts *counts;
   u32 *storing;  // by instruction and warp: lanes that have stored to global memory by it
   u64 findings_total;
-  u64 seed;
+  u64 limit;  // nanoseconds that a block may take; 0: as many as it likes
+  Interpreter interpreter;
   u32 instruction_count, constant_count, special_count, range_count;
   u32 finding_capacity, finding_count;
   u32 register_bytes, parameter_bytes, shared_bytes, threads;
@@ -164,7 +176,11 @@ struct Launch {  // mirrored in gpu/machine.py
   u32 first_block;  // global_shadow.h
   u32 waiting;      // workers whose blocks wait for what others may do
   struct GlobalShadow *global_shadow;
+  i32 thread;         // that launches
+  u32 started, over;  // workers, and of those the ones that have no block any more
+  u32 stopped;        // of `Stop`
 };
+enum Stop : u32 { NOT_STOPPED, BY_LIMIT, BY_INTERRUPT };
 
 // ---- a warp ---------------------------------------------------------------------------------------------
 
@@ -235,13 +251,15 @@ struct Block {
   u8 *shared;  // shared[0] has the address SHARED_BASE
   u32 shared_bytes, warp_count, thread_count;
   u32 live_threads;
+  u64 deadline;  // when it has taken too long
   u64 events;  // counts whatever may let somebody go on who had to wait
   Warp warps[WARPS];
   Barrier barriers[BARRIERS];
   Vec<Pending> pending;
   bool checks;
   struct Shadow *shadow;     // of shared memory: shadow.h
-  u32 known_block;           // the last block that this one is known to come after: global_shadow.h
+  struct Synchronization *synchronization;  // between blocks: synchronization.h
+  struct Closures *closures;                // what its warps know by that
   Time began;                // clocks.h
   Time agent_time[AGENTS];   // of agents that are no warps
   struct Units *units;       // that work beside the warps, if the kernel has used one: units.h
@@ -264,6 +282,9 @@ struct Worker {
   u8 *shared_memory;
   const Range *last_range;
   struct Page *last_page;
+  bool launches;   // it is the thread that launched
+  u64 next_look;   // when it asks again whether it is to stop
+  u32 stops;       // of warps
 };
 
 // ---- findings -------------------------------------------------------------------------------------------

@@ -225,21 +225,24 @@ template <u32 K, class D, class A, class B> static void mma(Warp &w, const Instr
   D::close(w, i, 0, c);
 }
 
-// In f64: 8 rows, k = 4. Operands: D (2), A, B, C (2).
-static void mma_f64(Warp &w, const Instruction &i) {
+// In f64. A lane has every eighth row of a column of A, every fourth row of a column of B, and pairs of C and D in every
+// eighth row. Operands: D, A, B, C.
+template <u32 ROWS, u32 K> static void mma_f64(Warp &w, const Instruction &i) {
+  constexpr u32 PARTS = ROWS / 8, D = 2 * PARTS, A = PARTS * K / 4, B = K / 4;
   expect_whole(w, i);
-  f64 a[8][4], b[4][8], c[8][8];
+  f64 a[ROWS][K], b[K][8], c[ROWS][8];
   for (u32 lane = 0; lane < LANES; ++lane) {
-    a[lane / 4][lane % 4] = bits<f64>(w.longs(i, 2)[lane]);
-    b[lane % 4][lane / 4] = bits<f64>(w.longs(i, 3)[lane]);
-    for (u32 r = 0; r < 2; ++r) c[lane / 4][lane % 4 * 2 + r] = bits<f64>(w.longs(i, 4 + r)[lane]);
+    const u32 group = lane / 4, member = lane % 4;
+    for (u32 r = 0; r < A; ++r) a[group + r % PARTS * 8][member + r / PARTS * 4] = bits<f64>(w.longs(i, D + r)[lane]);
+    for (u32 r = 0; r < B; ++r) b[member + r * 4][group] = bits<f64>(w.longs(i, D + A + r)[lane]);
+    for (u32 r = 0; r < D; ++r) c[group + r / 2 * 8][member * 2 + r % 2] = bits<f64>(w.longs(i, D + A + B + r)[lane]);
   }
-  for (u32 row = 0; row < 8; ++row)
-    for (u32 k = 0; k < 4; ++k)
+  for (u32 row = 0; row < ROWS; ++row)
+    for (u32 k = 0; k < K; ++k)
       for (u32 column = 0; column < 8; ++column)
         c[row][column] = multiply_add(a[row][k], b[k][column], c[row][column]);
   GPU_EACH_LANE(w.mask, lane)
-    for (u32 r = 0; r < 2; ++r) w.longs(i, r)[lane] = bits<u64>(c[lane / 4][lane % 4 * 2 + r]);
+    for (u32 r = 0; r < D; ++r) w.longs(i, r)[lane] = bits<u64>(c[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2]);
 }
 
 // ---- products with scales -------------------------------------------------------------------------------
@@ -347,7 +350,10 @@ static const Named MATRIX_TABLE[] = {
   GPU_INTEGERS("u8", "s8", U8, S8)
   GPU_INTEGERS("u8", "u8", U8, U8)
 #undef GPU_INTEGERS
-  GPU_HANDLER("mma.m8n8k4.f64.f64.f64.f64", mma_f64)
+  GPU_HANDLER("mma.m8n8k4.f64.f64.f64.f64", mma_f64<8, 4>)
+  GPU_HANDLER("mma.m16n8k4.f64.f64.f64.f64", mma_f64<16, 4>)
+  GPU_HANDLER("mma.m16n8k8.f64.f64.f64.f64", mma_f64<16, 8>)
+  GPU_HANDLER("mma.m16n8k16.f64.f64.f64.f64", mma_f64<16, 16>)
 #define GPU_MXF8(A, B, TYPE_A, TYPE_B)                                                          \
   GPU_HANDLER("mma.m16n8k32.kind::mxf8f6f4.block_scale.scale_vec::1X.f32." A "." B ".f32.ue8m0",  \
               mma_scaled<32, 1, TYPE_A, TYPE_B, Ue8m0>)

@@ -56,6 +56,10 @@ LOOM_NOINLINE MBarrier *mbarrier_at(Warp &w, const Instruction &i, u32 lane, u32
   u64 addresses[LANES];
   addresses[lane] = address;
   read_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane);
+  // A bulk copy reaches it by the asynchronous proxy, its init was a write of a thread.
+  const bool copies = agent >= FURTHER && agent < FURTHER + MBARRIER_AGENTS;
+  if (copies && !m->fenced && !is_fenced(w, lane, m->made))
+    found(w, NO_MBARRIER_FENCE, i.number, lane, address, instruction_of(m->made), agent_of(m->made) * LANES + lane_of(m->made));
   if (agent != w.number) {
     const Time time = b.agent_time[agent];
     plane_of(*b.shadow, agent, time)[(address - SHARED_BASE) / GRANULE] = stamp(time, i.number, lane, agent);
@@ -126,12 +130,20 @@ static void make_mbarrier(Warp &w, const Instruction &i) {
     for (u32 k = 0; k < MBARRIER_BYTES && b.checks && !again; ++k) b.shadow->writes[address - SHARED_BASE + k] = as;
     if (b.checks) m->made = b.shadow->writes[address - SHARED_BASE];
     if (again) return;
-    m->live = true;
+    m->live = true, m->fenced = false;
     m->count = m->pending = count;
     m->bytes = 0, m->phase = 0, m->under_way = 0, m->copied = 0;
     for (u32 k = 0; k < KNOWLEDGE; ++k) m->known[k] = m->over[k] = b.began - 1;
     b.happened();
   });
+}
+
+// fence.mbarrier_init: all agents see what the thread has initialised.
+static void fence_mbarriers(Warp &w, const Instruction &) {
+  for (MBarrier *m : units_of(*w.block).mbarriers) {
+    const Stamp made = m->made;
+    if (agent_of(made) == w.number && w.mask >> lane_of(made) & 1) m->fenced = true;
+  }
 }
 
 // Operand: address.
@@ -234,6 +246,7 @@ static void wait_for_cluster(Warp &w, const Instruction &i) {
 static const Named MBARRIER_TABLE[] = {
   GPU_HANDLER("barrier.cluster.arrive", arrive_at_cluster)
   GPU_HANDLER("barrier.cluster.wait", wait_for_cluster)
+  GPU_HANDLER("fence.mbarrier_init", fence_mbarriers)
   GPU_HANDLER("mbarrier.init", make_mbarrier)
   GPU_HANDLER("mbarrier.inval", end_mbarrier)
   GPU_HANDLER("mbarrier.arrive", arrive_at_mbarrier<ARRIVE>)

@@ -96,6 +96,7 @@ template <Space SPACE, class T, class Slot> static void load(Warp &w, const Inst
   u32 lanes;
   if constexpr (SPACE == SHARED) lanes = reachable_shared(w, i, address, bytes, w.mask);
   else lanes = reachable_global<false>(w, i, address, bytes, w.mask);
+  const Indivisible guard(w, SPACE == GLOBAL && i.flags & ATOMIC);
   if (w.block->checks) {
     if constexpr (SPACE == SHARED) read_shared(w, i, address, bytes, lanes);
     else read_global(w, i, address, bytes, lanes);
@@ -132,6 +133,7 @@ template <Space SPACE, class T, class Slot> static void store(Warp &w, const Ins
       __builtin_memcpy(data[lane] + k * sizeof(T), &x, sizeof x);
     }
   }
+  const Indivisible guard(w, SPACE == GLOBAL && i.flags & ATOMIC);
   if (w.block->checks) {
     if constexpr (SPACE == SHARED) return write_shared(w, i, address, &data[0][0], 32, bytes, lanes);
     else return write_global(w, i, address, &data[0][0], 32, bytes, lanes);
@@ -182,6 +184,7 @@ template <class T, class Slot> static void load_parameter(Warp &w, const Instruc
 }
 
 static const Named MEMORY_TABLE[] = {
+  GPU_HANDLER("fence", fence)
 #define GPU_BY_SIZE(NAME, FUNCTION, ...)                   \
   GPU_HANDLER(NAME ".u8.4", FUNCTION<__VA_ARGS__ u8, u32>)   \
   GPU_HANDLER(NAME ".u16.4", FUNCTION<__VA_ARGS__ u16, u32>) \

@@ -9,6 +9,9 @@ void *realloc(void *, unsigned long);
 void *aligned_alloc(unsigned long, unsigned long);
 void free(void *);
 int sched_yield();
+int clock_gettime(int, void *);
+int usleep(unsigned);
+int gettid();
 }
 
 namespace gpu {
@@ -38,6 +41,13 @@ template <class T> struct Vec {
     data = nullptr, count = capacity = 0;
   }
 };
+
+// Nanoseconds since some moment.
+inline u64 now() {
+  i64 time[2];
+  clock_gettime(1, time);  // CLOCK_MONOTONIC
+  return (u64)time[0] * 1000000000 + (u64)time[1];
+}
 
 // Zeroed, at a multiple of 64.
 inline void *allocate(u64 bytes) {

@@ -25,6 +25,7 @@ struct MBarrier {
   u32 under_way;  // copies that have been begun and not arrived
   u32 agent;      // that its copies are
   Stamp made;     // of the write that initialised it
+  bool fenced;    // by a fence.mbarrier_init of the thread that did
   Stamp copied;   // of the last copy that it counts; 0 if there is none
   u32 copied_by;  // the warp that began it
   Time known[KNOWLEDGE];  // to those who have come
