@@ -19,6 +19,7 @@ from processes import run_python
 from triton.backends.compiler import GPUTarget
 from triton_loom import testing
 from triton_loom.testing import assert_caught, launching_nothing, mutant
+from triton_loom.testing.memory import poisoned_allocations
 
 LOOM = Path(__file__).parents[1]
 DOCUMENTS = "\n".join(
@@ -83,3 +84,13 @@ def test_every_public_name_is_documented(package: Any, name: str) -> None:
     if inspect.isclass(value) or inspect.isfunction(value):
         assert inspect.getdoc(value)
     assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", DOCUMENTS), f"no document names {name}"
+
+
+def test_poisoned_allocations_are_made_on_the_default_device() -> None:
+    """PyTorch remembers its constructors when a device is first made the default, whatever they are then."""
+    torch.utils._device._device_constructors.cache_clear()
+    try:
+        with poisoned_allocations(), torch.device("meta"):
+            assert torch.empty(3).device.type == torch.empty_strided((3,), (1,)).device.type == "meta"
+    finally:
+        torch.utils._device._device_constructors.cache_clear()

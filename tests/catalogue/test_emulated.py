@@ -77,7 +77,10 @@ def test_products_in_tensor_memory(workload: Workload) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("workload", [w for op in weft.catalogue for w in by_options(op)], ids=str)
+@pytest.mark.parametrize(
+    ("workload", "target"),
+    [(w, target) for op in weft.catalogue for w in by_options(op) for target in TARGETS if w.runs_on(target)],
+    ids=str,
+)
 def test_every_set_of_options(workload: Workload, target: str) -> None:
     emulated(workload, target)

@@ -567,7 +567,9 @@ def test_all_rotations_of_transformers() -> None:
     for label, reason in left.items():
         print(f"  {label}: {reason}")
     assert len(recognised) > 100
-    assert len(left) < 40
+    by_call = [name for name, reason in left.items() if "with other arguments than" in reason]
+    assert len(by_call) < 20  # those that say along which dimension cos and sin are the same
+    assert len(left) - len(by_call) < 40
 
 
 def test_whole_models_under_checkpoint(made: list[DeferredLogits]) -> None:

@@ -462,10 +462,11 @@ def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: i
     for side in ("rowwise", "columnwise"):
         if getattr(wanted, side) is not None:
             for field in ("data", "scale"):
-                same = words(getattr(getattr(got, side), field)) == words(
-                    getattr(getattr(wanted, side), field)
-                )
-                assert same.float().mean() > 0.995
+                here, there = (getattr(getattr(each, side), field) for each in (got, wanted))
+                if here.dtype == torch.float32:  # a scale that is not rounded moves by as much as the numbers
+                    torch.testing.assert_close(here, there, rtol=2**-21, atol=0)
+                else:
+                    assert (words(here) == words(there)).float().mean() > 0.995
 
 
 def test_rowwise_copy_is_the_same_with_a_columnwise_one() -> None:

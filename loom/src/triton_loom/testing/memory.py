@@ -41,6 +41,9 @@ def poisoned_allocations() -> Iterator[None]:
 
         return allocate_poisoned
 
+    # PyTorch looks its constructors up when a device is first made the default, and remembers those that it finds.
+    with torch.device("cpu"):
+        torch.empty(0)
     names = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
     with _replaced(
         {(owner, name): poisoned(getattr(owner, name)) for owner in names for name in names[owner]}

@@ -106,6 +106,8 @@ def product_config(
         m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
     if grouped is not None and decoded and name in ("sm_80", "sm_89"):
         n, warps = 64, 4
+        if grouped == "rows":
+            k = 32  # the addresses of rows that are gathered take registers, too
     if grouped == "depth" and kind == "mx8" and name == "sm_100":
         warps = 8  # the gradients so far are read into registers beside the sums
     if gated:
