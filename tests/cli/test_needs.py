@@ -18,7 +18,7 @@ COMMANDS = {
     "weft verify": ["verify", "--op", "dequantize", "--quick"],
     "weft prove": ["prove", "--op", "dequantize"],
     "weft audit": ["audit", "--op", "dequantize", "--target", "sm_90"],
-    "weft tune": ["tune", "--op", "dequantize", "--most", "0.05"],
+    "weft tune": ["tune", "--op", "dequantize", "--most", "0.05", "--out", "{}/tuned.json"],
     "weft tune --target": ["tune", "--op", "dequantize", "--target", "sm_90"],
     "weft traffic": ["traffic", "dequantize:linghe", "--most", "1"],
     "weft published": ["published", "router product, b", "--most", "1"],
