@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from ..ir.provenance import MASK_AT, Integer
+from ..ir.provenance import Integer, mask_of
 from ..ir.ttir import I32, Op, Value, element_of
 from .accesses import Accesses, exact_result
 from .cpp import c_string, vector_of
@@ -86,7 +86,8 @@ class Wrapping:
             return
         for watch in self.watches_in(op.operands[0]):
             self.report(watch, mask, level)
-        parts = conjuncts(op.operands[MASK_AT[op.name]]) if mask is not None else []
+        given = mask_of(op)
+        parts = conjuncts(given) if mask is not None and given is not None else []
         for part in parts:
             for watch in self.watches_in(part):
                 others = [other for other in parts if watch not in self.watches_in(other)]

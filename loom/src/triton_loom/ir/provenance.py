@@ -78,7 +78,7 @@ _THROUGH = {
     *("arith.divsi", "arith.remsi", "arith.minsi", "arith.maxsi", BITONIC),
 }
 ARITHMETIC = {"arith.addi": "+", "arith.subi": "-", "arith.muli": "*", "arith.shli": "<<"}
-MASK_AT = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of the mask among the operands
+_MASK_AT = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of the mask among the operands
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ class Integer:
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
 
+def mask_of(op: Op) -> Value | None:
+    """Return the operand that says which lanes of an access are on, or None."""
+    at = _MASK_AT.get(op.name, len(op.operands))
+    return op.operands[at] if at < len(op.operands) else None
+
+
 def offset_arithmetic(function: Function) -> dict[Op, Integer]:
     """Sums, differences and products, of 32 bits or less, that offsets of pointers, masks and the bounds of loops are
     made of; with the type that has to hold their exact result."""
@@ -103,9 +109,8 @@ def offset_arithmetic(function: Function) -> dict[Op, Integer]:
             todo.append((user.operands[1], True))
         elif user.name == "scf.for" and not user.attrs.get("unsigned"):
             todo += [(bound, True) for bound in user.operands[:3]]  # where it begins and ends, and its step
-        elif user.name in MASK_AT:
-            compared = [v for mask in user.operands[MASK_AT[user.name] :][:1] for v in _compared(mask)]
-            todo += [(value, True) for value in compared]
+        elif (mask := mask_of(user)) is not None:
+            todo += [(value, True) for value in _compared(mask)]
     while todo:
         value, signed = todo.pop()
         if value in seen:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .provenance import MASK_AT
+from .provenance import mask_of
 from .ttir import I1, I32, Block, Function, Module, Op, Region, Tensor, Type, Value, shape_of
 
 UNDEFINED = "loom.undefined"
@@ -219,8 +219,7 @@ class _Marker:
                 return
 
     def access(self, op: Op) -> None:
-        at = MASK_AT.get(op.name, len(op.operands))
-        mask = op.operands[at] if at < len(op.operands) else None
+        mask = mask_of(op)
         if mask is not None:
             self.use(op, mask, "takes for a mask")
         self.use(op, op.operands[0], "takes for an address", mask)
@@ -231,7 +230,7 @@ class _Marker:
             elif mask is not None and other:
                 self.put(op.result, [term.also(mask, False) for term in other])
             return
-        for value in op.operands[1:2] if at <= 2 and op.name != "tt.atomic_cas" else op.operands[1:]:
+        for value in op.operands[1:] if op.name == "tt.atomic_cas" else op.operands[1:2]:
             self.use(op, value, "stores" if op.name == "tt.store" else "updates memory by", mask)
 
     def use(self, op: Op, value: Value, use: str, mask: Value | None = None) -> None:

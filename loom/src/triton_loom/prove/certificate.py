@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ..errors import Finding
 from .answers import Answer, Example, Kind, UnsoundProof
-from .contract import Contract
+from .contract import Bool, Contract
 from .proving import Prover
 from .replay import Launcher, NotReplayed
-from .solver import QUICK, Solution, ask, z3
+from .solver import QUICK, Solution, ask, solved, z3
 
 _EFFORT = QUICK // 8
 _LARGEST = 2**14  # size of a launch
@@ -36,13 +35,14 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
     if not any(answer.verdict == "proven" for answer in answers):
         return "not launched: nothing was proven"
     draw = random.Random(0)
+    possible = [*prover.common, *prover.evaluator.scope.relevant(prover.common)]
     for sizes in _corners(prover.contract):
-        _check_facts(prover, sizes, draw)
+        _check_facts(prover, possible, sizes, draw)
     if trials < 1:
         return "not launched: not asked for"
     launches, why = 0, "the contract has no small sizes"
     for sizes in _some_sizes(prover.contract, trials, draw):
-        example = _check_facts(prover, sizes, draw)
+        example = _check_facts(prover, possible, sizes, draw)
         if example is None:
             continue
         try:
@@ -57,7 +57,7 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
 
 
 def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> None:
-    """Whether all that a finding contradicts was proven."""
+    """Raise `UnsoundProof` if all that a finding contradicts was proven."""
     denied = [a for a in answers if a.kind in _DENIES.get(finding.kind, ())]
     if finding.kind.startswith("out-of-bounds"):
         here = [a for a in denied if a.kind == "bounds" and a.place.endswith(f":{finding.line}")]
@@ -69,8 +69,11 @@ def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> Non
         )
 
 
-def _check_facts(prover: Prover, sizes: Solution, draw: random.Random) -> Example | None:
-    """Whether the prover's facts allow a program of a launch that the contract allows. None if it has no program."""
+def _check_facts(
+    prover: Prover, possible: Sequence[Bool], sizes: Solution, draw: random.Random
+) -> Example | None:
+    """Raise `UnsoundProof` if the prover's facts exclude a random program of a launch that is possible. Return the
+    launch, or None if it has no program."""
     contract, evaluator = prover.contract, prover.evaluator
     grid = [sizes.value(axis) for axis in contract.grid]
     values = {size.name: sizes.value(size) for size in contract.sizes}
@@ -79,10 +82,9 @@ def _check_facts(prover: Prover, sizes: Solution, draw: random.Random) -> Exampl
     program = [draw.randrange(axis) for axis in grid]
     here = [size == values[size.name] for size in contract.sizes]
     here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
-    launch = [*here, *prover.common, *evaluator.scope.relevant(prover.common)]
     facts = [*here, *prover.common, *evaluator.scope.facts]
-    possible = ask(launch, z3.BoolVal(False), _EFFORT).verdict == "counterexample"
-    if possible and ask(facts, z3.BoolVal(False), _EFFORT).is_proof:
+    is_possible = ask([*here, *possible], z3.BoolVal(False), _EFFORT).verdict == "counterexample"
+    if is_possible and ask(facts, z3.BoolVal(False), _EFFORT).verdict == "proven":
         reasons = sorted({evaluator.scope.reasons[fact.get_id()] for fact in evaluator.scope.facts})
         raise UnsoundProof(
             f"the prover is wrong, please report it: its facts contradict each other in program {tuple(program)} for "
@@ -95,31 +97,18 @@ def _check_facts(prover: Prover, sizes: Solution, draw: random.Random) -> Exampl
 def _corners(contract: Contract) -> Iterator[Solution]:
     """The least and the largest sizes that a contract allows, as far as they are found one by one."""
     for side in ("low", "high"):
-        yield from _solved(contract, [[size == getattr(size, side)] for size in contract.sizes])
+        wishes = [[size == getattr(size, side)] for size in contract.sizes]
+        if solution := solved(contract.facts, wishes, _EFFORT):
+            yield solution
 
 
 def _some_sizes(contract: Contract, count: int, draw: random.Random) -> Iterator[Solution]:
     """Sizes at random, most of them small."""
     for number in range(count):
         most = (3, 9, 40, 150, 600, _LARGEST)[number % 6]
-        wanted = []
+        wishes = []
         for size in contract.sizes:
-            high = max(size.low, min(size.high, most))
-            at = draw.randint(size.low, high)
-            wanted.append([size == at, z3.And(size >= at, size <= 2 * at + 16), size <= _LARGEST])
-        yield from _solved(contract, wanted)
-
-
-def _solved(contract: Contract, wanted: Sequence[Sequence[Any]]) -> Iterator[Solution]:
-    """A solution of the contract, each size as wanted if that is possible beside those before it."""
-    known = list(contract.facts)
-    solution = ask(known, z3.BoolVal(False), _EFFORT)
-    for wishes in wanted:
-        for wish in wishes:
-            found = ask([*known, wish], z3.BoolVal(False), _EFFORT)
-            if found.verdict == "counterexample":
-                known.append(wish)
-                solution = found
-                break
-    if solution.verdict == "counterexample":
-        yield solution
+            at = draw.randint(size.low, max(size.low, min(size.high, most)))
+            wishes.append([size == at, z3.And(size >= at, size <= 2 * at + 16), size <= _LARGEST])
+        if solution := solved(contract.facts, wishes, _EFFORT):
+            yield solution

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
+from ..ir.provenance import mask_of
 from ..ir.ttir import I1, Block, Function, Op, Opaque, Pointer, Scalar, Value, element_of, shape_of
 from .arithmetic import ARITHMETIC
 from .contract import Bool, Buffer, Contract, ContractError, Int, constants_of
@@ -31,7 +33,6 @@ from .values import (
     blocks_inside,
     chosen,
     in_type,
-    mask_of,
     moved,
     relations,
     storage_of,
@@ -302,7 +303,7 @@ class Evaluator(Shapes):
                 between = relations(self.contract, loaded, other)
                 self.scope.know(*between, because=f"the contract, of two elements of {loaded.argument}")
 
-    @property
+    @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The arguments that are one."""
         return {name: b for name, b in self.contract.arguments.items() if isinstance(b, Buffer)}

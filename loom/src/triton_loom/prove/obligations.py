@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..codegen.operations import CONTROL, EFFECTS, ELEMENTWISE, IGNORED, ROOTS, SHAPES
-from ..ir.provenance import root_of
+from ..ir.provenance import mask_of, root_of
 from ..ir.ttir import Block, Dense, Op, Pointer, Tensor, Value, element_of, shape_of
 from . import descriptors
 from .answers import Kind
@@ -17,7 +17,7 @@ from .evaluate import Evaluator
 from .scope import integer
 from .solver import QUICK, ask, z3
 from .sums import is_same
-from .values import Dependency, Index, Place, in_type, mask_of, storage_of
+from .values import Dependency, Index, Place, in_type, storage_of
 
 ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 _KNOWN = {*ELEMENTWISE, *SHAPES, *ROOTS, *EFFECTS, *CONTROL, *IGNORED} - {"tt.call"}
@@ -260,7 +260,11 @@ def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
     rest, one = (z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1))
     digit = z3.simplify(one - rest, som=True)
     whole = digit * stride + rest
-    return (digit, rest) if is_same(offset, whole) or ask([], offset == whole, QUICK // 8).is_proof else None
+    return (
+        (digit, rest)
+        if is_same(offset, whole) or ask([], offset == whole, QUICK // 8).verdict == "proven"
+        else None
+    )
 
 
 # ---- arithmetic -------------------------------------------------------------------------------------------------

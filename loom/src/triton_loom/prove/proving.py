@@ -114,7 +114,7 @@ class Prover:
         if key not in self._solved:
             nothing = z3.BoolVal(False)
             self._solved[key] = ask(self.facts(assuming, nothing), nothing, QUICK // 4), assuming
-        return self._solved[key][0].is_proof
+        return self._solved[key][0].verdict == "proven"
 
     def _answer(self, o: Obligation) -> Answer:
         if o.unknown:

@@ -105,18 +105,15 @@ class Launcher:
             raise NotReplayed("its tensors are too large to fill")
         if launch.work(min(prod(grid), 4096 if dry else prod(grid))) > most_work:
             raise NotReplayed("its loops take too long to try")
-        device = "meta" if launch.bytes > most_bytes else "cpu"
-        if self.launch is None:
-            values = launch.values(
-                device, {arg.name: self.contract.arguments.get(arg.name) for arg in self.function.args}
-            )
-            with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
-                self._kernel(dry)[grid](*values.values())
-            return list(seen.findings)
-        kernel, contract = self.launch
-        values = launch.values(device, contract.arguments)
+        names = [arg.name for arg in self.function.args]
+        kernel, contract = self.launch or (None, self.contract)
+        arguments = contract.arguments if kernel else {name: contract.arguments.get(name) for name in names}
+        values = launch.values("meta" if launch.bytes > most_bytes else "cpu", arguments)
         with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
-            kernel[grid](**values, **contract.constants)
+            if kernel is None:
+                self._kernel(dry)[grid](*values.values())
+            else:
+                kernel[grid](**values, **contract.constants)
         return list(seen.findings)
 
     def _kernel(self, dry: bool) -> Any:

@@ -7,7 +7,7 @@ it goes about the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,10 +30,6 @@ class Solution:
     how: str = ""  # the lemmas that were needed
     model: Any = None  # of a counterexample
     query: str = ""  # of what is unknown, in the language of SMT-LIB
-
-    @property
-    def is_proof(self) -> bool:
-        return self.verdict == "proven"
 
     def value(self, expression: Any) -> int:
         """A number in the counterexample."""
@@ -81,4 +77,18 @@ def decide(facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: i
     return solution
 
 
-__all__ = ["QUICK", "THOROUGH", "Lemmas", "Solution", "Verdict", "ask", "decide", "z3"]
+def solved(facts: Sequence[Any], wishes: Iterable[Sequence[Any]], effort: int = QUICK) -> Solution | None:
+    """Solve facts, and of every list of wishes the first that is possible beside those before it. None if nothing is
+    found."""
+    known, solution = list(facts), ask(facts, z3.BoolVal(False), effort)
+    for choices in wishes:
+        for wish in choices:
+            answer = ask([*known, wish], z3.BoolVal(False), effort)
+            if answer.verdict == "counterexample":
+                known.append(wish)
+                solution = answer
+                break
+    return solution if solution.verdict == "counterexample" else None
+
+
+__all__ = ["QUICK", "THOROUGH", "Lemmas", "Solution", "Verdict", "ask", "decide", "solved", "z3"]

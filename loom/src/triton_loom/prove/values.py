@@ -66,14 +66,6 @@ def blocks_inside(op: Op) -> Iterator[Block]:
                 yield from blocks_inside(inner)
 
 
-def mask_of(op: Op) -> Value | None:
-    """The operand that says which lanes of an access are on."""
-    position = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}.get(op.name)
-    if position is None or len(op.operands) <= position:
-        return None
-    return op.operands[position]
-
-
 def storage_of(contract: Contract, argument: str | None) -> str | None:
     """The memory that an argument lies in."""
     given = contract.arguments.get(argument) if argument is not None else None

@@ -16,12 +16,12 @@ from itertools import cycle, islice, product
 from operator import mul
 from typing import Any
 
-from .contract import Bool, Int, constants_of, parts_of
+from .contract import Bool, Int, Symbol, constants_of, parts_of
 from .evaluate import Evaluator
 from .obligations import Access
 from .races import Second, iterations
 from .scope import Division, integer
-from .solver import QUICK, Solution, ask, z3
+from .solver import QUICK, Solution, ask, solved, z3
 from .values import Place
 
 Binding = list[
@@ -262,23 +262,20 @@ def sizes_of(evaluator: Evaluator, shared: Sequence[Bool]) -> list[Sizes]:
     found: list[Sizes] = []
     sizes = evaluator.contract.sizes
     for wanted in (*_USUAL_SIZES, None) if sizes else (None,):
-        known = list(shared)
-        solution = ask(known, z3.BoolVal(False), _EFFORT)
-        for place, size in enumerate(sizes):
-            near = [size >= low for low in _LARGE_SIZES]
-            if wanted is not None:
-                usual = wanted[place] if place < len(wanted) else 19
-                ranges = ((usual, 4 * usual), (usual // 4, usual), (usual // 16, usual // 4))
-                near = [size == usual, *(z3.And(size >= low, size <= high) for low, high in ranges)]
-            for more in (*(z3.And(there, size <= _LARGEST) for there in near), size <= _LARGEST):
-                answer = ask([*known, more], z3.BoolVal(False), _EFFORT)
-                if answer.verdict == "counterexample":
-                    known.append(more)
-                    solution = answer
-                    break
-        if solution.verdict == "counterexample":
+        solution = solved(shared, (_near(place, size, wanted) for place, size in enumerate(sizes)), _EFFORT)
+        if solution is not None:
             found.append(([(size, solution.value(size)) for size in sizes], solution))
     return found
+
+
+def _near(place: int, size: Symbol, wanted: Sequence[int] | None) -> list[Bool]:
+    """What a size should be, best first: about as large as is wanted at its place, or large."""
+    near = [size >= low for low in _LARGE_SIZES]
+    if wanted is not None:
+        usual = wanted[place] if place < len(wanted) else 19
+        ranges = ((usual, 4 * usual), (usual // 4, usual), (usual // 16, usual // 4))
+        near = [size == usual, *(z3.And(size >= low, size <= high) for low, high in ranges)]
+    return [*(z3.And(there, size <= _LARGEST) for there in near), size <= _LARGEST]
 
 
 def _samples(store: Store, shared: Sequence[Bool], sizes: Sequence[Sizes]) -> Iterator[Solution]:

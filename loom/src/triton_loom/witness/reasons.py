@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import Reason
-from ..ir.provenance import ARITHMETIC, MASK_AT, offset_arithmetic, root_of
+from ..ir.provenance import ARITHMETIC, mask_of, offset_arithmetic, root_of
 from ..ir.reader import parse
 from ..ir.scanner import ParseError
 from ..ir.ttir import I1, Module, Op, Pointer, Scalar, Value, element_of
@@ -111,7 +111,7 @@ class _Explanation:
             address = program.value(op.operands[0], frame)
             distance = _signed(record.address) - address
             hit = (distance >= 0) & (distance < self.seen.site["size"])
-            mask = _mask_of(op)
+            mask = mask_of(op)
             if mask is not None:
                 hit = hit & (program.value(mask, frame) != 0)
         lanes = hit.nonzero()
@@ -124,7 +124,7 @@ class _Explanation:
         reasons = []
         for call in calls:
             parts = [(call.address, found.op.operands[0])] if found else []
-            mask = _mask_of(found.op) if found else None
+            mask = mask_of(found.op) if found else None
             if call.mask is not None and mask is not None:
                 parts.append((call.mask, mask))
             masked = ast.unparse(call.mask) if call.mask is not None else None
@@ -207,11 +207,6 @@ _EXACT: dict[str, Callable[[Tile, Tile], Tile]] = {
     "arith.muli": torch.mul,
     "arith.shli": torch.bitwise_left_shift,
 }
-
-
-def _mask_of(op: Op) -> Value | None:
-    at = MASK_AT.get(op.name, len(op.operands))
-    return op.operands[at] if at < len(op.operands) else None
 
 
 def _signed(address: int) -> int:
