@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
 from . import __version__
-from .features import EXPLAIN, HARDWARE_DOT, seconds, switched_on
+from .features import EXPLAIN, HARDWARE_DOT, SANITIZE, seconds, switched_on
+from .ir.provenance import MAKES_DESCRIPTOR
 
 if TYPE_CHECKING:
     from .options import LoomOptions
@@ -70,7 +71,9 @@ class LoomBackend(BaseBackend):
             raise RuntimeError(
                 "TRITON_STORE_BINARY_ONLY keeps GPU binaries only: unset it to compile for the CPU"
             )
-        stages["ttir"] = make_ttir
+        stages["ttir"] = lambda module, metadata: make_ttir(
+            module, metadata, described=SANITIZE in options.witness
+        )
         stages["c"] = lambda module, metadata: make_c(module, metadata, options)
         stages["so"] = lambda source, metadata: make_so(source, options)
         if knobs.runtime.add_stages_inspection_hook is not None:
@@ -91,15 +94,26 @@ TTIR_PASSES = [
 ]
 
 
-def make_ttir(module: Any, metadata: dict[str, Any], *, without: Collection[str] = ()) -> Any:
-    """Run the stage that Triton calls `ttir`: its own passes, none that knows a GPU, all but those named."""
+def make_ttir(
+    module: Any, metadata: dict[str, Any], *, without: Collection[str] = (), described: bool = False
+) -> Any:
+    """Run the stage that Triton calls `ttir`: its own passes, none that knows a GPU, all but those named. With
+    `described`, the metadata have the text before descriptors become pointers, if there are any."""
+    first, *rest = TTIR_PASSES
+    _run([first], module)
+    text = str(module.str()) if described else ""
+    metadata["described"] = text if MAKES_DESCRIPTOR in text else ""
+    _run([(family, name) for family, name in rest if name not in without], module)
+    return module
+
+
+def _run(chosen: Sequence[tuple[Any, str]], module: Any) -> None:
     manager = ir.pass_manager(module.context)
     manager.enable_debug()
-    for family, name in TTIR_PASSES:
-        if name not in without and (add := getattr(family, f"add_{name}", None)):
+    for family, name in chosen:
+        if add := getattr(family, f"add_{name}", None):
             add(manager)
     manager.run(module, "make_ttir")
-    return module
 
 
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:

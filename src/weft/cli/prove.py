@@ -180,6 +180,7 @@ def _launch(proof: Proof) -> dict[str, Any]:
         "races": dict(Counter(answer.verdict for answer in proof.races)),
         "outputs": {name: _worst([answer.verdict for answer in found]) for name, found in outputs.items()},
         "assumed": list(proof.report.assumed),
+        "launched": list(proof.report.certificates),
         "open": [
             {
                 "kind": answer.kind,

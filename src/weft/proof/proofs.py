@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_loom.prove
-from triton_loom.prove import Buffer, Contract
+from triton_loom.prove import Buffer, Contract, UnsoundProof
 from triton_loom.prove.answers import Answer, Report, from_json
 from triton_loom.prove.proving import Prover
 from triton_loom.prove.solver import QUICK, z3
@@ -94,6 +94,8 @@ def proven(workload: Workload, target: str, *, regions: int = 64, effort: int = 
     for case in contracts.cases:
         try:
             found.proofs.append(Proof(case, _report(case, target, effort)))
+        except UnsoundProof:
+            raise
         except Exception as error:  # the prover does not read every kernel
             found.skipped.append(
                 f"{case.variant.kernel}: {type(error).__name__}: {error}".partition("\n")[0][:300]
@@ -145,7 +147,7 @@ def _answered(ttir: str, contract: Contract, effort: int) -> Report:
     found = kept.get_file("weft-prove.json")
     if found is not None:
         return from_json(Path(found).read_text())
-    report = triton_loom.prove.prove(ttir, contract, effort=effort, replay=False)
+    report = triton_loom.prove.prove(ttir, contract, effort=effort)
     kept.put(report.json(), "weft-prove.json", binary=False)
     return report
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..features import COUNT, SANITIZE
 from ..ir.provenance import ARITHMETIC, Integer, offset_arithmetic, root_of
-from ..ir.ttir import I1, I32, Dense, Module, Op, Pointer, element_of, shape_of
+from ..ir.ttir import I1, I32, Dense, Module, Op, Pointer, Value, element_of, shape_of
 from .cpp import literal, memory_type, size_of, stored_type, vector_of
 from .forms import Form
 
@@ -101,6 +101,10 @@ class Accesses:
 
     # -- what only a witness writes --
 
+    def bare(self, pointer: Value, text: str) -> str:
+        """An address without the number of the argument that it belongs to (`ir.choices`)."""
+        return text
+
     def begin_atomic(self) -> list[str]:
         return []
 
@@ -185,15 +189,22 @@ class Witnessed(Accesses):
             site = Site(what, op.origin or op.location, op.location, integer=integer, use=use, loads=loads)
         else:
             pointer = op.operands[0]
-            root = root_of(pointer)
             pointee: Any = element_of(pointer.type).pointee  # type: ignore[union-attr]
-            argument = self.arguments.get(root, -1) if root else -1
+            argument = self.argument(pointer)
             scope = next((flag for flag in op.attrs.get("flags", ()) if flag in ("cta", "gpu", "sys")), "")
             site = Site(what, op.origin or op.location, op.location, argument, size_of(pointee), scope=scope)
         if site not in self.sites:
             self.sites.append(site)
         number = self.sites.index(site)
         return f"p, {number}, {site.argument}" if is_access else f"p, {number}"
+
+    def argument(self, pointer: Value) -> int:
+        """The position of the argument that a pointer came from; -1 if only the launch knows it."""
+        root = root_of(pointer)
+        return self.arguments.get(root, -1) if root else -1
+
+    def bare(self, pointer: Value, text: str) -> str:
+        return f"bare(p, {self.argument(pointer)}, {text})"
 
     def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
         element = element_of(op.result.type)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..features import SANITIZE
+from ..ir.choices import number_choices
 from ..ir.reader import parse
 from ..ir.rewrite import rewrite
 from ..ir.ttir import I1, Module, Region, Tensor, Type, Value
@@ -66,6 +67,7 @@ def generate(
     module = rewrite(parse(text))
     if SANITIZE in witness:
         mark_undefined(module)
+        number_choices(module)
     accesses = Witnessed(module, witness) if witness else Accesses()
     return _Unit(module, accesses, hardware_dot, Explanation() if explain else None).generate()
 

@@ -66,10 +66,14 @@ class FunctionEmitter(ControlFlow):
         ]
         nest = LoopNest(self, ())
         nest.looks_ahead = True
-        ends = [nest.eval(store.operands[0], corner).expr for corner in corners]
+
+        def addresses(pointer: Value) -> list[str]:
+            return [self.accesses.bare(pointer, nest.eval(pointer, corner).expr) for corner in corners]
+
+        ends = addresses(store.operands[0])
         for value in loads:
             assert value.producer
-            mine = [nest.eval(value.producer.operands[0], corner).expr for corner in corners]
+            mine = addresses(value.producer.operands[0])
             nest.do(f"{apart} &= same_or_apart({', '.join(mine + ends)});", 0)
         return nest.render()
 
@@ -97,7 +101,8 @@ class FunctionEmitter(ControlFlow):
         forms = [nest.at_own_index(v).expr for v in op.operands]
         mask = forms[2] if op.name == "tt.atomic_rmw" and len(forms) > 2 else None
         nest.settle(op, mask, nest.index, nest.depth)
-        text = self.accesses.atomic(op, forms[0], mask, template.format(*forms))
+        pointer = self.accesses.bare(op.operands[0], forms[0])
+        text = self.accesses.atomic(op, forms[0], mask, template.format(pointer, *forms[1:]))
         if not shape:
             nest.do(f"{self.variable(op.result)} = {text};", 0)
         elif op.result in self.plan.uses:

@@ -17,6 +17,13 @@ namespace loom {
 
 enum Access { LOAD, STORE, UPDATE };
 
+// An address that was chosen when the program ran: above it is the number of its argument, from 1 on (ir/choices.py). 0 of
+// one that was found in memory. A program may have gone astray by up to 2^46 bytes either way.
+LOOM_INLINE i32 number_of(const Program &p, u64 address) {
+  const u64 number = (address + (1ull << 46)) >> 48;
+  return number <= (u64)p.worker->witness->argument_count ? number : 0;
+}
+
 __attribute__((cold))
 LOOM_SHARED void found(const Program &p, i32 site, Kind kind, i32 argument, u64 address, i64 value, i64 other);
 
@@ -86,6 +93,11 @@ LOOM_SHARED void release(Worker &own, u64 address, i32 order);
 // ---- what generated code calls -------------------------------------------------------------------------------
 // `site` and `argument` are numbers that the compiler knows; V is a chunk of memory, or one element.
 
+// The address itself. An argument that the compiler does not know is -1: then there may be a number above it.
+template <class T> LOOM_INLINE T *bare(const Program &p, i32 argument, T *pointer) {
+  return argument >= 0 ? pointer : (T *)((u64)pointer - ((u64)loom::number_of(p, (u64)pointer) << 48));
+}
+
 template <class V> LOOM_NOINLINE V load_each(const Program &p, i32 site, i32 argument, like<V, i64> address, like<V, i32> m, V other) {
   i64 addresses[lane<V>::count];
   i32 wanted[lane<V>::count];
@@ -99,12 +111,12 @@ template <class V> LOOM_NOINLINE V load_steps(const Program &p, i32 site, i32 ar
 }
 template <class V> LOOM_INLINE V seen_load(const Program &p, i32 site, i32 argument, pointer_to<V> base, i64 step, like<V, i32> m, V other) {
   if (__builtin_expect(step == 1 && all(m), 1) && loom::access<loom::LOAD, true>(p, site, argument, base, sizeof(V)))
-    return load<V>(base);
+    return load<V>(bare(p, argument, base));
   return load_steps<V>(p, site, argument, base, step, m, other);
 }
 template <class T> LOOM_INLINE T seen_load_one(const Program &p, i32 site, i32 argument, const T *pointer, bool m, T other) {
   if (!m) return other;
-  return loom::access<loom::LOAD, false>(p, site, argument, pointer, sizeof(T)) ? *pointer : T{};
+  return loom::access<loom::LOAD, false>(p, site, argument, pointer, sizeof(T)) ? *bare(p, argument, pointer) : T{};
 }
 
 template <class V> LOOM_NOINLINE void store_each(const Program &p, i32 site, i32 argument, like<V, i64> address, like<V, i32> m, V v) {
@@ -119,12 +131,12 @@ template <class V> LOOM_NOINLINE void store_steps(const Program &p, i32 site, i3
 }
 template <class V> LOOM_INLINE void seen_store(const Program &p, i32 site, i32 argument, pointer_into<V> base, i64 step, like<V, i32> m, V v) {
   if (__builtin_expect(step == 1 && all(m), 1) && loom::access<loom::STORE, true>(p, site, argument, base, sizeof(V)))
-    store(base, v);
+    store(bare(p, argument, base), v);
   else
     store_steps<V>(p, site, argument, base, step, m, v);
 }
 template <class T> LOOM_INLINE void seen_store_one(const Program &p, i32 site, i32 argument, T *pointer, bool m, T v) {
-  if (m && loom::access<loom::STORE, false>(p, site, argument, pointer, sizeof(T))) *pointer = v;
+  if (m && loom::access<loom::STORE, false>(p, site, argument, pointer, sizeof(T))) *bare(p, argument, pointer) = v;
 }
 
 LOOM_INLINE void begin_atomic(const Program &p) {
@@ -142,9 +154,10 @@ LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer
   }
   if (!m || !loom::access<loom::UPDATE, false>(p, site, argument, pointer, sizeof(T))) return T{};
   if (!loom::CHECKS || !p.worker->witness->ordered || order == RELAXED) return update();
-  loom::acquire(*p.worker, (u64)pointer, order);
+  const u64 address = (u64)bare(p, argument, pointer);
+  loom::acquire(*p.worker, address, order);
   const T old = update();
-  loom::release(*p.worker, (u64)pointer, order);
+  loom::release(*p.worker, address, order);
   return old;
 }
 

@@ -147,6 +147,10 @@ LOOM_SHARED void tally_sectors(Tally &t, u32 number, u64 from, u64 n) {
 template <Access ACCESS, bool WHOLE>
 LOOM_SHARED bool access_any(const Program &p, i32 site, i32 argument, u64 address, i64 n) {
   Witness &w = *p.worker->witness;
+  if (const i32 number = argument < 0 ? number_of(p, address) : 0) {
+    argument = number - 1;
+    address -= (u64)number << 48;
+  }
   argument = owner(w, argument, address, n);
   if (argument < 0 || !inside(w.arguments[argument], address, n)) {
     if (CHECKS && !WHOLE) found(p, site, ACCESS == LOAD ? LOAD_OUTSIDE : STORE_OUTSIDE, argument, address, 0, 0);
@@ -165,13 +169,14 @@ template <class T>
 LOOM_SHARED void load_lanes(const Program &p, i32 site, i32 argument, const i64 *address, const i32 *m, T *lanes,
                             i32 count) {
   for (i32 l = 0; l < count; ++l)
-    if (m[l]) lanes[l] = access<LOAD, false>(p, site, argument, (T *)address[l], sizeof(T)) ? *(T *)address[l] : T{};
+    if (m[l]) lanes[l] = access<LOAD, false>(p, site, argument, (T *)address[l], sizeof(T)) ? *bare(p, argument, (T *)address[l]) : T{};
 }
 template <class T>
 LOOM_SHARED void store_lanes(const Program &p, i32 site, i32 argument, const i64 *address, const i32 *m,
                              const T *lanes, i32 count) {
   for (i32 l = 0; l < count; ++l)
-    if (m[l] && access<STORE, false>(p, site, argument, (T *)address[l], sizeof(T))) *(T *)address[l] = lanes[l];
+    if (m[l] && access<STORE, false>(p, site, argument, (T *)address[l], sizeof(T)))
+      *bare(p, argument, (T *)address[l]) = lanes[l];
 }
 
 // ---- atomics ---------------------------------------------------------------------------------------------------

@@ -98,6 +98,16 @@ def mask_of(op: Op) -> Value | None:
     return op.operands[at] if at < len(op.operands) else None
 
 
+MAKES_DESCRIPTOR = "tt.make_tensor_descriptor"
+
+
+def described(op: Op) -> tuple[Value, list[Value], list[Value]]:
+    """Return base, shape and strides of `tt.make_tensor_descriptor`."""
+    base, *rest = op.operands
+    rank = len(rest) // 2
+    return base, rest[:rank], rest[rank:]
+
+
 def offset_arithmetic(function: Function) -> dict[Op, Integer]:
     """Sums, differences and products, of 32 bits or less, that offsets of pointers, masks and the bounds of loops are
     made of; with the type that has to hold their exact result."""

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import Finding
 from .answers import Answer, Example, Kind, UnsoundProof
-from .contract import Bool, Contract
+from .contract import Contract
 from .proving import Prover
 from .replay import Launcher, NotReplayed
-from .solver import QUICK, Solution, ask, solved, z3
+from .solver import QUICK, Search, Solution, z3
 
-_EFFORT = QUICK // 8
+_EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
 _LARGEST = 2**14  # size of a launch
 _MOST_BYTES, _MOST_WORK = 2**22, 2**22
 _ARITHMETIC: tuple[Kind, ...] = ("contract", "overflow", "sign", "step", "promise", "modelled")
@@ -35,14 +35,15 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
     if not any(answer.verdict == "proven" for answer in answers):
         return "not launched: nothing was proven"
     draw = random.Random(0)
-    possible = [*prover.common, *prover.evaluator.scope.relevant(prover.common)]
-    for sizes in _corners(prover.contract):
-        _check_facts(prover, possible, sizes, draw)
+    launches = Search(prover.contract.facts, _EFFORT_FOR_SIZES)
+    facts = _Facts(prover, draw)
+    for sizes in _corners(prover.contract, launches):
+        facts.check(sizes)
     if trials < 1:
         return "not launched: not asked for"
-    launches, why = 0, "the contract has no small sizes"
-    for sizes in _some_sizes(prover.contract, trials, draw):
-        example = _check_facts(prover, possible, sizes, draw)
+    agree, why = 0, "the contract has no small sizes"
+    for sizes in _some_sizes(prover.contract, launches, trials, draw):
+        example = facts.check(sizes)
         if example is None:
             continue
         try:
@@ -50,10 +51,10 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
         except NotReplayed as reason:
             why = str(reason)
             continue
-        launches += 1
+        agree += 1
         for finding in findings:
             _check(finding, answers, example)
-    return f"{launches} random launches agree" if launches else f"not launched: {why}"
+    return f"{agree} random launches agree" if agree else f"not launched: {why}"
 
 
 def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> None:
@@ -69,40 +70,44 @@ def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> Non
         )
 
 
-def _check_facts(
-    prover: Prover, possible: Sequence[Bool], sizes: Solution, draw: random.Random
-) -> Example | None:
-    """Raise `UnsoundProof` if the prover's facts exclude a random program of a launch that is possible. Return the
-    launch, or None if it has no program."""
-    contract, evaluator = prover.contract, prover.evaluator
-    grid = [sizes.value(axis) for axis in contract.grid]
-    values = {size.name: sizes.value(size) for size in contract.sizes}
-    if min(grid) < 1:
-        return None
-    program = [draw.randrange(axis) for axis in grid]
-    here = [size == values[size.name] for size in contract.sizes]
-    here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
-    facts = [*here, *prover.common, *evaluator.scope.facts]
-    is_possible = ask([*here, *possible], z3.BoolVal(False), _EFFORT).verdict == "counterexample"
-    if is_possible and ask(facts, z3.BoolVal(False), _EFFORT).verdict == "proven":
-        reasons = sorted({evaluator.scope.reasons[fact.get_id()] for fact in evaluator.scope.facts})
-        raise UnsoundProof(
-            f"the prover is wrong, please report it: its facts contradict each other in program {tuple(program)} for "
-            f"{values}; they come from {', '.join(reasons)}"
-        )
-    x, y, z = grid
-    return Example(values, (x, y, z), (program[0], program[1], program[2]))
+class _Facts:
+    """What the prover holds to be true of every program of every launch."""
+
+    def __init__(self, prover: Prover, draw: random.Random) -> None:
+        self.contract, self.evaluator, self.draw = prover.contract, prover.evaluator, draw
+        scope = prover.evaluator.scope
+        self.possible = Search([*prover.common, *scope.relevant(prover.common)], _EFFORT)
+        self.all = Search([*prover.common, *scope.facts], _EFFORT)
+
+    def check(self, sizes: Solution) -> Example | None:
+        """Raise `UnsoundProof` if they exclude a random program of a launch that is possible. Return the launch, or
+        None if it has no program."""
+        contract, evaluator = self.contract, self.evaluator
+        grid = [sizes.value(axis) for axis in contract.grid]
+        values = {size.name: sizes.value(size) for size in contract.sizes}
+        if min(grid) < 1:
+            return None
+        program = [self.draw.randrange(axis) for axis in grid]
+        here = [size == values[size.name] for size in contract.sizes]
+        here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
+        if self.all.with_(here).verdict == "proven" and self.possible.with_(here).verdict == "counterexample":
+            reasons = sorted({evaluator.scope.reasons[fact.get_id()] for fact in evaluator.scope.facts})
+            raise UnsoundProof(
+                "the prover is wrong, please report it: its facts contradict each other in program "
+                f"{tuple(program)} for {values}; they come from {', '.join(reasons)}"
+            )
+        x, y, z = grid
+        return Example(values, (x, y, z), (program[0], program[1], program[2]))
 
 
-def _corners(contract: Contract) -> Iterator[Solution]:
+def _corners(contract: Contract, launches: Search) -> Iterator[Solution]:
     """The least and the largest sizes that a contract allows, as far as they are found one by one."""
     for side in ("low", "high"):
-        wishes = [[size == getattr(size, side)] for size in contract.sizes]
-        if solution := solved(contract.facts, wishes, _EFFORT):
+        if solution := launches.nearest([[size == getattr(size, side)] for size in contract.sizes]):
             yield solution
 
 
-def _some_sizes(contract: Contract, count: int, draw: random.Random) -> Iterator[Solution]:
+def _some_sizes(contract: Contract, launches: Search, count: int, draw: random.Random) -> Iterator[Solution]:
     """Sizes at random, most of them small."""
     for number in range(count):
         most = (3, 9, 40, 150, 600, _LARGEST)[number % 6]
@@ -110,5 +115,5 @@ def _some_sizes(contract: Contract, count: int, draw: random.Random) -> Iterator
         for size in contract.sizes:
             at = draw.randint(size.low, max(size.low, min(size.high, most)))
             wishes.append([size == at, z3.And(size >= at, size <= 2 * at + 16), size <= _LARGEST])
-        if solution := solved(contract.facts, wishes, _EFFORT):
+        if solution := launches.nearest(wishes):
             yield solution

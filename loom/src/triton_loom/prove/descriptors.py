@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..ir.provenance import MAKES_DESCRIPTOR, described
 from ..ir.ttir import Op
 from .contract import Bool, Buffer
 from .evaluate import Evaluator
@@ -12,23 +13,17 @@ from .scope import integer
 from .solver import z3
 from .values import Place
 
-MAKES = "tt.make_tensor_descriptor"
 LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
 STORES = ("tt.descriptor_store", "tt.descriptor_scatter", "tt.descriptor_reduce")
-
-
-def parts(op: Op) -> tuple[Any, list[Any], list[Any]]:
-    """Base, shape and strides of `tt.make_tensor_descriptor`."""
-    base, *rest = op.operands
-    rank = len(rest) // 2
-    return base, rest[:rank], rest[rank:]
 
 
 def made(op: Op) -> Op | None:
     """The operation that made the descriptor that is used; None if it comes from elsewhere."""
     maker = op.operands[0].producer
-    if maker is None or maker.name != MAKES:
-        maker = next((o.producer for o in op.operands if o.producer and o.producer.name == MAKES), None)
+    if maker is None or maker.name != MAKES_DESCRIPTOR:
+        maker = next(
+            (o.producer for o in op.operands if o.producer and o.producer.name == MAKES_DESCRIPTOR), None
+        )
     return maker
 
 
@@ -36,7 +31,7 @@ def truths(evaluator: Evaluator, op: Op, place: Place) -> Iterator[tuple[str, Bo
     """What has to hold of a descriptor: it describes elements of its buffer, and a GPU takes it."""
     assert place.argument is not None
     buffer: Buffer = evaluator.contract.arguments[place.argument]
-    _, shape, strides = parts(op)
+    _, shape, strides = described(op)
     sizes, steps = ([evaluator.ev(value) for value in values] for values in (shape, strides))
     some = z3.And(*(size >= 1 for size in sizes))
     last = place.offset
@@ -62,4 +57,4 @@ def stored(ops: Iterable[Op]) -> Iterator[Any]:
     for op in ops:
         if op.name in STORES:
             maker = made(op)
-            yield None if maker is None else parts(maker)[0]
+            yield None if maker is None else described(maker)[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..codegen.operations import CONTROL, EFFECTS, ELEMENTWISE, IGNORED, ROOTS, SHAPES
-from ..ir.provenance import mask_of, root_of
+from ..ir.provenance import MAKES_DESCRIPTOR, described, mask_of, root_of
 from ..ir.ttir import Block, Dense, Op, Pointer, Tensor, Value, element_of, shape_of
 from . import descriptors
 from .answers import Kind
@@ -28,7 +28,7 @@ _KNOWN |= {
     "tt.ptr_to_int",
     "tt.int_to_ptr",
 }
-_KNOWN |= {descriptors.MAKES, *descriptors.LOADS, *descriptors.STORES}
+_KNOWN |= {MAKES_DESCRIPTOR, *descriptors.LOADS, *descriptors.STORES}
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
 
 def _descriptors(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
     place, path = op.origin or op.location, evaluator.path(op.block)
-    if op.name == descriptors.MAKES:
-        for where in evaluator.ev(descriptors.parts(op)[0]):
+    if op.name == MAKES_DESCRIPTOR:
+        for where in evaluator.ev(described(op)[0]):
             if where.argument is None:
                 yield _unknown("descriptor", "descriptor", place, where.why)
                 continue
@@ -222,7 +222,7 @@ def _descriptors(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
             yield _unknown("descriptor", op.name, place, "its descriptor was not made in this kernel")
             return
         yield Obligation("reached", op.name.removeprefix("tt."), place, path, z3.BoolVal(False))
-        base = evaluator.ev(descriptors.parts(maker)[0])
+        base = evaluator.ev(described(maker)[0])
         storages = {storage_of(evaluator.contract, where.argument) for where in base}
         if op.name in descriptors.STORES or not evaluator.stored.isdisjoint({None, *storages}):
             yield _unknown("race", op.name, place, "tiles that go through descriptors are not compared")
@@ -290,7 +290,7 @@ def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[
         for dependencies in deciding:
             for dependency in dependencies.values():
                 everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
-    for made in (op for op in ops if op.name == descriptors.MAKES):
+    for made in (op for op in ops if op.name == MAKES_DESCRIPTOR):
         for operand in made.operands:
             for dependency in evaluator.dependencies(operand).values():
                 everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)

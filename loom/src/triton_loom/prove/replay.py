@@ -233,7 +233,8 @@ class _Launch:
         sizes = self.example.sizes.values()
         near = [-2, -1, 0, 1, 2, 3, *(n for size in sizes for n in (size // 2, size - 1, size, size + 1))]
         allowed = [n for n in near if self._is_allowed(buffer, n, 0)] or [self._usual(buffer, 0)]
-        found = torch.tensor(draw.choices(allowed, k=extent))
+        generator = torch.Generator().manual_seed(draw.getrandbits(32))
+        found = torch.tensor(allowed)[torch.randint(len(allowed), (extent,), generator=generator)]
         return found.sort().values if buffer.ascending else found
 
     def _is_allowed(self, buffer: Buffer, number: int, element: int) -> bool:

@@ -41,13 +41,23 @@ class Solution:
 
 def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK) -> Solution:
     """Whether the facts imply the goal."""
+    solver = _solver(facts, effort)
+    solver.add(z3.Not(goal.translate(solver.ctx)))
+    return _checked(solver)
+
+
+def _solver(facts: Iterable[Any], effort: int) -> Any:
+    """A solver in a context of its own that knows some facts."""
     context = z3.Context()
     solver = z3.Solver(ctx=context)
     solver.set("rlimit", effort)
     solver.set("ctrl_c", False)  # else z3 swallows the signal and answers "unknown"
-    for fact in facts:
-        solver.add(fact.translate(context))
-    solver.add(z3.Not(goal.translate(context)))
+    solver.add(*(fact.translate(context) for fact in facts))
+    return solver
+
+
+def _checked(solver: Any) -> Solution:
+    """Whether what a solver knows contradicts itself."""
     try:
         answer = solver.check()
     except z3.Z3Exception:
@@ -57,6 +67,41 @@ def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK) -> Solution:
     if answer == z3.sat:
         return Solution("counterexample", model=solver.model())
     return Solution("unknown", query=solver.to_smt2())
+
+
+class Search:
+    """Solutions of the same facts beside changing wishes. One solver looks for all of them, which is many times quicker
+    and does no harm: any solution will do."""
+
+    def __init__(self, facts: Iterable[Any], effort: int = QUICK) -> None:
+        self._solver = _solver(facts, effort)
+
+    def with_(self, wishes: Iterable[Any]) -> Solution:
+        """Whether facts and wishes contradict each other: "proven", or a solution as the "counterexample"."""
+        self._solver.push()
+        try:
+            self._solver.add(*(wish.translate(self._solver.ctx) for wish in wishes))
+            return _checked(self._solver)
+        finally:
+            self._solver.pop()
+
+    def nearest(self, wishes: Sequence[Sequence[Any]]) -> Solution | None:
+        """Solve the facts with the first wish of every list or else, one list after the other, with the first that is
+        possible beside those before it. None if nothing is found."""
+        best = self.with_([choices[0] for choices in wishes])
+        if best.verdict == "counterexample":
+            return best
+        best = self.with_([])
+        known: list[Any] = []
+        for choices in wishes:
+            for wish in choices:
+                is_so = best.verdict == "counterexample" and best.value(wish)
+                answer = best if is_so else self.with_([*known, wish])
+                if answer.verdict == "counterexample":
+                    known.append(wish)
+                    best = answer
+                    break
+        return best if best.verdict == "counterexample" else None
 
 
 Lemmas = Callable[[], Sequence[Any]]
@@ -77,18 +122,4 @@ def decide(facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: i
     return solution
 
 
-def solved(facts: Sequence[Any], wishes: Iterable[Sequence[Any]], effort: int = QUICK) -> Solution | None:
-    """Solve facts, and of every list of wishes the first that is possible beside those before it. None if nothing is
-    found."""
-    known, solution = list(facts), ask(facts, z3.BoolVal(False), effort)
-    for choices in wishes:
-        for wish in choices:
-            answer = ask([*known, wish], z3.BoolVal(False), effort)
-            if answer.verdict == "counterexample":
-                known.append(wish)
-                solution = answer
-                break
-    return solution if solution.verdict == "counterexample" else None
-
-
-__all__ = ["QUICK", "THOROUGH", "Lemmas", "Solution", "Verdict", "ask", "decide", "solved", "z3"]
+__all__ = ["QUICK", "THOROUGH", "Lemmas", "Search", "Solution", "Verdict", "ask", "decide", "z3"]

@@ -21,7 +21,7 @@ from .evaluate import Evaluator
 from .obligations import Access
 from .races import Second, iterations
 from .scope import Division, integer
-from .solver import QUICK, Solution, ask, solved, z3
+from .solver import QUICK, Search, Solution, ask, z3
 from .values import Place
 
 Binding = list[
@@ -260,9 +260,9 @@ Sizes = tuple[Binding, Solution]  # sizes of a contract as numbers, and a soluti
 def sizes_of(evaluator: Evaluator, shared: Sequence[Bool]) -> list[Sizes]:
     """Some sizes that a contract is for, neither small nor round if it allows that."""
     found: list[Sizes] = []
-    sizes = evaluator.contract.sizes
+    sizes, search = evaluator.contract.sizes, Search(shared, _EFFORT)
     for wanted in (*_USUAL_SIZES, None) if sizes else (None,):
-        solution = solved(shared, (_near(place, size, wanted) for place, size in enumerate(sizes)), _EFFORT)
+        solution = search.nearest([_near(place, size, wanted) for place, size in enumerate(sizes)])
         if solution is not None:
             found.append(([(size, solution.value(size)) for size in sizes], solution))
     return found

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .scopes import SCOPES
 from .verdicts import Judged, Verdict
-from .watched import Watched
+from .watched import Broken, Watched
 
 
 class Traffic(NamedTuple):
@@ -77,7 +77,7 @@ class Counter(Judged):
 
     launches: list[LaunchCount] = field(default_factory=list)
 
-    def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
+    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
         """Takes a launch down."""
         self.launches.append(launch_count(watched))
         self.verdicts.append(Verdict(watched.kernel.name, "counted", watched.ended_early))

@@ -13,10 +13,10 @@ import triton
 
 from ..errors import Finding
 from .reasons import reason_for
-from .watched import PointerArgument, Seen, Watched
+from .watched import Broken, PointerArgument, Seen, Watched
 
 
-def findings_of(watched: Watched, broken: Iterable[tuple[str, str]], launch: int) -> list[Finding]:
+def findings_of(watched: Watched, broken: Iterable[Broken], launch: int) -> list[Finding]:
     """The findings of a launch that is over, those of one kind at one line and argument taken together."""
     merged: dict[Any, Finding] = {}
     for finding in (*_promises(watched, broken, launch), *_accesses(watched, launch)):
@@ -26,18 +26,19 @@ def findings_of(watched: Watched, broken: Iterable[tuple[str, str]], launch: int
     return list(merged.values())
 
 
-def _promises(watched: Watched, broken: Iterable[tuple[str, str]], launch: int) -> Iterator[Finding]:
-    file, line = _place(watched.kernel.location)
-    for name, detail in broken:
+def _promises(watched: Watched, broken: Iterable[Broken], launch: int) -> Iterator[Finding]:
+    for promise in broken:
+        file, line = _place(promise.location or watched.kernel.location)
         yield Finding(
             kind="broken promise",
             kernel=watched.kernel.name,
             file=file,
             line=line,
-            argument=name,
+            program=promise.program,
+            argument=promise.argument,
             launch=launch,
             launched_from=caller(),
-            detail=detail,
+            detail=promise.detail,
         )
 
 

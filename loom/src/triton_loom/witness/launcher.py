@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from ..device.arguments import address, fields, problem, value_at
 from ..device.launcher import THREAD, LoomLauncher
 from ..errors import DeviceAssertion, SpinError
 from ..features import COUNT, SANITIZE
+from .descriptors import misaligned
 from .scopes import SCOPES
-from .watched import ARENA, Kernel, Watched
+from .watched import ARENA, Broken, Kernel, Watched
 
 
 class WatchedLauncher(LoomLauncher):
@@ -28,7 +30,8 @@ class WatchedLauncher(LoomLauncher):
         self.names = list(src.signature)
         self.constants = getattr(src, "constants", {})
         told = metadata.witnessed
-        moved = _mover(told["location"], src)
+        moved = self.moved = _mover(told["location"], src)
+        self.described = getattr(metadata, "described", "")  # TTIR was compiled without it
         sites = [
             {
                 **site,
@@ -69,6 +72,11 @@ class WatchedLauncher(LoomLauncher):
             counters=SCOPES.counters if COUNT in modes else (),
         )
         broken = list(self.broken_promises(values, args))
+        if self.described and watched.sanitizer is not None:
+            broken += [
+                replace(found, location=self.moved(found.location))
+                for found in misaligned(watched, self.described)
+            ]
         # Arguments that are reached through memory come after the pointers.
         pointers = (field for field in self.kernel.fields if field.code == "P")
         for field, argument in zip(pointers, watched.arguments, strict=False):
@@ -90,13 +98,13 @@ class WatchedLauncher(LoomLauncher):
                 watched.done()
         self.tell(watched, broken)
 
-    def tell(self, watched: Watched, broken: list[tuple[str, str]]) -> None:
+    def tell(self, watched: Watched, broken: list[Broken]) -> None:
         """Tells the scopes that are open, those first that the kernel was not compiled for."""
         others = [mode for mode in SCOPES.modes if mode not in self.kernel.modes]
         SCOPES.miss(self.name, f"it was compiled for {self.kernel.modes[0]}() alone", others)
         watched.tell(broken)
 
-    def broken_promises(self, values: list[Any], args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    def broken_promises(self, values: list[Any], args: tuple[Any, ...]) -> Iterator[Broken]:
         """Arguments that the kernel was compiled for and that are others now: a caller may reuse a compiled kernel."""
         for field, value, divisor in zip(
             self.kernel.fields, values, self.kernel.told["divisible"], strict=True
@@ -106,12 +114,14 @@ class WatchedLauncher(LoomLauncher):
                 address(value, name) if field.code == "P" and not getattr(value, "is_meta", False) else value
             )
             if divisor > 1 and isinstance(value, int) and value % divisor:
-                yield name, f"{name} is {value}, but the kernel was compiled for multiples of {divisor}"
+                yield Broken(
+                    name, f"{name} is {value}, but the kernel was compiled for multiples of {divisor}"
+                )
         for path, constant in self.constants.items():
             value = value_at(args, path) if isinstance(path, tuple) and path[0] < len(args) else constant
             if isinstance(constant, int) and isinstance(value, int) and value != constant:
                 name = str(self.names[path[0]])
-                yield name, f"{name} is {value}, but the kernel was compiled for {constant}"
+                yield Broken(name, f"{name} is {value}, but the kernel was compiled for {constant}")
 
 
 def _mover(location: str, src: Any) -> Callable[[str], str]:

@@ -17,10 +17,11 @@ from ..errors import Reason
 from ..ir.provenance import ARITHMETIC, mask_of, offset_arithmetic, root_of
 from ..ir.reader import parse
 from ..ir.scanner import ParseError
-from ..ir.ttir import I1, Module, Op, Pointer, Scalar, Value, element_of
-from .evaluate import Frame, Program, Tile, Unknown, wrapped
+from ..ir.ttir import I1, Module, Op, Pointer, Value, element_of
+from .again import program_of, signed
+from .evaluate import Frame, Program, Tile, Unknown
 from .expressions import Match, Matcher, Place, Text, text_at
-from .watched import PointerArgument, Seen, Watched
+from .watched import Seen
 
 _OPERATIONS = {
     "load": ("tt.load",),
@@ -78,7 +79,7 @@ class _Explanation:
             return
         module = parse(source)
         for op in self.operations(module):
-            program = _program(self.seen, module)
+            program = program_of(self.seen.watched, self.seen.program, module)
             for frame in program.frames(op.block, op.operands) if op.block else ():
                 lane = self.lane(op, program, frame)
                 if lane is not None:
@@ -109,7 +110,7 @@ class _Explanation:
             hit = _EXACT[op.name](left, right) == record.value
         else:
             address = program.value(op.operands[0], frame)
-            distance = _signed(record.address) - address
+            distance = signed(record.address) - address
             hit = (distance >= 0) & (distance < self.seen.site["size"])
             mask = mask_of(op)
             if mask is not None:
@@ -207,56 +208,3 @@ _EXACT: dict[str, Callable[[Tile, Tile], Tile]] = {
     "arith.muli": torch.mul,
     "arith.shli": torch.bitwise_left_shift,
 }
-
-
-def _signed(address: int) -> int:
-    return address - (1 << 64) if address >= 1 << 63 else address
-
-
-# ---- the program, again ------------------------------------------------------------------------------------------
-
-
-def _program(seen: Seen, module: Module) -> Program:
-    watched = seen.watched
-    pointers = iter(watched.arguments)
-    arguments: dict[Value, int] = {}
-    for arg, value in zip(module.entry.args, watched.values, strict=True):
-        if isinstance(arg.type, Pointer):
-            arguments[arg] = _signed(next(pointers).address)
-        elif isinstance(arg.type, Scalar) and not arg.type.is_float and isinstance(value, int):
-            arguments[arg] = int(wrapped(torch.tensor(_signed(value)), arg.type))
-    by_name = {argument.name: argument for argument in watched.arguments}
-
-    def load(op: Op, address: Tile, mask: Tile | None, other: Tile | None) -> Tile:
-        root = root_of(op.operands[0])
-        argument = by_name.get(root.name) if root is not None and root.producer is None else None
-        on = torch.ones_like(address, dtype=torch.bool) if mask is None else (mask != 0).expand(address.shape)
-        rest = torch.zeros_like(address) if other is None else other
-        if watched.dry:
-            return torch.where(on, 0, rest)
-        if argument is None:
-            raise Unknown("a load through an address found in memory")
-        element = element_of(op.result.type)
-        return wrapped(torch.where(on, _loaded(watched, argument, address, on), rest), element)
-
-    return Program(arguments=arguments, position=seen.program, grid=watched.grid, load=load)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _loaded(watched: Watched, argument: PointerArgument, address: Tile, on: Tile) -> Tile:
-    """What a load found in memory: what is there now, unless the launch has stored to it."""
-    memory = argument.memory
-    if not argument.known or memory.dims or argument.tensor.dtype.is_floating_point:
-        raise Unknown("a load")
-    stored = (a.memory for a in watched.arguments if a.stored)
-    if any(other.low < memory.high and memory.low < other.high for other in stored):
-        raise Unknown("a load of what was stored")
-    size = argument.tensor.element_size()
-    place = address - argument.address
-    outside = (place < 0) | (place >= memory.high - memory.low) | (place % size != 0)
-    if bool((outside & on).any()):
-        raise Unknown("a load out of bounds")
-    numbers = argument.tensor.as_strided(((memory.high - memory.low) // size,), (1,)).view(_INTEGERS[size])
-    return numbers[torch.where(on, place // size, 0)].long() if len(numbers) else torch.zeros_like(address)

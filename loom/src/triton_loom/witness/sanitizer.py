@@ -18,7 +18,7 @@ from .findings import findings_of
 from .fresh import FreshMemory
 from .scopes import SCOPES
 from .verdicts import Judged, Verdict
-from .watched import Watched
+from .watched import Broken, Watched
 
 
 class Sanitizer(Judged):
@@ -39,7 +39,7 @@ class Sanitizer(Judged):
         for tensor in tensors:
             self.allowed[f"allowed[{len(self.allowed)}]"] = tensor
 
-    def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
+    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
         """Takes a launch's findings down; raises them unless they are collected."""
         with self._lock:  # launches of other threads are told at the same time
             launch, self.launches = self.launches, self.launches + 1

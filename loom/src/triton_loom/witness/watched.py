@@ -22,11 +22,21 @@ if TYPE_CHECKING:  # that it is not imported keeps `import torch` out of the mak
     from .fresh import FreshMemory
 
 
+@dataclass(frozen=True)
+class Broken:
+    """A promise that a launch did not keep: about an argument, or about what one program makes of it."""
+
+    argument: str | None
+    detail: str
+    location: str = ""  # "file:line", if not the kernel's own
+    program: tuple[int, int, int] | None = None
+
+
 class Listener(Protocol):
     """A scope, as a launch knows it."""
 
-    def finish(self, watched: Watched, broken: Sequence[tuple[str, str]]) -> None:
-        """Hears of a launch that is over; `broken` are promises about arguments, by name, that it did not keep."""
+    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
+        """Hears of a launch that is over, and of the promises that it did not keep."""
 
     def miss(self, kernel: str, reason: str) -> None:
         """Hears of a launch that it can know nothing about."""
@@ -337,7 +347,7 @@ class Watched:
         """However the launch ended: the numbers that it used are not used again."""
         ARENA.base = max(ARENA.base, self.witness.number)
 
-    def tell(self, broken: Sequence[tuple[str, str]]) -> None:
+    def tell(self, broken: Sequence[Broken]) -> None:
         """Tells the scopes; the sanitizer last, because it may raise."""
         for counter in self.counters:
             counter.finish(self, broken)
