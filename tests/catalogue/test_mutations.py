@@ -1,8 +1,7 @@
 """Proof that the tests can fail: every kernel is broken in many ways, and each of them has to be noticed.
 
-`pytest -m mutation` runs, for each mutant, the tests that should catch it against a copy of Weft with the mutant in
-it. What they let pass meets all tests of numbers before it is called a survivor. The checks of the list itself
-always run: it has to fit the sources, and a new kernel needs mutants of its own.
+`pytest -m mutation` runs, for each mutant, the tests that are named to catch it against a copy of Weft with the mutant
+in it. The checks of the list itself always run: it has to fit the sources, and a new kernel needs mutants of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +23,6 @@ from weft.runtime import Kernel
 
 TESTS = Path(__file__).parents[1]
 AT_LEAST = 10  # mutants of a kernel
-# A mutant that the tests named with it let pass meets all tests of numbers.
-WHOLE = (
-    *sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("ops/*/test*.py")),
-    *("quant", "catalogue/test_layouts.py", "catalogue/test_workloads.py"),
-)
 
 
 def kernels() -> set[str]:
@@ -115,10 +109,10 @@ def test_named_tests_pass_without_a_mutant(server: Server) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant_is_caught(mutant: Mutant, server: Server, report: list[tuple[Mutant, Verdict]]) -> None:
     verdict = server.run(mutant.tests, mutant)
-    if verdict.outcome == "passed":
-        verdict = server.run(WHOLE, mutant, timeout=3600)
     report.append((mutant, verdict))
     assert verdict.outcome != "invalid", f"{mutant}: the tests could not judge\n{verdict.log}"
-    assert verdict.caught, f"nothing notices {mutant}"
+    assert verdict.caught, (
+        f"{', '.join(mutant.tests)} do not notice {mutant}: mend one of them, or name another"
+    )
     if verdict.outcome == "failed":
         assert mutant.kernel in verdict.kernels, f"{verdict.test} failed without launching {mutant.kernel}"

@@ -35,8 +35,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "_router_linear_dx_kernel": [
         ("rows of the first program alone", "_router_linear_dx_kernel", "(tl.program_id(0) // tiles).to(tl.int64) * ROWS", "(tl.program_id(0) // tiles).to(tl.int64) * 0", (MANY,)),
-        ("the first columns alone", "_router_linear_dx_kernel", "(tl.program_id(0) % tiles) * COLS, COLS)", "(tl.program_id(0) % tiles) * 0, COLS)", (LONG,)),
-        ("tiles of rows for tiles of columns", "_router_linear_dx_kernel", "tiles = tl.cdiv(cols, COLS)", "tiles = tl.cdiv(rows, ROWS)", (LONG,)),
+        ("the first columns alone", "_router_linear_dx_kernel", "(tl.program_id(0) % tiles) * COLS, COLS)", "(tl.program_id(0) % tiles) * 0, COLS)", (SHARED,)),
+        ("tiles of rows for tiles of columns", "_router_linear_dx_kernel", "tiles = tl.cdiv(cols, COLS)", "tiles = tl.cdiv(rows, ROWS)", (SHARED,)),
         ("the last experts alone", "_router_linear_dx_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
         ("without the last expert", "_router_linear_dx_kernel", "(row < rows)[:, None] & (expert < experts)", "(row < rows)[:, None] & (expert < experts - 1)", (SMALL,)),
         ("the last column zero", "_router_linear_dx_kernel", "weight_mask & (col < cols)", "weight_mask & (col < cols - 1)", (SMALL,)),
