@@ -18,7 +18,7 @@ from .solver import QUICK, Search, Solution, z3
 
 _EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
 _LARGEST = 2**14  # size of a launch
-_MOST_BYTES, _MOST_WORK = 2**22, 2**22
+_MOST_BYTES, _MOST_WORK = 2**25, 2**22
 _ARITHMETIC: tuple[Kind, ...] = ("contract", "overflow", "sign", "step", "promise", "modelled")
 # The kinds of findings, and the answers that each contradicts if all of them are proofs.
 _DENIES: dict[str, tuple[Kind, ...]] = {
