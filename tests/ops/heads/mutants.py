@@ -116,7 +116,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gradients read where heads were read", "_backward_heads", "_load_pairs(dy.ptr, off, there, size, PLAN, PLAN.out_interleaved)", "_load_pairs(dy.ptr, off, there, size, PLAN, PLAN.interleaved)", (CROSSED_AFTER,)),
         ("gradients written where heads were written", "_backward_heads", "a, b, size, PLAN, PLAN.interleaved)", "a, b, size, PLAN, PLAN.out_interleaved)", (CROSSED_AFTER,)),
         ("sums of a norm after the rotation in the order before it", "_store_sums", "PLAN.out_interleaved if PLAN.after else PLAN.interleaved", "PLAN.interleaved", (CROSSED_AFTER,)),
-        ("statistics without the bias", "_backward_heads", "za, zb = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)", "za, zb = _load_pairs(x.ptr, off, there, size, PLAN)", (BIAS_GROUPS,)),
+        ("statistics without the bias", "_backward_heads", "za, zb = _load_heads(x, off, head, heads, there, size, PLAN, ALIGN)", "za, zb = _load_pairs(x.ptr, off, there, size, PLAN, PLAN.interleaved)", (BIAS_GROUPS,)),
         ("turned on, not back", "_backward_heads", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and not PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (PLAIN,)),
         ("not turned back after the norm", "_backward_heads", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, -at.sin,", "if PLAN.rotate and PLAN.after:\n            a, b = _turn(a, b, at.cos, at.sin,", (LAYER_AFTER,)),
         ("statistics before the rotation", "_backward_heads", "za, zb = _turn(za, zb, at.cos, at.sin, size.half, PLAN)", "za, zb = za, zb", (LAYER_AFTER,)),

@@ -50,7 +50,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("partials of all dtypes in one place", "multi_tensor_reduce_kernel", "tl.store(partial_ptr + chunk", "tl.store(partial_ptr + tl.program_id(0)", (MIXED["norm2"],)),
         ("every dtype as fp32", "ops/multi_tensor/multi_tensor.py:_reduce_launch", 'f"int{8 * dtype.itemsize}"', '"int32"', (EVERY["zeros"].replace("32", "16"),)),
         ("no elements before a multiple of 16 bytes", "ops/multi_tensor/table.py:_build", "torch.tensor([[address, before]], device", "torch.tensor([[address, 0]], device", (EVERY["norm1"],)),
-        ("a dtype's table for another's", "ops/multi_tensor/table.py:table_of", "tuple([t.dtype for t in tensors])", "tuple([torch.float32 for t in tensors])", (ZEROS,)),
+        ("a dtype's table for another's", "ops/multi_tensor/table.py:table_of", "tuple([t.dtype for t in tensors])", "tuple([torch.float32 for t in tensors])", ("ops/multi_tensor/test.py::test_mixed_lists[norm2-cpu]",)),
         ("the table of other sizes", "ops/multi_tensor/table.py:table_of", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(map(Tensor.numel, tensors)),", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(64 for t in tensors),", (ONE_TABLE,)),
     ],
     "multi_tensor_total_kernel": [
