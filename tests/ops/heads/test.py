@@ -237,7 +237,7 @@ SLOW_SIZES: list[tuple[str, dict[str, int]]] = [
     *itertools.product(
         ("cpu", "sm_90", "gfx942"),
         [
-            {"dim": 2, "heads": 7, "kv_heads": 3},
+            {"dim": 2, "heads": 9, "kv_heads": 3},
             {"dim": 80, "rope_dim": 32},
             {"dim": 96, "tokens": 33},
             {"dim": 5, "rope_dim": 0},
