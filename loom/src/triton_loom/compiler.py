@@ -94,6 +94,9 @@ TTIR_PASSES = [
 ]
 
 
+_TO_POINTERS = ("rewrite_tensor_descriptor_to_pointer", "canonicalizer", "cse")
+
+
 def make_ttir(
     module: Any, metadata: dict[str, Any], *, without: Collection[str] = (), described: bool = False
 ) -> Any:
@@ -114,6 +117,16 @@ def _run(chosen: Sequence[tuple[Any, str]], module: Any) -> None:
         if add := getattr(family, f"add_{name}", None):
             add(manager)
     manager.run(module, "make_ttir")
+
+
+def without_descriptors(file: Path) -> str:
+    """Return the TTIR of a file with pointers in place of descriptors."""
+    context = ir.context()
+    ir.load_dialects(context)
+    module = ir.parse_mlir_module(str(file), context)
+    module.context = context
+    _run([step for step in TTIR_PASSES if step[1] in _TO_POINTERS], module)
+    return str(module.str())
 
 
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:

@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 import z3
 from prove import test_unsound as wrong
-from triton_loom.prove import Buffer, Report, UnsoundProof, cdiv, compiling, obligations, prove, symbol
+from triton_loom.prove import (
+    Buffer,
+    Contract,
+    Report,
+    UnsoundProof,
+    cdiv,
+    compiling,
+    obligations,
+    prove,
+    symbol,
+)
 from triton_loom.prove.evaluate import Evaluator
 from triton_loom.prove.linear import Linear
 from triton_loom.prove.proving import Prover
@@ -152,3 +162,21 @@ def test_a_disagreement_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n - 1), "n": n, "BLOCK": 64}
     with pytest.raises(UnsoundProof, match=r"the sanitizer refutes for n = .*out-of-bounds store"):
         prove(copy, grid=(cdiv(n, 64),), args=args)
+
+
+@triton.jit
+def described(x_ptr, y_ptr, m, n, BLOCK: tl.constexpr):
+    tile = tl.make_tensor_descriptor(x_ptr, [m, n], [n, 1], [BLOCK, BLOCK])
+    tl.store(y_ptr + tl.program_id(0), tl.sum(tile.load([tl.program_id(0) * BLOCK, 0])))
+
+
+def test_proofs_of_ttir_with_descriptors_are_launched() -> None:
+    m = symbol("m", 1, 2**14)
+    rows = cdiv(m, 16)
+    arguments = {"x_ptr": Buffer("f32", m * 32), "y_ptr": Buffer("f32", rows), "m": m, "n": 32}
+    contract = Contract.of(grid=(rows,), arguments=arguments, constants={"BLOCK": 16})
+    (compiled,) = compiling.variants(described, contract)
+    report = prove(compiled.with_descriptors, compiled.contract)
+    assert report.of("descriptor")
+    assert report.verdict == "proven"
+    assert report.certificates == ("20 random launches agree",)

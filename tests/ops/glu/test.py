@@ -3,6 +3,7 @@ and bugs that others shipped. The workloads go through the catalogue as well."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from weft.proof.calls import assert_same, backward, near, own_numbers, results, 
 from weft.proof.checks import assert_accurate
 from weft.proof.copies import assert_copies, regions
 from weft.proof.truths import glu as truth_glu
-from weft.runtime import choosing_for
+from weft.runtime import choosing_for, recording
 from weft.workloads import Call
 
 BF16 = torch.bfloat16
@@ -720,3 +721,18 @@ def test_backward_refuses_another_shape() -> None:
         weft.glu_backward(torch.ones(6, 96), torch.ones(6, 96))
     with pytest.raises(ValueError, match="columnwise goes with quantize"):
         weft.glu_backward(torch.ones(6, 48), torch.ones(6, 96), columnwise=True)
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "pair"])
+def test_both_gradients_in_one_row_are_not_too_long(layout: str) -> None:
+    """The offset of a stripe's last row wrapped around where gate and up have less than 2**24 columns, but not both."""
+    hidden = 2**23
+    dy, x = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (hidden, 2 * hidden))
+    given: dict[str, Any] = {"up": dy} if layout == "pair" else {"layout": layout}
+    too_long: Any = contextlib.nullcontext()
+    if layout != "pair":
+        too_long = pytest.raises(
+            ValueError, match=r"rows of 2\*\*24 elements or more have no column-wise copy"
+        )
+    with recording("sm_90"), too_long:
+        weft.glu_backward(dy, dy if layout == "pair" else x, quantize="1x128", columnwise=True, **given)

@@ -40,6 +40,17 @@ def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
     assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
 
 
+def test_stripes_of_long_rows() -> None:
+    """The offset of a stripe's last row has 31 bits in the longest row that has a column-wise copy."""
+    op = weft.catalogue["quantize"]
+    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+        for format in ("e4m3:1x128:te:pow2", "e4m3:mx:te", "e4m3:128x128:te"):
+            options = ResultOptions(torch.bfloat16, format, True, True, None, False)
+            a = QuantizeArgs(meta(256, 2**24 - 128), options, None)
+            op.launch(op.allocate(a), a)
+    assert seen.launches == 3
+
+
 @pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
 def test_no_seed_is_a_long_row(seed: int) -> None:
     """A seed has up to 62 bits; it makes no new variant of a kernel."""

@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 
+_TRIALS = 20
+
+
 def prove(
     kernel: Any,
     contract: Contract | None = None,
@@ -43,7 +46,7 @@ def prove(
     args: Mapping[str, Any] | None = None,
     effort: int = THOROUGH,
     replay: bool = True,
-    trials: int = 20,
+    trials: int | None = None,
     **more: Any,
 ) -> Report:
     """Prove or refute that a kernel stays within its contract. The kernel is a `@triton.jit` function, also one with
@@ -58,8 +61,8 @@ def prove(
 
     `effort` limits what the solver does for one question, in z3's own units: more of it may turn an unknown into an
     answer, and the same of it gives the same answers on any machine. With `replay`, counterexamples are launched under
-    the sanitizer, and what is proven with `trials` random sizes of the contract: `UnsoundProof` is raised if the
-    sanitizer finds there what was proven not to be.
+    the sanitizer. What is proven is launched with `trials` random sizes of the contract, 20 with `replay` and else none
+    if nothing is said: `UnsoundProof` is raised if the sanitizer finds there what was proven not to be.
     """
     from .certificate import certified
     from .compiling import Compiled, configured, variants
@@ -77,6 +80,7 @@ def prove(
     for function, given in launches:
         cases += [Compiled(function, given)] if isinstance(function, str) else variants(function, given)
     reports, answers, certificates = [], [], []
+    launches_of_proofs = (_TRIALS if replay else 0) if trials is None else trials
     begun = time.perf_counter()
     for ttir, case, with_descriptors, launch in cases:
         prover = Prover(ttir, case, effort)
@@ -84,7 +88,7 @@ def prove(
         reports.append(report)
         described = Prover(with_descriptors, case, effort).answers("descriptor") if with_descriptors else []
         found = (*report.answers, *described, *(covered(prover, output) for output in case.outputs))
-        certificates.append(certified(prover, Launcher(ttir, case, launch), found, trials if replay else 0))
+        certificates.append(certified(prover, Launcher(ttir, case, launch), found, launches_of_proofs))
         for answer in found:
             if replay and answer.example is not None:
                 answer = replayed(ttir, case, answer)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from .. import DeviceAssertion, Finding, sanitize
+from ..compiler import without_descriptors
+from ..ir.provenance import MAKES_DESCRIPTOR
 from ..ir.reader import parse
 from ..ir.ttir import Function, Pointer, element_of, shape_of
 from .answers import Answer, Example, Kind
@@ -123,6 +125,8 @@ class Launcher:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / f"{self.function.name}.ttir"
                 file.write_text(self.ttir)
+                if MAKES_DESCRIPTOR in self.ttir:
+                    file.write_text(without_descriptors(file))
                 target = triton.runtime.driver.active.get_current_target()
                 self._compiled[dry] = triton.compile(str(file), target=target)
         return self._compiled[dry]

@@ -137,7 +137,8 @@ def _cut(
     if made.stripes:
         assert format is not None
         config = stripe_config(format.block, made.rowwise, backward, interleaved, multiple, target)
-        blocks = count_stripes(layout.rows, layout.cols)
+        both = backward and unit.layout in ("concat", "interleaved")  # of gate and up, in one result
+        blocks = count_stripes(layout.rows, 2 * layout.cols if both else layout.cols)
     else:
         group = 1 if format is None else format.group
         config = row_config(layout.cols, group, backward, multiple, target)
