@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton
+import triton.language as tl
 import triton_loom
 from processes import run_python
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.language.extra import libdevice
 from triton_loom import compiler
 from triton_loom.device import storage, toolchain
 from triton_loom.options import LoomOptions
@@ -280,10 +284,37 @@ def test_another_header_is_another_key(monkeypatch: pytest.MonkeyPatch, tmp_path
     keys = set()
     for text in ("one", "two"):
         (tmp_path / "include" / "simd.h").write_text(text)
-        compiler._sources.cache_clear()
+        compiler._hash_of_sources.cache_clear()
         keys.add(key())
-    compiler._sources.cache_clear()
+    compiler._hash_of_sources.cache_clear()
     assert len(keys) == 2
+
+
+@triton.jit
+def rounded(x_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, libdevice.rint(tl.load(x_ptr + i, i < 9, other=0)), i < 9)
+
+
+@pytest.mark.parametrize("arch", ["native", "native+sanitize", "native+explain"])
+def test_whatever_compiles_is_in_the_key(cache: Path, arch: str) -> None:
+    """A change of any other file leaves compiled kernels as they are."""
+    ran: set[str] = set()
+    sys.setprofile(lambda frame, event, arg: ran.add(frame.f_code.co_filename))
+    try:
+        source = ASTSource(rounded, {"x_ptr": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 16})
+        triton.compile(source, target=GPUTarget("cpu", arch, 1))
+    finally:
+        sys.setprofile(None)
+    package = Path(triton_loom.__file__).parent
+    compiling = {Path(file) for file in ran if package in Path(file).parents}
+    assert package / "codegen" / "emit.py" in compiling
+    names_found_late = {package / "__init__.py"}
+    assert compiling <= {*compiler.sources(), *names_found_late}
+
+
+def test_a_changed_prover_leaves_the_key() -> None:
+    assert not {file.parent.name for file in compiler.sources()} & {"prove", "gpu", "witness", "testing"}
 
 
 def test_options_make_the_key() -> None:
@@ -358,7 +389,7 @@ from triton_loom import compiler
 from triton_loom.device import toolchain
 
 torch.set_num_threads(1)
-triton_key(), toolchain.identity(), compiler._sources()
+triton_key(), toolchain.identity(), compiler._hash_of_sources()
 
 @triton.jit
 def double(x_ptr, BLOCK: tl.constexpr):

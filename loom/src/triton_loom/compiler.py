@@ -33,7 +33,7 @@ class LoomBackend(BaseBackend):
     def hash(self) -> str:
         from .device import toolchain
 
-        return f"loom {__version__} {self.target.arch} {_sources()} {toolchain.identity()}"
+        return f"loom {__version__} {self.target.arch} {_hash_of_sources()} {toolchain.identity()}"
 
     def parse_options(self, options: dict[str, Any]) -> LoomOptions:
         from .options import LoomOptions
@@ -157,10 +157,25 @@ def make_so(source: str, options: LoomOptions) -> bytes:
     return toolchain.build(source, options.arch, quick=options.quick_build or bool(options.witness))
 
 
-@functools.lru_cache
-def _sources() -> str:
-    """A hash of this package's own code: an upgraded Loom compiles anew."""
+# What makes a kernel of its source: a change elsewhere, in the prover or the emulator, leaves kernels as they are.
+_COMPILES = (
+    "compiler.py",
+    "features.py",
+    "libdevice.py",
+    "options.py",
+    "codegen/*.py",
+    "ir/*.py",
+    "device/*.py",
+)
+
+
+def sources() -> list[Path]:
+    """Return the files of this package that a compiled kernel depends on."""
     package = Path(__file__).parent
-    modules = [file for file in package.rglob("*.py") if file.parent.name != "testing"]
-    files = sorted([*modules, *package.glob("include/*.h")])
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    return sorted(file for pattern in (*_COMPILES, "include/*.h") for file in package.glob(pattern))
+
+
+@functools.lru_cache
+def _hash_of_sources() -> str:
+    """Return a hash that an upgraded compiler changes, so that kernels are compiled anew."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sources())).hexdigest()

@@ -19,8 +19,10 @@ enum Access { LOAD, STORE, UPDATE };
 
 // An address that was chosen when the program ran: above it is the number of its argument, from 1 on (ir/choices.py). 0 of
 // one that was found in memory. A program may have gone astray by up to 2^46 bytes either way.
+constexpr int NUMBER_BIT = 48;
+
 LOOM_INLINE i32 number_of(const Program &p, u64 address) {
-  const u64 number = (address + (1ull << 46)) >> 48;
+  const u64 number = (address + (1ull << (NUMBER_BIT - 2))) >> NUMBER_BIT;
   return number <= (u64)p.worker->witness->argument_count ? number : 0;
 }
 
@@ -95,7 +97,7 @@ LOOM_SHARED void release(Worker &own, u64 address, i32 order);
 
 // The address itself. An argument that the compiler does not know is -1: then there may be a number above it.
 template <class T> LOOM_INLINE T *bare(const Program &p, i32 argument, T *pointer) {
-  return argument >= 0 ? pointer : (T *)((u64)pointer - ((u64)loom::number_of(p, (u64)pointer) << 48));
+  return argument >= 0 ? pointer : (T *)((u64)pointer - ((u64)loom::number_of(p, (u64)pointer) << loom::NUMBER_BIT));
 }
 
 template <class V> LOOM_NOINLINE V load_each(const Program &p, i32 site, i32 argument, like<V, i64> address, like<V, i32> m, V other) {

@@ -149,7 +149,7 @@ LOOM_SHARED bool access_any(const Program &p, i32 site, i32 argument, u64 addres
   Witness &w = *p.worker->witness;
   if (const i32 number = argument < 0 ? number_of(p, address) : 0) {
     argument = number - 1;
-    address -= (u64)number << 48;
+    address -= (u64)number << NUMBER_BIT;
   }
   argument = owner(w, argument, address, n);
   if (argument < 0 || !inside(w.arguments[argument], address, n)) {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from .provenance import root_of
 from .ttir import I64, Function, Module, Op, Pointer, Tensor, Value, element_of
 
-_FIRST_BIT = 48  # of the number; as in include/witness.h
+_NUMBER_BIT = 48  # as in include/witness.h
 _MOST_POINTERS = 11  # of a kernel: addresses that are only declared are 2^44 bytes apart
 
 
@@ -69,7 +69,7 @@ def _moved(pointer: Value, number: int, before: Op) -> Value:
     shape = pointer.type.shape if isinstance(pointer.type, Tensor) else None
     distance = Value("number", I64 if shape is None else Tensor(shape, I64))
     moved = Value("numbered", pointer.type)
-    distance.producer = Op("arith.constant", [], [distance], {"value": (number << _FIRST_BIT) // size})
+    distance.producer = Op("arith.constant", [], [distance], {"value": (number << _NUMBER_BIT) // size})
     moved.producer = Op("tt.addptr", [pointer, distance], [moved])
     for op in (distance.producer, moved.producer):
         op.location, op.origin, op.block = before.location, before.origin, block
