@@ -17,7 +17,7 @@ import triton_loom
 from torch import Tensor
 
 import weft
-from weft.proof.selection import KNOWN, by_options
+from weft.lab.selection import KNOWN, by_options
 from weft.quant import Copy
 from weft.runtime.launch import choosing_for
 

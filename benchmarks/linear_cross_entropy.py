@@ -117,8 +117,9 @@ MACHINES = {
 def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None:
     """What the products of one forward and backward are compiled to."""
     import weft
-    from weft.runtime import compile_all, recording
-    from weft.runtime.offline import Binary
+    from weft.lab.compiled import compile_all
+    from weft.lab.compiled.offline import Binary
+    from weft.runtime import recording
 
     table = Table(
         "target",

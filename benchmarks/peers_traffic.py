@@ -3,7 +3,7 @@
     python benchmarks/peers_traffic.py
 
 Kernels run here, on the CPU, and are counted as they would be launched on a GPU with 132 multiprocessors (an H100).
-What such a GPU's memory moves is modelled from the counts by `weft.workloads.traffic`.
+What such a GPU's memory moves is modelled from the counts by `weft.lab.traffic`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from triton_loom.witness.counters import LaunchCount
 
-from weft.workloads.norm import WORKLOADS
-from weft.workloads.traffic import Totals, count_traffic, totals
+from weft.lab.families.norm import WORKLOADS
+from weft.lab.traffic import Totals, count_traffic, totals
 
 MULTIPROCESSORS = 132
 NORMS = [(8192, 2048), (8192, 4096), (4096, 7168)]

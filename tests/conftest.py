@@ -12,7 +12,7 @@ from triton_loom.testing.fixtures import (
     restored_threads,
 )
 
-from weft.proof.calls import under
+from weft.lab.calls import under
 
 # Kernels run on little data here, so that building them is most of the work. The bits are the same either way;
 # TRITON_LOOM_QUICK_BUILD=0 tests what users run.
@@ -39,6 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def device_under_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The checks of `weft.proof` compute there; tests that make tensors themselves say where."""
+    """The checks of `weft.lab` compute there; tests that make tensors themselves say where."""
     with under(device=torch.device(request.config.getoption("--device"))):
         yield

@@ -12,8 +12,8 @@ from typing import Any
 
 import weft
 from weft.cli.names import made_of, public_ops
+from weft.lab.families import WORKLOADS, Workload, distinct
 from weft.quant import Format, QTensor
-from weft.workloads import WORKLOADS, Workload, distinct
 
 ROOT = Path(__file__).parents[1]
 

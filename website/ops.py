@@ -14,10 +14,10 @@ from typing import Any
 
 import weft
 from weft.cli.names import made_of, public_ops
-from weft.proof.checks import CHECKS
+from weft.lab.checks import CHECKS
+from weft.lab.families import Workload
+from weft.lab.published import PUBLISHED
 from weft.runtime import TARGETS
-from weft.workloads import Workload
-from weft.workloads.published import PUBLISHED
 
 from .facts import described_on, emulated, family, judged, owners, traffic
 
@@ -329,7 +329,7 @@ def index() -> str:
         "",
         "A page for each op: an example, arguments, the formula with its roundings, formats, the gradient, the",
         "evidence, and the workloads that it is judged on. They are made of docstrings, `weft.catalogue` and",
-        "`weft.workloads`.",
+        "`weft.lab.families`.",
         "",
         f"{len(public_ops())} functions, made of {len(weft.catalogue)} ops of the catalogue. What else there is:",
         "[objects and helpers](objects.md).",

@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .runtime import Variant, compile_all, recording
+from .runtime import Variant, recording
 from .runtime.bundle import SCHEMA, Bundle, BundleError, key_of, load, platform_of, sources, unload
-from .runtime.offline import TARGETS, Binary, build_variant, triton_target
-from .workloads import Workload
+from .runtime.variant import TARGETS, build_variant, triton_target
 
-__all__ = ["ROWS", "Bundle", "BundleError", "build", "load", "unload", "variants_of"]
-
-# The numbers of rows that a workload is called with, besides its own: tiles depend on it in steps.
-ROWS = (1, 16, 64, 512, 4096)
+__all__ = ["Bundle", "BundleError", "build", "load", "unload", "variants_of"]
 
 
 def variants_of(calls: Iterable[Callable[[], Any]], target: str) -> list[Variant]:
@@ -36,43 +32,22 @@ def variants_of(calls: Iterable[Callable[[], Any]], target: str) -> list[Variant
     return list(dict.fromkeys(variants))
 
 
-def calls_of(workloads: Iterable[Workload], target: str) -> Iterable[Callable[[], Any]]:
-    """Calls of workloads with several numbers of rows, and of those that train with gradients too."""
-    for workload in workloads:
-        for rows in sorted({*ROWS, workload.rows}):
-            try:
-                with recording(target):
-                    call = workload.make("meta", rows=rows)
-                    call()
-            except ValueError:  # a format that the target does not multiply
-                continue
-            yield call
-            if "training" in workload.tags:
-                yield call.requiring_grad()
-
-
 def build(
     path: str | os.PathLike[str],
     target: str,
     variants: Iterable[Variant],
     *,
-    workers: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Bundle:
-    """Compile variants for a target and write them to a bundle, which takes the place of an older one at once."""
+    """Compile variants for a target and write them to a bundle, which takes the place of an older one at once.
+
+    `progress` is called with the number of variants done. What Triton's cache holds is not compiled again.
+    """
     import triton
 
+    if target not in ("cpu", *TARGETS):
+        raise ValueError(f"unknown target {target!r}; known: cpu, {', '.join(TARGETS)}")
     chosen = list(variants)
-    if target != "cpu":
-        if target not in TARGETS:
-            raise ValueError(f"unknown target {target!r}; known: cpu, {', '.join(TARGETS)}")
-        # In children, several at once: what they compile is then found in Triton's cache.
-        jobs = [(variant, target) for variant in chosen]
-        for result in compile_all(
-            jobs, workers=workers, progress=lambda done, total, _: progress(done, total)
-        ):
-            if not isinstance(result, Binary):
-                raise result
     gpu = triton_target(target)
     kernels: dict[str, Any] = {}
     path = Path(path)
@@ -81,8 +56,7 @@ def build(
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
             for number, variant in enumerate(chosen, 1):
                 compiled = build_variant(variant, gpu)
-                if target == "cpu":
-                    progress(number, len(chosen))
+                progress(number)
                 key = key_of(variant)
                 files = {f"{key[:16]}/{name}": content for name, content in _files(compiled).items()}
                 for name, content in files.items():

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.proof.calls import run
+from weft.lab.calls import run
+from weft.lab.families import Call
 from weft.runtime import Kernel, recording
 from weft.runtime.ops import Op
-from weft.workloads import Call
 
 
 def arguments_of(call: Call, op: str, evaluate: Callable[[Call], Any] = run) -> list[Any]:

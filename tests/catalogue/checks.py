@@ -1,4 +1,4 @@
-"""What every op is held to on every workload besides the checks of its results (`weft.proof.checks`): how it behaves
+"""What every op is held to on every workload besides the checks of its results (`weft.lab.checks`): how it behaves
 under PyTorch's transformations, that it never waits for the device, what its kernels touch."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import QTensor
-from weft.proof import checks as results_of_ops
-from weft.proof.calls import assert_same, backward, differentiable, parts, results, run, small, upstreams
-from weft.proof.checks import NotApplicable, accuracy, quantized_bytes
+from weft.lab import checks as results_of_ops
+from weft.lab.calls import assert_same, backward, differentiable, parts, results, run, small, upstreams
+from weft.lab.checks import NotApplicable, accuracy, quantized_bytes
+from weft.lab.families import Workload
+from weft.lab.traffic import CACHED, count_call, rows_within
 from weft.runtime import observing
-from weft.workloads import Workload
-from weft.workloads.traffic import CACHED, count_call, rows_within
 
 
 def functional(workload: Workload) -> None:

@@ -27,9 +27,9 @@ from triton_loom.testing import check
 
 import weft
 from weft import QTensor
+from weft.lab.families import Workload, distinct
 from weft.runtime import Op
 from weft.runtime.sharding import dimensions
-from weft.workloads import Workload, distinct
 
 ROWS = 12
 

@@ -17,11 +17,11 @@ import triton_loom
 from triton_loom.testing import words
 
 import weft
-from weft.proof.calls import parts, results, small
-from weft.proof.checks import accuracy
-from weft.proof.selection import KNOWN, by_kernels, by_options
+from weft.lab.calls import parts, results, small
+from weft.lab.checks import accuracy
+from weft.lab.families import Workload
+from weft.lab.selection import KNOWN, by_kernels, by_options
 from weft.runtime.launch import choosing_for
-from weft.workloads import Workload
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.catalogue.families import cases
 from tests.catalogue.layouts import LAYOUTS, odd_strides_of_one, permuted
-from weft.proof.calls import assert_same, results, run, upstreams
-from weft.workloads import Call
+from weft.lab.calls import assert_same, results, run, upstreams
+from weft.lab.families import Call
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)

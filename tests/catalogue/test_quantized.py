@@ -18,9 +18,9 @@ from torch._dynamo.exc import TorchDynamoException
 
 import weft
 from weft import QTensor
-from weft.proof.calls import backward, few_rows, results, small, upstreams
+from weft.lab.calls import backward, few_rows, results, small, upstreams
+from weft.lab.families import WORKLOADS, Call, Workload
 from weft.runtime import recording
-from weft.workloads import WORKLOADS, Call, Workload
 
 # One format for each way in which codes and scales are stored, and the copies that a tensor may have.
 FORMATS = (

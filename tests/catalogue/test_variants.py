@@ -16,9 +16,9 @@ from triton.compiler import ASTSource, make_backend
 import weft
 from tests.catalogue.calls import compiled_variants, launched
 from tests.catalogue.families import cases
-from weft.proof.calls import assert_same, differentiable, few_rows, results, run, small
+from weft.lab.calls import assert_same, differentiable, few_rows, results, run, small
+from weft.lab.families import Call, Inputs, distinct, for_op
 from weft.runtime import Variant, launch, recording
-from weft.workloads import Call, Inputs, distinct, for_op
 
 # ---- numbers of variants ----------------------------------------------------------------------------
 

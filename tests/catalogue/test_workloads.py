@@ -14,10 +14,10 @@ from triton_loom.testing import words
 
 import weft
 from tests.catalogue.checks import BY_NIGHT, CHECKS, OF_OPS, enough_rows, witnessed
-from weft.proof.calls import differentiable, parts, results, run, small
-from weft.proof.checks import NotApplicable, accuracy_by_reference
+from weft.lab.calls import differentiable, parts, results, run, small
+from weft.lab.checks import NotApplicable, accuracy_by_reference
+from weft.lab.families import WORKLOADS, Workload, distinct, for_op
 from weft.runtime import recording
-from weft.workloads import WORKLOADS, Workload, distinct, for_op
 
 
 def telling(check: str = "") -> Iterator[Any]:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from weft.cli import audit, main
-from weft.proof.model import BOARDS, USUAL, Bounds, memory_seconds, public_timings
-from weft.runtime import TARGETS, Binary, CompileError
-from weft.runtime.occupancy import occupancy_of
-from weft.workloads import WORKLOADS, flops_of, for_op
+from weft.cli import main
+from weft.lab.commands import audit
+from weft.lab.compiled import Binary, CompileError
+from weft.lab.compiled.occupancy import occupancy_of
+from weft.lab.families import WORKLOADS, flops_of, for_op
+from weft.lab.model import BOARDS, USUAL, Bounds, memory_seconds, public_timings
+from weft.runtime import TARGETS
 
 GOOD = Binary("sm_90", 40, 0, 0, 0, {128: 64}, {128: 64}, False, (), 0.1, Counter({"LDG.E.128": 64}))
 
@@ -71,7 +73,7 @@ def test_a_fault_is_named(
     assert said in printed
     assert "glu_kernel" in printed
     assert len(json.loads(out.read_text())["kernels"]) > 5
-    assert main(["evidence", str(out)]) == 0
+    assert main(["report", "evidence", str(out)]) == 0
     assert re.search(r"\| `glu` \| \d+ \| \S+ \| - \|.* \| [1-9]\d* \|", capsys.readouterr().out)
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from weft.cli import main
-from weft.cli.bench import measuring, products, showing, with_even_experts
-from weft.cli.bench.clocks import Times
-from weft.cli.bench.contenders import Contender, Lacks
-from weft.cli.bench.measuring import Row, Settings, measure
-from weft.cli.bench.showing import geometric_mean, joined, markdown, means, verdict
-from weft.workloads import WORKLOADS, for_op
-from weft.workloads.published import PUBLISHED
+from weft.lab.bench import measuring, products, showing, with_even_experts
+from weft.lab.bench.clocks import Times
+from weft.lab.bench.contenders import Contender, Lacks
+from weft.lab.bench.measuring import Row, Settings, measure
+from weft.lab.bench.showing import geometric_mean, joined, markdown, means, verdict
+from weft.lab.families import WORKLOADS, for_op
+from weft.lab.published import PUBLISHED
 
 QUICK = ["--most", "0.1", "--rounds", "3"]
 

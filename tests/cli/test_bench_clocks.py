@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cli.bench import clocks
-from weft.cli.bench.clocks import CpuClock, GpuClock, Ready, Times, timed
+from weft.lab.bench import clocks
+from weft.lab.bench.clocks import CpuClock, GpuClock, Ready, Times, timed
 
 DEVICE = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weft
-from weft.cli.bench.chains import CHAINS
-from weft.cli.bench.contenders import ENGINES, PEERS, Lacks, contender, difference
-from weft.workloads import WORKLOADS, Call, Workload, for_op
+from weft.lab.bench.chains import CHAINS
+from weft.lab.bench.contenders import ENGINES, PEERS, Lacks, contender, difference
+from weft.lab.families import WORKLOADS, Call, Workload, for_op
 
 ROWS = 128  # of whole blocks
 

@@ -23,9 +23,9 @@ from tests.support import IMPORTED
 from tests.support.absent import without
 from weft import Capabilities
 from weft.cli import doctor, main
-from weft.cli.published import widths
+from weft.lab.commands.published import widths
+from weft.lab.published import PUBLISHED, Published
 from weft.runtime import loom
-from weft.workloads.published import PUBLISHED, Published
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_published_row_is_its_workload(row: Published) -> None:
 
 
 def test_published_prints_what_was_counted_and_compiled(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["published", "router product, b", "--most", "4", "--format", "json"]) == 0
+    assert main(["report", "published", "router product, b", "--most", "4", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["number"] == 5
     assert row["workload"].startswith("router_linear_backward:linghe")
@@ -351,7 +351,7 @@ def test_published_prints_what_was_counted_and_compiled(capsys: pytest.CaptureFi
     assert "x128" in row["stores, bits"]
     assert row["limit, us"] == 12.8
     assert row["times the limit"] == pytest.approx(78.1 / 12.8, rel=0.01)
-    assert main(["published", "router product, b", "--most", "4"]) == 0
+    assert main(["report", "published", "router product, b", "--most", "4"]) == 0
     printed = capsys.readouterr().out
     assert "none was measured on a GPU" in " ".join(printed.split())
 

@@ -18,8 +18,8 @@ SOURCES = Path(weft.__file__).parent
 
 COMPILING = {
     "verify": ["verify", "--op", "row_map"],
-    "traffic": ["traffic", "row_map"],
-    "published": ["published", "1"],
+    "traffic": ["report", "traffic", "row_map"],
+    "published": ["report", "published", "1"],
     "audit": ["audit", "--op", "row_map"],
     "tune": ["tune", "--op", "row_map"],
     "bench": ["bench", "--op", "row_map"],

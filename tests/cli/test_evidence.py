@@ -1,4 +1,4 @@
-"""`weft evidence`: reports as Markdown, and pages that are in step with them."""
+"""`weft report evidence`: reports as Markdown, and pages that are in step with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.cli import main
-from weft.cli.evidence import TABLES, read, renewed
+from weft.lab.commands.evidence import TABLES, read, renewed
 
 DOCS = Path(__file__).parents[2] / "docs"
 COLD = {
@@ -36,7 +36,7 @@ def saved(folder: Path, report: Any) -> Path:
 
 
 def test_a_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evidence", str(saved(tmp_path, COLD))]) == 0
+    assert main(["report", "evidence", str(saved(tmp_path, COLD))]) == 0
     assert "| bundle | 8 | 1.5 | 2.0 | 2.5 | 0 | 1.5 |" in capsys.readouterr().out
 
 
@@ -44,7 +44,7 @@ def test_a_page_is_renewed_and_then_stays(tmp_path: Path) -> None:
     saved(tmp_path, COLD)
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    assert main(["evidence", str(page)]) == 0
+    assert main(["report", "evidence", str(page)]) == 0
     text = page.read_text()
     assert "| bundle | 8 |" in text
     assert "an old table" not in text
@@ -57,14 +57,14 @@ def test_a_page_is_renewed_and_then_stays(tmp_path: Path) -> None:
 def test_what_is_no_report_is_refused(
     report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evidence", str(saved(tmp_path, report))]) == 2
+    assert main(["report", "evidence", str(saved(tmp_path, report))]) == 2
     wanted = "a report of `of nobody`, which is not read here" if report else "no report of Weft's"
     assert wanted in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
 def test_pages_show_what_the_reports_say(page: Path) -> None:
-    assert renewed(page) == page.read_text(), f"weft evidence {page.relative_to(DOCS.parent)} mends it"
+    assert renewed(page) == page.read_text(), f"weft report evidence {page.relative_to(DOCS.parent)} mends it"
 
 
 def test_every_report_is_shown() -> None:

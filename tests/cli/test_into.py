@@ -10,10 +10,10 @@ import pytest
 
 from weft import __version__
 from weft.cli import main
-from weft.cli.prove import merged
-from weft.cli.traffic import HEADING, markdown
-from weft.workloads import for_op
-from weft.workloads.traffic import count_traffic
+from weft.lab.commands.prove import merged
+from weft.lab.commands.traffic import HEADING, markdown
+from weft.lab.families import for_op
+from weft.lab.traffic import count_traffic
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -29,19 +29,19 @@ def test_traffic_goes_into_its_line_or_to_the_end_of_the_table(tmp_path: Path) -
     page.write_text(
         f"# Page\n\n{HEADING}\n{rule}\n| `{name}` | old |\n{kept}\n\nAfter.\n\n| `{name}` | no |\n"
     )
-    assert main(["traffic", name, "--into", str(page)]) == 0
+    assert main(["report", "traffic", name, "--into", str(page)]) == 0
     line = list(markdown([count_traffic(for_op("row_map")[0], 8192, "sm_90")]))[2]
     assert line.startswith(f"| `{name}` |")
     after = f"{kept}\n\nAfter.\n\n| `{name}` | no |\n"
     assert page.read_text() == f"# Page\n\n{HEADING}\n{rule}\n{line}\n{after}"
     page.write_text(f"{HEADING}\n{rule}\n{after}")
-    assert main(["traffic", name, "--into", str(page)]) == 0
+    assert main(["report", "traffic", name, "--into", str(page)]) == 0
     assert page.read_text() == f"{HEADING}\n{rule}\n" + after.replace(kept, f"{kept}\n{line}", 1)
 
 
 def test_traffic_refuses_a_page_without_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    argv = ["traffic", "row_map", "--into", str(page)]
+    argv = ["report", "traffic", "row_map", "--into", str(page)]
     assert "cannot be read: No such file or directory" in refused(argv, capsys)
     page.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read: it is not text" in refused(argv, capsys)

@@ -18,7 +18,8 @@ from rich.console import Console
 from weft.cli import main, names, screen
 from weft.cli.figures import Figures
 from weft.cli.screen import Steps
-from weft.workloads import WORKLOADS, for_op
+from weft.lab.commands import chosen
+from weft.lab.families import WORKLOADS, for_op
 
 # Every command that takes `--op`, with what else it has to be told.
 WITH_OP = {
@@ -30,7 +31,7 @@ WITH_OP = {
     "tune": ["tune"],
     "aot build": ["aot", "build", "--target", "sm_90", "--out", os.devnull],
 }
-WITH_FILTER = {"traffic": ["traffic"], "published": ["published"]}
+WITH_FILTER = {"traffic": ["report", "traffic"], "published": ["report", "published"]}
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -94,7 +95,7 @@ def test_a_function_without_kernels_is_no_op(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("command", {**WITH_OP, **WITH_FILTER})
 def test_a_workload_that_is_none_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`weft traffic zzz` printed an empty table, and its exit code was that of success."""
+    """`weft report traffic zzz` printed an empty table, and its exit code was that of success."""
     if command in WITH_FILTER:
         said = refused([*WITH_FILTER[command], "zzz"], capsys)
     else:
@@ -109,18 +110,18 @@ def test_a_workload_that_is_none_is_refused(command: str, capsys: pytest.Capture
 )
 def test_a_misspelt_workload_is_refused_with_the_nearest(text: str, near: str) -> None:
     with pytest.raises(screen.Refused, match=f"Did you mean .*'{near}'"):
-        names.workloads_named([text])
+        chosen.workloads_named([text])
 
 
 def test_two_workloads_are_both_taken() -> None:
     """The last one alone was."""
     first, second = for_op("rope")[0], for_op("norm")[0]
-    assert set(names.workloads_named([str(first), str(second)])) == {first, second}
-    assert set(names.workloads_named(["llama3-8b", "deepseek-v3"])) == {
+    assert set(chosen.workloads_named([str(first), str(second)])) == {first, second}
+    assert set(chosen.workloads_named(["llama3-8b", "deepseek-v3"])) == {
         w for w in WORKLOADS if "llama3-8b" in str(w) or "deepseek-v3" in str(w)
     }
     with pytest.raises(screen.Refused, match="'zzz'"):
-        names.workloads_named(["llama3-8b", "zzz"])
+        chosen.workloads_named(["llama3-8b", "zzz"])
 
 
 def test_a_whole_name_is_one_workload() -> None:
@@ -129,12 +130,12 @@ def test_a_whole_name_is_one_workload() -> None:
     inside = [name for name in every if any(name in other and name != other for other in every)]
     assert inside, "no name is in another"
     for name in inside:
-        assert [str(workload) for workload in names.workloads_named([name])] == [name]
+        assert [str(workload) for workload in chosen.workloads_named([name])] == [name]
 
 
 def test_a_filter_takes_public_names() -> None:
-    chosen = {workload.op for workload in names.workloads_named(["rms_norm"])}
-    assert chosen == {"norm", "norm_backward"}
+    ops = {workload.op for workload in chosen.workloads_named(["rms_norm"])}
+    assert ops == {"norm", "norm_backward"}
 
 
 # ---- values and paths ---------------------------------------------------------------------------------------
@@ -156,8 +157,8 @@ def test_a_filter_takes_public_names() -> None:
         (["audit", "--timeout", "0"], "argument --timeout: must be above 0 and finite; got 0"),
         (["prove", "--regions", "0"], "argument --regions: must be at least 1; got 0"),
         (["prove", "--workers", "-3"], "argument --workers: must be at least 1; got -3"),
-        (["traffic", "--most", "0"], "argument --most: must be above 0 and finite; got 0"),
-        (["traffic", "--target", "h100"], "argument --target: invalid choice: 'h100'"),
+        (["report", "traffic", "--most", "0"], "argument --most: must be above 0 and finite; got 0"),
+        (["report", "traffic", "--target", "h100"], "argument --target: invalid choice: 'h100'"),
         (["bench", "norm"], "`weft bench` measures ops by option: weft bench --op norm"),
         (["bench", "rms_norm"], "weft bench --op rms_norm"),
         (["bench", "row"], "there is no measurement 'row'. Did you mean 'rows'?"),
@@ -166,9 +167,9 @@ def test_a_filter_takes_public_names() -> None:
         (["bench", "show", "{0}/text.json"], "{0}/text.json is no report: it is not JSON"),
         (["bench", "show", "{0}/prove.json"], "prove.json is a report of `weft prove`, which is not read here"),
         (["bench", "show", "{0}/old.json"], "old.json has the schema 1, this Weft reads 2: run `weft bench` again"),
-        (["evidence", "{0}/text.json"], "{0}/text.json is no report: it is not JSON"),
-        (["evidence", "{0}/list.json"], "{0}/list.json is no report of Weft's"),
-        (["evidence", "/nonexistent.md"], "/nonexistent.md: No such file or directory"),
+        (["report", "evidence", "{0}/text.json"], "{0}/text.json is no report: it is not JSON"),
+        (["report", "evidence", "{0}/list.json"], "{0}/list.json is no report of Weft's"),
+        (["report", "evidence", "/nonexistent.md"], "/nonexistent.md: No such file or directory"),
         (["prove", "--against", "{0}/old.json"], "old.json is a report of `weft bench`, which is not read here"),
         (["verify", "rms_norm"], "unrecognized arguments: rms_norm: ops are named by `--op rms_norm`"),
         (["doctor", "norm"], "unrecognized arguments: norm\n"),
@@ -183,7 +184,7 @@ def test_a_value_that_makes_no_sense_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.cli.bench.require", lambda command: None)  # whether or not there is matplotlib
+    monkeypatch.setattr("weft.lab.bench.require", lambda command: None)  # whether or not there is matplotlib
     for name, text in (
         ("text", "not JSON"),
         ("list", "[]"),
@@ -309,8 +310,8 @@ def test_ctrl_c_ends_a_command_in_one_line(stuck: str) -> None:
         ["audit", "--workers", "2"],
         ["tune"],
         ["tune", "--target", "sm_90"],
-        ["traffic"],
-        ["published"],
+        ["report", "traffic"],
+        ["report", "published"],
         ["aot", "build", "--target", "sm_90", "--out", os.devnull],
         ["aot", "build", "--target", "cpu", "--out", os.devnull],
     ],

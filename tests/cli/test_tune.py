@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import weft
-from weft.cli import main, tune
-from weft.cli.bench.clocks import Times
-from weft.proof.calls import returned
-from weft.proof.model import BOARDS, Tile, latency_stretch, tile_stretch
-from weft.proof.tuning import Candidate, asked, default_of, why_not
-from weft.runtime import Binary, Capabilities
+from weft.cli import main
+from weft.lab.bench.clocks import Times
+from weft.lab.calls import returned
+from weft.lab.commands import tune
+from weft.lab.compiled import Binary
+from weft.lab.families import Call, for_op
+from weft.lab.model import BOARDS, Tile, latency_stretch, tile_stretch
+from weft.lab.tuning import Candidate, asked, default_of, why_not
+from weft.runtime import Capabilities
 from weft.runtime.choices import choices, read
-from weft.workloads import Call, for_op
 
 WORKLOAD = for_op("dequantize")[0]  # 2048 columns
 KEY = ("quantize", ("dequantize", 2048))
@@ -73,7 +75,7 @@ def test_the_faster_is_kept_and_walked_on_from(tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_that_fails_a_check_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.proof import tuning
+    from weft.lab import tuning
 
     taking(monkeypatch, tile_512=5.0)
 
@@ -155,7 +157,7 @@ def test_a_target_is_modelled_and_what_spills_is_dropped(
         return made
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
-    monkeypatch.setattr("weft.proof.binaries._narrow", lambda *call: [])
+    monkeypatch.setattr("weft.lab.compiled.binaries._narrow", lambda *call: [])
     assert main(["tune", "--op", "dequantize", "--target", "sm_90"]) == 0
     said = capsys.readouterr().out
     assert "modelled for sm_90" in said

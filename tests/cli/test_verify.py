@@ -13,9 +13,9 @@ from triton_loom.testing import Forks
 import weft
 from tests.support import IMPORTED
 from weft.cli import main
-from weft.proof.calls import assert_same, results, run, small, under
-from weft.proof.checks import CHECKS
-from weft.workloads import for_op
+from weft.lab.calls import assert_same, results, run, small, under
+from weft.lab.checks import CHECKS
+from weft.lab.families import for_op
 
 
 def test_a_sound_op_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ from triton_loom.testing import EPS32, assert_rounded_once
 from torch.library import opcheck
 
 import weft
-from weft.workloads import for_op
+from weft.lab.families import for_op
 
 assert "checkout" in weft.__file__, weft.__file__
 op = weft.catalogue["softplus_gate"]
@@ -201,7 +201,7 @@ import torch
 
 import weft
 from weft.runtime import Binary, compile_all, recording
-from weft.workloads import for_op
+from weft.lab.families import for_op
 
 
 def main():

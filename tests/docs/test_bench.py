@@ -6,8 +6,8 @@ import re
 import statistics
 from pathlib import Path
 
-from weft.cli.bench.showing import page, read, worst
-from weft.workloads import WORKLOADS
+from weft.lab.bench.showing import page, read, worst
+from weft.lab.families import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/bench.md").read_text()

@@ -26,10 +26,10 @@ from triton_loom.testing import Forks
 import weft.cli
 from tests.support import IMPORTED
 from website.versions import supported
+from weft.lab.families import WORKLOADS
+from weft.lab.published import BANDWIDTH, PUBLISHED
 from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
-from weft.workloads import WORKLOADS
-from weft.workloads.published import BANDWIDTH, PUBLISHED
 
 from .pages import (
     CHANGELOG,
@@ -152,8 +152,8 @@ QUICK = ("weft", "python examples/")
 READ_ONLY = ("weft verify --device cuda", "weft tune --device cuda", "weft aot build --target sm_")
 # Commands that count bytes or compile, ranks, and examples whose functions have tests of their own.
 BY_NIGHT = (
-    "weft traffic",
-    "weft published",
+    "weft report traffic",
+    "weft report published",
     "weft verify",
     "weft bench",
     "weft audit",

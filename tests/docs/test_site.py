@@ -14,8 +14,8 @@ import weft
 from website import facts, links, ops, pages
 from website.versions import supported, table
 from weft.cli.names import made_of, public_ops
-from weft.proof.checks import CHECKS
-from weft.workloads import distinct
+from weft.lab.checks import CHECKS
+from weft.lab.families import distinct
 
 ROOT = Path(__file__).parents[2]
 PAGES = ops.pages()

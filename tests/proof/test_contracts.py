@@ -22,8 +22,9 @@ from triton_loom.prove.solver import z3
 
 import weft
 from weft.cli import main
-from weft.cli.prove import lost, prove_workload
-from weft.proof.contracts import (
+from weft.lab.commands.prove import lost, prove_workload
+from weft.lab.families import WORKLOADS, Workload
+from weft.lab.symbolic.contracts import (
     Region,
     Translator,
     contracts_of,
@@ -31,12 +32,11 @@ from weft.proof.contracts import (
     ttir_by_name,
     without_extremes,
 )
-from weft.proof.loaded import Given, Loaded, _check, holding, within
-from weft.proof.proofs import EFFORT, proven
-from weft.proof.symbolic import Launched, Pointer, Size
-from weft.proof.truths import declared
+from weft.lab.symbolic.loaded import Given, Loaded, _check, holding, within
+from weft.lab.symbolic.proofs import EFFORT, proven
+from weft.lab.symbolic.tracing import Launched, Pointer, Size
+from weft.lab.truths import declared
 from weft.runtime import catalogue
-from weft.workloads import WORKLOADS, Workload
 
 TARGET = "sm_90"
 COMMITTED = Path(__file__).parents[2] / "docs" / "runs" / "prove.json"
@@ -296,7 +296,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert told["complete"] is True
     assert all(set(launch["outputs"].values()) == {"proven"} for launch in told["launches"])
     assert "sharded_logprobs" in capsys.readouterr().out
-    assert main(["evidence", str(file)]) == 0
+    assert main(["report", "evidence", str(file)]) == 0
     assert "| `sharded_logprobs` | 1 |" in capsys.readouterr().out
 
 

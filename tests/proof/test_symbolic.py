@@ -12,10 +12,9 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.ops.heads import launch as heads
-from weft.ops.heads.angles import turns
-from weft.proof.selection import by_kernels
-from weft.proof.symbolic import (
+from weft.lab.families import WORKLOADS, Workload
+from weft.lab.selection import by_kernels
+from weft.lab.symbolic.tracing import (
     Launched,
     Pointer,
     Size,
@@ -27,8 +26,9 @@ from weft.proof.symbolic import (
     with_sizes,
     without_numbers,
 )
+from weft.ops.heads import launch as heads
+from weft.ops.heads.angles import turns
 from weft.runtime import Launch, Op, catalogue
-from weft.workloads import WORKLOADS, Workload
 
 TARGET = "sm_90"
 BY_DAY = ("norm", "glu", "matmul")

@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft import Format
-from weft.proof import oracle
+from weft.lab import oracle
 
 INF, NAN = float("inf"), float("nan")
 

@@ -39,7 +39,7 @@ from tests.quant.checks import (
     stripes,
 )
 from weft import Format
-from weft.proof import oracle
+from weft.lab import oracle
 from weft.runtime import recording
 
 

@@ -8,7 +8,7 @@ import torch
 import weft
 from tests.quant.checks import BACKENDS, adversarial, assert_same, decoded, expected, spread_scale, stacked
 from weft import Format
-from weft.proof import oracle
+from weft.lab import oracle
 
 DECODED = [
     "e4m3:tensor:te", "int8:tensor:te", "e5m2:row:te", "int8:row:deepgemm", "e4m3:1x128:te:pow2", "e5m2:1x128:vllm",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.proof import oracle
+from weft.lab import oracle
 
 F32 = np.float32
 INF, NAN = math.inf, math.nan

@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.quant.checks import BACKENDS, INF, NAN, assert_same, decoded, expected, spread_scale
 from weft import Format, QTensor
-from weft.proof import oracle
+from weft.lab import oracle
 
 
 def philox(seed: int, row: int, col: int, which: int) -> int:

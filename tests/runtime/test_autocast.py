@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.proof.calls import assert_same
+from weft.lab.calls import assert_same
 
 BF16 = torch.bfloat16
 ENDS = torch.tensor([3, 3, 9])

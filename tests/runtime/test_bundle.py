@@ -17,10 +17,10 @@ import weft
 from tests.support import IMPORTED
 from weft import aot
 from weft.cli import main
+from weft.lab.families import for_op
 from weft.runtime import bundle as bundles
 from weft.runtime import choosing_for, launch
-from weft.runtime.offline import triton_target
-from weft.workloads import for_op
+from weft.runtime.variant import triton_target
 
 SERVE = """
 import os, sys, torch, triton, weft
@@ -151,8 +151,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_keys_have_no_addresses() -> None:
     """All that decides a kernel has a text that is the same in every process."""
-    from weft.proof.binaries import collected
-    from weft.workloads import distinct
+    from weft.lab.compiled.binaries import collected
+    from weft.lab.families import distinct
 
     keys = {bundles.key_of(variant) for variant in collected(distinct(), "sm_90")}
     assert len(keys) > 400

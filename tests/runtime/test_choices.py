@@ -15,11 +15,11 @@ import torch
 
 import weft
 from weft import aot
-from weft.proof.checks import accuracy
-from weft.proof.tuning import asked
+from weft.lab.checks import accuracy
+from weft.lab.families import for_op
+from weft.lab.tuning import asked
 from weft.runtime import TARGETS, Capabilities, capabilities, catalogue, choices, choosing_for, recording
 from weft.runtime.choices import TilesError, Tuned, path_for, read, tuned_for, write
-from weft.workloads import for_op
 
 ROWS = ("norm.rows", (256, 1))  # what a norm of 256 columns asks for
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import weft
-from weft.proof.binaries import collected, faults
-from weft.runtime import TARGETS, Binary, Variant, compile_all, recording
-from weft.runtime.offline import ttgir_of
-from weft.workloads import WORKLOADS, Workload
+from weft.lab.compiled import Binary, compile_all
+from weft.lab.compiled.binaries import collected, faults
+from weft.lab.compiled.offline import ttgir_of
+from weft.lab.families import WORKLOADS, Workload
+from weft.runtime import TARGETS, Variant, recording
 
 OPS = Path(__file__).parents[1] / "ops"
 

@@ -17,16 +17,10 @@ import triton
 from triton import knobs
 
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
-from weft.runtime import Launch, machine_code, offline, recording
-from weft.runtime.offline import (
-    TARGETS,
-    Binary,
-    CompileError,
-    Variant,
-    build_variant,
-    compile_all,
-    triton_target,
-)
+from weft.lab.compiled import machine_code, offline
+from weft.lab.compiled.offline import Binary, CompileError, compile_all
+from weft.runtime import Launch, recording
+from weft.runtime.variant import TARGETS, Variant, build_variant, triton_target
 
 
 def variant(kernel: str, types: str, *constants: object, warps: int = 4) -> Variant:

@@ -39,7 +39,7 @@ from weft.runtime import (
     recording,
 )
 from weft.runtime.launch import recorded_by
-from weft.runtime.offline import triton_target
+from weft.runtime.variant import triton_target
 
 PACKAGE = Path(weft.__file__).parent
 TESTS = Path(__file__).parents[1]

@@ -12,11 +12,11 @@ import triton
 
 import weft
 from tests.runtime.test_compile import fullest
-from weft.proof.binaries import collected
+from weft.lab.compiled.binaries import collected
+from weft.lab.compiled.offline import ttgir_of
+from weft.lab.compiled.tensor_memory import early_accesses
+from weft.lab.families import WORKLOADS
 from weft.runtime import Variant, recording
-from weft.runtime.offline import ttgir_of
-from weft.runtime.tensor_memory import early_accesses
-from weft.workloads import WORKLOADS
 
 # The versions that forget to wait for the second of two dots into one accumulator.
 WRONG = triton.__version__.startswith(("3.7.", "3.8."))

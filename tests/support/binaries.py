@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.runtime import Binary, Capabilities
+from weft.lab.compiled import Binary
+from weft.runtime import Capabilities
 
 
 def flaws(target: str, binary: Any) -> list[str]:

@@ -28,9 +28,9 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 
 from triton_loom.testing import words  # noqa: E402
 
-from weft.proof.calls import backward, differentiable, handed_through, parts, results, small  # noqa: E402
+from weft.lab.calls import backward, differentiable, handed_through, parts, results, small  # noqa: E402
+from weft.lab.families import Call, Workload, distinct  # noqa: E402
 from weft.runtime import Launch, observing, recording  # noqa: E402
-from weft.workloads import Call, Workload, distinct  # noqa: E402
 
 TARGETS = ("sm_90", "gfx950")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from .. import __version__
 from ..runtime import catalogue
@@ -16,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 if it was refused, 130 if it was interrupted."""
     with promptly() as interrupt:
         try:
-            args, rest = parser().parse_known_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            args, rest = parser(words[0] if words else None).parse_known_args(words)
             if rest:
                 raise _unrecognized(rest, takes_op="op" in args)
             return int(args.run(args))
@@ -36,23 +39,27 @@ def _unrecognized(rest: Sequence[str], takes_op: bool) -> Refused:
     return Refused(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    from . import aot, audit, bench, doctor, evidence, prove, published, traffic, tune, verify
+# The library's own commands are in this package, those of the laboratory in `weft.lab`. A command is loaded when it is
+# chosen: asking what a machine has does not load what judges binaries.
+COMMANDS = {
+    "doctor": "weft.cli.doctor",
+    "verify": "weft.lab.commands.verify",
+    "prove": "weft.lab.commands.prove",
+    "bench": "weft.lab.bench",
+    "audit": "weft.lab.commands.audit",
+    "tune": "weft.lab.commands.tune",
+    "aot": "weft.cli.aot",
+    "report": "weft.lab.commands.report",
+}
 
+
+def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of one command, or of all if the chosen one is not known."""
     made = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
     )
     made.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor.add_command(commands)
-    verify.add_command(commands)
-    prove.add_command(commands)
-    bench.add_command(commands)
-    audit.add_command(commands)
-    tune.add_command(commands)
-    aot.add_command(commands)
-    traffic.add_command(commands)
-    published.add_command(commands)
-    evidence.add_command(commands)
+    for name in [chosen] if chosen in COMMANDS else COMMANDS:
+        import_module(COMMANDS[name]).add_command(commands)
     return made

@@ -14,7 +14,6 @@ from ..runtime import TARGETS
 from ..runtime.bundle import Bundle, BundleError
 from .arguments import add_op, add_workers, add_workload, output_file
 from .figures import Figures
-from .names import workloads_named
 from .needs import require, require_cache
 from .screen import Refused, Steps, complain
 
@@ -38,18 +37,20 @@ def run_build(args: argparse.Namespace) -> int:
     if args.target == "cpu":
         require("weft aot build --target cpu")
     require_cache()
+    # The one command of the library that asks the laboratory: which calls a model makes.
+    from ..lab.commands.ahead import calls_of, compile_in_children
+    from ..lab.commands.chosen import workloads_named
+
     chosen = workloads_named(args.workload, args.op)
-    variants = aot.variants_of(aot.calls_of(chosen, args.target), args.target)
+    variants = aot.variants_of(calls_of(chosen, args.target), args.target)
     if not variants:
         raise Refused(f"these workloads launch nothing on {args.target}")
     with Steps(len(variants), "compiling") as steps:
-        bundle = aot.build(
-            args.out,
-            args.target,
-            variants,
-            workers=args.workers,
-            progress=lambda done, total: steps.reach(done),
-        )
+        if args.target == "cpu":
+            bundle = aot.build(args.out, args.target, variants, progress=steps.reach)
+        else:
+            compile_in_children(variants, args.target, workers=args.workers, progress=steps.reach)
+            bundle = aot.build(args.out, args.target, variants)
     show(bundle)
     return 0
 

@@ -12,14 +12,10 @@ from typing import Any
 
 import torch
 
-from ..runtime import catalogue
-from ..workloads import Workload, for_op
-from .names import ops_named, workloads_named
+from .names import ops_named
 from .screen import Refused
 
 PICTURES = (".pdf", ".png", ".svg")
-
-INSTEAD = "all whose name has this in it, instead of one for each op; may be repeated"  # help, for `one_each`
 
 
 def add_op(parser: Any) -> None:
@@ -37,15 +33,8 @@ def add_op(parser: Any) -> None:
 def add_workload(
     parser: Any, help: str = "only workloads whose name has this in it; may be repeated"
 ) -> None:
-    """Add `--workload`; the value is a list of texts for `names.workloads_named`."""
+    """Add `--workload`; the value is a list of texts for `weft.lab.commands.chosen.workloads_named`."""
     parser.add_argument("--workload", action="append", default=[], metavar="TEXT", help=help)
-
-
-def one_each(args: argparse.Namespace) -> list[Workload]:
-    """Return the workloads that `--workload` selects, or without it the first one of each op."""
-    if args.workload:
-        return workloads_named(args.workload, args.op)
-    return [for_op(op)[0] for op in args.op or catalogue]
 
 
 def add_workers(parser: Any, what: str) -> None:

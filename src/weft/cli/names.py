@@ -1,4 +1,4 @@
-"""Names that a person types: of ops, public functions and workloads. Unknown ones are refused with the nearest known.
+"""Names that a person types: of ops and public functions. Unknown ones are refused with the nearest known name.
 
 An op is named by its name in `weft.catalogue`, or by a public function, which stands for all ops that it is made of:
 `--op rms_norm` is `--op norm --op norm_backward`.
@@ -17,7 +17,6 @@ from typing import Any
 import weft
 
 from ..runtime import Op, catalogue
-from ..workloads import WORKLOADS, Workload
 from .screen import Refused
 
 
@@ -25,11 +24,11 @@ def unknown(kind: str, name: str, known: Sequence[str], others: Iterable[str] = 
     """Return the refusal of a name: with the nearest of the known names and of the others, or if none is near, with all
     known names."""
     between = "; " if any("," in each for each in known) else ", "
-    rest = _meant(name, [*known, *others]) or f"; there are {between.join(known)}"
-    return Refused(_wrapped(f"there is no {kind} {name!r}{rest}"))
+    rest = nearest(name, [*known, *others]) or f"; there are {between.join(known)}"
+    return Refused(wrapped(f"there is no {kind} {name!r}{rest}"))
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a refusal that names the known names near to this one, or nothing if none is near."""
     by_letters = {_letters(each): each for each in known}
     near = difflib.get_close_matches(_letters(name), by_letters, n=3, cutoff=0.6)
@@ -44,7 +43,8 @@ def _letters(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
+    """Return the text of a refusal in lines of a terminal."""
     return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
 
 
@@ -122,34 +122,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
-
-
-# ---- workloads ------------------------------------------------------------------------------------------------
-
-
-def workloads_named(texts: Sequence[str], ops: Sequence[str] = ()) -> list[Workload]:
-    """Return the workloads of these ops, or of all, that one of the texts selects; all of them if there is no text.
-
-    A text selects the workload whose whole name it is, else those that have it in their name, else, if it is a public
-    function, those of its ops. A text that selects nothing is refused."""
-    among = [workload for workload in WORKLOADS if not ops or workload.op in ops]
-    if not texts:
-        return among
-    chosen: set[str] = set()
-    for text in texts:
-        found = [str(workload) for workload in among if text == str(workload)]
-        found = found or [str(workload) for workload in among if text in str(workload)]
-        if not found and text in public_ops():
-            found = [str(workload) for workload in among if workload.op in made_of(text)]
-        if not found:
-            raise _no_workload(text, among, ops)
-        chosen.update(found)
-    return [workload for workload in among if str(workload) in chosen]
-
-
-def _no_workload(text: str, among: Sequence[Workload], ops: Sequence[str]) -> Refused:
-    parts = {part: None for w in among for part in (*str(w).split(":"), *w.name.split("/"))}
-    models = dict.fromkeys(workload.name.partition("/")[0] for workload in among)
-    names = f". A name is op:model/place:options:rows, as {among[0]}; models are {', '.join(models)}"
-    of = f" of {', '.join(ops)}" if ops else ""
-    return Refused(_wrapped(f"no workload{of} has {text!r} in its name{_meant(text, parts) or names}"))

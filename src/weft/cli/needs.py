@@ -40,7 +40,7 @@ PACKAGES = (
     Package(
         "triton_loom",
         "Loom",
-        ("weft verify", "weft prove", "weft audit", "weft tune", "weft traffic", "weft published",
+        ("weft verify", "weft prove", "weft audit", "weft tune", "weft report traffic", "weft report published",
          "weft aot build --target cpu"),
         loom.install_command,
     ),

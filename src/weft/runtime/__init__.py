@@ -17,7 +17,6 @@ from .launch import (
     recorded_by,
     recording,
 )
-from .offline import TARGETS, Binary, CompileError, Variant, compile_all
 from .ops import (
     LATER,
     Backward,
@@ -33,15 +32,14 @@ from .ops import (
     register_gradient_decoder,
 )
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
+from .variant import TARGETS, Variant
 
 __all__ = [
     "LATER",
     "TARGETS",
     "Backward",
-    "Binary",
     "BoundLaunch",
     "Capabilities",
-    "CompileError",
     "Fields",
     "Gradients",
     "Kernel",
@@ -58,7 +56,6 @@ __all__ = [
     "catalogue",
     "choice",
     "choosing_for",
-    "compile_all",
     "define_op",
     "is_distributed",
     "is_readable",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .offline import Variant, source_of
+from .variant import Variant, source_of
 
 SCHEMA = 1
 VARIABLE = "WEFT_BUNDLE"  # bundles to load, separated as in PATH

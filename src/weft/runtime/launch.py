@@ -24,7 +24,7 @@ from .capabilities import Capabilities
 from .choices import VARIABLE
 from .environment import is_on
 from .notice import NOTICE
-from .offline import Variant, build
+from .variant import Variant, build
 
 if TRITON:
     from triton import knobs

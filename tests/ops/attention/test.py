@@ -14,11 +14,11 @@ from triton_loom.testing import words
 
 import weft
 from tests.ops.attention.own import attend
-from weft.proof.calls import assert_same, run
-from weft.proof.checks import assert_accurate
-from weft.proof.truths.attention import sees
+from weft.lab.calls import assert_same, run
+from weft.lab.checks import assert_accurate
+from weft.lab.families import Call
+from weft.lab.truths.attention import sees
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

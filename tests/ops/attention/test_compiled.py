@@ -11,8 +11,9 @@ import torch
 
 import weft
 from tests.support.binaries import flaws
+from weft.lab.compiled import Binary, compile_all
 from weft.ops.attention.configs import attention_config
-from weft.runtime import TARGETS, Binary, Capabilities, Variant, compile_all, recording
+from weft.runtime import TARGETS, Capabilities, Variant, recording
 
 KERNELS = ("attention_kernel", "delta_kernel", "query_gradient_kernel", "key_gradient_kernel")
 

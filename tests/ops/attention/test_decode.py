@@ -12,10 +12,10 @@ from torch import Tensor
 from triton_loom.testing import words
 
 import weft
-from weft.proof.checks import assert_accurate
+from weft.lab.checks import assert_accurate
+from weft.lab.families import Call
+from weft.lab.families.decode import coded_heads, decode
 from weft.runtime import choosing_for
-from weft.workloads import Call
-from weft.workloads.decode import coded_heads, decode
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAGE = 16

@@ -9,7 +9,8 @@ import torch
 
 import weft
 from tests.support.binaries import flaws
-from weft.runtime import TARGETS, Variant, compile_all, recording
+from weft.lab.compiled import compile_all
+from weft.runtime import TARGETS, Variant, recording
 
 KINDS = ("bf16", "e4m3:tensor", "e4m3:token", "int8:token", "latents", "rows of FlashMLA")
 QUERIES = (1, 8)

@@ -18,8 +18,8 @@ import weft
 from tests.ops.attention.own import attend
 from tests.ops.attention.test import heads, packed
 from tests.ops.attention.test_decode import E4M3, PAGE, latent_rows, problem
+from weft.lab.families.decode import decode
 from weft.runtime import choosing_for
-from weft.workloads.decode import decode
 
 BF16 = torch.bfloat16
 MANY, FEW = 2**31 - 1, -(2**31)

@@ -18,13 +18,13 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from weft import QTensor
+from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.checks import assert_accurate
+from weft.lab.copies import assert_copies, regions
+from weft.lab.families import Call
+from weft.lab.truths import glu as truth_glu
 from weft.ops.common.groups import real_rows_reference
-from weft.proof.calls import assert_same, backward, near, own_numbers, results, run, upstreams
-from weft.proof.checks import assert_accurate
-from weft.proof.copies import assert_copies, regions
-from weft.proof.truths import glu as truth_glu
 from weft.runtime import choosing_for, recording
-from weft.workloads import Call
 
 BF16 = torch.bfloat16
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,12 +17,12 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.support.covering import covering
+from weft.lab import oracle
+from weft.lab.calls import assert_same, backward, near, results, run, upstreams
+from weft.lab.families import Call
+from weft.lab.truths.heads import TRUTHS, spelled_out, spelled_rope
 from weft.ops.heads.layout import with_neighbours
-from weft.proof import oracle
-from weft.proof.calls import assert_same, backward, near, results, run, upstreams
-from weft.proof.truths.heads import TRUTHS, spelled_out, spelled_rope
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 HEADS, TURNED = weft.Heads(q=4, kv=2, dim=24), weft.Rotation(1e4)
 

@@ -26,9 +26,9 @@ from tests.ops.heads.test import (
     packed,
 )
 from tests.support.covering import covering
-from weft.proof.calls import assert_same, backward, results, run, upstreams
+from weft.lab.calls import assert_same, backward, results, run, upstreams
+from weft.lab.families import Call
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 
 def biased(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:

@@ -13,9 +13,9 @@ import weft
 from tests.catalogue.calls import arguments_of
 from tests.ops.heads.test import apart, opcheck, packed
 from weft import QTensor
-from weft.proof.calls import results
+from weft.lab.calls import results
+from weft.lab.families import Call
 from weft.runtime import choosing_for, recording
-from weft.workloads import Call
 
 HEADS = weft.Heads(q=4, kv=2, dim=64)
 TURNED = weft.Rotation(10000.0)

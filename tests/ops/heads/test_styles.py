@@ -10,9 +10,9 @@ from torch import Tensor
 
 import weft
 from tests.ops.heads.test import check, normal, packed, table
-from weft.proof.truths.heads import spelled_rope
+from weft.lab.families import Call
+from weft.lab.truths.heads import spelled_rope
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 CROSSED = {"style": "interleaved", "out_style": "neox"}
 

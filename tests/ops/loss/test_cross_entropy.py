@@ -17,15 +17,15 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss.ranks_vocabulary import unread_labels
 from tests.support.covering import covering
+from weft.lab.calls import assert_same, near
+from weft.lab.families import Call
+from weft.lab.truth import Near, arguments
+from weft.lab.truths import cross_entropy as truth_cross_entropy
 from weft.ops import CrossEntropy
 from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
 from weft.ops.loss.reduction import LossOptions
 from weft.ops.loss.statistics import Softmax, Wanted
-from weft.proof.calls import assert_same, near
-from weft.proof.truth import Near, arguments
-from weft.proof.truths import cross_entropy as truth_cross_entropy
 from weft.runtime import choosing_for, recording
-from weft.workloads import Call
 
 ALL: dict[str, Any] = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
 EVERYTHING: dict[str, Any] = {

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import weft
 from tests.ops.loss.ranks_vocabulary import unread_labels
+from weft.lab.calls import assert_same, near
+from weft.lab.families import Call
+from weft.lab.truth import arguments
+from weft.lab.truths import linear_logprobs as truth_linear_logprobs
 from weft.ops.common.rows import scan_config
-from weft.proof.calls import assert_same, near
-from weft.proof.truth import arguments
-from weft.proof.truths import linear_logprobs as truth_linear_logprobs
 from weft.runtime import Capabilities, choosing_for
-from weft.workloads import Call
 
 head = importlib.import_module("weft.ops.loss.linear_logprobs")
 

@@ -17,11 +17,11 @@ import weft
 from tests.ops.loss import ranks_vocabulary as ranks
 from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of, unread_labels
 from weft import VocabShard
-from weft.proof.calls import assert_same, near, small
-from weft.proof.truth import Near, arguments
-from weft.proof.truths import cross_entropy as truth_cross_entropy
-from weft.proof.truths import linear_logprobs as truth_linear_logprobs
-from weft.workloads import Call, for_op
+from weft.lab.calls import assert_same, near, small
+from weft.lab.families import Call, for_op
+from weft.lab.truth import Near, arguments
+from weft.lab.truths import cross_entropy as truth_cross_entropy
+from weft.lab.truths import linear_logprobs as truth_linear_logprobs
 
 # Two ranks with every change, the other groups for the night; three ranks are also pretended, in one process.
 WORLDS = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))

@@ -20,6 +20,9 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor, RowMap
+from weft.lab.calls import assert_same, near, results
+from weft.lab.families import Call, for_op
+from weft.lab.truths import permute as truth_permute
 from weft.ops.common.results import plain_result
 from weft.ops.moe.permute import (
     PermuteArgs,
@@ -29,12 +32,9 @@ from weft.ops.moe.permute import (
     permute_op,
     unpermute_op,
 )
-from weft.proof.calls import assert_same, near, results
-from weft.proof.truths import permute as truth_permute
 from weft.quant import Copy
 from weft.quant.qtensor import PLAIN, Codes
 from weft.runtime import choosing_for, recording
-from weft.workloads import Call, for_op
 
 
 def routing(tokens: int, slots: int, experts: int, seed: int = 0) -> Tensor:

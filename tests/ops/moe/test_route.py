@@ -16,11 +16,11 @@ from triton_loom.testing import EPS32, assert_rounded_once
 import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
+from weft.lab.calls import assert_same
+from weft.lab.truths import router as truth_router
+from weft.lab.truths.router import Rule
 from weft.ops import CONVENTIONS, Routing
 from weft.ops.moe.route import Groups, RouteArgs, RouteBackwardArgs, Weighing
-from weft.proof.calls import assert_same
-from weft.proof.truths import router as truth_router
-from weft.proof.truths.router import Rule
 from weft.runtime import choosing_for, recording
 
 # ---- the peers, in plain PyTorch, with the lowest index first among equals ----------------------------------

@@ -13,8 +13,8 @@ from triton_loom.testing import assert_rounded_once
 import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
-from weft.proof.calls import assert_same
-from weft.proof.truths import router as truth_router
+from weft.lab.calls import assert_same
+from weft.lab.truths import router as truth_router
 from weft.runtime import choosing_for, recording
 
 F = torch.nn.functional

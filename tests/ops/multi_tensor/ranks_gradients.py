@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
-from weft.workloads.multi_tensor import STATISTICS
+from weft.lab.families.multi_tensor import STATISTICS
 
 MAX_NORM = 0.5
 STEPS = 3

@@ -18,12 +18,12 @@ import weft
 from tests.ops.multi_tensor import ranks_gradients
 from tests.ops.multi_tensor.test import WHAT, draw
 from tests.support.covering import covering
-from weft.proof.calls import near
-from weft.proof.truth import Near
-from weft.proof.truths.multi_tensor import clipped, statistic
+from weft.lab.calls import near
+from weft.lab.families.multi_tensor import STATISTICS
+from weft.lab.problem import run_op
+from weft.lab.truth import Near
+from weft.lab.truths.multi_tensor import clipped, statistic
 from weft.quant import Copy
-from weft.workloads.multi_tensor import STATISTICS
-from weft.workloads.problem import run_op
 
 # ---- what stands for what ------------------------------------------------------------------------------
 

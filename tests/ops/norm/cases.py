@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import weft
-from weft.workloads import Call
+from weft.lab.families import Call
 
 
 def everything(rows: int = 6, cols: int = 96, dtype: torch.dtype = torch.bfloat16) -> Call:

@@ -12,13 +12,13 @@ from triton_loom.testing import Guarded, assert_rounded_once
 
 import weft
 from weft import Format
+from weft.lab.copies import assert_copies
+from weft.lab.families import Call
+from weft.lab.truths import norm as truth
 from weft.ops.common.results import ResultOptions
 from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
 from weft.ops.quantize import DequantizeArgs, QuantizeArgs
-from weft.proof.copies import assert_copies
-from weft.proof.truths import norm as truth
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 # ---- every option with both copies --------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ import weft
 from tests.catalogue.layouts import far_apart
 from tests.ops.norm.cases import both_copies, everything
 from weft import QTensor
-from weft.proof.calls import assert_same, backward, near, results, run, small, upstreams
-from weft.proof.truths import norm as truth
-from weft.proof.truths.norm import own_value
+from weft.lab.calls import assert_same, backward, near, results, run, small, upstreams
+from weft.lab.families import Call, Inputs, for_op
+from weft.lab.truths import norm as truth
+from weft.lab.truths.norm import own_value
 from weft.runtime import Capabilities, choosing_for, launch
-from weft.workloads import Call, Inputs, for_op
 
 NORMS = (weft.rms_norm, weft.layer_norm)
 

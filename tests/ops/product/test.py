@@ -15,12 +15,12 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor
-from weft.proof.calls import near
-from weft.proof.truths.product import matmul as truth
-from weft.proof.truths.product import numbers
+from weft.lab.calls import near
+from weft.lab.families import Call
+from weft.lab.families.matmul import PAIRS
+from weft.lab.truths.product import matmul as truth
+from weft.lab.truths.product import numbers
 from weft.runtime import choosing_for
-from weft.workloads import Call
-from weft.workloads.matmul import PAIRS
 
 # The other pairs that go together: elements and blocks that differ, either operand plain.
 MORE: dict[str, dict[str, Any]] = {

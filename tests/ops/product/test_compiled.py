@@ -11,8 +11,9 @@ import torch
 
 import weft
 from tests.support.binaries import flaws
-from weft.runtime import TARGETS, Binary, Variant, compile_all, recording
-from weft.workloads.matmul import PAIRS
+from weft.lab.compiled import Binary, compile_all
+from weft.lab.families.matmul import PAIRS
+from weft.runtime import TARGETS, Variant, recording
 
 # DeepSeek-V3's projection of an expert, in a batch and for a few tokens.
 N, K = 4096, 7168

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import DelayedScaling
-from weft.proof.calls import near
-from weft.proof.truths.product import product
+from weft.lab.calls import near
+from weft.lab.truths.product import product
 
 M, N, K = 24, 40, 64
 MAX = {"x": 448.0, "weight": 448.0, "grad": 57344.0}

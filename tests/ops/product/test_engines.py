@@ -11,6 +11,10 @@ import torch
 import weft
 from tests.ops.product.test import EVERY, check, operands
 from tests.ops.product.test_grouped import problem
+from weft.lab.calls import near
+from weft.lab.families import Call
+from weft.lab.truths.product import grouped_matmul as grouped_truth
+from weft.lab.truths.product import matmul as truth
 from weft.ops.common.groups import Groups
 from weft.ops.common.results import Result, plain_result
 from weft.ops.product.arguments import (
@@ -38,12 +42,8 @@ from weft.ops.product.libraries import (
     scaled_operands,
 )
 from weft.ops.product.operands import Form
-from weft.proof.calls import near
-from weft.proof.truths.product import grouped_matmul as grouped_truth
-from weft.proof.truths.product import matmul as truth
 from weft.quant.copies import allocate_copies
 from weft.runtime import Capabilities, recording
-from weft.workloads import Call
 
 
 def forms(pair: str) -> tuple[Form, Form]:

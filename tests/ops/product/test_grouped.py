@@ -12,13 +12,13 @@ from triton_loom.testing import words
 
 import weft
 from weft import QTensor
-from weft.proof.calls import near
-from weft.proof.truth import Near
-from weft.proof.truths.product import grouped_matmul as truth
-from weft.proof.truths.product import grouped_wgrad as wgrad_truth
-from weft.proof.truths.product import spans
+from weft.lab.calls import near
+from weft.lab.families import Call
+from weft.lab.truth import Near
+from weft.lab.truths.product import grouped_matmul as truth
+from weft.lab.truths.product import grouped_wgrad as wgrad_truth
+from weft.lab.truths.product import spans
 from weft.runtime import choosing_for
-from weft.workloads import Call
 
 # Formats of rows, of weights, and of gradients; None for plain numbers.
 PAIRS: dict[str, tuple[str | None, str | None, str | None]] = {

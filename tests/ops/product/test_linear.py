@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.support.examples import example
 from weft import QTensor, Recipe
+from weft.lab.calls import near
+from weft.lab.truths.product import numbers, product
 from weft.ops.product.recipes import RECIPES
-from weft.proof.calls import near
-from weft.proof.truths.product import numbers, product
 
 M, N, K = 72, 128, 256
 train_moe = example("train_moe")

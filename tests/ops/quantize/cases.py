@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import weft
-from weft.workloads import Call
+from weft.lab.families import Call
 
 
 def quantizer(rows: int = 130, cols: int = 96) -> Call:

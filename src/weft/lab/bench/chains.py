@@ -1,0 +1,313 @@
+"""What one writes in plain PyTorch in place of an op, where that is faster than the op's reference.
+
+A reference is written to be read and to be right in float64: it loops over experts or sequences, and torch.compile
+gets little out of it. These chains are written for torch.compile, in the order of memory in which it fuses most, and
+use PyTorch's own fused functions where there are such. Some assume what holds for their workload alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...quant import QTensor
+from ..families import Call
+from .clocks import Run
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A function of tensors that gives what a call of Weft gives, or a part of it."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    view: Callable[[Any], Any] = lambda result: (
+        result
+    )  # what of Weft's result is compared, in the chain's form
+    upstream: Tensor | None = None  # with it, the gradients of the function are timed in its place
+
+    def prepared(self, function: Callable[..., Any]) -> Run:
+        """The call of `function`, the chain's or a compiled one."""
+        if self.upstream is None:
+            return lambda: function(*self.inputs)
+        inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in self.inputs]
+        leaves = [x for x in inputs if x.requires_grad]
+        with torch.enable_grad():
+            result = function(*inputs)
+        # The graph of one forward is walked again and again.
+        return lambda: torch.autograd.grad(result, leaves, self.upstream, retain_graph=True)
+
+    def wanted(self, truth: Run) -> Run:
+        return lambda: self.view(truth())
+
+
+def codes_and_scales(q: QTensor) -> list[Tensor]:
+    return [part for copy in (q.rowwise, q.columnwise) if copy is not None for part in copy[:2]]
+
+
+def _given(call: Call, *names: str) -> tuple[Tensor, ...]:
+    return tuple(call[name] for name in names)
+
+
+# ---- norms and quantisers ---------------------------------------------------------------------------------
+
+
+def quantize_rows(y: Tensor) -> tuple[Tensor, Tensor]:
+    """1x128 e4m3 with TransformerEngine's power-of-two scales."""
+    groups = y.float().unflatten(-1, (-1, 128))
+    amax = groups.abs().amax(-1)
+    factor = torch.where(amax > 0, 448.0 / amax, 1.0)
+    factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
+    codes = (groups * factor[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).flatten(-2)
+    return codes, (1.0 / factor).t().contiguous().t()
+
+
+def quantize_both(y: Tensor) -> tuple[Tensor, ...]:
+    return *quantize_rows(y), *quantize_rows(y.t())
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def _rms_norm_both(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    h = x.float()
+    return quantize_both(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight.float())
+
+
+def _rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    h, d = x.float(), dy.float()
+    z, t = h * rstd[:, None], d * weight.float()
+    dx = rstd[:, None] * (t - z * (t * z).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (d * z).sum(0).to(weight.dtype)
+
+
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """In the order of x: Inductor fails on the other one."""
+    h = x.float().unflatten(-1, (4, -1))
+    y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.float()
+    gated: Tensor = y * torch.sigmoid(gate.transpose(0, 1).float())
+    return gated.to(x.dtype).transpose(0, 1).contiguous()
+
+
+def _gated_norm_backward(
+    x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, ...]:
+    """In the order of x, a group at a time: Inductor fails on other ways to write it."""
+    batch, length, _ = x.shape
+    statistics = rstd.view(length, batch, 4).transpose(0, 1)
+    parts, gates, sums = [], [], []
+    for i, (h, g, d, w) in enumerate(
+        zip(*(tensor.float().chunk(4, -1) for tensor in (x, gate, dy, weight)), strict=True)
+    ):
+        r, d, share = statistics[..., i : i + 1], d.transpose(0, 1), torch.sigmoid(g.transpose(0, 1))
+        z, t = h * r, d * share * w
+        parts.append((r * (t - z * (t * z).mean(-1, keepdim=True))).to(x.dtype))
+        gates.append((d * z * w * share * (1 - share)).to(x.dtype))
+        sums.append((d * share * z).sum((0, 1)).to(weight.dtype))
+    return torch.cat(parts, -1), torch.cat(gates, -1).transpose(0, 1).contiguous(), torch.cat(sums)
+
+
+# ---- gated linear units -----------------------------------------------------------------------------------
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _swiglu_gradients(x: Tensor, dy: Tensor, prob: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of x, in fp32, and of the probabilities."""
+    (gate, up), d = x.float().chunk(2, -1), dy.float()
+    share = torch.sigmoid(gate)
+    f = gate * share
+    weighted = d if prob is None else d * prob[:, None]
+    dx = torch.cat([weighted * up * share * (1 + gate * (1 - share)), weighted * f], -1)
+    return dx, (d * f * up).sum(-1)
+
+
+def _swiglu_backward(x: Tensor, dy: Tensor) -> Tensor:
+    return _swiglu_gradients(x, dy)[0].to(x.dtype)
+
+
+def _swiglu_both(x: Tensor, prob: Tensor | None = None) -> tuple[Tensor, ...]:
+    gate, up = x.float().chunk(2, -1)
+    y = F.silu(gate) * up
+    return quantize_both(y if prob is None else y * prob[:, None])
+
+
+def _swiglu_backward_both(x: Tensor, dy: Tensor, prob: Tensor | None = None) -> tuple[Tensor, ...]:
+    dx, dprob = _swiglu_gradients(x, dy, prob)
+    copies = quantize_both(dx)
+    return copies if prob is None else (*copies, dprob)
+
+
+def _of_glu_backward(result: Any) -> list[Any]:
+    """Its codes and scales, and the gradient of the probabilities if there is one."""
+    quantised = codes_and_scales(result.x)
+    return quantised if result[2] is None else [*quantised, result[2]]
+
+
+# ---- heads ------------------------------------------------------------------------------------------------
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first 2 * cos.shape[-1] numbers of heads [S, B, heads, d] turned, by angles of S."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    c, s = cos[:, None, None], sin[:, None, None]
+    return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+
+def _heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [S, B, 16, 128] and k, v [S, B, 4, 128] of groups [q q q q k v]."""
+    groups = qkv.unflatten(-1, (4, 6, 128))
+    return groups[..., :4, :].flatten(-3, -2), groups[..., 4, :], groups[..., 5, :]
+
+
+def _qkv(x: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads_of(x)
+    done = []
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        h = part.float()
+        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight.float()
+        done.append(_rotated(normed, cos, sin).to(x.dtype))
+    return tuple(part.transpose(0, 1).contiguous() for part in (*done, v))
+
+
+def _qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    q, k, _ = _heads_of(x)
+    parts, sums = [], []
+    for gradient, part, weight in ((dq, q, q_weight), (dk, k, k_weight)):
+        h, d = part.float(), _rotated(gradient.transpose(0, 1).float(), cos, -sin)
+        rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)
+        z, t = h * rstd, d * weight.float()
+        parts.append((rstd * (t - z * (t * z).mean(-1, keepdim=True))).to(x.dtype))
+        sums.append((d * z).flatten(0, -2).sum(0).to(weight.dtype))
+    parts.append(dv.transpose(0, 1))
+    groups = [part.unflatten(-2, (4, -1)) for part in parts]
+    return torch.cat(groups, -2).flatten(-3), *sums
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+# ---- to the experts and back ------------------------------------------------------------------------------
+
+
+def _router_backward(dy: Tensor, weight: Tensor) -> Tensor:
+    return (dy @ weight.float()).to(torch.bfloat16)
+
+
+def _permute(call: Call) -> Chain:
+    rows, x, probs = call["rows"], call["x"], call["probs"]
+    slots = rows.row_of_slot.shape[-1]
+
+    def gathered(x: Tensor, slot_of_row: Tensor) -> Tensor:
+        return torch.where((slot_of_row >= 0)[:, None], x[slot_of_row.clamp(min=0) // slots], 0.0)
+
+    def with_probs(x: Tensor, slot_of_row: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        carried = torch.where(slot_of_row >= 0, probs.flatten()[slot_of_row.clamp(min=0)], 0.0)
+        return gathered(x, slot_of_row), carried
+
+    if probs is None:
+        return Chain(gathered, (x, rows.slot_of_row))
+    return Chain(with_probs, (x, rows.slot_of_row, probs))
+
+
+def _unpermute(call: Call) -> Chain:
+    y, carried, slots = call["y"], call["carried"], call["rows"].row_of_slot
+
+    def added(y: Tensor, row_of_slot: Tensor) -> Tensor:
+        return y[row_of_slot].float().sum(1).to(y.dtype)
+
+    def with_carried(y: Tensor, row_of_slot: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        return added(y, row_of_slot), carried[row_of_slot]
+
+    return Chain(added, (y, slots)) if carried is None else Chain(with_carried, (y, slots, carried))
+
+
+# ---- gradients --------------------------------------------------------------------------------------------
+
+
+def _norm_of_all(*tensors: Tensor) -> Tensor:
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt()
+
+
+def _zeros_of_all(*tensors: Tensor) -> Tensor:
+    return torch.stack([(tensor == 0).sum() for tensor in tensors]).sum()
+
+
+def _gradients(call: Call) -> tuple[Tensor, ...]:
+    return tuple(value for name, value in call.kwargs.items() if name.startswith("gradient"))
+
+
+# ---- the table --------------------------------------------------------------------------------------------
+
+
+CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
+    ("norm", "plain"): lambda call: Chain(_rms_norm, _given(call, "x", "weight")),
+    ("norm", "1x128-both"): lambda call: Chain(_rms_norm_both, _given(call, "x", "weight"), codes_and_scales),
+    ("norm_backward", "plain"): lambda call: Chain(
+        _rms_norm_backward, _given(call, "h", "weight", "rstd", "dy")
+    ),
+    ("quantize", "1x128-both"): lambda call: Chain(quantize_both, _given(call, "x"), codes_and_scales),
+    ("gated_norm", "groups"): lambda call: Chain(_gated_norm, _given(call, "x", "gate", "weight")),
+    ("gated_norm_backward", "groups"): lambda call: Chain(
+        _gated_norm_backward, _given(call, "x", "gate", "dy", "weight", "rstd")
+    ),
+    ("glu", "swiglu"): lambda call: Chain(_swiglu, _given(call, "x")),
+    ("glu", "1x128-both"): lambda call: Chain(_swiglu_both, _given(call, "x"), codes_and_scales),
+    ("glu", "1x128-both-experts"): lambda call: Chain(
+        _swiglu_both, _given(call, "x", "probs"), codes_and_scales
+    ),
+    ("glu_backward", "swiglu"): lambda call: Chain(
+        _swiglu_backward, _given(call, "x", "dy"), lambda result: result.x
+    ),
+    ("glu_backward", "1x128-both"): lambda call: Chain(
+        _swiglu_backward_both, _given(call, "x", "dy"), _of_glu_backward
+    ),
+    ("glu_backward", "1x128-both-experts"): lambda call: Chain(
+        _swiglu_backward_both, _given(call, "x", "dy", "probs"), _of_glu_backward
+    ),
+    ("qkv_prepare", "groups-half"): lambda call: Chain(
+        _qkv, _given(call, "qkv", "q_weight", "k_weight", "cos", "sin"), lambda result: tuple(result)[:3]
+    ),
+    ("qkv_prepare_backward", "groups-half"): lambda call: Chain(
+        _qkv_backward, _given(call, "dq", "dk", "dv", "x", "q_weight", "k_weight", "cos", "sin")
+    ),
+    ("attention", "causal"): lambda call: Chain(_attention, _given(call, "query", "key", "value")),
+    ("attention_backward", "causal"): lambda call: Chain(
+        _attention,
+        _given(call, "query", "key", "value"),
+        lambda result: tuple(result)[:3],
+        call["dy"].transpose(1, 2),
+    ),
+    ("matmul", "bf16"): lambda call: Chain(torch.matmul, _given(call, "a", "b")),
+    ("matmul", "fp32"): lambda call: Chain(torch.matmul, _given(call, "a", "b")),
+    ("router_linear", "bf16-weight"): lambda call: Chain(
+        lambda x, weight: F.linear(x.float(), weight.float()), _given(call, "x", "weight")
+    ),
+    ("router_linear_backward", "dgrad"): lambda call: Chain(_router_backward, _given(call, "dy", "weight")),
+    ("permute", "plain"): _permute,
+    ("permute", "probs"): _permute,
+    ("unpermute", "plain"): _unpermute,
+    ("unpermute", "carried"): _unpermute,
+    ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, _given(call, "logits", "target")),
+    ("cross_entropy_backward", "plain"): lambda call: Chain(
+        F.cross_entropy, _given(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
+    ),
+    ("multi_tensor_reduce", "norm2"): lambda call: Chain(_norm_of_all, _gradients(call)),
+    ("multi_tensor_reduce", "zeros"): lambda call: Chain(_zeros_of_all, _gradients(call)),
+}
+"""By the op and the name of its set of options. The rest is compared with the op's reference."""

@@ -1,0 +1,65 @@
+"""Products of matrices by themselves: what the device reaches at most, and who reaches how much of it.
+
+`weft bench sol` has the bandwidth of a copy and the most TFLOPS of each pair of formats, `weft bench mm` a table of
+products by PyTorch, torch.compile, DeepGEMM and Weft's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from ..families import Workload
+from ..families.matmul import product
+from .clocks import Run, Times, clock_of, timed
+from .contenders import Lacks, contender
+from .measuring import Row, Settings, measure
+
+PAIRS = ("fp32", "bf16", "int8-row", "fp8-row", "fp8-blocks", "mxfp8", "nvfp4")
+BY_ELEMENT = {"bf16": "bf16", "fp8": "fp8-row", "int8": "int8-row", "fp4": "nvfp4"}
+
+# m, n and k: a few rows, as a server multiplies, and many.
+SIZES = {"cpu": ((16, 1024, 1024), (512, 1024, 1024)), "cuda": ((16, 4096, 4096), (4096,) * 3, (8192,) * 3)}
+SIDES = {"cpu": (512, 1024), "cuda": (4096, 8192, 16384)}
+MEGABYTES = {"cpu": (64, 256), "cuda": (256, 1024, 4096)}
+
+
+def by_torch(element: str, side: int, device: torch.device) -> dict[str, Run]:
+    """PyTorch's products of square matrices: with these elements if it has such, and with wider ones."""
+    found = {}
+    for pair in dict.fromkeys((BY_ELEMENT[element], "bf16", "fp32")):
+        workload = product(pair, side, side, side)
+        name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or what is behind engine=
+        with suppress(Lacks):
+            found[pair] = contender(name, workload)(workload.make().to(device)).run
+    return found
+
+
+def products(settings: Settings) -> Iterator[tuple[Workload, Settings]]:
+    """What `mm` measures."""
+    chosen = replace(settings, against=("eager", "compile", "torch", "deepgemm"), most=float("inf"))
+    for m, n, k in SIZES[settings.device.type]:
+        for pair in PAIRS:
+            yield product(pair, m, n, k), chosen
+
+
+def bandwidths(settings: Settings) -> Iterator[tuple[int, Times]]:
+    """(MB, times) of copies that read half of that and write half."""
+    for megabytes in MEGABYTES[settings.device.type]:
+        source = torch.ones(megabytes * 500_000, dtype=torch.uint8, device=settings.device)
+        times, _ = timed(clock_of(settings.device), {"copy": [source.clone]}, settings.rounds)
+        yield megabytes, times["copy"]
+
+
+def highest(settings: Settings) -> Iterator[tuple[str, Row, str]]:
+    """(pair of formats, the row with most TFLOPS, whose product it was)."""
+    chosen = replace(settings, against=("eager", "torch", "deepgemm"), most=float("inf"))
+    for pair in PAIRS:
+        rows = [measure(product(pair, side, side, side), chosen) for side in SIDES[settings.device.type]]
+        reached = [(row, name) for row in rows for name in row.memory]
+        if reached:
+            row, name = max(reached, key=lambda one: one[0].tflops(one[1]) or 0.0)
+            yield pair, row, name

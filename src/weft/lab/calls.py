@@ -1,0 +1,195 @@
+"""Calls of ops on the device under test: their results by name, their gradients, and how results are compared.
+
+Inputs are drawn on the CPU and results are judged there. What lies between is computed on the device of `conditions`,
+to and from which tensors are copied, also inside of an autograd graph; so one truth serves all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton_loom.testing import assert_rounded_once, ulp, words
+
+from ..quant import Copy, QTensor
+from ..runtime import catalogue, recording
+from .families import Call, Workload
+from .problem import moved
+from .truth import Near
+from .truths import declared
+
+# ---- what is tested, and on which numbers ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conditions:
+    device: torch.device
+    seed: int
+
+
+_conditions = Conditions(torch.device("cpu"), seed=0)
+
+
+def conditions() -> Conditions:
+    """The device under test and the seed of the inputs."""
+    return _conditions
+
+
+@contextmanager
+def under(**changed: Any) -> Iterator[None]:
+    """Calls are computed on another device, or on other numbers: `with under(device=..., seed=...):`."""
+    global _conditions
+    before = _conditions
+    _conditions = replace(before, **changed)
+    try:
+        yield
+    finally:
+        _conditions = before
+
+
+def few_rows(workload: Workload) -> int:
+    """Tails of everything: more than a stripe of 128 rows where programs own stripes."""
+    tall = dict(workload.settings).get("columnwise") and workload.cols <= 2048
+    return 131 if tall else 3 if len(workload.shape) > 2 else 5
+
+
+def small(workload: Workload, **changed: Any) -> Call:
+    """The call of a workload with few rows, its inputs in the memory of the CPU."""
+    return workload.make(**{"rows": few_rows(workload), "seed": _conditions.seed} | changed)
+
+
+# ---- results as flat lists of named tensors ------------------------------------------------------------
+
+
+def results(call: Call) -> dict[str, Tensor]:
+    """What a call returns, by name, computed on the device under test. Gradients are named d…"""
+    got: dict[str, Tensor] = moved(returned(call.to(_conditions.device)), call.device)
+    return got
+
+
+def returned(call: Call) -> dict[str, Tensor]:
+    """The same, computed and left where the tensors of the call are."""
+    got = call()
+    if hasattr(got, "_fields"):
+        named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
+        gradients = call.function.__name__.endswith("_backward")
+        return {f"d{name}" if gradients else name: value for name, value in named.items()}
+    values = (got,) if isinstance(got, Tensor) else tuple(got)
+    names = ["y", *(f"output{i}" for i in range(1, len(values)))]
+    if call.function in declared("RESULTS"):
+        names = declared("RESULTS")[call.function](call)
+    return dict(zip(names, values, strict=True))
+
+
+def parts(named: dict[str, Any]) -> dict[str, Tensor]:
+    """The same with each quantised tensor taken apart."""
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, QTensor):
+            for side in ("rowwise", "columnwise"):
+                for field, part in zip(Copy._fields, getattr(value, side) or (), strict=False):
+                    if part is not None:
+                        found[f"{name}.{side}.{field}"] = part.detach()
+        elif value is not None:
+            found[name] = value.detach()
+    return found
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    """Bit for bit."""
+    got, wanted = parts(got), parts(wanted)
+    assert got.keys() == wanted.keys()
+    for name in got:
+        assert got[name].shape == wanted[name].shape, f"{what}: shape of {name}"
+        different = (words(got[name]) != words(wanted[name])).sum()
+        assert not different, f"{what}: {different} of {got[name].numel()} elements of {name} differ"
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def handed_through(value: Tensor) -> bool:
+    """Whether a result is part of an input, as the gate of a modulation is."""
+    base = value._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """A random gradient for each differentiable output."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(value.shape, generator=generator).to(value.dtype)
+        for name, value in outputs.items()
+        if value.requires_grad and not handed_through(value)
+    }
+
+
+def run(call: Call, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Forward and backward: outputs, and gradients named d…"""
+    call = call.requiring_grad()
+    outputs = results(call)
+    return {**outputs, **backward(call, outputs, gradients or upstreams(outputs))}
+
+
+def backward(
+    call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], **kwargs: Any
+) -> dict[str, Tensor]:
+    leaves = {name: t for name, t in call.tensors().items() if t.requires_grad}
+    dense = [o.dequantize() if isinstance(o, QTensor) else o for o in (outputs[name] for name in gradients)]
+    found = torch.autograd.grad(
+        dense, list(leaves.values()), list(gradients.values()), allow_unused=True, **kwargs
+    )
+    return {f"d{name}": grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+
+
+def tracked(op: str, call: Call) -> bool:
+    """Whether a call's tensors are leaves of a graph; quantised ones are none."""
+    quantised = any(isinstance(value, QTensor) for value in call.kwargs.values())
+    return catalogue[op].differentiable and not quantised
+
+
+_differentiable: dict[str, bool] = {}
+
+
+def differentiable(workload: Workload) -> bool:
+    if str(workload) not in _differentiable:
+        with recording("sm_90"):
+            call = workload.make("meta", rows=few_rows(workload))
+            _differentiable[str(workload)] = tracked(workload.op, call)
+    return _differentiable[str(workload)]
+
+
+# ---- numbers ----------------------------------------------------------------------------------------
+
+
+def near(got: Tensor, expected: Near) -> None:
+    """Rounded once; and where a result is more than a speck, damage of it is noticed. Infinities are exact, and bytes
+    are codes of e4m3."""
+    if got.dtype == torch.uint8:
+        got = got.view(torch.float8_e4m3fn)
+    infinite = expected.truth.isinf()
+    if infinite.any():
+        assert torch.equal(got[infinite].double(), expected.truth[infinite])
+        rest = Near(expected.truth[~infinite], expected.noise[~infinite])
+        got, expected = got[~infinite], rest
+    budget = expected.noise + ulp(expected.truth, got.dtype) / 2
+    if (
+        got.numel() > 1
+        and got.shape[-1] > 1
+        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
+    ):
+        assert_rounded_once(got, expected.truth, expected.noise)
+    else:  # one column: everything is ±1, and its gradient the difference of equals
+        assert got.shape == expected.truth.shape
+        assert ((got.double() - expected.truth).abs() <= budget).all()
+
+
+def own_numbers(call: Call) -> dict[str, Tensor]:
+    """The fp32 numbers that quantised results are made of, from a call whose inputs are fp32."""
+    kept = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
+    floats = {name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in kept}
+    return results(Call(call.function, {**kept, **floats}))

@@ -1,0 +1,130 @@
+"""Every kernel as compiled for a GPU, and what its binary must hold: no spills, no float64, shared memory that the
+target has, sums of dots that are waited for, and accesses 128 bits wide wherever rows are multiples of 16 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...runtime import Capabilities, Variant, catalogue, recording
+from ..families import Workload
+from ..truths import declared
+from . import Binary
+
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
+# The tensors that decide a kernel's time: all of a tile is read, or written.
+READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr"}
+READ |= {"logits_ptr", "gate.ptr", "up.ptr", "dy.ptr", "source.x", "source.residual", "added.x"}
+READ |= {"upstream.h", "upstream.dy", "upstream.dresidual"}
+WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
+WRITTEN |= {"dlogits_ptr", "copy.data", "copy_t.data", "up_codes.data", "up_codes.data_t"}
+WRITTEN |= {"stored.y", "stored.h", "stored.codes.data", "codes_t.data", "gradients.x", "gradients.residual"}
+# Vectors of the tile's columns. They are short, and read once for many rows.
+VECTORS = {
+    "weight_ptr",
+    "bias_ptr",
+    "dweight_ptr",
+    "dbias_ptr",
+    "dscale_ptr",
+    "dshift_ptr",
+    "dscore_sums_ptr",
+    "out_ptr",
+}
+VECTORS |= {"source.pre_bias", "added.pre_bias", "formula.weight", "formula.bias"}
+VECTORS |= {f"gradients.{name}" for name in ("weight", "bias", "scale", "shift", "gate", "pre_bias")}
+# Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
+ODD_SPILLS = 160
+
+
+# ---- which variants -------------------------------------------------------------------------------------------
+
+
+def variants_of(workload: Workload, target: str) -> list[Variant]:
+    """What a workload launches. In training an op that has a backward also stores what that reads."""
+    with recording(target):
+        call = workload.make("meta")
+    if "training" in workload.tags and catalogue[workload.op].backward is not None:
+        call = call.requiring_grad()
+    with recording(target) as variants:
+        call()
+    return variants
+
+
+def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
+    """The distinct variants of workloads that run on a target, each with the name of the first that launches it."""
+    found: dict[Variant, str] = {}
+    for workload in (each for each in workloads if each.runs_on(target)):
+        for variant in variants_of(workload, target):
+            found.setdefault(variant, str(workload))
+    return found
+
+
+# ---- what is wrong with a binary ------------------------------------------------------------------------------
+
+
+def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
+    """What a binary does that it should not; `variant` says what is expected of it. `spills` are bytes that may be
+    spilled all the same, besides those that the kernel is known to spill."""
+    spills = max(spills, declared("SPILLS").get((variant.kernel, binary.target), 0))
+    capabilities = Capabilities.of(binary.target)
+    wide = variant.aligned and dict(variant.constants).get("ALIGN", 16) == 16
+    found = []
+    # Without stack, what AMD calls spilled scalars lies in lanes of vector registers.
+    if binary.stack and binary.spill_bytes > (spills if wide else ODD_SPILLS):
+        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
+    if binary.uses_fp64:
+        found.append("float64 arithmetic")
+    if binary.shared > capabilities.shared_bytes:
+        found.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
+    found += [f"sums not waited for: {access}" for access in binary.early_accesses]
+    if not wide or "ALIGN" not in dict(variant.constants):
+        return found
+    read, written = declared("MOVED").get(variant.kernel, (READ, WRITTEN))
+    if not read and not written:
+        return found
+    return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
+
+
+def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> list[str]:
+    """What is wrong with the widths of loads or stores of tensors whose rows are multiples of 16 elements.
+
+    Other widths than 128 bits are for numbers of which there is one to a row, a group or the tensor (32 bits, or 8
+    for scales of a byte), for vectors too short to fill all threads, and for 4-bit codes.
+    """
+    constants: dict[str, Any] = dict(variant.constants)
+    types = variant.types()
+    widths = {"loads": binary.loads, "stores": binary.stores}[what]
+    threads = variant.num_warps * Capabilities.of(binary.target).warp_size
+    form = constants.get("FORMAT")
+    allowed = {32, 128, 256}
+    bytes_to_a_group = any("scale" in name and kind == "*u8" for name, kind in types.items())
+    if bytes_to_a_group or (form is not None and form.scale_dtype.itemsize == 1):
+        allowed.add(8)
+    if "*i64" in types.values():  # a target to a row
+        allowed.add(64)
+    prefix, bits = declared("WIDTHS").get(variant.kernel, ("", 32))
+    if binary.target.startswith(prefix):
+        allowed.add(bits)
+    needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
+    for name, kind in types.items():
+        if kind not in BYTES:
+            continue
+        if name in names:
+            packed = (
+                name.endswith(("data_ptr", "data_t_ptr", ".data", ".data_t"))
+                and form is not None
+                and form.packed == 2
+            )
+            if packed:
+                allowed.add(64)
+            else:
+                elements = constants.get("ROWS", 1) * constants["TILE"]
+                needed += -(-elements * BYTES[kind] // (16 * threads))
+        elif name in VECTORS:
+            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
+    found = []
+    if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
+        found.append(f"{what} by bits {widths}, of which at least {needed} should have 128")
+    if set(widths) - allowed:
+        found.append(f"{what} by bits {widths}, where {sorted(allowed)} are expected")
+    return found
