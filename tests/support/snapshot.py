@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 
 from triton_loom.testing import words  # noqa: E402
 
-from weft.lab.calls import backward, differentiable, handed_through, parts, results, small  # noqa: E402
+from weft.lab.calls import backward, differentiable, handed_through, parts, results, small, under  # noqa: E402
 from weft.lab.families import Call, Workload, distinct  # noqa: E402
 from weft.runtime import Launch, observing, recording  # noqa: E402
 
@@ -81,7 +81,7 @@ def snapshot(workload: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {}
     tracked = differentiable(workload)
     for target in TARGETS:
-        with recording(target), noting() as launches:
+        with under(device=torch.device("meta")), recording(target), noting() as launches:
             run(workload.make("meta"), "meta", tracked=tracked)
         found[target] = launches
     with noting() as launches:
