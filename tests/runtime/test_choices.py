@@ -18,8 +18,9 @@ from weft import aot
 from weft.lab.checks import accuracy
 from weft.lab.families import for_op
 from weft.lab.tuning import asked
-from weft.runtime import TARGETS, Capabilities, capabilities, catalogue, choices, choosing_for, recording
-from weft.runtime.choices import TilesError, Tuned, path_for, read, tuned_for, write
+from weft.runtime import TARGETS, Capabilities, catalogue, choices, choosing_for, devices, recording
+from weft.runtime.capabilities import Tuned
+from weft.runtime.choices import TilesError, path_for, read, tuned_for, write
 
 ROWS = ("norm.rows", (256, 1))  # what a norm of 256 columns asks for
 
@@ -27,7 +28,7 @@ ROWS = ("norm.rows", (256, 1))  # what a norm of 256 columns asks for
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where tuned files lie, and nothing that was read before."""
-    kept = (tuned_for, capabilities.of_device, capabilities.of_target)
+    kept = (tuned_for, devices.of_device, devices.of_target)
 
     def forget() -> None:
         for cached in kept:
@@ -46,7 +47,7 @@ def tuned(path: Path, target: str = "cpu", device: str = "", **fields: int) -> P
 
 
 def this_cpu() -> Path:
-    return path_for(capabilities.device_name(torch.device("cpu")))
+    return path_for(devices.device_name(torch.device("cpu")))
 
 
 def tiles(target: str = "cpu") -> list[int]:
@@ -125,10 +126,10 @@ def test_a_choice_has_one_name() -> None:
 
 def test_what_is_tuned_is_launched_and_right(folder: Path) -> None:
     before = tiles()
-    with choosing_for(capabilities.of_device(torch.device("cpu"))):
+    with choosing_for(devices.of_device(torch.device("cpu"))):
         assert tiles() == before == [256]
-    tuned(this_cpu(), device=capabilities.device_name(torch.device("cpu")))
-    for cached in (tuned_for, capabilities.of_device, capabilities.of_target):
+    tuned(this_cpu(), device=devices.device_name(torch.device("cpu")))
+    for cached in (tuned_for, devices.of_device, devices.of_target):
         cached.cache_clear()
     assert tiles() == [128]
     launched: list[int] = []
@@ -184,16 +185,16 @@ def test_round_trip(folder: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(damage: Any, said: str, folder: Path) -> None:
-    path = tuned(this_cpu(), device=capabilities.device_name(torch.device("cpu")))
+    path = tuned(this_cpu(), device=devices.device_name(torch.device("cpu")))
     found = damage(json.loads(path.read_text()))
     path.write_text(found if isinstance(found, str) else json.dumps(found))
     tuned_for.cache_clear()
-    capabilities.of_device.cache_clear()
+    devices.of_device.cache_clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
             weft.rms_norm(torch.ones(2, 256))
-        assert capabilities.of_device(torch.device("cpu")).tuned.path is None
+        assert devices.of_device(torch.device("cpu")).tuned.path is None
     (one,) = warned
     with pytest.raises(TilesError, match=said):
         read(path)
@@ -224,7 +225,7 @@ def test_devices_have_files_of_their_own(folder: Path) -> None:
 
 
 def test_an_empty_variable_means_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = capabilities.device_name(torch.device("cpu"))
+    name = devices.device_name(torch.device("cpu"))
     tuned(this_cpu(), device=name)
     tuned_for.cache_clear()
     assert tuned_for("cpu", name).entries
@@ -253,7 +254,7 @@ def test_many_processes_write_one_file(folder: Path) -> None:
 
 def test_a_bundle_has_what_a_named_file_chooses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TILES", str(tuned(folder / "h100.json", "sm_90", "NVIDIA H100")))
-    capabilities.of_target.cache_clear()
+    devices.of_target.cache_clear()
     tuned_for.cache_clear()
     calls = [lambda: weft.rms_norm(torch.empty(4, 256, device="meta"))]
     (variant,) = aot.variants_of(calls, "sm_90")
@@ -263,8 +264,8 @@ def test_a_bundle_has_what_a_named_file_chooses(folder: Path, monkeypatch: pytes
 
 
 def test_what_is_missing_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tuned(this_cpu(), device=capabilities.device_name(torch.device("cpu")), tile=64)
-    for cached in (tuned_for, capabilities.of_device, capabilities.of_target):
+    path = tuned(this_cpu(), device=devices.device_name(torch.device("cpu")), tile=64)
+    for cached in (tuned_for, devices.of_device, devices.of_target):
         cached.cache_clear()
     monkeypatch.setenv("WEFT_NO_JIT", "1")
     monkeypatch.setattr(weft.runtime.launch.bundle, "find", lambda *call: None)

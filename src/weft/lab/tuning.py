@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..quant import QTensor
 from ..runtime import Capabilities, Variant, choosing_for, observing, recording
-from ..runtime.choices import Choice, Fact, Key, Tuned, choices
+from ..runtime.capabilities import Fact, Key, Tuned
+from ..runtime.choices import Choice, choices
 from ..runtime.launch import WIDE
 from .calls import assert_same, few_rows, parts, returned, under
 from .checks import CHECKS, CPU, NotApplicable, accuracy_by_reference, assert_accurate

@@ -3,6 +3,7 @@
 from .autocast import autocasted
 from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
+from .catalogue import catalogue
 from .choices import choice
 from .fields import Fields, Written
 from .launch import (
@@ -24,7 +25,6 @@ from .ops import (
     Nothing,
     Op,
     apply,
-    catalogue,
     define_op,
     is_readable,
     is_transformed,

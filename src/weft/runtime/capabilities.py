@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import functools
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
+Fact = int | str | bool | None
+Key = tuple[str, tuple[Fact, ...]]  # the name of a choice, and its facts
 
-from .choices import NOTHING_TUNED, Tuned, tuned_for
+
+class Tuned:
+    """Choices that are made otherwise on a device: by name and facts, the fields of the config that differ. Part of the
+    `Capabilities` of the device, so that whatever is kept for these is kept for these choices."""
+
+    def __init__(
+        self, entries: Mapping[Key, Mapping[str, int]] | None = None, path: Path | None = None
+    ) -> None:
+        self.entries = dict(entries or {})
+        self.path = path  # of the file that they come from
+
+    def find(self, name: str, facts: tuple[Fact, ...]) -> Mapping[str, int] | None:
+        return self.entries.get((name, facts))
+
+
+NOTHING_TUNED = Tuned()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +73,9 @@ class Capabilities:
         (True, False)
         """
         try:
-            return _TARGETS[target]
+            return TABLE[target]
         except KeyError:
-            raise ValueError(f"unknown target {target!r}; known: {', '.join(_TARGETS)}") from None
+            raise ValueError(f"unknown target {target!r}; known: {', '.join(TABLE)}") from None
 
 
 def warp_size_of(target: str) -> int:
@@ -98,7 +114,7 @@ def _row(
 _HOPPER = {"cast": True, "saturates": True, "dot": True, "descriptors": True}
 _BLACKWELL = _HOPPER | {"mx": True, "nvfp4": True}
 
-_TARGETS = {
+TABLE = {
     row.target: row
     for row in (
         _row("sm_80", cast=False, multiprocessors=108, shared_bytes=166_912),
@@ -115,58 +131,3 @@ _TARGETS = {
         _row("cpu", **_BLACKWELL | {"descriptors": False}, multiprocessors=16, shared_bytes=1 << 30),
     )
 }
-
-
-@functools.cache
-def facts_of(device: torch.device) -> Capabilities:
-    """The capabilities of a device of this machine without what was tuned for it, by what PyTorch says about it. A
-    device that is newer than the table is taken for the nearest older one."""
-    if device.type == "cpu":
-        return Capabilities.of("cpu")
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        target = properties.gcnArchName.split(":")[0]
-        known = _TARGETS.get(target, _TARGETS["gfx942"])
-    else:
-        number = 10 * properties.major + properties.minor
-        older = [t for t in _TARGETS if t.startswith("sm_") and int(t[3:]) <= number]
-        if not older:
-            raise RuntimeError(f"{properties.name} is an sm_{number}; Weft's kernels need sm_80 or later")
-        target, known = f"sm_{number}", _TARGETS[max(older, key=lambda t: int(t[3:]))]
-    return _of_size(known, target, properties.multi_processor_count)
-
-
-@functools.cache
-def of_device(device: torch.device) -> Capabilities:
-    """The capabilities of a device of this machine."""
-    known = facts_of(device)
-    return _with(known, tuned_for(known.target, device_name(device)))
-
-
-@functools.cache
-def _of_size(known: Capabilities, target: str, multiprocessors: int) -> Capabilities:
-    return replace(known, target=target, multiprocessors=multiprocessors)
-
-
-@functools.cache
-def _with(known: Capabilities, tuned: Tuned) -> Capabilities:
-    return known if tuned is NOTHING_TUNED else replace(known, tuned=tuned)
-
-
-@functools.cache
-def of_target(target: str) -> Capabilities:
-    """The capabilities of a named target with what was tuned for it, if `WEFT_TILES` names a file; the CPU is that of
-    this machine."""
-    if target == "cpu":
-        return of_device(torch.device("cpu"))
-    return _with(Capabilities.of(target), tuned_for(target))
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """What a device of this machine is called, by which its tuned choices are found."""
-    if device.type != "cpu":
-        return str(torch.cuda.get_device_name(device))
-    about = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", about.read_text()) if about.exists() else None
-    return f"cpu {found[1].strip() if found else ''}".strip()

@@ -32,12 +32,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from . import bundle
-
-if TYPE_CHECKING:
-    from .capabilities import Capabilities
+from .capabilities import NOTHING_TUNED, Capabilities, Fact, Key, Tuned
 
 SCHEMA = 1
 VARIABLE = "WEFT_TILES"
@@ -45,31 +43,12 @@ RULES = "tiles.json"  # beside the module of a choice
 # On a CPU they decide nothing.
 OF_GPUS = ("num_warps", "num_stages")
 
-Fact = int | str | bool | None
-Key = tuple[str, tuple[Fact, ...]]  # the name of a choice, and its facts
 P = ParamSpec("P")
 C = TypeVar("C")
 
 
 class TilesError(ValueError):
     """A file of choices cannot be used, and why."""
-
-
-class Tuned:
-    """Choices that are made otherwise on a device: by name and facts, the fields of the config that differ. Part of the
-    `Capabilities` of the device, so that whatever is kept for these is kept for these choices."""
-
-    def __init__(
-        self, entries: Mapping[Key, Mapping[str, int]] | None = None, path: Path | None = None
-    ) -> None:
-        self.entries = dict(entries or {})
-        self.path = path  # of the file that they come from
-
-    def find(self, name: str, facts: tuple[Fact, ...]) -> Mapping[str, int] | None:
-        return self.entries.get((name, facts))
-
-
-NOTHING_TUNED = Tuned()
 
 
 # ---- choices ----------------------------------------------------------------------------------------------
@@ -190,8 +169,6 @@ def _table(path: Path) -> dict[str, Any]:
 def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
     """The rules of a choice, checked: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. All other
     targets are the target ""."""
-    from .capabilities import Capabilities
-
     make: Any = inspect.get_annotations(of.function, eval_str=True)["return"]
     try:
         found = []

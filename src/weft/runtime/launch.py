@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..language import TRITON
-from . import bundle, capabilities
+from . import bundle, devices
 from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
+from .catalogue import catalogue
 from .choices import VARIABLE
 from .environment import is_on
 from .notice import NOTICE
@@ -118,8 +119,6 @@ class Kernel:
 
     def _ops(self) -> list[str]:
         """Return the ops of the family that the kernel belongs to; none for a kernel that families share."""
-        from .ops import catalogue  # which knows this module
-
         folders = self.module.split(".")
         family = ".".join(folders[:3]) if folders[:2] == ["weft", "ops"] else self.module
         return [name for name, op in catalogue.items() if f"{op.launch.__module__}.".startswith(f"{family}.")]
@@ -412,7 +411,7 @@ def recorded_by(note: Callable[..., object], target: str) -> Iterator[None]:
 def choosing_for(target: str | Capabilities) -> Iterator[None]:
     """Launch on this machine's device what ops would launch on `target`: the same tiles and conversions."""
     global _chosen_target
-    chosen = capabilities.of_target(target) if isinstance(target, str) else target
+    chosen = devices.of_target(target) if isinstance(target, str) else target
     previous, _chosen_target = _chosen_target, chosen
     try:
         yield
@@ -432,6 +431,6 @@ def capabilities_of(device: torch.device) -> Capabilities:
     if (
         torch.compiler.is_compiling()
     ):  # which asks for facts alone, and cannot trace the search for a tuned file
-        return capabilities.facts_of(device)
+        return devices.facts_of(device)
     emulated = getattr(drivers._active, "emulates", None) if TRITON else None
-    return capabilities.of_device(device) if emulated is None else capabilities.of_target(emulated)
+    return devices.of_device(device) if emulated is None else devices.of_target(emulated)

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from .autocast import any_autocast, without_autocast
 from .backend import Backend, backend, chosen, serves
+from .catalogue import catalogue
 from .fields import Fields
 from .sharding import Sharding, cut, is_distributed, refuse
 
@@ -42,9 +43,6 @@ _PLAIN = frozenset({Tensor, Parameter})
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 _modes_seen_through = 0  # `seen_through`
-
-# Every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it.
-catalogue: dict[str, Any] = {}
 
 _library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -18,6 +19,7 @@ import torch
 
 from ... import __version__
 from ..families import Call, Workload, flops_of
+from ..families.matmul import product
 from ..model import element_of
 from ..traffic import rows_within
 from .clocks import Run, Times, clock_of, timed
@@ -26,6 +28,7 @@ from .contenders import Lacks, contender, difference
 SCHEMA = 2  # of the JSON; raised when a field changes its meaning
 SIDE = 1024  # of the square matrices whose product is timed beside a workload on a CPU
 SIDE_ON_GPU = 8192
+BY_ELEMENT = {"bf16": "bf16", "fp8": "fp8-row", "int8": "int8-row", "fp4": "nvfp4"}
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,13 @@ def measure(named: Workload, settings: Settings) -> Row:
     contest = dict(runs)
     source = torch.ones(max(least // 2, 1), dtype=torch.uint8, device=device)
     contest["copy"] = [source.clone] * len(calls)
-    product, side = None, 0
+    pair, side = None, 0
     if flops:
-        product, side, run = best_product(element_of(workload), device)
+        pair, side, run = best_product(element_of(workload), device)
         contest["product"] = [run] * len(calls)
     times, notes = timed(clock, contest, settings.rounds)
     return Row(
-        workload.op, str(named), workload.rows, least, flops, product, 2 * side**3, times, memory, left, notes
+        workload.op, str(named), workload.rows, least, flops, pair, 2 * side**3, times, memory, left, notes
     )
 
 
@@ -136,13 +139,22 @@ def _reason(error: Exception) -> str:
 def best_product(element: str, device: torch.device) -> tuple[str, int, Run]:
     """(what is multiplied, the side of the squares, the product): the fastest of PyTorch's with these elements, or with
     wider ones if that is faster on this device."""
-    from .products import by_torch
-
     clock, side = clock_of(device), SIDE_ON_GPU if device.type == "cuda" else SIDE
-    found = {name: [run] for name, run in by_torch(element, side, device).items()}
+    found = {name: [run] for name, run in products_of_torch(element, side, device).items()}
     times, _ = timed(clock, found, 5)
     best = min(times, key=lambda name: times[name].p50)
     return best, side, found[best][0]
+
+
+def products_of_torch(element: str, side: int, device: torch.device) -> dict[str, Run]:
+    """Return PyTorch's products of square matrices: with these elements if it has such, and with wider ones."""
+    found = {}
+    for pair in dict.fromkeys((BY_ELEMENT[element], "bf16", "fp32")):
+        workload = product(pair, side, side, side)
+        name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or what is behind engine=
+        with suppress(Lacks):
+            found[pair] = contender(name, workload)(workload.make().to(device)).run
+    return found
 
 
 # ---- the report -------------------------------------------------------------------------------------------

@@ -7,35 +7,21 @@ products by PyTorch, torch.compile, DeepGEMM and Weft's own kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from ..families import Workload
 from ..families.matmul import product
-from .clocks import Run, Times, clock_of, timed
-from .contenders import Lacks, contender
+from .clocks import Times, clock_of, timed
 from .measuring import Row, Settings, measure
 
 PAIRS = ("fp32", "bf16", "int8-row", "fp8-row", "fp8-blocks", "mxfp8", "nvfp4")
-BY_ELEMENT = {"bf16": "bf16", "fp8": "fp8-row", "int8": "int8-row", "fp4": "nvfp4"}
 
 # m, n and k: a few rows, as a server multiplies, and many.
 SIZES = {"cpu": ((16, 1024, 1024), (512, 1024, 1024)), "cuda": ((16, 4096, 4096), (4096,) * 3, (8192,) * 3)}
 SIDES = {"cpu": (512, 1024), "cuda": (4096, 8192, 16384)}
 MEGABYTES = {"cpu": (64, 256), "cuda": (256, 1024, 4096)}
-
-
-def by_torch(element: str, side: int, device: torch.device) -> dict[str, Run]:
-    """PyTorch's products of square matrices: with these elements if it has such, and with wider ones."""
-    found = {}
-    for pair in dict.fromkeys((BY_ELEMENT[element], "bf16", "fp32")):
-        workload = product(pair, side, side, side)
-        name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or what is behind engine=
-        with suppress(Lacks):
-            found[pair] = contender(name, workload)(workload.make().to(device)).run
-    return found
 
 
 def products(settings: Settings) -> Iterator[tuple[Workload, Settings]]:

@@ -15,8 +15,9 @@ from ...cli.arguments import add_most, add_op, add_workers, add_workload, output
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
 from ...runtime import Capabilities, capabilities_of
-from ...runtime.capabilities import device_name
-from ...runtime.choices import Key, TilesError, choices, path_for, write
+from ...runtime.capabilities import Key
+from ...runtime.choices import TilesError, choices, path_for, write
+from ...runtime.devices import device_name
 from ..bench.clocks import Times, clock_of, timed
 from ..bench.showing import NOISE, verdict
 from ..compiled import compile_all
