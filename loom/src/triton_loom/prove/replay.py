@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from random import Random
@@ -138,6 +138,7 @@ class _Launch:
     contract: Contract
     example: Example
     draw: Random | None = None  # what is in memory, if not the example's numbers alone
+    _paired: dict[str, torch.Tensor] = field(default_factory=dict)  # drawn, by name: a map or its inverse
 
     def number(self, expression: Any) -> int:
         """What an expression of the contract is for the example's sizes."""
@@ -193,7 +194,8 @@ class _Launch:
         dtype = _DTYPES[buffer.element]
         if extent < 0:
             raise NotReplayed(f"{name} would have {extent} elements")
-        if buffer.inverse is not None or any(b.inverse == name for b in self.buffers.values()):
+        inverse = buffer.inverse or next((n for n, b in self.buffers.items() if b.inverse == name), None)
+        if inverse is not None and self.draw is None:
             raise NotReplayed(f"{name} and its inverse are not made up")
         if device == "meta":
             return torch.empty(extent, dtype=dtype, device="meta")
@@ -205,7 +207,8 @@ class _Launch:
         if dtype.is_floating_point or dtype == torch.bool:
             return tensor
         if self.draw is not None:
-            tensor.copy_(self._drawn(buffer, extent, self.draw))
+            drawn = self._drawn(buffer, extent, self.draw) if inverse is None else self._pair(name, inverse)
+            tensor.copy_(drawn)
             return tensor
         if buffer.by_place:
             for element in range(min(extent, 2**12)):
@@ -240,6 +243,22 @@ class _Launch:
         generator = torch.Generator().manual_seed(draw.getrandbits(32))
         found = torch.tensor(allowed)[torch.randint(len(allowed), (extent,), generator=generator)]
         return found.sort().values if buffer.ascending else found
+
+    def _pair(self, name: str, inverse: str) -> torch.Tensor:
+        """Draw a map and its inverse, both with -1 where nothing leads anywhere, and return the map."""
+        assert self.draw is not None
+        if name not in self._paired:
+            names = (name, inverse)
+            extents = [self.number(self.buffers[n].extent) for n in names]
+            count = self.draw.randint(0, min(extents))
+            places = [torch.tensor(self.draw.sample(range(extent), count)) for extent in extents]
+            for which, extent, here, there in zip(names, extents, places, places[::-1], strict=True):
+                drawn = torch.full((extent,), -1)
+                drawn[here.long()] = there.long()
+                if not all(self._is_allowed(self.buffers[which], n, 0) for n in set(drawn.tolist())):
+                    raise NotReplayed(f"{name} and its inverse are not made up")
+                self._paired[which] = drawn
+        return self._paired[name]
 
     def _is_allowed(self, buffer: Buffer, number: int, element: int) -> bool:
         assumed = buffer.assumed(z3.IntVal(number), z3.IntVal(element))
