@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import doctest
 import importlib
@@ -280,74 +279,6 @@ assert knobs.runtime.launch_enter_hook is None or not knobs.runtime.launch_enter
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.rglob("*")) == [home]
-
-
-# From the lowest layer to the highest. A module may import from its own layer and those below it.
-LAYERS = [
-    "language",
-    "runtime",
-    "tiles",
-    "quant",
-    "ops",
-    "interop",
-    "graphs",
-    "report",
-    "workloads",
-    "nn",
-    "integrations",
-    "aot",
-    "proof",
-    "cli",
-]
-# What the order alone does not say.
-ONLY = {"tiles": {"tiles", "language"}, "language": {"language"}}
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Full names of the modules of Weft that a file imports, wherever in it."""
-    package = ("weft", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "weft")
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join((*base, *([node.module] if node.module else [])))
-            if module == "weft":
-                yield from (f"weft.{alias.name}" for alias in node.names)
-            elif module.split(".")[0] == "weft":
-                yield module
-
-
-def test_imports_point_downward() -> None:
-    seen = set()
-    for path in PACKAGE.rglob("*.py"):
-        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if layer in ("__init__", "__main__"):
-            continue
-        assert layer in LAYERS, f"{path} is in no layer"
-        for name in imports_of(path):
-            imported = name.partition(".")[2].partition(".")[0]
-            if imported not in LAYERS:  # the package itself, or a name that it exports
-                assert layer in LAYERS[LAYERS.index("workloads") + 1 :], f"{path} imports weft.{imported}"
-                continue
-            seen.add((layer, imported))
-            assert LAYERS.index(imported) <= LAYERS.index(layer), f"{path} imports {name}, which is above it"
-            assert imported in ONLY.get(layer, LAYERS), f"{path} imports {name}"
-    assert {("ops", "tiles"), ("ops", "runtime"), ("workloads", "ops")} <= seen
-
-
-def test_runtime_knows_no_op() -> None:
-    for path in (PACKAGE / "runtime").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        documented = [ast.get_docstring(n, clean=False) or "" for n in ast.walk(tree) if hasattr(n, "body")
-                      and isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]  # fmt: skip
-        strings = [
-            n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        ]
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        for op in weft.catalogue:
-            assert op not in names, f"{path.name} names the op {op}"
-            assert not any(op in s.split() for s in strings if s not in documented), path.name
 
 
 def modules() -> list[str]:
