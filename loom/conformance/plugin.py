@@ -64,7 +64,7 @@ def _prepare() -> tuple[Any, Any]:
     launcher_class: Any
     if ORDER.emulate:
         gpu = SCOPES.enter_context(triton_loom.emulate(ORDER.emulate, raises=False))
-        from triton_loom.gpu.driver import EmulatedLauncher as launcher_class
+        from triton_loom.emulator.driver import EmulatedLauncher as launcher_class
     else:
         gpu = None
         from triton_loom.device.launcher import LoomLauncher as launcher_class

@@ -314,7 +314,13 @@ def test_whatever_compiles_is_in_the_key(cache: Path, arch: str) -> None:
 
 
 def test_a_changed_prover_leaves_the_key() -> None:
-    assert not {file.parent.name for file in compiler.sources()} & {"prove", "gpu", "witness", "testing"}
+    assert not {file.parent.name for file in compiler.sources()} & {
+        "prove",
+        "ptx",
+        "emulator",
+        "witness",
+        "testing",
+    }
 
 
 def test_options_make_the_key() -> None:

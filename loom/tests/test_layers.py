@@ -32,7 +32,8 @@ STOREYS: list[tuple[str, ...]] = [
     ),  # neither knows the other: a kernel is text to the one, a shared object to the other
     ("witness", "explained"),
     ("driver",),
-    ("gpu",),
+    ("ptx",),
+    ("emulator",),
     ("__init__",),  # what users import
     ("compiler", "testing", "pytest_plugin", "report"),
     ("prove",),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton_loom
-from triton_loom.gpu.devices import DEVICES
+from triton_loom.emulator.devices import DEVICES
 
 import weft
 from weft.runtime import Capabilities, Launch, capabilities_of, choosing_for, observing

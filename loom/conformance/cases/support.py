@@ -71,7 +71,7 @@ def gradients(function: Callable[..., Any], count: int) -> Callable[..., tuple[t
 
 def allow(*tensors: torch.Tensor) -> None:
     """Tensors that a kernel reaches by addresses that it finds in memory: an emulated GPU has to be told of them."""
-    from triton_loom.gpu import scope
+    from triton_loom.emulator import scope
 
     if triton.runtime.driver.active.get_current_target().backend == "cuda":
         scope.current().allow(*tensors)

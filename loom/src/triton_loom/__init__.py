@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 from .errors import DeviceAssertion, Finding, Reason, SanitizerError, SpinError
 
 if TYPE_CHECKING:
+    from .emulator.findings import HazardError
+    from .emulator.scope import Gpu
     from .explained import Explained
-    from .gpu.findings import HazardError
-    from .gpu.scope import Gpu
     from .witness.counters import Counter
     from .witness.sanitizer import Sanitizer
 
@@ -161,10 +161,10 @@ def emulate(
     process in which a GPU was emulated cannot use a real one.
     """
     _driver()
-    from .gpu import driver
-    from .gpu.devices import device_of
-    from .gpu.machine import Options
-    from .gpu.scope import Gpu, seconds
+    from .emulator import driver
+    from .emulator.devices import device_of
+    from .emulator.machine import Options
+    from .emulator.scope import Gpu, seconds
 
     options = Options(checks=checks, delivery=delivery, counters=counters, limit=seconds(limit))
     gpu = Gpu(device_of(target), options, raises, ignore, strict)
@@ -175,7 +175,7 @@ def emulate(
 def __getattr__(name: str) -> object:
     """What is imported when it is asked for."""
     if name == "HazardError":
-        from .gpu.findings import HazardError
+        from .emulator.findings import HazardError
 
         return HazardError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gpu.emulated import launch
 from gpu.hopper import Array, aligned_copy, wait, words_in
-from triton_loom.gpu.machine import CHECKED, Options, Outcome
+from triton_loom.emulator.machine import CHECKED, Options, Outcome
 
 THREADS, LANES = 128, 128
 ADDRESS_AT, BARRIER_AT, TILES_AT = 0, 16, 1024  # offsets in shared memory: the first two are the kernel's own

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from triton_loom.gpu import machine, text
-from triton_loom.gpu.findings import Finding
+from triton_loom.emulator import machine
+from triton_loom.emulator.findings import Finding
+from triton_loom.ptx import text
 
 
 @dataclass

@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import numpy as np
-from triton_loom.gpu.machine import CHECKED, MemoryRange, Options, Outcome, Program, run
+from triton_loom.emulator.machine import CHECKED, MemoryRange, Options, Outcome, Program, run
 
 Array = np.ndarray[Any, Any]
 

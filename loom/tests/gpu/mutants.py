@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton_loom
 from gpu.hopper_kernels import Case
-from triton_loom.gpu.machine import Program
+from triton_loom.emulator.machine import Program
 
 DELIVERIES: tuple[Literal["late", "early"], ...] = ("late", "early")
 OPERATIONS = (

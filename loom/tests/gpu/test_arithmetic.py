@@ -19,7 +19,7 @@ import test_ptx_floats
 import test_ptx_integers
 from assembled import Array, Batch, Case, bits32, execute
 from gpu.emulated import launch
-from triton_loom.gpu import scalars
+from triton_loom.ptx import scalars
 
 GROUPS = {
     f"{module.__name__.removeprefix('test_ptx_')} {name}": group

@@ -7,10 +7,10 @@ import re
 import pytest
 from gpu.emulated import ptx
 from gpu.test_opcodes import names_of, vector
-from triton_loom.gpu import blackwell, loads, opcodes, text
-from triton_loom.gpu.machine import libraries
-from triton_loom.gpu.operations import Operation, UnknownInstruction, Use
-from triton_loom.gpu.program import FENCES_THREADS, flatten
+from triton_loom.emulator.machine import libraries
+from triton_loom.ptx import blackwell, loads, opcodes, text
+from triton_loom.ptx.operations import Operation, UnknownInstruction, Use
+from triton_loom.ptx.program import FENCES_THREADS, flatten
 
 
 def operands_of(name: str) -> str:

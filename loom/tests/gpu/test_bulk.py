@@ -20,7 +20,7 @@ from gpu.hopper import (
     words_in,
     words_out,
 )
-from triton_loom.gpu.machine import Options, Outcome
+from triton_loom.emulator.machine import Options, Outcome
 
 TILE = 1024  # the offset of the tile in shared memory; the mbarrier is at 0
 HEAD = "mov.b32 %r1, smem; add.s32 %r2, %r1, 1024; setp.eq.b32 %p1, %r0, 0;"

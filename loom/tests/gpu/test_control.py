@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gpu.emulated import LINE, kinds, launch, ptx, store_results, words
-from triton_loom.gpu import opcodes, text
-from triton_loom.gpu.machine import Program
-from triton_loom.gpu.program import NOWHERE, reconvergence
+from triton_loom.emulator.machine import Program
+from triton_loom.ptx import opcodes, text
+from triton_loom.ptx.program import NOWHERE, reconvergence
 
 LANES = np.arange(32, dtype=np.uint32)
 
@@ -244,7 +244,7 @@ def test_the_emulated_gpu_has_one_multiprocessor() -> None:
 
 def test_a_launch_that_does_not_fit() -> None:
     program = Program(ptx(""))
-    from triton_loom.gpu.machine import run
+    from triton_loom.emulator.machine import run
 
     with pytest.raises(ValueError, match="32 threads a block"):
         run(program, grid=(1, 1, 1), block=64, shared_bytes=0, parameters=bytes(8), memory=[])

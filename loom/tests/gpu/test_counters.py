@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 import triton_loom
 from gpu.emulated import LINE, Array, launch, words
-from triton_loom.gpu import scalars
-from triton_loom.gpu.counters import (
+from triton_loom.emulator.counters import (
     CLASSES,
     Counters,
     GlobalTraffic,
@@ -28,8 +27,9 @@ from triton_loom.gpu.counters import (
     by_line,
     class_of,
 )
-from triton_loom.gpu.machine import Options, Outcome
-from triton_loom.gpu.report import tables
+from triton_loom.emulator.machine import Options, Outcome
+from triton_loom.emulator.report import tables
+from triton_loom.ptx import scalars
 
 COUNTED = Options(counters=True)
 UNCHECKED = Options(checks=False, counters=True)  # shared memory may be read before it is written

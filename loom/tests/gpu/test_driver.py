@@ -19,11 +19,11 @@ from triton import knobs
 from triton.compiler import ASTSource
 from triton.runtime import _allocation, driver
 from triton.runtime.errors import OutOfResources
-from triton_loom.gpu import libcuda
-from triton_loom.gpu.devices import DEVICES
-from triton_loom.gpu.driver import EmulatedDriver
-from triton_loom.gpu.findings import Access, Finding
-from triton_loom.gpu.text import Place
+from triton_loom.emulator import libcuda
+from triton_loom.emulator.devices import DEVICES
+from triton_loom.emulator.driver import EmulatedDriver
+from triton_loom.emulator.findings import Access, Finding
+from triton_loom.ptx.text import Place
 
 from .conftest import Recorder
 

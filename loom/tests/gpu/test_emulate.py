@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_loom
-from triton_loom.gpu import text
+from triton_loom.ptx import text
 
 pytestmark = pytest.mark.compat
 

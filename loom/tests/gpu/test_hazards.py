@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from gpu.emulated import LINE, kinds, launch, store_results, words
-from triton_loom.gpu.machine import Options
+from triton_loom.emulator.machine import Options
 
 SHARED = (
     "mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; xor.b32 %r3, %r0, {other}; mad.lo.s32 %r4, %r3, 4, %r1;"

@@ -14,8 +14,8 @@ import pytest
 import torch
 from gpu.hopper_kernels import MATMULS, Case, attend
 from gpu.mutants import DELIVERIES, examine, run, without
-from triton_loom.gpu import machine
-from triton_loom.gpu.machine import Program
+from triton_loom.emulator import machine
+from triton_loom.emulator.machine import Program
 
 KERNELS: dict[str, Case] = {
     name: MATMULS[name]

@@ -7,11 +7,11 @@ import re
 import pytest
 from gpu.emulated import ptx
 from gpu.test_opcodes import names_of, vector
-from triton_loom.gpu import asynchronous, opcodes, text
-from triton_loom.gpu.asynchronous import REDUCTIONS
-from triton_loom.gpu.machine import libraries
-from triton_loom.gpu.operations import UnknownInstruction
-from triton_loom.gpu.program import flatten
+from triton_loom.emulator.machine import libraries
+from triton_loom.ptx import asynchronous, opcodes, text
+from triton_loom.ptx.asynchronous import REDUCTIONS
+from triton_loom.ptx.operations import UnknownInstruction
+from triton_loom.ptx.program import flatten
 
 
 def operands_of(name: str) -> str:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_loom.gpu.machine import CHECKED, MemoryRange, Options, Outcome, Program, run
+from triton_loom.emulator.machine import CHECKED, MemoryRange, Options, Outcome, Program, run
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import pytest
 from assembled import to_odd
 from formats import BF16, F16, Format, small_values
 from gpu.emulated import Array, kinds, launch, words
-from triton_loom.gpu.machine import Options
+from triton_loom.emulator.machine import Options
 
 LANES = range(32)
 

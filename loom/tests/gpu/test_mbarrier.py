@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from gpu.emulated import kinds, launch, ptx, store_results, words
-from triton_loom.gpu.machine import Options, Program
+from triton_loom.emulator.machine import Options, Program
 
 # %r1 is the mbarrier's address, %p1 says who is thread 0.
 HEAD = "mov.b32 %r1, smem; setp.eq.b32 %p1, %r0, 0;"

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from gpu.emulated import Array, aligned, kinds, launch, store_results, words
-from triton_loom.gpu.machine import Options
+from triton_loom.emulator.machine import Options
 
 RNG = np.random.default_rng(1)
 

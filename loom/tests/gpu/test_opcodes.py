@@ -7,9 +7,9 @@ import re
 
 import pytest
 from gpu.emulated import ptx
-from triton_loom.gpu import opcodes, text
-from triton_loom.gpu.machine import libraries
-from triton_loom.gpu.program import flatten
+from triton_loom.emulator.machine import libraries
+from triton_loom.ptx import opcodes, text
+from triton_loom.ptx.program import flatten
 
 
 def names_of(pattern: str) -> set[str]:

@@ -14,7 +14,7 @@ from gpu.emulated import kinds
 from gpu.hopper import SWIZZLES, Array, swizzled
 from gpu.test_wgmma import BITS, SPAN, Place, codes
 from gpu.test_wgmma import numbers as integers
-from triton_loom.gpu.machine import CHECKED, Options, Outcome
+from triton_loom.emulator.machine import CHECKED, Options, Outcome
 
 VERSION = 1 << 46
 A_AT, B_AT, SCALES_AT, ROOM = TILES_AT, TILES_AT + 16384, 32768, TILES_AT + 34816

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gpu.blackwell import LANES, Kernel, only, unwritten
 from gpu.emulated import kinds
-from triton_loom.gpu.machine import Options
+from triton_loom.emulator.machine import Options
 
 NOTHING = np.zeros(0, np.uint8)
 NO_BARRIER = {"init": "", "commit": "", "wait": ""}  # where no product is made

@@ -11,8 +11,8 @@ import time
 import pytest
 import triton_loom
 from gpu.emulated import LINE, kinds, launch, words
-from triton_loom.gpu.machine import Options
-from triton_loom.gpu.scope import seconds
+from triton_loom.emulator.machine import Options
+from triton_loom.emulator.scope import seconds
 
 COUNTS = "again: add.s32 %r2, %r2, 2; setp.ne.b32 %p1, %r2, 5; @%p1 bra again;"
 FIRST_BLOCK_LEAVES = "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p2, %r1, 0; @%p2 bra end;"

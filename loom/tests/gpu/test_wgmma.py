@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu.emulated import kinds, launch, words
 from gpu.hopper import BASE, SWIZZLES, Array, aligned_copy, swizzled, words_in
-from triton_loom.gpu.machine import CHECKED, Options, Outcome
+from triton_loom.emulator.machine import CHECKED, Options, Outcome
 
 THREADS = 128
 A_AT, B_AT = 0, 32768  # offsets in shared memory

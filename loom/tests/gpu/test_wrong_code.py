@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 import triton_loom
 from gpu.hopper_kernels import MATMULS, Case
-from triton_loom.gpu import scope
-from triton_loom.gpu.libcuda import Arrived
-from triton_loom.gpu.machine import Program
+from triton_loom.emulator import scope
+from triton_loom.emulator.libcuda import Arrived
+from triton_loom.emulator.machine import Program
 
 # ---- kernels -------------------------------------------------------------------------------------------------
 

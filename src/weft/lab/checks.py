@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton_loom
 from torch import Tensor
-from triton_loom.gpu.exactness import reasons
+from triton_loom.ptx.exactness import reasons
 from triton_loom.testing import EPS32, NAN, Guarded, guarded_allocations, words
 
 from .. import backend

@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
         return
     if args.device != "cpu":
         raise Refused("--emulate runs in software on the CPU: leave out --device")
-    from triton_loom.gpu.devices import device_of
+    from triton_loom.emulator.devices import device_of
 
     try:
         device_of(args.emulate)

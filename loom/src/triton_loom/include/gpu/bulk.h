@@ -173,7 +173,7 @@ static void load_tile(Warp &w, const Instruction &i) {
 
 // ---- stores ---------------------------------------------------------------------------------------------
 
-// After the first, in the order of REDUCTIONS in gpu/asynchronous.py.
+// After the first, in the order of REDUCTIONS in ptx/asynchronous.py.
 enum Reduction : u32 { NONE, SUM, MINIMUM, MAXIMUM, INCREMENT, DECREMENT, BIT_AND, BIT_OR, BIT_XOR };
 LOOM_INLINE Reduction reduction_of(const Instruction &i) { return (Reduction)(i.immediate >> 48 & 15); }
 

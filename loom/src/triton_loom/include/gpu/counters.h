@@ -10,16 +10,16 @@ namespace gpu {
 constexpr u32 SECTOR = 32;     // bytes that global memory gives at a time
 constexpr u32 WAVEFRONT = 128;  // bytes that shared memory gives at a time: 32 banks of a word
 
-enum How : u32 { NOT_COUNTED, GLOBAL_REQUEST, SHARED_REQUEST, COPY_REQUEST };  // in the order of HOW in gpu/counters.py
+enum How : u32 { NOT_COUNTED, GLOBAL_REQUEST, SHARED_REQUEST, COPY_REQUEST };  // in the order of HOW in emulator/counters.py
 
-struct Counting {  // mirrored in gpu/counters.py
+struct Counting {  // mirrored in emulator/counters.py
   u32 how;      // of How
   u32 operand;  // the address; of a copy it is 0 and the other address 1
   u32 bytes;    // of a lane
   u32 lanes;    // if not 0, those that give addresses, whoever executes the instruction (ldmatrix)
 };
 
-struct Counts {  // mirrored in gpu/counters.py
+struct Counts {  // mirrored in emulator/counters.py
   u64 requests, bytes, sectors, least_sectors;                         // global memory
   u64 shared_requests, shared_bytes, wavefronts, least_wavefronts;  // shared memory
 };

@@ -3,7 +3,7 @@
 // Built as libcuda.so.1, it stands where NVIDIA's library would: Triton's own C code packs arguments, asks for shared
 // memory, encodes tensor maps and launches, and all of it arrives here. What CUDA documents as an error is refused with
 // CUDA's code for it and with a sentence that says what was wrong. Modules are PTX texts: reading one and running a
-// kernel are the business of Python (gpu/libcuda.py), which is called through `Host`.
+// kernel are the business of Python (emulator/libcuda.py), which is called through `Host`.
 #include <cuda.h>
 #include <stdint.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-// ---- what Python and this library tell each other; the twins are in gpu/libcuda.py ------------------------------
+// ---- what Python and this library tell each other; the twins are in emulator/libcuda.py ------------------------------
 
 struct Device {
   int32_t capability;  // 90 for an sm_90; also the number of the device

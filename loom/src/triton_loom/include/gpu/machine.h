@@ -1,6 +1,6 @@
 // A GPU in software: what an instruction, a warp, a block and a launch are.
 //
-// Python decodes PTX to a flat array of `Instruction`s (gpu/program.py); here each one is a call of its handler, a
+// Python decodes PTX to a flat array of `Instruction`s (ptx/program.py); here each one is a call of its handler, a
 // function of 32 lanes. A register is an array of 32 lanes in its warp's register file: 4 bytes a lane for %rs and %r,
 // 8 for %rd; a predicate is one u32 with a bit per lane. An operand is the byte offset of its register. Immediates,
 // special registers (%tid.x, ...) and addresses of symbols are registers as well, filled before a block begins, so that
@@ -9,12 +9,12 @@
 // How to add an instruction
 //   1. Write its handler `void name(Warp &w, const Instruction &i)` in the header of its subject. It acts on the lanes in
 //      `w.mask` (those that are here and whose guard holds; never none). `w.words(i, k)` and `w.longs(i, k)` are the 32
-//      lanes of operand k, `w.flags(i, k)` its predicate bits; `i.immediate` is the constant that gpu/opcodes.py gave.
+//      lanes of operand k, `w.flags(i, k)` its predicate bits; `i.immediate` is the constant that ptx/opcodes.py gave.
 //   2. List it at the end of that header: `GPU_HANDLER("its.name", name)` in the header's table (see `memory.h`). If the
 //      header is new, add its table to the GPU_LIBRARY of a .cpp file here; each such file is a library that
-//      gpu/machine.py builds (`LIBRARIES`), side by side with the others.
-//   3. Give gpu/opcodes.py a row that says which opcode with which modifiers is this handler, and what its operands are.
-//   Plain arithmetic needs none of this: codegen/ptx.py says what it means and gpu/scalars.py makes the handlers.
+//      emulator/machine.py builds (`LIBRARIES`), side by side with the others.
+//   3. Give ptx/opcodes.py a row that says which opcode with which modifiers is this handler, and what its operands are.
+//   Plain arithmetic needs none of this: codegen/ptx.py says what it means and ptx/scalars.py makes the handlers.
 //
 // How an asynchronous operation works (cp.async is the example: async.h)
 //   Who executes is an *agent*: a warp, or something that reads or writes memory on its own. An agent has a number and a
@@ -44,7 +44,7 @@ struct Launch;
 struct Instruction;
 typedef void (*Handler)(Warp &, const Instruction &);
 
-struct Instruction {  // mirrored in gpu/machine.py
+struct Instruction {  // mirrored in emulator/machine.py
   Handler handler;
   const u32 *operands;  // offsets into the register file
   i64 immediate;
@@ -67,7 +67,7 @@ enum Flags : u32 {
 
 // ---- what is found --------------------------------------------------------------------------------------
 
-enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
+enum Kind : i32 {  // in the order of KINDS in emulator/findings.py
   SHARED_RACE,
   GLOBAL_RACE,
   SHARED_UNINITIALISED,
@@ -109,7 +109,7 @@ enum Kind : i32 {  // in the order of KINDS in gpu/findings.py
 
 constexpr u32 NOBODY = ~0u;
 
-struct Finding {  // mirrored in gpu/machine.py
+struct Finding {  // mirrored in emulator/machine.py
   i32 kind;
   u32 instruction, other_instruction;  // NOWHERE if there is none
   u32 thread, other_thread;            // of the block
@@ -131,7 +131,7 @@ struct Constant {  // a register that is the same in all lanes and never written
   u64 value;
 };
 
-enum SpecialKind : u32 {  // in the order of SPECIALS in gpu/program.py
+enum SpecialKind : u32 {  // in the order of SPECIALS in ptx/program.py
   TID_X, TID_Y, TID_Z, NTID_X, NTID_Y, NTID_Z, CTAID_X, CTAID_Y, CTAID_Z, NCTAID_X, NCTAID_Y, NCTAID_Z,
   LANEID, WARPID, NWARPID, PARAMETERS, DYNAMIC_SHARED, CLUSTER_CTAID, CLUSTER_NCTAID, LANEMASK_LT, LANEMASK_LE,
   LANEMASK_EQ, LANEMASK_GE, LANEMASK_GT, CLOCK, GRIDID, SMID, NSMID,
@@ -150,7 +150,7 @@ struct Interpreter {
   int (*is_interrupted)();
 };
 
-struct Launch {  // mirrored in gpu/machine.py
+struct Launch {  // mirrored in emulator/machine.py
   const Instruction *instructions;
   const Constant *constants;
   const Special *specials;

@@ -46,7 +46,7 @@ static bool read_map(Warp &w, const Instruction &i, u32 lane, u64 address, u32 r
 
 // ---- making one -----------------------------------------------------------------------------------------
 
-enum Field : u32 {  // in the order of MAP_FIELDS in gpu/asynchronous.py
+enum Field : u32 {  // in the order of MAP_FIELDS in ptx/asynchronous.py
   FIELD_ADDRESS, FIELD_RANK, FIELD_BOX, FIELD_DIMENSION, FIELD_STRIDE, FIELD_ELEMENT_STRIDE, FIELD_TYPE, FIELD_INTERLEAVE,
   FIELD_SWIZZLE, FIELD_SWIZZLE_ATOM, FIELD_FILL,
 };

@@ -1,4 +1,4 @@
-// Instructions that do the same in each lane, from what they mean for one (codegen/ptx.py says it, gpu/scalars.py makes
+// Instructions that do the same in each lane, from what they mean for one (codegen/ptx.py says it, ptx/scalars.py makes
 // the handlers).
 #pragma once
 #include "machine.h"

@@ -3,7 +3,7 @@
 // Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result
 // is computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
 // checked instead: shared memory is read until the group of the product is waited for, and its registers must not be
-// touched before that (gpu/accumulators.py finds the instructions that might).
+// touched before that (ptx/accumulators.py finds the instructions that might).
 #pragma once
 #include "block_units.h"
 #include "shared_matrix.h"
@@ -66,7 +66,7 @@ template <> struct Accumulator<InF16> {  // pairs of 16 bits, two registers
 
 // ---- registers that a product may still be using --------------------------------------------------------
 
-// The bits of the immediate, as gpu/asynchronous.py gives them.
+// The bits of the immediate, as ptx/asynchronous.py gives them.
 struct ProductKind {
   u32 columns;
   bool a_in_registers, a_mn_major, b_mn_major, a_negative, b_negative;

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codegen import ptx
-from . import opcodes
-from .text import Statement
+from ..ptx import opcodes
+from ..ptx.text import Statement
 
 InstructionClass = Literal[
     "integer",  # with logic, comparisons and selections of integers and predicates

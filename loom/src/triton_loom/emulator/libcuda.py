@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..device import storage, toolchain
+from ..ptx.text import Kernel, read
 from .devices import DEVICES, Device
-from .text import Kernel, read
 
 FILE = "libcuda.so.1"
 SUCCESS, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED = 0, 218, 500, 719  # of CUresult

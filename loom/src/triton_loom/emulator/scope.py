@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..ptx import exactness
 from ..witness.findings import caller
 from ..witness.watched import Memory
-from . import exactness, machine
+from . import machine
 from .counters import Counters, KernelCounters, Line, by_line
 from .devices import Device
 from .findings import CUSTOMARY, KINDS, Finding, HazardError

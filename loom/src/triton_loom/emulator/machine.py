@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..device import launcher, toolchain
-from . import scalars, text
-from .copies import Copies
+from ..ptx import scalars, text
+from ..ptx.copies import Copies
+from ..ptx.program import NOWHERE, Flat, flatten
 from .counters import COUNTING, COUNTS, Counts, requests_of
 from .findings import KINDS, Access, Finding
-from .program import NOWHERE, Flat, flatten
 
 FINDINGS_KEPT = 256
 

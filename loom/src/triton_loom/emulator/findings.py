@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .text import Place
+from ..ptx.text import Place
 
 FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "shared memory race",
