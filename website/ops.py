@@ -211,7 +211,7 @@ def gradient(name: str) -> str:
         )
     if not made_of(name):
         lines.append("- It is plain PyTorch: autograd differentiates it.")
-    sharded = [op.name for op in own if op.sharding is not None]
+    sharded = [op.name for op in own if op.shard is not None]
     if sharded:
         lines.append(
             f"- DTensors: {', '.join(f'`{op}`' for op in sharded)} can be [sharded](../sharding.md)."

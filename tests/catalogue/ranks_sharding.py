@@ -63,7 +63,7 @@ def workloads() -> Iterator[Workload]:
     for w in distinct():
         key = (w.op, w.options)
         if (
-            weft.catalogue[w.op].sharding is not None
+            weft.catalogue[w.op].shard is not None
             and w.cols > 1
             and (key not in found or w.cols < found[key].cols)
         ):
@@ -102,7 +102,7 @@ class Problem:
     def __init__(self, workload: Workload, rows: int) -> None:
         self.op: Any = weft.catalogue[workload.op]
         a = arguments_of(workload, rows)
-        self.sharding = self.op.sharding(a)
+        self.sharding = self.op.shard(a)
         self.fields = self.op.arguments
         self.arguments = dict(zip(self.fields.names, self.fields.flatten(a), strict=True))
         first = next(name for name in self.sharding.inputs if self.arguments[name] is not None)

@@ -10,7 +10,7 @@ from triton_loom.testing import Results, results_of
 
 import weft
 
-SHARDED = [name for name, op in weft.catalogue.items() if op.sharding is not None]
+SHARDED = [name for name, op in weft.catalogue.items() if op.shard is not None]
 
 # What is refused, and what is to be done about it.
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,8 +13,7 @@ from torch import Tensor
 import weft
 from weft.ops.common.results import Result, ResultOptions
 from weft.ops.quantize import QuantizeArgs, QuantizeOutputs
-from weft.runtime import Backward, Fields, Gradients, Nothing, Written, catalogue, define_op
-from weft.runtime.ops import Op
+from weft.runtime import Backward, Fields, Gradients, Nothing, Op, Written, catalogue
 
 
 class Scaling(NamedTuple):
@@ -49,17 +49,19 @@ def launch(o: ScaleOutputs, a: ScaleArgs) -> None:
     raise AssertionError("there is no kernel")
 
 
-def defined(name: str, **changed: Any) -> Op[Any, Any]:
-    options: dict[str, Any] = {
-        "arguments": ScaleArgs,
-        "outputs": ScaleOutputs,
+def defined(
+    name: str, outputs: Any = ScaleOutputs, differentiable: tuple[str, ...] = (), **changed: Any
+) -> Op[Any, Any]:
+    functions: dict[str, Any] = {
         "allocate": allocate,
         "launch": launch,
         "reference": reference,
         "present": lambda a: ScaleOutputs(True, a.wants_sign),  # type: ignore[arg-type]
-        "variants": 1,
-    }
-    return define_op(name, **(options | changed))
+    } | changed
+    methods = {method: staticmethod(f) for method, f in functions.items() if f is not None}
+    options = {"name": name, "variants": 1, "differentiable": differentiable}
+    cls = types.new_class("ScaleOp", (Op[ScaleArgs, outputs],), options, lambda body: body.update(methods))
+    return cls()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def _visit(thing: Any, seen: dict[Any, None]) -> None:
     if isinstance(thing, Op):
         if thing.name not in seen:
             seen[thing.name] = None
-            _visit(thing.backward, seen)
+            _visit(type(thing).backward, seen)
         return
     if isinstance(thing, type):
         if thing.__module__.startswith("weft.ops") and thing not in seen:

@@ -32,10 +32,10 @@ from ..runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     Sharding,
     capabilities_of,
     choice,
-    define_op,
     is_distributed,
     kernel,
     local_of,
@@ -162,11 +162,6 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
-def dequantize_reference(a: DequantizeArgs) -> DequantizeOutputs:
-    copy = Copy(a.data, a.scale, a.global_scale)
-    return DequantizeOutputs(dequantize_copy(copy, Format.of(a.format), (a.data.shape[0], a.cols), a.dtype))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -470,10 +465,6 @@ def row_config(kernel: str, cols: int, target: Capabilities) -> RowConfig:
     return RowConfig(4096 // tile, tile, 4)
 
 
-def _allocate_quantize(a: QuantizeArgs) -> QuantizeOutputs:
-    return QuantizeOutputs(allocate_result(a.result, a.x))
-
-
 class _Quantize:
     """One call: where its tensors lie, and its passes."""
 
@@ -603,30 +594,6 @@ def quantize_into(result: Result, options: ResultOptions, x: Tensor) -> None:
     _launch_quantize(QuantizeOutputs(result), QuantizeArgs(x, options, None))
 
 
-def _allocate_dequantize(a: DequantizeArgs) -> DequantizeOutputs:
-    return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
-
-
-def _launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
-    f, rows, cols = Format.of(a.format).stored, a.data.shape[0], a.cols
-    data = flat_rows(a.data)
-    tile_rows, tile, warps = row_config("dequantize", cols, capabilities_of(data.device))
-    launch = Launch.of(
-        _dequantize_kernel,
-        num_warps=warps,
-        FORMAT=f,
-        ROWS=tile_rows,
-        TILE=tile,
-        ALIGN=align_of(cols, data.stride(0) * f.packed),
-        COLS_MASKED=cols % tile != 0,
-    )
-    launch(
-        (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
-        (data, a.scale, a.global_scale, o.values),
-        (rows, cols, data.stride(0), a.scale.stride(0), a.scale.stride(1)),
-    )
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 
@@ -634,55 +601,81 @@ class _NothingKept(NamedTuple):
     pass
 
 
-def _gradients(b: Backward) -> Gradients:
-    return {"x": b.grads.result.y}
+class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32):
+    def allocate(self, a: QuantizeArgs) -> QuantizeOutputs:
+        return QuantizeOutputs(allocate_result(a.result, a.x))
 
+    def present(self, a: QuantizeArgs) -> Any:
+        return QuantizeOutputs(a.result.present())
 
-def _shard(a: QuantizeArgs) -> Sharding:
-    of_scale, scale = "", a.result.scale
-    joint, block = a.result.blocks()
-    if a.seed is not None:
-        joint["..."] = (
-            "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
+    def launch(self, outputs: QuantizeOutputs, a: QuantizeArgs) -> None:
+        _launch_quantize(outputs, a)
+
+    def reference(self, a: QuantizeArgs) -> QuantizeOutputs:
+        return quantize_reference(a)
+
+    def keep(self, a: QuantizeArgs, o: QuantizeOutputs) -> Any:
+        return _NothingKept()
+
+    def backward(self, b: Backward) -> Gradients:
+        return {"x": b.grads.result.y}
+
+    def shard(self, a: QuantizeArgs) -> Sharding:
+        of_scale, scale = "", a.result.scale
+        joint, block = a.result.blocks()
+        if a.seed is not None:
+            joint["..."] = (
+                "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
+            )
+        if scale is not None and scale.numel() > 1:
+            of_scale = "... _" if scale.dim() == 2 else "..."
+            if a.x.dim() > 2:
+                joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
+        return Sharding(
+            {"x": "... k", "result_scale": of_scale},
+            {"result_y": "... k", "result_amax": "max:"},
+            {"k": "blocks reach along it", **joint},
+            block,
         )
-    if scale is not None and scale.numel() > 1:
-        of_scale = "... _" if scale.dim() == 2 else "..."
-        if a.x.dim() > 2:
-            joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
-    return Sharding(
-        {"x": "... k", "result_scale": of_scale},
-        {"result_y": "... k", "result_amax": "max:"},
-        {"k": "blocks reach along it", **joint},
-        block,
-    )
 
 
-quantize_op = define_op(
-    "quantize",
-    QuantizeArgs,
-    QuantizeOutputs,
-    allocate=_allocate_quantize,
-    launch=_launch_quantize,
-    reference=quantize_reference,
-    present=lambda a: QuantizeOutputs(a.result.present()),
-    keep=lambda a, o: _NothingKept(),
-    backward=_gradients,
-    sharding=_shard,
-    variants=32,
-)
+quantize_op = QuantizeOp()
 
-dequantize_op = define_op(
-    "dequantize",
-    DequantizeArgs,
-    DequantizeOutputs,
-    allocate=_allocate_dequantize,
-    launch=_launch_dequantize,
-    reference=dequantize_reference,
-    validate=lambda a: check_codes(
-        "the tensor", a.data, a.scale, a.global_scale, a.format, a.data.shape[0], a.cols
-    ),
-    variants=16,
-)
+
+class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", variants=16):
+    def validate(self, a: DequantizeArgs) -> None:
+        return check_codes("the tensor", a.data, a.scale, a.global_scale, a.format, a.data.shape[0], a.cols)
+
+    def allocate(self, a: DequantizeArgs) -> DequantizeOutputs:
+        return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
+
+    def launch(self, o: DequantizeOutputs, a: DequantizeArgs) -> None:
+        f, rows, cols = Format.of(a.format).stored, a.data.shape[0], a.cols
+        data = flat_rows(a.data)
+        tile_rows, tile, warps = row_config("dequantize", cols, capabilities_of(data.device))
+        launch = Launch.of(
+            _dequantize_kernel,
+            num_warps=warps,
+            FORMAT=f,
+            ROWS=tile_rows,
+            TILE=tile,
+            ALIGN=align_of(cols, data.stride(0) * f.packed),
+            COLS_MASKED=cols % tile != 0,
+        )
+        launch(
+            (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
+            (data, a.scale, a.global_scale, o.values),
+            (rows, cols, data.stride(0), a.scale.stride(0), a.scale.stride(1)),
+        )
+
+    def reference(self, a: DequantizeArgs) -> DequantizeOutputs:
+        copy = Copy(a.data, a.scale, a.global_scale)
+        return DequantizeOutputs(
+            dequantize_copy(copy, Format.of(a.format), (a.data.shape[0], a.cols), a.dtype)
+        )
+
+
+dequantize_op = DequantizeOp()
 
 
 def dequantize_codes(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:

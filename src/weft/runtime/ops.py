@@ -1,6 +1,6 @@
 """An op: its arguments, how it is run, traced and differentiated, and its place in the one catalogue.
 
-`define_op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
+An `Op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
 Called in eager mode on plain tensors, an op skips the dispatcher, which alone would cost more than the launch.
 
 Arguments and outputs are NamedTuples. Where a dispatcher or autograd wants flat lists, `fields` makes them; the list
@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -71,45 +70,133 @@ class _Call:
         self.arguments = arguments
 
 
-@dataclass(frozen=True)
 class Op(Generic[A, O]):
     """One op. Callable with its arguments, a NamedTuple; returns its outputs, another one.
 
-    - `allocate(a)` makes the outputs, uninitialised: shapes, dtypes and strides are decided here alone.
-    - `launch(outputs, a)` fills them with Triton kernels.
-    - `reference(a)` computes the outputs with plain PyTorch, in any float dtype up to fp64.
-    - `present(a)`: outputs with a truth value each, whether the output is not None; None if no output is optional.
-    - `keep(a, outputs)`: a NamedTuple of what backward needs, in most ops its arguments as far as they are known.
-    - `backward(b)`: gradients by the names of the arguments. `differentiable` are the outputs that have a gradient.
+        class ScaleOp(Op[ScaleArgs, ScaleOutputs], name="scale", variants=4):
+            def allocate(self, a: ScaleArgs) -> ScaleOutputs: ...
+            def launch(self, outputs: ScaleOutputs, a: ScaleArgs) -> None: ...
+            def reference(self, a: ScaleArgs) -> ScaleOutputs: ...
+
+        scale_op = ScaleOp()
+
+    The instance registers the op under `torch.ops.weft` and in the catalogue. Its schema is made of the annotations of
+    the arguments. The first of them is a tensor or a list of tensors: its device decides who serves the call. An op
+    that writes to lists of tensors that it is given (`Written`) has the outputs `Nothing`.
+
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
       whatever the sizes are.
-    - `sharding(a)`: how it is cut for DTensors; without it they are refused.
-    - `validate(a)`: raise an error for arguments that the kernels would misread. It runs in every call, whoever makes
-      it: public functions, backward passes, compiled graphs.
+    - `differentiable`: the names of the outputs that have a gradient; the first one, unless they are named.
     """
 
-    name: str
-    arguments: Fields[A]
-    outputs: Fields[O]
-    allocate: Callable[[A], O]
-    launch: Callable[[O, A], None]
-    reference: Callable[[A], O]
-    variants: int
-    present: Callable[[A], O] | None = None
-    keep: Callable[[A, O], tuple[Any, ...]] | None = None
-    backward: Callable[[Backward], Gradients] | None = None
-    differentiable_outputs: tuple[int, ...] = ()  # their positions among the leaves of the outputs
-    other_outputs: tuple[int, ...] = ()
-    written: tuple[str, ...] = ()  # arguments that the op writes to
-    sharding: Callable[[A], Sharding] | None = None
-    validate: Callable[[A], None] | None = None
-    overload: Any = field(default=None, compare=False)
-    reference_overload: Any = field(default=None, compare=False)
-    function: type[Function] = field(default=Function, compare=False)
-    node: Callable[..., tuple[Any, ...]] = field(default=Function.apply, compare=False)
+    name: ClassVar[str]
+    variants: ClassVar[int]
+    _with_gradients: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(
+        cls, *, name: str = "", variants: int = 0, differentiable: tuple[str, ...] = (), **more: Any
+    ) -> None:
+        super().__init_subclass__(**more)
+        cls.name, cls.variants, cls._with_gradients = name, variants, differentiable
+
+    # ---- what an op is made of ----
+
+    def allocate(self, a: A) -> O:
+        """Make the outputs, uninitialized: shapes, dtypes and strides are decided here alone."""
+        raise NotImplementedError
+
+    def launch(self, outputs: O, a: A) -> None:
+        """Fill the outputs with Triton kernels."""
+        raise NotImplementedError
+
+    def reference(self, a: A) -> O:
+        """Compute the outputs with plain PyTorch, in any float dtype up to fp64."""
+        raise NotImplementedError
+
+    # Methods that an op has if it needs them.
+    present: Any = (
+        None  # (a): outputs of truth values, whether each is not None; needed if outputs are optional
+    )
+    keep: Any = None  # (a, outputs): a NamedTuple of what backward needs
+    backward: Any = None  # (b: Backward): gradients by the names of the arguments
+    shard: Any = None  # (a): a `Sharding`, how the op is cut for DTensors; without it they are refused
+    # (a): raise an error for arguments that the kernels would misread. It runs in every call, whoever makes it: public
+    # functions, backward passes, compiled graphs.
+    validate: Any = None
+
+    # ---- registration ----
+
+    def __init__(self) -> None:
+        name = self.name
+        if name in catalogue:
+            raise ValueError(f"the op {name!r} is already defined")
+        if (self.backward is None) != (self.keep is None):
+            raise ValueError(f"{name}: keep and backward go together")
+        arguments, outputs = get_args(type(self).__orig_bases__[0])  # type: ignore[attr-defined]
+        self.arguments: Fields[A] = Fields(arguments)
+        self.outputs: Fields[O] = Fields(outputs)
+        self._check_outputs()
+        self.written = tuple(leaf.name for leaf in self.arguments.leaves if leaf.written)
+        if bool(self.written) == bool(self.outputs.leaves):
+            raise ValueError(
+                f"{name}: an op that writes to its arguments has the outputs Nothing, and no other op has"
+            )
+        # Without a backward all outputs count as differentiable, so that a gradient for any of them raises an error.
+        names = self.outputs.names
+        differentiable = self._with_gradients or (names if self.backward is None else names[:1])
+        if unknown := sorted(set(differentiable) - set(names)):
+            raise ValueError(
+                f"{name} has no outputs {', '.join(unknown)} to differentiate; it has {', '.join(names)}"
+            )
+        self.differentiable_outputs = tuple(i for i, output in enumerate(names) if output in differentiable)
+        self.other_outputs = tuple(i for i, output in enumerate(names) if output not in differentiable)
+        self._register()
+        catalogue[name] = self
+
+    def _check_outputs(self) -> None:
+        """Raise an error for outputs that are no tensors, and for optional ones that nobody says are present."""
+        wrong = [leaf.name for leaf in self.outputs.leaves if not leaf.is_tensor or leaf.schema == "Tensor[]"]
+        if wrong:
+            raise TypeError(
+                f"{self.name}: an output must be annotated Tensor or Tensor | None; {', '.join(wrong)} is not"
+            )
+        if self.present is None and any(leaf.optional for leaf in self.outputs.leaves):
+            raise ValueError(
+                f"{self.name} has optional outputs: give `present`, which says which of them are not None"
+            )
+
+    def _register(self) -> None:
+        """Register the op with `torch.library`, and its second overload, `reference`."""
+        name = self.name
+        signature = f"({self.arguments.schema}) -> {'()' if self.written else 'Tensor[]'}"
+        _library.define(name + signature)
+        _library.define(f"{name}.reference{signature}")
+        packet = getattr(torch.ops.weft, name)
+        self.overload, self.reference_overload = packet.default, packet.reference
+        self.function, plain_function = _functions_of(self)
+        self.node: Callable[..., tuple[Any, ...]] = _core_apply(plain_function)
+        of_reference = backend("reference")
+        for overload in ("", ".reference"):
+            run = self.as_listed(self.run)
+            _library.impl(
+                name + overload, of_reference(run) if overload else run, "CompositeExplicitAutograd"
+            )
+            torch.library.register_fake(f"weft::{name}{overload}", self.as_listed(self.fake), lib=_library)
+            if self.backward is not None:
+                setup, gradients = _listed_autograd(self)
+                torch.library.register_autograd(
+                    f"weft::{name}{overload}",
+                    gradients,
+                    setup_context=of_reference(setup) if overload else setup,
+                    lib=_library,
+                )
+            torch.library.register_vmap(f"weft::{name}{overload}", self.function.vmap, lib=_library)
+
+    # ---- calls ----
 
     @property
     def differentiable(self) -> bool:
+        """Whether the op has a backward."""
         return self.backward is not None
 
     def __call__(self, a: A) -> O:
@@ -156,9 +243,9 @@ class Op(Generic[A, O]):
 
     def over_mesh(self, a: A) -> O:
         """Call with DTensors: each rank computes with its shards."""
-        if self.sharding is None:
+        if self.shard is None:
             raise refuse(f"weft::{self.name}")
-        rule = self.sharding(a)
+        rule: Sharding = self.shard(a)
         given = self.arguments.flatten(a)
         shards = cut(self.name, rule, dict(zip(self.arguments.names, given, strict=True)))
         local = (
@@ -250,88 +337,6 @@ class Op(Generic[A, O]):
         return call
 
 
-def define_op(
-    name: str,
-    arguments: type[A],
-    outputs: type[O],
-    *,
-    allocate: Callable[[A], O],
-    launch: Callable[[O, A], None],
-    reference: Callable[[A], O],
-    variants: int,
-    present: Callable[[A], Any] | None = None,
-    keep: Callable[[A, O], tuple[Any, ...]] | None = None,
-    backward: Callable[[Backward], Gradients] | None = None,
-    differentiable: tuple[str, ...] = (),
-    sharding: Callable[[A], Sharding] | None = None,
-    validate: Callable[[A], None] | None = None,
-) -> Op[A, O]:
-    """Register an op under `torch.ops.weft` and in the catalogue.
-
-    Its schema is made of the annotations of `arguments`. The first of them is a tensor or a list of tensors: its device
-    decides who serves the call. An op that writes to lists of tensors that it is given (`Written`) has the outputs
-    `Nothing`. `differentiable` are the names of the outputs that have a gradient: the first one, unless they are named.
-    """
-    if name in catalogue:
-        raise ValueError(f"the op {name!r} is already defined")
-    if (backward is None) != (keep is None):
-        raise ValueError(f"{name}: keep and backward go together")
-    taken, made = Fields(arguments), Fields(outputs)
-    wrong = [leaf.name for leaf in made.leaves if not leaf.is_tensor or leaf.schema == "Tensor[]"]
-    if wrong:
-        raise TypeError(
-            f"{name}: an output must be annotated Tensor or Tensor | None; {', '.join(wrong)} is not"
-        )
-    if present is None and any(leaf.optional for leaf in made.leaves):
-        raise ValueError(
-            f"{name} has optional outputs: give `present`, which says which of them are not None"
-        )
-    written = tuple(leaf.name for leaf in taken.leaves if leaf.written)
-    if bool(written) == bool(made.leaves):
-        raise ValueError(
-            f"{name}: an op that writes to its arguments has the outputs Nothing, and no other op has"
-        )
-    # Without a backward all outputs count as differentiable, so that a gradient for any of them raises an error.
-    differentiable = differentiable or (made.names if backward is None else made.names[:1])
-    unknown = sorted(set(differentiable) - set(made.names))
-    if unknown:
-        raise ValueError(
-            f"{name} has no outputs {', '.join(unknown)} to differentiate; it has {', '.join(made.names)}"
-        )
-    signature = f"({taken.schema}) -> {'()' if written else 'Tensor[]'}"
-    _library.define(name + signature)
-    _library.define(f"{name}.reference{signature}")
-    packet = getattr(torch.ops.weft, name)
-    op = Op(
-        name, taken, made, allocate, launch, reference, variants, present, keep, backward,
-        tuple(i for i, output in enumerate(made.names) if output in differentiable),
-        tuple(i for i, output in enumerate(made.names) if output not in differentiable),
-        written, sharding, validate, packet.default, packet.reference,
-    )  # fmt: skip
-    function, plain_function = _functions_of(op)
-    object.__setattr__(op, "function", function)
-    object.__setattr__(op, "node", _core_apply(plain_function))
-    of_reference = backend("reference")
-    for overload in ("", ".reference"):
-        _library.impl(
-            name + overload,
-            of_reference(op.as_listed(op.run)) if overload else op.as_listed(op.run),
-            "CompositeExplicitAutograd",
-        )
-        torch.library.register_fake(f"weft::{name}{overload}", op.as_listed(op.fake), lib=_library)
-        if backward is not None:
-            setup, gradients = _listed_autograd(op)
-            torch.library.register_autograd(
-                f"weft::{name}{overload}",
-                gradients,
-                setup_context=of_reference(setup) if overload else setup,
-                lib=_library,
-            )
-        torch.library.register_vmap(f"weft::{name}{overload}", function.vmap, lib=_library)
-    catalogue[name] = op
-    return op
-
-
 def apply(function: type[Function], *args: Any) -> Any:
     """`function.apply`, for a function with a `setup_context`; outside of functorch, without the cost of functorch."""
     if torch.compiler.is_compiling():
@@ -379,7 +384,7 @@ class _Kept(NamedTuple):
 
 def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O, *, transformed: bool) -> None:
     assert op.keep is not None
-    kept = op.keep(a, outputs)
+    kept: tuple[Any, ...] = op.keep(a, outputs)
     fields = Fields.of(type(kept))
     ctx.save_for_backward(*fields.tensors(kept))
     ctx.kept = _Kept(fields, fields.others(kept), chosen(), transformed)

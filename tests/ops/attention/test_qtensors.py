@@ -324,16 +324,14 @@ def test_the_op_refuses_gradients_through_codes() -> None:
         attention_op(a._replace(value=a.value.clone().requires_grad_()))
 
 
-def test_the_decode_op_refuses_caches_that_it_would_misread() -> None:
+def test_the_decode_op_refuses_caches_that_it_would_misread(monkeypatch: pytest.MonkeyPatch) -> None:
     call, _, given = OPS["attention_decode"]
     kept: list[Any] = []
     op = catalogue["attention_decode"]
     launch = op.launch
-    object.__setattr__(op, "launch", lambda o, a: (kept.append(a), launch(o, a)))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "launch", lambda o, a: (kept.append(a), launch(o, a)))
         call(**given)
-    finally:
-        object.__setattr__(op, "launch", launch)
     codes, scale = torch.zeros(2, 20, 2, 128, dtype=torch.int8), torch.ones(2)
     for changed in (
         {"k": codes, "v": codes},

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...quant import Format, QTensor
 from ...quant.qtensor import PLAIN, register_codes
-from ...runtime import Backward, Gradients, autocasted, capabilities_of, define_op
+from ...runtime import Backward, Gradients, Op, autocasted, capabilities_of
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
@@ -49,110 +49,110 @@ from .reference import attention_backward_reference, attention_reference, result
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _allocate(a: AttentionArgs) -> AttentionOutputs:
-    shape = result_shape(a)
-    if a.result.format is None and a.layout == "bhsd":
-        batches, tokens, count, dim = shape
-        y = torch.empty_strided(
-            (batches, count, tokens, dim),
-            (tokens * count * dim, dim, count * dim, 1),
-            dtype=a.result.dtype,
-            device=a.query.device,
-        )
-        result = Result(y)
-    else:
-        result = allocate_result(a.result, a.query, shape)
-    batch, sequence, heads, _ = LAYOUTS[a.layout]
-    count = a.query.shape[heads]
-    lead = () if a.layout == "thd" else (a.query.shape[batch],)
-    shape = (*lead, count, a.query.shape[sequence])
-    dtype, device = compute_dtype(a.value), a.query.device
-    lse = torch.empty(shape, dtype=dtype, device=device)
-    largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
-    return AttentionOutputs(result, lse, largest)
-
-
 class _Kept(NamedTuple):
     args: AttentionArgs
     y: Tensor
     lse: Tensor
 
 
-def _keep(a: AttentionArgs, o: AttentionOutputs) -> _Kept:
-    if a.query_codes.format is not None or a.key_codes.format is not None:
-        raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
-    return _Kept(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
+class AttentionBackwardOp(
+    Op[AttentionBackwardArgs, AttentionGradients], name="attention_backward", variants=20
+):
+    def allocate(self, a: AttentionBackwardArgs) -> AttentionGradients:
+        def like(x: Tensor | None, needed: bool) -> Tensor | None:
+            return (
+                torch.empty_like(x, memory_format=torch.contiguous_format)
+                if needed and x is not None
+                else None
+            )
 
-
-def _gradients(b: Backward) -> Gradients:
-    kept: _Kept = b.kept
-    a = kept.args
-    y, dy, dlse = kept.y, b.grads.result.y, b.grads.lse
-    if dy is None:
-        dy = y.new_zeros(y.shape[-1]).expand(y.shape)
-    v_dim = a.value.shape[-1]
-    if y.dim() < a.query.dim():  # a quantised result has the heads of a token in one row
-        y, dy = (x.unflatten(-1, (-1, v_dim)) for x in (y, dy))
-    elif a.layout == "bhsd":
-        y, dy = y.transpose(1, 2), dy.transpose(1, 2)
-    needs = AttentionNeeds(b.needs.query, b.needs.key or b.needs.value, b.needs.sinks)
-    found = attention_backward_op(
-        AttentionBackwardArgs(
-            dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-            a.engine, needs,
-        )
-    )  # fmt: skip
-    return {
-        "query": found.query,
-        "key": found.key if b.needs.key else None,
-        "value": found.value if b.needs.value else None,
-        "sinks": found.sinks,
-    }
-
-
-def _allocate_backward(a: AttentionBackwardArgs) -> AttentionGradients:
-    def like(x: Tensor | None, needed: bool) -> Tensor | None:
-        return (
-            torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else None
+        needs = a.needs
+        return AttentionGradients(
+            like(a.query, needs.query),
+            like(a.key, needs.key),
+            like(a.value, needs.key),
+            like(a.sinks, needs.sinks),
         )
 
-    needs = a.needs
-    return AttentionGradients(
-        like(a.query, needs.query),
-        like(a.key, needs.key),
-        like(a.value, needs.key),
-        like(a.sinks, needs.sinks),
-    )
+    def present(self, a: AttentionBackwardArgs) -> Any:
+        return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
+
+    def launch(self, outputs: AttentionGradients, a: AttentionBackwardArgs) -> None:
+        launch_attention_backward(outputs, a)
+
+    def reference(self, a: AttentionBackwardArgs) -> AttentionGradients:
+        return attention_backward_reference(a)
 
 
-def _present_backward(a: AttentionBackwardArgs) -> Any:
-    return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
+attention_backward_op = AttentionBackwardOp()
 
 
-attention_backward_op = define_op(
-    "attention_backward",
-    AttentionBackwardArgs,
-    AttentionGradients,
-    allocate=_allocate_backward,
-    launch=launch_attention_backward,
-    reference=attention_backward_reference,
-    present=_present_backward,
-    variants=20,
-)
+class AttentionOp(
+    Op[AttentionArgs, AttentionOutputs], name="attention", variants=20, differentiable=("result_y", "lse")
+):
+    def allocate(self, a: AttentionArgs) -> AttentionOutputs:
+        shape = result_shape(a)
+        if a.result.format is None and a.layout == "bhsd":
+            batches, tokens, count, dim = shape
+            y = torch.empty_strided(
+                (batches, count, tokens, dim),
+                (tokens * count * dim, dim, count * dim, 1),
+                dtype=a.result.dtype,
+                device=a.query.device,
+            )
+            result = Result(y)
+        else:
+            result = allocate_result(a.result, a.query, shape)
+        batch, sequence, heads, _ = LAYOUTS[a.layout]
+        count = a.query.shape[heads]
+        lead = () if a.layout == "thd" else (a.query.shape[batch],)
+        shape = (*lead, count, a.query.shape[sequence])
+        dtype, device = compute_dtype(a.value), a.query.device
+        lse = torch.empty(shape, dtype=dtype, device=device)
+        largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
+        return AttentionOutputs(result, lse, largest)
 
-attention_op = define_op(
-    "attention",
-    AttentionArgs,
-    AttentionOutputs,
-    allocate=_allocate,
-    launch=launch_attention,
-    reference=attention_reference,
-    present=lambda a: AttentionOutputs(a.result.present(), True, a.return_max),  # type: ignore[arg-type]
-    keep=_keep,
-    backward=_gradients,
-    differentiable=("result_y", "lse"),
-    variants=20,
-)
+    def present(self, a: AttentionArgs) -> Any:
+        return AttentionOutputs(a.result.present(), True, a.return_max)  # type: ignore[arg-type]
+
+    def launch(self, outputs: AttentionOutputs, a: AttentionArgs) -> None:
+        launch_attention(outputs, a)
+
+    def reference(self, a: AttentionArgs) -> AttentionOutputs:
+        return attention_reference(a)
+
+    def keep(self, a: AttentionArgs, o: AttentionOutputs) -> _Kept:
+        if a.query_codes.format is not None or a.key_codes.format is not None:
+            raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
+        return _Kept(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: _Kept = b.kept
+        a = kept.args
+        y, dy, dlse = kept.y, b.grads.result.y, b.grads.lse
+        if dy is None:
+            dy = y.new_zeros(y.shape[-1]).expand(y.shape)
+        v_dim = a.value.shape[-1]
+        if y.dim() < a.query.dim():  # a quantised result has the heads of a token in one row
+            y, dy = (x.unflatten(-1, (-1, v_dim)) for x in (y, dy))
+        elif a.layout == "bhsd":
+            y, dy = y.transpose(1, 2), dy.transpose(1, 2)
+        needs = AttentionNeeds(b.needs.query, b.needs.key or b.needs.value, b.needs.sinks)
+        found = attention_backward_op(
+            AttentionBackwardArgs(
+                dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
+                a.engine, needs,
+            )
+        )  # fmt: skip
+        return {
+            "query": found.query,
+            "key": found.key if b.needs.key else None,
+            "value": found.value if b.needs.value else None,
+            "sinks": found.sinks,
+        }
+
+
+attention_op = AttentionOp()
 
 
 register_codes(attention_op, "query", "query_codes")

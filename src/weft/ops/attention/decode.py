@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, define_op
+from ...runtime import BoundLaunch, Capabilities, Launch, Op, capabilities_of, choice
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
 from ..common.rows import align_of, compute_dtype, contiguous
 from ..heads.cache import E4M3, LATENT_ROW, Kept, KVCache, format_of, kept_strides
@@ -85,43 +85,6 @@ def latent_rows_reference(rows: Tensor) -> Tensor:
     scales = rows[..., 512:528].contiguous().view(torch.float32)
     turned = rows[..., 528:].contiguous().view(torch.bfloat16)
     return torch.cat([(codes * scales[..., None]).flatten(-2).bfloat16(), turned], -1)
-
-
-def decode_attention_reference(a: DecodeArgs) -> DecodeOutputs:
-    """The definition."""
-    Forms.of(a, a.query).check()
-    dtype = compute_dtype(a.query)
-    sequences, queries, heads, _ = a.query.shape
-    room = a.page_table.shape[1] * a.k.shape[1]
-    y = a.query.new_zeros(sequences, queries, heads, a.v_dim, dtype=dtype)
-    lse = a.query.new_full((sequences, queries, heads), -math.inf, dtype=dtype)
-    for s, given in enumerate(a.lengths.tolist()):
-        length = max(min(given, room), 0)
-        first = 0 if a.left is None else max(length - queries - a.left, 0)
-        seen_pages = a.page_table[s, first // a.k.shape[1] : -(-length // a.k.shape[1])]
-        if given > room or ((seen_pages < 0) | (seen_pages >= len(a.k))).any():
-            y[s], lse[s] = math.nan, math.nan
-            continue
-        k = _gathered(a.k, a.k_scale, a.page_table[s], length, dtype)
-        v = k[..., : a.v_dim] if a.v is None else _gathered(a.v, a.v_scale, a.page_table[s], length, dtype)
-        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", a.query[s].to(dtype), k) * a.scale
-        if a.softcap:
-            scores = a.softcap * torch.tanh(scores / a.softcap)
-        own = torch.arange(queries, device=k.device)[:, None] + length - queries
-        key = torch.arange(length, device=k.device)[None, :]
-        seen = key <= own
-        if a.left is not None:
-            seen &= key >= own - a.left
-        scores = scores.masked_fill(~seen, -math.inf)
-        found = torch.logsumexp(scores, -1) if length else scores.new_full(scores.shape[:2], -math.inf)
-        if a.sinks is not None:
-            found = torch.logaddexp(found, a.sinks.to(dtype)[:, None].expand_as(found))
-        p = torch.exp(scores - torch.where(found == -math.inf, 0.0, found)[..., None])
-        # A sink that is NaN reaches queries that see no key, too.
-        y[s] = torch.where(found.isnan().t()[..., None], math.nan, torch.einsum("hqk,khd->qhd", p, v))
-        lse[s] = found.t()
-    return DecodeOutputs(y.to(a.query.dtype), lse)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -348,39 +311,71 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     return _Plan(bound, join, parts)
 
 
-def _allocate(a: DecodeArgs) -> DecodeOutputs:
-    shape, device = a.query.shape[:3], a.query.device
-    y = torch.empty((*shape, a.v_dim), dtype=a.query.dtype, device=device)
-    return DecodeOutputs(y, torch.empty(shape, dtype=compute_dtype(a.query), device=device))
+class AttentionDecodeOp(Op[DecodeArgs, DecodeOutputs], name="attention_decode", variants=20):
+    def allocate(self, a: DecodeArgs) -> DecodeOutputs:
+        shape, device = a.query.shape[:3], a.query.device
+        y = torch.empty((*shape, a.v_dim), dtype=a.query.dtype, device=device)
+        return DecodeOutputs(y, torch.empty(shape, dtype=compute_dtype(a.query), device=device))
+
+    def launch(self, o: DecodeOutputs, a: DecodeArgs) -> None:
+        query, k, v = with_neighbours(a.query), a.k, a.v
+        plan = _planned(Forms.of(a, query), capabilities_of(query.device))
+        y, lse = o.y, o.lse
+        if plan.join is not None:
+            y = torch.empty((plan.parts, *o.y.shape), dtype=torch.float32, device=query.device)
+            lse = torch.empty((plan.parts, *o.lse.shape), dtype=torch.float32, device=query.device)
+        sinks = contiguous(a.sinks)
+        caches = (x if x is None or x.dtype in FLOATS else x.view(torch.uint8) for x in (k, v))
+        k_bytes, v_bytes = caches
+        plan.decode(
+            (query, k_bytes, a.k_scale, v_bytes, a.v_scale, y, lse, sinks, a.page_table, a.lengths),
+            (a.scale, a.softcap),
+        )
+        if plan.join is not None:
+            plan.join((y, lse, o.y, o.lse, sinks, a.page_table, a.lengths))
+
+    def reference(self, a: DecodeArgs) -> DecodeOutputs:
+        """The definition."""
+        Forms.of(a, a.query).check()
+        dtype = compute_dtype(a.query)
+        sequences, queries, heads, _ = a.query.shape
+        room = a.page_table.shape[1] * a.k.shape[1]
+        y = a.query.new_zeros(sequences, queries, heads, a.v_dim, dtype=dtype)
+        lse = a.query.new_full((sequences, queries, heads), -math.inf, dtype=dtype)
+        for s, given in enumerate(a.lengths.tolist()):
+            length = max(min(given, room), 0)
+            first = 0 if a.left is None else max(length - queries - a.left, 0)
+            seen_pages = a.page_table[s, first // a.k.shape[1] : -(-length // a.k.shape[1])]
+            if given > room or ((seen_pages < 0) | (seen_pages >= len(a.k))).any():
+                y[s], lse[s] = math.nan, math.nan
+                continue
+            k = _gathered(a.k, a.k_scale, a.page_table[s], length, dtype)
+            v = (
+                k[..., : a.v_dim]
+                if a.v is None
+                else _gathered(a.v, a.v_scale, a.page_table[s], length, dtype)
+            )
+            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", a.query[s].to(dtype), k) * a.scale
+            if a.softcap:
+                scores = a.softcap * torch.tanh(scores / a.softcap)
+            own = torch.arange(queries, device=k.device)[:, None] + length - queries
+            key = torch.arange(length, device=k.device)[None, :]
+            seen = key <= own
+            if a.left is not None:
+                seen &= key >= own - a.left
+            scores = scores.masked_fill(~seen, -math.inf)
+            found = torch.logsumexp(scores, -1) if length else scores.new_full(scores.shape[:2], -math.inf)
+            if a.sinks is not None:
+                found = torch.logaddexp(found, a.sinks.to(dtype)[:, None].expand_as(found))
+            p = torch.exp(scores - torch.where(found == -math.inf, 0.0, found)[..., None])
+            # A sink that is NaN reaches queries that see no key, too.
+            y[s] = torch.where(found.isnan().t()[..., None], math.nan, torch.einsum("hqk,khd->qhd", p, v))
+            lse[s] = found.t()
+        return DecodeOutputs(y.to(a.query.dtype), lse)
 
 
-def _launch(o: DecodeOutputs, a: DecodeArgs) -> None:
-    query, k, v = with_neighbours(a.query), a.k, a.v
-    plan = _planned(Forms.of(a, query), capabilities_of(query.device))
-    y, lse = o.y, o.lse
-    if plan.join is not None:
-        y = torch.empty((plan.parts, *o.y.shape), dtype=torch.float32, device=query.device)
-        lse = torch.empty((plan.parts, *o.lse.shape), dtype=torch.float32, device=query.device)
-    sinks = contiguous(a.sinks)
-    caches = (x if x is None or x.dtype in FLOATS else x.view(torch.uint8) for x in (k, v))
-    k_bytes, v_bytes = caches
-    plan.decode(
-        (query, k_bytes, a.k_scale, v_bytes, a.v_scale, y, lse, sinks, a.page_table, a.lengths),
-        (a.scale, a.softcap),
-    )
-    if plan.join is not None:
-        plan.join((y, lse, o.y, o.lse, sinks, a.page_table, a.lengths))
-
-
-attention_decode_op = define_op(
-    "attention_decode",
-    DecodeArgs,
-    DecodeOutputs,
-    allocate=_allocate,
-    launch=_launch,
-    reference=decode_attention_reference,
-    variants=20,
-)
+attention_decode_op = AttentionDecodeOp()
 
 
 # ---- public functions -----------------------------------------------------------------------------------

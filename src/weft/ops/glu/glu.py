@@ -39,8 +39,8 @@ from ...runtime import (
     LATER,
     Backward,
     Gradients,
+    Op,
     Sharding,
-    define_op,
     is_distributed,
 )
 from ..common.activations import Act
@@ -74,23 +74,6 @@ from .reference import glu_backward_reference, glu_reference
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _keep(a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
-    return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
-
-
-def _gradients(b: Backward) -> Gradients:
-    kept: GluBackwardArgs = b.kept
-    needs = GluNeeds(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
-    found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
-    dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
-    if type(kept.x) not in (Tensor, torch.nn.Parameter):
-        # A graph that is being traced has plain tensors for the gradients of its inputs, which are leaves to it.
-        of_x, *of_others = b.node.next_functions
-        dx = _dequantized_leaf(dx, of_x)
-        dup = dup if dup is None else _dequantized_leaf(dup, of_others[0])
-    return {"x": dx, "up": dup, "probs": found.probs, "bias": found.bias}
-
-
 def _gradient(result: Result, options: ResultOptions, like: Tensor | None) -> Tensor | None:
     """A gradient as the caller gets it."""
     if result.y is None or like is None or options.format is None:
@@ -105,61 +88,86 @@ def _dequantized_leaf(gradient: Tensor | None, edge: tuple[Any, int]) -> Tensor 
     return gradient
 
 
-def _present(a: GluBackwardArgs) -> Any:
-    there = a.gradient.present()
-    return GluBackwardOutputs(
-        there if a.needs.x else NO_RESULT,
-        there if a.needs.up and a.up is not None else NO_RESULT,
-        a.needs.probs and a.probs is not None,  # type: ignore[arg-type]
-        a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
-    )
+class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward", variants=32):
+    def allocate(self, a: GluBackwardArgs) -> GluBackwardOutputs:
+        return allocate_glu_backward(a)
+
+    def present(self, a: GluBackwardArgs) -> Any:
+        there = a.gradient.present()
+        return GluBackwardOutputs(
+            there if a.needs.x else NO_RESULT,
+            there if a.needs.up and a.up is not None else NO_RESULT,
+            a.needs.probs and a.probs is not None,  # type: ignore[arg-type]
+            a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
+        )
+
+    def launch(self, outputs: GluBackwardOutputs, a: GluBackwardArgs) -> None:
+        launch_glu_backward(outputs, a)
+
+    def reference(self, a: GluBackwardArgs) -> GluBackwardOutputs:
+        return glu_backward_reference(a)
 
 
-def _shard(a: GluArgs) -> Sharding:
-    whole, block = a.result.blocks()
-    of_gradient, rows = a.gradient.blocks()
-    whole |= of_gradient
-    if a.groups.ends is not None:
-        whole["..."] = "ends= counts the rows of all experts. Give x.to_local() and each rank's own ends"
-        whole["e"] = "ends= is needed for every expert"
-    of_x = "... h"
-    if a.unit.layout in ("concat", "interleaved"):
-        of_x, whole["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
-    elif a.result.format is not None or a.gradient.format is not None:
-        whole["h"] = "a block of the quantised result may reach over it"
-    of_bias = of_x.split()[-1] if a.groups.ends is None else f"e {of_x.split()[-1]}"
-    return Sharding(
-        {"x": of_x, "up": "... h", "probs": "(...)", "bias": of_bias, "groups_ends": "e", "result_scale": ""},
-        {"result_y": "... h", "result_amax": "max:"},
-        whole,
-        max(block, rows),
-    )
+glu_backward_op = GluBackwardOp()
 
 
-glu_backward_op = define_op(
-    "glu_backward",
-    GluBackwardArgs,
-    GluBackwardOutputs,
-    allocate=allocate_glu_backward,
-    launch=launch_glu_backward,
-    reference=glu_backward_reference,
-    present=_present,
-    variants=32,
-)
+class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
+    def allocate(self, a: GluArgs) -> GluOutputs:
+        return allocate_glu(a)
 
-glu_op = define_op(
-    "glu",
-    GluArgs,
-    GluOutputs,
-    allocate=allocate_glu,
-    launch=launch_glu,
-    reference=glu_reference,
-    present=lambda a: GluOutputs(a.result.present()),
-    keep=_keep,
-    backward=_gradients,
-    sharding=_shard,
-    variants=48,
-)
+    def present(self, a: GluArgs) -> Any:
+        return GluOutputs(a.result.present())
+
+    def launch(self, outputs: GluOutputs, a: GluArgs) -> None:
+        launch_glu(outputs, a)
+
+    def reference(self, a: GluArgs) -> GluOutputs:
+        return glu_reference(a)
+
+    def keep(self, a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
+        return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: GluBackwardArgs = b.kept
+        needs = GluNeeds(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
+        found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
+        dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
+        if type(kept.x) not in (Tensor, torch.nn.Parameter):
+            # A graph that is being traced has plain tensors for the gradients of its inputs, which are leaves to it.
+            of_x, *of_others = b.node.next_functions
+            dx = _dequantized_leaf(dx, of_x)
+            dup = dup if dup is None else _dequantized_leaf(dup, of_others[0])
+        return {"x": dx, "up": dup, "probs": found.probs, "bias": found.bias}
+
+    def shard(self, a: GluArgs) -> Sharding:
+        whole, block = a.result.blocks()
+        of_gradient, rows = a.gradient.blocks()
+        whole |= of_gradient
+        if a.groups.ends is not None:
+            whole["..."] = "ends= counts the rows of all experts. Give x.to_local() and each rank's own ends"
+            whole["e"] = "ends= is needed for every expert"
+        of_x = "... h"
+        if a.unit.layout in ("concat", "interleaved"):
+            of_x, whole["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
+        elif a.result.format is not None or a.gradient.format is not None:
+            whole["h"] = "a block of the quantised result may reach over it"
+        of_bias = of_x.split()[-1] if a.groups.ends is None else f"e {of_x.split()[-1]}"
+        return Sharding(
+            {
+                "x": of_x,
+                "up": "... h",
+                "probs": "(...)",
+                "bias": of_bias,
+                "groups_ends": "e",
+                "result_scale": "",
+            },
+            {"result_y": "... h", "result_amax": "max:"},
+            whole,
+            max(block, rows),
+        )
+
+
+glu_op = GluOp()
 
 
 # ---- public functions -----------------------------------------------------------------------------------

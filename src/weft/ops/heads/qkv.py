@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Copy, Format, QTensor
-from ...runtime import Backward, Gradients, Nothing, define_op
+from ...runtime import Backward, Gradients, Nothing, Op, Sharding
 from ..common.checks import FLOATS, check_input, check_tensor
 from .angles import Rotation, check_rotation
 from .arguments import (
@@ -87,175 +87,178 @@ def _allocate(a: Prepare) -> QKV:
     )
 
 
-def _allocate_quantized(a: PrepareQuantized) -> Quantized:
-    dtype = Format.of(a.format).number.dtype
-    q, k, v, gate = _allocate(a.prepare)
-
-    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(x, dtype=dtype), torch.empty(
-            x.shape[:-1], dtype=torch.float32, device=x.device
-        )
-
-    (q, q_scale), (k, k_scale) = coded(q), coded(k)
-    return Quantized(q, k, q_scale, k_scale, v, gate)
-
-
-def _launch_cached(_: Nothing, a: PrepareCached) -> None:
-    prepare = a.prepare
-    q, k, *more = a.outputs
-    gate = more.pop() if a.cut.gate else None
-    launch_forward(QKV(q, k, more[0] if more else None, gate), prepare, cache=Cache.of(a), scaled=a.scaled)
-
-
-def _reference_cached(a: PrepareCached) -> Nothing:
-    qkv_prepare_cached_reference(a)
-    return Nothing()
-
-
 class _Kept(NamedTuple):
     args: PrepareBackward  # gradients and needs are not known yet
     tokens: int
     has_v: bool
 
 
-def _keep(a: Prepare, outputs: QKV) -> _Kept:
-    normed = a.norm.kind != "none"
-    batch, tokens = sizes(a.x, a.cut.layout)
-    unknown: Any = None
-    # A rotation alone needs nothing of its input.
-    x, k = (a.x, a.k) if normed else (None, None)
-    args = PrepareBackward(
-        unknown, unknown, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, _NO_NEEDS
-    )  # fmt: skip
-    return _Kept(args, tokens, outputs.v is not None)
-
-
 _NO_NEEDS = PrepareNeeds(False, False, False, False, False, False, False, False)
 
 
-def _gradients(b: Backward) -> Gradients:
-    kept: _Kept = b.kept
-    args, needs, grads = kept.args, b.needs, b.grads
-    cut = args.cut
-    some: Tensor = next(g for g in grads if g is not None)
+class QkvPrepareBackwardOp(Op[PrepareBackward, PrepareGradients], name="qkv_prepare_backward", variants=64):
+    def allocate(self, a: PrepareBackward) -> PrepareGradients:
+        cut, norm, needs, dq = a.cut, a.norm, a.needs, a.dq
+        tokens = tokens_of(dq, cut.out_layout, a.batch)
 
-    def given(grad: Tensor | None, heads: int, dim: int) -> Tensor:
-        if grad is not None:
-            return grad
-        return some.new_zeros(dim).expand(shape_of(cut.out_layout, args.batch, kept.tokens, heads, dim))
+        def heads(count: int, dim: int) -> Tensor:
+            return torch.empty(
+                shape_of(cut.layout, a.batch, tokens, count, dim), dtype=dq.dtype, device=dq.device
+            )
 
-    needs_x = needs.x or needs.k or needs.v or needs.bias
-    apart = needs_x and cut.packing == "apart"
-    found = qkv_prepare_backward_op(
-        args._replace(
-            dq=given(grads.q, cut.q, cut.dim),
-            dk=given(grads.k, cut.kv, cut.dim),
-            dv=given(grads.v, cut.kv, cut.v_dim) if kept.has_v else None,
-            dgate=given(grads.gate, cut.q, cut.dim) if cut.gate else None,
-            needs=PrepareNeeds(
-                x=needs_x,
-                k=apart,
-                v=apart and kept.has_v,
-                q_weight=needs.norm_q_weight,
-                k_weight=needs.norm_k_weight,
-                q_bias=needs.norm_q_bias,
-                k_bias=needs.norm_k_bias,
-                bias=needs.bias,
-            ),
-        )
-    )
-    return {
-        "x": found.x if needs.x else None,
-        "k": found.k if needs.k else None,
-        "v": found.v if needs.v else None,
-        "norm_q_weight": found.q_weight,
-        "norm_k_weight": found.k_weight,
-        "norm_q_bias": found.q_bias,
-        "norm_k_bias": found.k_bias,
-        "bias": found.bias,
-    }
+        def like(vector: Tensor | None, needed: bool) -> Tensor | None:
+            return (
+                torch.empty(vector.shape, dtype=vector.dtype, device=dq.device)
+                if needed and vector is not None
+                else None
+            )
 
-
-def _allocate_backward(a: PrepareBackward) -> PrepareGradients:
-    cut, norm, needs, dq = a.cut, a.norm, a.needs, a.dq
-    tokens = tokens_of(dq, cut.out_layout, a.batch)
-
-    def heads(count: int, dim: int) -> Tensor:
-        return torch.empty(
-            shape_of(cut.layout, a.batch, tokens, count, dim), dtype=dq.dtype, device=dq.device
+        x = None
+        if needs.x and cut.packing == "apart":
+            x = heads(cut.q, cut.q_dim)
+        elif needs.x:
+            x = heads(1, cut.width).squeeze(-2)
+        return PrepareGradients(
+            x=x,
+            k=heads(cut.kv, cut.dim) if needs.k else None,
+            v=heads(cut.kv, cut.v_dim) if needs.v else None,
+            q_weight=like(norm.q_weight, needs.q_weight),
+            k_weight=like(norm.k_weight, needs.k_weight),
+            q_bias=like(norm.q_bias, needs.q_bias),
+            k_bias=like(norm.k_bias, needs.k_bias),
+            bias=like(a.bias, needs.bias),
         )
 
-    def like(vector: Tensor | None, needed: bool) -> Tensor | None:
-        return (
-            torch.empty(vector.shape, dtype=vector.dtype, device=dq.device)
-            if needed and vector is not None
-            else None
+    def present(self, a: PrepareBackward) -> Any:
+        return a.needs
+
+    def launch(self, outputs: PrepareGradients, a: PrepareBackward) -> None:
+        launch_backward(outputs, a)
+
+    def reference(self, a: PrepareBackward) -> PrepareGradients:
+        return qkv_prepare_backward_reference(a)
+
+
+qkv_prepare_backward_op = QkvPrepareBackwardOp()
+
+
+class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differentiable=("q", "k", "v", "gate")):
+    def allocate(self, a: Prepare) -> QKV:
+        return _allocate(a)
+
+    def present(self, a: Prepare) -> Any:
+        return _present(a)
+
+    def launch(self, outputs: QKV, a: Prepare) -> None:
+        launch_forward(outputs, a)
+
+    def reference(self, a: Prepare) -> QKV:
+        return qkv_prepare_reference(a)
+
+    def keep(self, a: Prepare, outputs: QKV) -> _Kept:
+        normed = a.norm.kind != "none"
+        batch, tokens = sizes(a.x, a.cut.layout)
+        unknown: Any = None
+        # A rotation alone needs nothing of its input.
+        x, k = (a.x, a.k) if normed else (None, None)
+        args = PrepareBackward(
+            unknown, unknown, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, _NO_NEEDS
+        )  # fmt: skip
+        return _Kept(args, tokens, outputs.v is not None)
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: _Kept = b.kept
+        args, needs, grads = kept.args, b.needs, b.grads
+        cut = args.cut
+        some: Tensor = next(g for g in grads if g is not None)
+
+        def given(grad: Tensor | None, heads: int, dim: int) -> Tensor:
+            if grad is not None:
+                return grad
+            return some.new_zeros(dim).expand(shape_of(cut.out_layout, args.batch, kept.tokens, heads, dim))
+
+        needs_x = needs.x or needs.k or needs.v or needs.bias
+        apart = needs_x and cut.packing == "apart"
+        found = qkv_prepare_backward_op(
+            args._replace(
+                dq=given(grads.q, cut.q, cut.dim),
+                dk=given(grads.k, cut.kv, cut.dim),
+                dv=given(grads.v, cut.kv, cut.v_dim) if kept.has_v else None,
+                dgate=given(grads.gate, cut.q, cut.dim) if cut.gate else None,
+                needs=PrepareNeeds(
+                    x=needs_x,
+                    k=apart,
+                    v=apart and kept.has_v,
+                    q_weight=needs.norm_q_weight,
+                    k_weight=needs.norm_k_weight,
+                    q_bias=needs.norm_q_bias,
+                    k_bias=needs.norm_k_bias,
+                    bias=needs.bias,
+                ),
+            )
+        )
+        return {
+            "x": found.x if needs.x else None,
+            "k": found.k if needs.k else None,
+            "v": found.v if needs.v else None,
+            "norm_q_weight": found.q_weight,
+            "norm_k_weight": found.k_weight,
+            "norm_q_bias": found.q_bias,
+            "norm_k_bias": found.k_bias,
+            "bias": found.bias,
+        }
+
+    def shard(self, a: Prepare) -> Sharding:
+        return shard_prepare(a)
+
+
+qkv_prepare_op = QkvPrepareOp()
+
+
+class QkvPrepareCachedOp(Op[PrepareCached, Nothing], name="qkv_prepare_cached", variants=64):
+    def allocate(self, a: PrepareCached) -> Nothing:
+        return Nothing()
+
+    def launch(self, _: Nothing, a: PrepareCached) -> None:
+        prepare = a.prepare
+        q, k, *more = a.outputs
+        gate = more.pop() if a.cut.gate else None
+        launch_forward(
+            QKV(q, k, more[0] if more else None, gate), prepare, cache=Cache.of(a), scaled=a.scaled
         )
 
-    x = None
-    if needs.x and cut.packing == "apart":
-        x = heads(cut.q, cut.q_dim)
-    elif needs.x:
-        x = heads(1, cut.width).squeeze(-2)
-    return PrepareGradients(
-        x=x,
-        k=heads(cut.kv, cut.dim) if needs.k else None,
-        v=heads(cut.kv, cut.v_dim) if needs.v else None,
-        q_weight=like(norm.q_weight, needs.q_weight),
-        k_weight=like(norm.k_weight, needs.k_weight),
-        q_bias=like(norm.q_bias, needs.q_bias),
-        k_bias=like(norm.k_bias, needs.k_bias),
-        bias=like(a.bias, needs.bias),
-    )
+    def reference(self, a: PrepareCached) -> Nothing:
+        qkv_prepare_cached_reference(a)
+        return Nothing()
 
 
-qkv_prepare_backward_op = define_op(
-    "qkv_prepare_backward",
-    PrepareBackward,
-    PrepareGradients,
-    allocate=_allocate_backward,
-    launch=launch_backward,
-    reference=qkv_prepare_backward_reference,
-    present=lambda a: a.needs,
-    variants=64,
-)
-
-qkv_prepare_op = define_op(
-    "qkv_prepare",
-    Prepare,
-    QKV,
-    allocate=_allocate,
-    launch=launch_forward,
-    reference=qkv_prepare_reference,
-    present=_present,
-    keep=_keep,
-    backward=_gradients,
-    differentiable=("q", "k", "v", "gate"),
-    sharding=shard_prepare,
-    variants=64,
-)
-
-qkv_prepare_cached_op = define_op(
-    "qkv_prepare_cached",
-    PrepareCached,
-    Nothing,
-    allocate=lambda a: Nothing(),
-    launch=_launch_cached,
-    reference=_reference_cached,
-    variants=64,
-)
+qkv_prepare_cached_op = QkvPrepareCachedOp()
 
 
-qkv_prepare_quantized_op = define_op(
-    "qkv_prepare_quantized",
-    PrepareQuantized,
-    Quantized,
-    allocate=_allocate_quantized,
-    launch=launch_quantized,
-    reference=qkv_prepare_quantized_reference,
-    present=lambda a: Quantized(True, True, True, True, *_present(a.prepare)[2:]),  # type: ignore[arg-type]
-    variants=64,
-)
+class QkvPrepareQuantizedOp(Op[PrepareQuantized, Quantized], name="qkv_prepare_quantized", variants=64):
+    def allocate(self, a: PrepareQuantized) -> Quantized:
+        dtype = Format.of(a.format).number.dtype
+        q, k, v, gate = _allocate(a.prepare)
+
+        def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.empty_like(x, dtype=dtype), torch.empty(
+                x.shape[:-1], dtype=torch.float32, device=x.device
+            )
+
+        (q, q_scale), (k, k_scale) = coded(q), coded(k)
+        return Quantized(q, k, q_scale, k_scale, v, gate)
+
+    def present(self, a: PrepareQuantized) -> Any:
+        return Quantized(True, True, True, True, *_present(a.prepare)[2:])  # type: ignore[arg-type]
+
+    def launch(self, outputs: Quantized, a: PrepareQuantized) -> None:
+        launch_quantized(outputs, a)
+
+    def reference(self, a: PrepareQuantized) -> Quantized:
+        return qkv_prepare_quantized_reference(a)
+
+
+qkv_prepare_quantized_op = QkvPrepareQuantizedOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

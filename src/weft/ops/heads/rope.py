@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime import Backward, define_op
+from ...runtime import Backward, Op, Sharding
 from ..common.checks import check_input
 from .angles import Rotation, check_rotation
 from .arguments import QKV, Prepare, Rope, Rotated
@@ -24,42 +24,35 @@ from .reference import rope_reference
 from .sharding import shard_rope
 
 
-def _allocate(a: Rope) -> Rotated:
-    batch, tokens = sizes(a.x, a.layout)
-    shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
-    return Rotated(torch.empty(*shape, dtype=a.x.dtype, device=a.x.device))
+class RopeOp(Op[Rope, Rotated], name="rope", variants=64):
+    def allocate(self, a: Rope) -> Rotated:
+        batch, tokens = sizes(a.x, a.layout)
+        shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
+        return Rotated(torch.empty(*shape, dtype=a.x.dtype, device=a.x.device))
+
+    def launch(self, outputs: Rotated, a: Rope) -> None:
+        """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
+        heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
+        cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
+        prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
+        launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
+
+    def reference(self, a: Rope) -> Rotated:
+        return rope_reference(a)
+
+    def keep(self, a: Rope, outputs: Rotated) -> Rope:
+        return a._replace(x=None)  # type: ignore[arg-type]
+
+    def backward(self, b: Backward) -> dict[str, Tensor | None]:
+        a: Rope = b.kept
+        back = Rope(b.grads.y, a.turning, a.out_layout, a.layout, not a.inverse)
+        return {"x": rope_op(back).y}
+
+    def shard(self, a: Rope) -> Sharding:
+        return shard_rope(a)
 
 
-def _launch(outputs: Rotated, a: Rope) -> None:
-    """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
-    heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
-    cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
-    prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
-    launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
-
-
-def _keep(a: Rope, outputs: Rotated) -> Rope:
-    return a._replace(x=None)  # type: ignore[arg-type]
-
-
-def _gradients(b: Backward) -> dict[str, Tensor | None]:
-    a: Rope = b.kept
-    back = Rope(b.grads.y, a.turning, a.out_layout, a.layout, not a.inverse)
-    return {"x": rope_op(back).y}
-
-
-rope_op = define_op(
-    "rope",
-    Rope,
-    Rotated,
-    allocate=_allocate,
-    launch=_launch,
-    reference=rope_reference,
-    sharding=shard_rope,
-    keep=_keep,
-    backward=_gradients,
-    variants=64,
-)
+rope_op = RopeOp()
 
 
 def rope(

@@ -38,9 +38,9 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     capabilities_of,
     choice,
-    define_op,
     is_distributed,
 )
 from ..common.checks import check_input
@@ -146,84 +146,6 @@ class LogitsGradient(NamedTuple):
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def cross_entropy_reference(a: CrossEntropyArgs) -> CrossEntropyOutputs:
-    """The definition."""
-    logits, target, loss_of = a.logits, a.target, a.loss
-    rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
-    z, _ = capped_reference(logits.reshape(rows, cols).to(dtype), a.softmax)
-    targets = Targets.of(target, a.softmax)
-    y, valid = targets.column, targets.valid
-    largest = z.amax(1).clamp(min=torch.finfo(dtype).min)
-    t = z - largest[:, None]
-    e = torch.exp(t)
-    total = e.sum(1)
-    log_total = torch.log(total)
-    picked = z.gather(1, y[:, None])[:, 0]
-    nll = (largest - picked) + log_total
-    share = torch.ones_like(nll) if a.weight is None else a.weight.to(dtype)[y]
-    lse = largest + log_total
-    loss = share * nll
-    entropy = accuracy = inverse = smooth = None
-    if a.wanted.spread:
-        there = z > -torch.inf
-        weights = torch.ones_like(z) if a.weight is None else a.weight.to(dtype).expand(z.shape)
-        weights = torch.where(there, weights, 0.0)
-        part = loss_of.label_smoothing / there.sum(1).to(dtype)
-        origin = torch.where(picked > -torch.inf, picked, 0.0)
-        below = torch.where(there, weights * (z - origin[:, None]), 0.0).sum(1)
-        mass = weights.sum(1)
-        spread = mass * ((largest - origin) + log_total) - below
-        loss = (1.0 - loss_of.label_smoothing) * loss + part * spread
-        smooth = torch.where(valid, torch.stack([part * mass, part]), 0.0)
-    loss = targets.masked(loss + loss_of.z_loss * lse.square())
-    if a.wanted.entropy:
-        moment = torch.where(e > 0, e * t, 0.0).sum(1)
-        entropy = targets.masked(log_total - moment / total).view(target.shape)
-    if a.wanted.accuracy:
-        col = torch.arange(cols, device=z.device)
-        before = (z > picked[:, None]) | ((z == picked[:, None]) & (col < y[:, None]))
-        accuracy = torch.where(valid, (~before.any(1)).to(dtype), 0.0)
-    if loss_of.reduction == "none":
-        loss = loss.view(target.shape)
-        accuracy = None if accuracy is None else accuracy.view(target.shape)
-    else:
-        loss = loss.sum()
-        accuracy = None if accuracy is None else accuracy.sum()
-    if loss_of.reduction == "mean":
-        divisor, count = torch.where(valid, share, 0.0).sum(), valid.sum()
-        inverse, mean = 1.0 / divisor, loss / divisor
-        accuracy = None if accuracy is None else accuracy / count
-        if loss_of.zero_if_none:
-            inverse = torch.where(divisor == 0, 0.0, inverse)
-            mean = torch.where((divisor == 0) & ~loss.isnan(), 0.0, mean)
-            accuracy = None if accuracy is None else torch.where(count == 0, 0.0, accuracy)
-        loss = mean
-    return CrossEntropyOutputs(
-        loss,
-        targets.masked(lse).view(target.shape),
-        entropy,
-        accuracy,
-        torch.where(valid, largest, 0.0),
-        torch.where(valid, total, 1.0),
-        inverse,
-        smooth,
-    )
-
-
-def cross_entropy_statistics_reference(a: StatisticsArgs) -> Statistics:
-    z = a.logits.reshape(a.target.numel(), a.logits.shape[-1]).to(compute_dtype(a.logits))
-    z, _ = capped_reference(z, a.softmax)
-    return Statistics(
-        statistics_reference(z, Targets.of(a.target, a.softmax), a.weight, a.softmax.start, a.wanted)
-    )
-
-
-def sharded_logprobs_reference(a: ShardedArgs) -> TokenResults:
-    """The results of each token from the statistics of all ranks. They are differentiated with respect to `a.logits`,
-    this rank's shard."""
-    return joined_reference(a.stats, a.target, a.softmax, a.wanted)
-
-
 def cross_entropy_backward_reference(a: CrossEntropyBackwardArgs) -> LogitsGradient:
     logits, dtype, start = a.logits, compute_dtype(a.logits), a.softmax.start
     rows, cols = count_rows(logits), logits.shape[-1]
@@ -303,27 +225,6 @@ def _align(element: int, *sizes: int) -> int:
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
-def _allocate_cross_entropy(a: CrossEntropyArgs) -> CrossEntropyOutputs:
-    shape, rows = a.target.shape, a.target.numel()
-    reduced = shape if a.loss.reduction == "none" else ()
-    new = functools.partial(torch.empty, dtype=compute_dtype(a.logits), device=a.logits.device)
-    return CrossEntropyOutputs(
-        new(reduced),
-        new(shape),
-        new(shape) if a.wanted.entropy else None,
-        new(reduced) if a.wanted.accuracy else None,
-        new(rows),
-        new(rows),
-        new(()) if a.loss.reduction == "mean" else None,
-        new((2, rows)) if a.wanted.spread else None,
-    )
-
-
-def _present(a: CrossEntropyArgs) -> Any:
-    wanted, mean = a.wanted, a.loss.reduction == "mean"
-    return CrossEntropyOutputs(True, True, wanted.entropy, wanted.accuracy, True, True, mean, wanted.spread)  # type: ignore[arg-type]
-
-
 class _RowOutputs(NamedTuple):
     """What the kernel over rows writes, in the order of its parameters: either statistics or results, [T] each."""
 
@@ -372,25 +273,6 @@ def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
     return Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
 
 
-def _launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
-    rows, device = a.target.numel(), a.logits.device
-    if a.loss.reduction == "none":
-        results = _RowOutputs(None, o.loss, o.lse, o.entropy, o.accuracy, o.largest, o.total, None, o.smooth)
-        _launch_rows(results, a, a.loss)
-        return
-    losses = torch.empty(rows, dtype=torch.float32, device=device)
-    hits = shares = None
-    if o.accuracy is not None:
-        hits = torch.empty_like(losses)
-    if o.inverse is not None:
-        shares = torch.empty_like(losses)
-    results = _RowOutputs(None, losses, o.lse, o.entropy, hits, o.largest, o.total, shares, o.smooth)
-    _launch_rows(results, a, a.loss)
-    _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
-        (1, 1, 1), (losses, shares, hits, o.loss, o.inverse, o.accuracy), (rows,)
-    )
-
-
 def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None) -> None:
     """Read the logits once, for the losses, or without `loss` options for the statistics of a shard."""
     softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
@@ -406,14 +288,6 @@ def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: Los
         (rows, cols, inner, outer_stride, inner_stride, softmax.start, softmax.vocab, softmax.ignore_index),
         (*softmax.floats, 0.0, 0.0) if loss is None else (*softmax.floats, loss.label_smoothing, loss.z_loss),
     )
-
-
-def _launch_statistics(o: Statistics, a: StatisticsArgs) -> None:
-    _launch_rows(_RowOutputs(o.stats), a, None)
-
-
-def _launch_sharded_logprobs(o: TokenResults, a: ShardedArgs) -> None:
-    launch_join(o, a.stats.contiguous(), a.target.contiguous(), None, a.softmax, a.wanted)
 
 
 class _BackwardConstants(NamedTuple):
@@ -509,38 +383,6 @@ class _Kept(NamedTuple):
 _NO_GRADIENTS = (None, None, None, None)  # of loss, lse, entropy and spread
 
 
-def _keep(a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Kept:
-    results = o.largest, o.total, o.inverse, o.smooth, o.entropy
-    loss = a.loss.label_smoothing, a.loss.z_loss
-    args = CrossEntropyBackwardArgs(a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, *loss)
-    return _Kept(args, a.inplace)
-
-
-def _keep_sharded(a: ShardedArgs, o: TokenResults) -> _Kept:
-    results = o.largest, o.total, None, o.shares, o.entropy
-    args = CrossEntropyBackwardArgs(
-        a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, 0.0, 0.0
-    )
-    return _Kept(args, a.inplace)
-
-
-def _gradients(b: Backward) -> Gradients:
-    if not b.needs.logits:
-        return {}
-    grads = b.grads
-    return _dlogits(b.kept, dloss=grads.loss, dlse=grads.lse, dentropy=grads.entropy)
-
-
-def _gradients_sharded(b: Backward) -> Gradients:
-    if not b.needs.logits:
-        return {}
-    grads, kept = b.grads, b.kept
-    dloss = None if grads.logprobs is None else -grads.logprobs
-    if grads.spread is None:  # class weights and their shares belong to the spread alone
-        kept = kept._replace(args=kept.args._replace(weight=None, smooth=None))
-    return _dlogits(kept, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
-
-
 def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
     args = kept.args._replace(**gradients)  # type: ignore[arg-type]
     if kept.inplace and not cross_entropy_backward_op.is_traced(args):
@@ -561,58 +403,211 @@ def _overwrite(a: CrossEntropyBackwardArgs) -> Tensor:
     return logits
 
 
-cross_entropy_backward_op = define_op(
-    "cross_entropy_backward",
-    CrossEntropyBackwardArgs,
-    LogitsGradient,
-    allocate=lambda a: LogitsGradient(
-        torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
-    ),
-    launch=_launch_backward,
-    reference=cross_entropy_backward_reference,
-    variants=32,
-)
+class CrossEntropyBackwardOp(
+    Op[CrossEntropyBackwardArgs, LogitsGradient], name="cross_entropy_backward", variants=32
+):
+    def allocate(self, a: CrossEntropyBackwardArgs) -> LogitsGradient:
+        return LogitsGradient(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
-cross_entropy_op = define_op(
-    "cross_entropy",
-    CrossEntropyArgs,
-    CrossEntropyOutputs,
-    allocate=_allocate_cross_entropy,
-    launch=_launch_cross_entropy,
-    reference=cross_entropy_reference,
-    validate=lambda a: check_labels(a.target, a.softmax),
-    present=_present,
-    keep=_keep,
-    backward=_gradients,
+    def launch(self, outputs: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
+        _launch_backward(outputs, a)
+
+    def reference(self, a: CrossEntropyBackwardArgs) -> LogitsGradient:
+        return cross_entropy_backward_reference(a)
+
+
+cross_entropy_backward_op = CrossEntropyBackwardOp()
+
+
+class CrossEntropyOp(
+    Op[CrossEntropyArgs, CrossEntropyOutputs],
+    name="cross_entropy",
+    variants=32,
     differentiable=("loss", "lse", "entropy"),
-    variants=32,
-)
+):
+    def validate(self, a: CrossEntropyArgs) -> None:
+        return check_labels(a.target, a.softmax)
 
-cross_entropy_statistics_op = define_op(
-    "cross_entropy_statistics",
-    StatisticsArgs,
-    Statistics,
-    allocate=lambda a: Statistics.allocate(a.target, compute_dtype(a.logits), a.wanted),
-    launch=_launch_statistics,
-    reference=cross_entropy_statistics_reference,
-    validate=lambda a: check_labels(a.target, a.softmax),
-    variants=32,
-)
+    def allocate(self, a: CrossEntropyArgs) -> CrossEntropyOutputs:
+        shape, rows = a.target.shape, a.target.numel()
+        reduced = shape if a.loss.reduction == "none" else ()
+        new = functools.partial(torch.empty, dtype=compute_dtype(a.logits), device=a.logits.device)
+        return CrossEntropyOutputs(
+            new(reduced),
+            new(shape),
+            new(shape) if a.wanted.entropy else None,
+            new(reduced) if a.wanted.accuracy else None,
+            new(rows),
+            new(rows),
+            new(()) if a.loss.reduction == "mean" else None,
+            new((2, rows)) if a.wanted.spread else None,
+        )
 
-sharded_logprobs_op = define_op(
-    "sharded_logprobs",
-    ShardedArgs,
-    TokenResults,
-    allocate=lambda a: TokenResults.allocate(a.target, compute_dtype(a.logits), a.wanted),
-    launch=_launch_sharded_logprobs,
-    reference=sharded_logprobs_reference,
-    validate=lambda a: check_labels(a.target, a.softmax),
-    present=lambda a: TokenResults.present(a.wanted),
-    keep=_keep_sharded,
-    backward=_gradients_sharded,
-    differentiable=DIFFERENTIABLE,
-    variants=32,
-)
+    def present(self, a: CrossEntropyArgs) -> Any:
+        wanted, mean = a.wanted, a.loss.reduction == "mean"
+        there = (True, True, wanted.entropy, wanted.accuracy, True, True, mean, wanted.spread)
+        return CrossEntropyOutputs(*there)  # type: ignore[arg-type]
+
+    def launch(self, o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
+        rows, device = a.target.numel(), a.logits.device
+        if a.loss.reduction == "none":
+            results = _RowOutputs(
+                None, o.loss, o.lse, o.entropy, o.accuracy, o.largest, o.total, None, o.smooth
+            )
+            _launch_rows(results, a, a.loss)
+            return
+        losses = torch.empty(rows, dtype=torch.float32, device=device)
+        hits = shares = None
+        if o.accuracy is not None:
+            hits = torch.empty_like(losses)
+        if o.inverse is not None:
+            shares = torch.empty_like(losses)
+        results = _RowOutputs(None, losses, o.lse, o.entropy, hits, o.largest, o.total, shares, o.smooth)
+        _launch_rows(results, a, a.loss)
+        _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
+            (1, 1, 1), (losses, shares, hits, o.loss, o.inverse, o.accuracy), (rows,)
+        )
+
+    def reference(self, a: CrossEntropyArgs) -> CrossEntropyOutputs:
+        """The definition."""
+        logits, target, loss_of = a.logits, a.target, a.loss
+        rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
+        z, _ = capped_reference(logits.reshape(rows, cols).to(dtype), a.softmax)
+        targets = Targets.of(target, a.softmax)
+        y, valid = targets.column, targets.valid
+        largest = z.amax(1).clamp(min=torch.finfo(dtype).min)
+        t = z - largest[:, None]
+        e = torch.exp(t)
+        total = e.sum(1)
+        log_total = torch.log(total)
+        picked = z.gather(1, y[:, None])[:, 0]
+        nll = (largest - picked) + log_total
+        share = torch.ones_like(nll) if a.weight is None else a.weight.to(dtype)[y]
+        lse = largest + log_total
+        loss = share * nll
+        entropy = accuracy = inverse = smooth = None
+        if a.wanted.spread:
+            there = z > -torch.inf
+            weights = torch.ones_like(z) if a.weight is None else a.weight.to(dtype).expand(z.shape)
+            weights = torch.where(there, weights, 0.0)
+            part = loss_of.label_smoothing / there.sum(1).to(dtype)
+            origin = torch.where(picked > -torch.inf, picked, 0.0)
+            below = torch.where(there, weights * (z - origin[:, None]), 0.0).sum(1)
+            mass = weights.sum(1)
+            spread = mass * ((largest - origin) + log_total) - below
+            loss = (1.0 - loss_of.label_smoothing) * loss + part * spread
+            smooth = torch.where(valid, torch.stack([part * mass, part]), 0.0)
+        loss = targets.masked(loss + loss_of.z_loss * lse.square())
+        if a.wanted.entropy:
+            moment = torch.where(e > 0, e * t, 0.0).sum(1)
+            entropy = targets.masked(log_total - moment / total).view(target.shape)
+        if a.wanted.accuracy:
+            col = torch.arange(cols, device=z.device)
+            before = (z > picked[:, None]) | ((z == picked[:, None]) & (col < y[:, None]))
+            accuracy = torch.where(valid, (~before.any(1)).to(dtype), 0.0)
+        if loss_of.reduction == "none":
+            loss = loss.view(target.shape)
+            accuracy = None if accuracy is None else accuracy.view(target.shape)
+        else:
+            loss = loss.sum()
+            accuracy = None if accuracy is None else accuracy.sum()
+        if loss_of.reduction == "mean":
+            divisor, count = torch.where(valid, share, 0.0).sum(), valid.sum()
+            inverse, mean = 1.0 / divisor, loss / divisor
+            accuracy = None if accuracy is None else accuracy / count
+            if loss_of.zero_if_none:
+                inverse = torch.where(divisor == 0, 0.0, inverse)
+                mean = torch.where((divisor == 0) & ~loss.isnan(), 0.0, mean)
+                accuracy = None if accuracy is None else torch.where(count == 0, 0.0, accuracy)
+            loss = mean
+        return CrossEntropyOutputs(
+            loss,
+            targets.masked(lse).view(target.shape),
+            entropy,
+            accuracy,
+            torch.where(valid, largest, 0.0),
+            torch.where(valid, total, 1.0),
+            inverse,
+            smooth,
+        )
+
+    def keep(self, a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Kept:
+        results = o.largest, o.total, o.inverse, o.smooth, o.entropy
+        loss = a.loss.label_smoothing, a.loss.z_loss
+        args = CrossEntropyBackwardArgs(
+            a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, *loss
+        )
+        return _Kept(args, a.inplace)
+
+    def backward(self, b: Backward) -> Gradients:
+        if not b.needs.logits:
+            return {}
+        grads = b.grads
+        return _dlogits(b.kept, dloss=grads.loss, dlse=grads.lse, dentropy=grads.entropy)
+
+
+cross_entropy_op = CrossEntropyOp()
+
+
+class CrossEntropyStatisticsOp(Op[StatisticsArgs, Statistics], name="cross_entropy_statistics", variants=32):
+    def validate(self, a: StatisticsArgs) -> None:
+        return check_labels(a.target, a.softmax)
+
+    def allocate(self, a: StatisticsArgs) -> Statistics:
+        return Statistics.allocate(a.target, compute_dtype(a.logits), a.wanted)
+
+    def launch(self, o: Statistics, a: StatisticsArgs) -> None:
+        _launch_rows(_RowOutputs(o.stats), a, None)
+
+    def reference(self, a: StatisticsArgs) -> Statistics:
+        z = a.logits.reshape(a.target.numel(), a.logits.shape[-1]).to(compute_dtype(a.logits))
+        z, _ = capped_reference(z, a.softmax)
+        return Statistics(
+            statistics_reference(z, Targets.of(a.target, a.softmax), a.weight, a.softmax.start, a.wanted)
+        )
+
+
+cross_entropy_statistics_op = CrossEntropyStatisticsOp()
+
+
+class ShardedLogprobsOp(
+    Op[ShardedArgs, TokenResults], name="sharded_logprobs", variants=32, differentiable=DIFFERENTIABLE
+):
+    def validate(self, a: ShardedArgs) -> None:
+        return check_labels(a.target, a.softmax)
+
+    def allocate(self, a: ShardedArgs) -> TokenResults:
+        return TokenResults.allocate(a.target, compute_dtype(a.logits), a.wanted)
+
+    def present(self, a: ShardedArgs) -> Any:
+        return TokenResults.present(a.wanted)
+
+    def launch(self, o: TokenResults, a: ShardedArgs) -> None:
+        launch_join(o, a.stats.contiguous(), a.target.contiguous(), None, a.softmax, a.wanted)
+
+    def reference(self, a: ShardedArgs) -> TokenResults:
+        """Compute the results of each token from the statistics of all ranks. Gradients are those of `a.logits`, this
+        rank's shard."""
+        return joined_reference(a.stats, a.target, a.softmax, a.wanted)
+
+    def keep(self, a: ShardedArgs, o: TokenResults) -> _Kept:
+        results = o.largest, o.total, None, o.shares, o.entropy
+        args = CrossEntropyBackwardArgs(
+            a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, 0.0, 0.0
+        )
+        return _Kept(args, a.inplace)
+
+    def backward(self, b: Backward) -> Gradients:
+        if not b.needs.logits:
+            return {}
+        grads, kept = b.grads, b.kept
+        dloss = None if grads.logprobs is None else -grads.logprobs
+        if grads.spread is None:  # class weights and their shares belong to the spread alone
+            kept = kept._replace(args=kept.args._replace(weight=None, smooth=None))
+        return _dlogits(kept, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
+
+
+sharded_logprobs_op = ShardedLogprobsOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

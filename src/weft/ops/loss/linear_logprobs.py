@@ -38,7 +38,7 @@ number. The others are neither read nor multiplied; their results and their grad
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -48,10 +48,10 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     autocasted,
     capabilities_of,
     choice,
-    define_op,
     is_distributed,
 )
 from ..common.checks import FLOATS, check_input, check_tensor, check_tensors, real
@@ -167,58 +167,6 @@ def linear_statistics_reference(a: LinearStatisticsArgs | LinearLogprobsArgs) ->
     targets = Targets.of(a.target, a.softmax)
     _, z, _ = _logits(a, targets)
     return Statistics(statistics_reference(z, targets, a.classes, a.softmax.start, a.wanted))
-
-
-def linear_logprobs_reference(a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
-    """The definition."""
-    stats = linear_statistics_reference(a).stats[None] if a.stats is None else a.stats
-    valid = Targets.of(a.target, a.softmax).valid
-    order = torch.argsort((~valid).int(), stable=True).int()
-    return LinearLogprobsOutputs(
-        joined_reference(stats, a.target, a.softmax, a.wanted),
-        torch.cat([order, valid.sum(dtype=torch.int32)[None]]),
-    )
-
-
-def linear_logprobs_backward_reference(a: LinearBackwardArgs) -> HeadGradients:
-    """The definition; it ignores `skip_below` and computes every tile."""
-    targets, start = Targets.of(a.target, a.softmax), a.softmax.start
-    hidden, z, slope = _logits(a, targets)
-    dtype = z.dtype
-    t = z - a.largest.to(dtype)[:, None]
-    log_total = torch.log(a.total.to(dtype))
-    p = torch.exp(t) / a.total.to(dtype)[:, None]
-
-    def column(gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1, 1).to(dtype)
-
-    factor = torch.zeros_like(z[:, :1])
-    dz = torch.zeros_like(z)
-    if a.dlogprob is not None:
-        factor = factor - column(a.dlogprob)
-        at_target = torch.arange(start, start + len(a.weight), device=z.device) == targets.column[:, None]
-        dz = dz + torch.where(at_target, column(a.dlogprob), 0.0)
-    if a.dlse is not None:
-        factor = factor + column(a.dlse)
-    if a.dspread is not None:
-        assert a.shares is not None
-        of_mass, of_column = a.shares.unbind()
-        factor = factor + column(a.dspread) * column(of_mass)
-        w = torch.ones_like(z) if a.classes is None else a.classes.to(dtype)
-        dz = dz - torch.where(z > -torch.inf, column(a.dspread) * column(of_column) * w, 0.0)
-    if a.dentropy is not None:
-        assert a.entropy is not None
-        factor = factor - column(a.dentropy) * (t - log_total[:, None] + column(a.entropy))
-    dz = dz + torch.where(p > 0, p * factor, p)
-    dx = torch.where(targets.valid[:, None], dz * slope, 0.0)
-    dhidden = dweight = dbias = None
-    if a.needs.hidden:
-        dhidden = (dx @ a.weight.to(dtype)).to(a.hidden.dtype).view(a.hidden.shape)
-    if a.needs.weight:
-        dweight = (dx.t() @ hidden).to(a.weight.dtype)
-    if a.needs.bias and a.bias is not None:
-        dbias = dx.sum(0).to(a.bias.dtype)
-    return HeadGradients(dhidden, dweight, dbias)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -374,34 +322,6 @@ def _launch_products(
         softmax.floats,
     )
     launch_join(o, stats, x.target, order, softmax, wanted)
-
-
-def _launch_linear_statistics(o: Statistics, a: LinearStatisticsArgs) -> None:
-    _launch_products(o, _new_order(a.target), a)
-
-
-def _allocate_linear_logprobs(a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
-    tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
-    return LinearLogprobsOutputs(tokens, _new_order(a.target))
-
-
-def _launch_linear_logprobs(o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
-    if a.stats is None:
-        _launch_products(o.tokens, o.order, a)
-    else:
-        target = a.target.contiguous()
-        _launch_order(o.order, target, a.softmax)
-        launch_join(o.tokens, a.stats.contiguous(), target, None, a.softmax, a.wanted)
-
-
-def _allocate_backward(a: LinearBackwardArgs) -> HeadGradients:
-    like = HeadGradients(a.hidden, a.weight, a.bias)
-    return HeadGradients(
-        *(
-            torch.empty(t.shape, dtype=t.dtype, device=a.hidden.device) if needed and t is not None else None
-            for t, needed in zip(like, a.needs, strict=True)
-        )
-    )
 
 
 class _Backward:
@@ -561,92 +481,167 @@ class _Backward:
         )
 
 
-def _launch_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
-    if a.weight.shape[0]:
-        _Backward(o, a).run()
-    elif o.hidden is not None:
-        o.hidden.zero_()
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _keep(a: LinearLogprobsArgs, o: LinearLogprobsOutputs) -> LinearBackwardArgs:
-    found = o.tokens
-    return LinearBackwardArgs(
-        hidden=a.hidden,
-        weight=a.weight,
-        bias=a.bias,
-        target=a.target,
-        classes=a.classes,
-        largest=found.largest,
-        total=found.total,
-        entropy=found.entropy,
-        shares=found.shares,
-        order=o.order,
-        dlogprob=None,
-        dlse=None,
-        dentropy=None,
-        dspread=None,
-        softmax=a.softmax,
-        skip_below=a.skip_below,
-        needs=HeadNeeds(False, False, False),
-    )
-
-
-def _gradients(b: Backward) -> Gradients:
-    needs = HeadNeeds(b.needs.hidden, b.needs.weight, b.needs.bias)
-    if True not in needs:
-        return {}
-    grads: TokenResults = b.grads.tokens
-    found = linear_logprobs_backward_op(
-        b.kept._replace(
-            dlogprob=grads.logprobs,
-            dlse=grads.lse,
-            dentropy=grads.entropy,
-            dspread=grads.spread,
-            needs=needs,
+class LinearLogprobsBackwardOp(
+    Op[LinearBackwardArgs, HeadGradients], name="linear_logprobs_backward", variants=96
+):
+    def allocate(self, a: LinearBackwardArgs) -> HeadGradients:
+        like = HeadGradients(a.hidden, a.weight, a.bias)
+        return HeadGradients(
+            *(
+                torch.empty(t.shape, dtype=t.dtype, device=a.hidden.device)
+                if needed and t is not None
+                else None
+                for t, needed in zip(like, a.needs, strict=True)
+            )
         )
-    )
-    return found._asdict()
+
+    def present(self, a: LinearBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
+        if a.weight.shape[0]:
+            _Backward(o, a).run()
+        elif o.hidden is not None:
+            o.hidden.zero_()
+
+    def reference(self, a: LinearBackwardArgs) -> HeadGradients:
+        """The definition; it ignores `skip_below` and computes every tile."""
+        targets, start = Targets.of(a.target, a.softmax), a.softmax.start
+        hidden, z, slope = _logits(a, targets)
+        dtype = z.dtype
+        t = z - a.largest.to(dtype)[:, None]
+        log_total = torch.log(a.total.to(dtype))
+        p = torch.exp(t) / a.total.to(dtype)[:, None]
+
+        def column(gradient: Tensor) -> Tensor:
+            return gradient.reshape(-1, 1).to(dtype)
+
+        factor = torch.zeros_like(z[:, :1])
+        dz = torch.zeros_like(z)
+        if a.dlogprob is not None:
+            factor = factor - column(a.dlogprob)
+            at_target = torch.arange(start, start + len(a.weight), device=z.device) == targets.column[:, None]
+            dz = dz + torch.where(at_target, column(a.dlogprob), 0.0)
+        if a.dlse is not None:
+            factor = factor + column(a.dlse)
+        if a.dspread is not None:
+            assert a.shares is not None
+            of_mass, of_column = a.shares.unbind()
+            factor = factor + column(a.dspread) * column(of_mass)
+            w = torch.ones_like(z) if a.classes is None else a.classes.to(dtype)
+            dz = dz - torch.where(z > -torch.inf, column(a.dspread) * column(of_column) * w, 0.0)
+        if a.dentropy is not None:
+            assert a.entropy is not None
+            factor = factor - column(a.dentropy) * (t - log_total[:, None] + column(a.entropy))
+        dz = dz + torch.where(p > 0, p * factor, p)
+        dx = torch.where(targets.valid[:, None], dz * slope, 0.0)
+        dhidden = dweight = dbias = None
+        if a.needs.hidden:
+            dhidden = (dx @ a.weight.to(dtype)).to(a.hidden.dtype).view(a.hidden.shape)
+        if a.needs.weight:
+            dweight = (dx.t() @ hidden).to(a.weight.dtype)
+        if a.needs.bias and a.bias is not None:
+            dbias = dx.sum(0).to(a.bias.dtype)
+        return HeadGradients(dhidden, dweight, dbias)
 
 
-linear_logprobs_backward_op = define_op(
-    "linear_logprobs_backward",
-    LinearBackwardArgs,
-    HeadGradients,
-    allocate=_allocate_backward,
-    launch=_launch_backward,
-    reference=linear_logprobs_backward_reference,
-    present=lambda a: a.needs,
-    variants=96,
-)
+linear_logprobs_backward_op = LinearLogprobsBackwardOp()
 
-linear_statistics_op = define_op(
-    "linear_statistics",
-    LinearStatisticsArgs,
-    Statistics,
-    allocate=lambda a: Statistics.allocate(a.target, compute_dtype(a.hidden), a.wanted),
-    launch=_launch_linear_statistics,
-    reference=linear_statistics_reference,
-    validate=lambda a: check_labels(a.target, a.softmax),
+
+class LinearStatisticsOp(Op[LinearStatisticsArgs, Statistics], name="linear_statistics", variants=32):
+    def validate(self, a: LinearStatisticsArgs) -> None:
+        return check_labels(a.target, a.softmax)
+
+    def allocate(self, a: LinearStatisticsArgs) -> Statistics:
+        return Statistics.allocate(a.target, compute_dtype(a.hidden), a.wanted)
+
+    def launch(self, o: Statistics, a: LinearStatisticsArgs) -> None:
+        _launch_products(o, _new_order(a.target), a)
+
+    def reference(self, a: LinearStatisticsArgs) -> Statistics:
+        return linear_statistics_reference(a)
+
+
+linear_statistics_op = LinearStatisticsOp()
+
+
+class LinearLogprobsOp(
+    Op[LinearLogprobsArgs, LinearLogprobsOutputs],
+    name="linear_logprobs",
     variants=32,
-)
-
-linear_logprobs_op = define_op(
-    "linear_logprobs",
-    LinearLogprobsArgs,
-    LinearLogprobsOutputs,
-    allocate=_allocate_linear_logprobs,
-    launch=_launch_linear_logprobs,
-    reference=linear_logprobs_reference,
-    validate=lambda a: check_labels(a.target, a.softmax),
-    present=lambda a: LinearLogprobsOutputs(TokenResults.present(a.wanted), True),  # type: ignore[arg-type]
-    keep=_keep,
-    backward=_gradients,
     differentiable=tuple(f"tokens_{name}" for name in DIFFERENTIABLE),
-    variants=32,
-)
+):
+    def validate(self, a: LinearLogprobsArgs) -> None:
+        return check_labels(a.target, a.softmax)
+
+    def allocate(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
+        tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
+        return LinearLogprobsOutputs(tokens, _new_order(a.target))
+
+    def present(self, a: LinearLogprobsArgs) -> Any:
+        return LinearLogprobsOutputs(TokenResults.present(a.wanted), True)  # type: ignore[arg-type]
+
+    def launch(self, o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
+        if a.stats is None:
+            _launch_products(o.tokens, o.order, a)
+        else:
+            target = a.target.contiguous()
+            _launch_order(o.order, target, a.softmax)
+            launch_join(o.tokens, a.stats.contiguous(), target, None, a.softmax, a.wanted)
+
+    def reference(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
+        """The definition."""
+        stats = linear_statistics_reference(a).stats[None] if a.stats is None else a.stats
+        valid = Targets.of(a.target, a.softmax).valid
+        order = torch.argsort((~valid).int(), stable=True).int()
+        return LinearLogprobsOutputs(
+            joined_reference(stats, a.target, a.softmax, a.wanted),
+            torch.cat([order, valid.sum(dtype=torch.int32)[None]]),
+        )
+
+    def keep(self, a: LinearLogprobsArgs, o: LinearLogprobsOutputs) -> LinearBackwardArgs:
+        found = o.tokens
+        return LinearBackwardArgs(
+            hidden=a.hidden,
+            weight=a.weight,
+            bias=a.bias,
+            target=a.target,
+            classes=a.classes,
+            largest=found.largest,
+            total=found.total,
+            entropy=found.entropy,
+            shares=found.shares,
+            order=o.order,
+            dlogprob=None,
+            dlse=None,
+            dentropy=None,
+            dspread=None,
+            softmax=a.softmax,
+            skip_below=a.skip_below,
+            needs=HeadNeeds(False, False, False),
+        )
+
+    def backward(self, b: Backward) -> Gradients:
+        needs = HeadNeeds(b.needs.hidden, b.needs.weight, b.needs.bias)
+        if True not in needs:
+            return {}
+        grads: TokenResults = b.grads.tokens
+        found = linear_logprobs_backward_op(
+            b.kept._replace(
+                dlogprob=grads.logprobs,
+                dlse=grads.lse,
+                dentropy=grads.entropy,
+                dspread=grads.spread,
+                needs=needs,
+            )
+        )
+        return found._asdict()
+
+
+linear_logprobs_op = LinearLogprobsOp()
 
 
 # ---- public functions -----------------------------------------------------------------------------------

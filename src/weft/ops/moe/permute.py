@@ -32,9 +32,9 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     capabilities_of,
     choice,
-    define_op,
     local_rows,
 )
 from ..common.checks import FLOATS, check_input, check_tensor
@@ -153,18 +153,6 @@ def _token_of_row(map: RowMap) -> Tensor:
     return torch.where(slot < 0, -1, slot // map.row_of_slot.shape[-1])
 
 
-def permute_reference(a: PermuteArgs) -> PermuteOutputs:
-    """The definition."""
-    token, cols = _token_of_row(a.map), a.x.shape[-1]
-    if a.codes.data is not None:
-        result = Result(stand_in(a.x, (len(token), cols)), *_moved(a.codes, token, cols))
-    else:
-        y = _pick(a.x.reshape(len(_by_token(a.map.row_of_slot)), cols), token)
-        plain = a.result.format is None
-        result = Result(y) if plain else quantize_reference(QuantizeArgs(y, a.result, None)).result
-    return PermuteOutputs(result, None if a.probs is None else _to_rows(a.probs, a.map))
-
-
 def _moved(codes: Codes, token: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     """The codes and scales of each row; a pad has codes 0 and scales 1."""
     assert codes.data is not None
@@ -186,42 +174,6 @@ def _values(rows: Tensor | None, codes: Codes, cols: int, dtype: torch.dtype) ->
     assert codes.format is not None
     copy, shape = Copy(codes.data, codes.scale), (codes.data.shape[0], cols)
     return dequantize_copy(copy, Format.of(codes.format), shape, torch.float32).to(dtype)
-
-
-def unpermute_reference(a: UnpermuteArgs) -> UnpermuteOutputs:
-    """The definition."""
-    cols, dtype = a.rows.shape[-1], compute_dtype(a.rows)
-    values = _values(a.rows, a.codes, cols, dtype)
-    index = _by_token(a.map.row_of_slot).long()
-    weights = None if a.probs is None else _of_slots(a.probs, a.map).view(index.shape).to(dtype)
-    y = torch.zeros((len(index), cols), dtype=dtype, device=a.rows.device)
-    for j in range(index.shape[1]):
-        term = _pick(values, index[:, j])
-        if weights is not None:
-            term = torch.where((index[:, j] < 0)[:, None], term, term * weights[:, j, None])
-        y = y + term
-    return UnpermuteOutputs(
-        y.to(a.rows.dtype).view(*a.map.row_of_slot.shape[:-1], cols),
-        None if a.carried is None else _to_slots(a.carried, a.map),
-    )
-
-
-def unpermute_backward_reference(a: UnpermuteBackwardArgs) -> UnpermuteGradients:
-    cols, dtype = a.dy.shape[-1], compute_dtype(a.dy)
-    index = _by_token(a.map.row_of_slot).long()
-    dy = a.dy.reshape(len(index), cols).to(dtype)
-    drows = dprobs = None
-    if a.needs.rows:
-        token = _token_of_row(a.map)
-        weight = _to_rows(a.probs, a.map).to(dtype)
-        drows = _pick(dy, token) * weight[:, None]
-        drows = drows.masked_fill((token < 0)[:, None], 0).to(a.dy.dtype)
-    if a.needs.probs:
-        values = _values(a.rows, a.codes, cols, dtype)
-        dots = torch.stack([(_pick(values, index[:, j]) * dy).sum(1) for j in range(index.shape[1])], 1)
-        dots = dots.masked_fill(index < 0, 0).to(a.probs.dtype).view(a.map.row_of_slot.shape)
-        dprobs = _to_experts(dots, a.map)
-    return UnpermuteGradients(drows, dprobs)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -343,21 +295,6 @@ def _last(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[-1]
 
 
-def _allocate_permute(a: PermuteArgs) -> PermuteOutputs:
-    rows, probs = a.map.slot_of_row.shape[0], a.probs
-    row_probs = None if probs is None else torch.empty(rows, dtype=probs.dtype, device=a.x.device)
-    return PermuteOutputs(allocate_result(a.result, a.x, (rows, a.x.shape[-1])), row_probs)
-
-
-def _launch_permute(o: PermuteOutputs, a: PermuteArgs) -> None:
-    if a.map.slot_of_row.shape[0] == 0:
-        return
-    if a.result.columnwise:
-        _permute_by_stripes(o, a)
-    else:
-        _permute_by_tokens(o, a)
-
-
 def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     """Make a row-wise result: plain numbers, numbers quantised on the way, or codes moved as they are."""
     tokens, rows, slots = _sizes(a.map)
@@ -406,115 +343,9 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     )
 
 
-def _allocate_unpermute(a: UnpermuteArgs) -> UnpermuteOutputs:
-    lead, device, carried = a.map.row_of_slot.shape[:-1], a.rows.device, None
-    if a.carried is not None:
-        if a.map.experts is None:
-            carried = torch.empty(a.map.row_of_slot.shape, dtype=a.carried.dtype, device=device)
-        else:
-            shape = (*lead, a.map.counts.shape[0])
-            carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
-    return UnpermuteOutputs(torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried)
-
-
-def _launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
-    tokens, _, slots = _sizes(a.map)
-    if tokens == 0:
-        return
-    rows, scale, strides = _source(a.rows, a.codes)
-    cols, probs = rows.shape[1], contiguous(a.probs)
-    target = capabilities_of(rows.device)
-    plain = a.codes.data is None
-    config = move_config("unpermute", cols, not plain, target)
-    align, masked = align_of(cols, strides[0]), cols % config.tile != 0
-    format = None if plain else a.codes.format
-    _unpermute_launch(format, _at_once(slots), config, align, masked)(
-        (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
-        (rows, scale, probs, a.map.experts, contiguous(a.carried), a.map.row_of_slot, o.y, o.carried),
-        (tokens, cols, slots, *strides, _last(probs), _last(o.carried)),
-    )
-
-
-def _allocate_unpermute_backward(a: UnpermuteBackwardArgs) -> UnpermuteGradients:
-    dy, probs = a.dy, a.probs
-    drows = dprobs = None
-    if a.needs.rows:
-        drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
-    if a.needs.probs:
-        make = torch.empty if a.map.experts is None else torch.zeros
-        dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
-    return UnpermuteGradients(drows, dprobs)
-
-
-def _launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
-    tokens, row_count, slots = _sizes(a.map)
-    dy, probs = flat_rows(a.dy), a.probs.contiguous()
-    cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
-    if o.probs is not None:
-        rows, scale, strides = _source(a.rows, a.codes)
-    _, tile, num_warps = dots_config(cols, capabilities_of(a.dy.device))
-    launch = Launch.of(
-        unpermute_backward_kernel,
-        num_warps=num_warps,
-        FORMAT=None if scale is None or a.codes.format is None else Format.of(a.codes.format),
-        AT_ONCE=_at_once(slots),
-        TILE=tile,
-        ALIGN=align_of(cols, dy.stride(0), strides[0]),
-        COLS_MASKED=cols % tile != 0,
-    )
-    launch(
-        (tokens - (0 if o.rows is None else -row_count // PADS.value), 1, 1),
-        (dy, rows, scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, o.rows, o.probs),
-        (tokens, row_count, cols, slots, dy.stride(0), *strides, _last(probs), _last(probs)),
-    )
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
-
-
-def _permute_gradients(b: Backward) -> Gradients:
-    map: RowMap = b.kept
-    drows = b.grads.result.y if b.needs.x else None
-    dprobs = b.grads.row_probs if b.needs.probs else None
-    if drows is not None:
-        o = unpermute_op(UnpermuteArgs(drows, PLAIN, None, dprobs, map))
-        return {"x": o.y, "probs": o.carried}
-    return {"probs": None if dprobs is None else _to_slots(dprobs, map)}
-
-
-def _keep_of_unpermute(a: UnpermuteArgs, o: UnpermuteOutputs) -> UnpermuteBackwardArgs:
-    unknown: Any = None
-    if a.probs is not None and a.probs.requires_grad:
-        rows, codes = (a.rows if a.codes.data is None else None), a.codes
-    else:
-        rows, codes = None, PLAIN
-    return UnpermuteBackwardArgs(unknown, rows, codes, a.probs, a.map, UnpermuteNeeds(False, False))  # type: ignore[arg-type]
-
-
-def _unpermute_gradients(b: Backward) -> Gradients:
-    kept: UnpermuteBackwardArgs = b.kept
-    dy, dcarried = b.grads.y, b.grads.carried if b.needs.carried else None
-    needs = UnpermuteNeeds(b.needs.rows, b.needs.probs)
-    found: Gradients = {}
-    if dy is not None and kept.probs is not None and any(needs):
-        found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()
-    elif dy is not None and needs.rows:
-        o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain_result(dy.dtype)))
-        return {"rows": o.result.y, "carried": o.row_probs}
-    if dcarried is not None:
-        found["carried"] = _to_rows(dcarried, kept.map)
-    return found
-
-
-def _validate_permute(a: PermuteArgs) -> None:
-    cols = a.x.shape[-1]
-    _validate_codes(a.codes, a.x.numel() // cols if cols else 0, cols, moved=True)
-    if a.codes.data is not None and a.result.format != a.codes.format:
-        raise ValueError(
-            f"rows in {a.codes.format} are moved as they are: dequantize them for another result"
-        )
 
 
 def _validate_codes(codes: Codes, rows: int, cols: int, *, moved: bool = False) -> None:
@@ -533,47 +364,201 @@ def _readable(f: Format, *, moved: bool) -> bool:
     return f.block in BLOCKS and (moved or f.packed == 1)
 
 
-unpermute_backward_op = define_op(
-    "unpermute_backward",
-    UnpermuteBackwardArgs,
-    UnpermuteGradients,
-    allocate=_allocate_unpermute_backward,
-    launch=_launch_unpermute_backward,
-    reference=unpermute_backward_reference,
-    present=lambda a: a.needs,
-    validate=lambda a: _validate_codes(a.codes, a.map.slot_of_row.shape[0], a.dy.shape[-1]),
-    variants=24,
-)
+class UnpermuteBackwardOp(
+    Op[UnpermuteBackwardArgs, UnpermuteGradients], name="unpermute_backward", variants=24
+):
+    def validate(self, a: UnpermuteBackwardArgs) -> None:
+        return _validate_codes(a.codes, a.map.slot_of_row.shape[0], a.dy.shape[-1])
 
-permute_op = define_op(
-    "permute",
-    PermuteArgs,
-    PermuteOutputs,
-    allocate=_allocate_permute,
-    launch=_launch_permute,
-    reference=permute_reference,
-    present=lambda a: PermuteOutputs(a.result.present(), a.probs is not None),  # type: ignore[arg-type]
-    keep=lambda a, o: a.map,
-    backward=_permute_gradients,
-    differentiable=("result_y", "row_probs"),
-    validate=_validate_permute,
-    variants=24,
-)
+    def allocate(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
+        dy, probs = a.dy, a.probs
+        drows = dprobs = None
+        if a.needs.rows:
+            drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
+        if a.needs.probs:
+            make = torch.empty if a.map.experts is None else torch.zeros
+            dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
+        return UnpermuteGradients(drows, dprobs)
 
-unpermute_op = define_op(
-    "unpermute",
-    UnpermuteArgs,
-    UnpermuteOutputs,
-    allocate=_allocate_unpermute,
-    launch=_launch_unpermute,
-    reference=unpermute_reference,
-    present=lambda a: UnpermuteOutputs(True, a.carried is not None),  # type: ignore[arg-type]
-    keep=_keep_of_unpermute,
-    backward=_unpermute_gradients,
-    differentiable=("y", "carried"),
-    validate=lambda a: _validate_codes(a.codes, a.rows.shape[0], a.rows.shape[-1]),
-    variants=24,
-)
+    def present(self, a: UnpermuteBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
+        tokens, row_count, slots = _sizes(a.map)
+        dy, probs = flat_rows(a.dy), a.probs.contiguous()
+        cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
+        if o.probs is not None:
+            rows, scale, strides = _source(a.rows, a.codes)
+        _, tile, num_warps = dots_config(cols, capabilities_of(a.dy.device))
+        launch = Launch.of(
+            unpermute_backward_kernel,
+            num_warps=num_warps,
+            FORMAT=None if scale is None or a.codes.format is None else Format.of(a.codes.format),
+            AT_ONCE=_at_once(slots),
+            TILE=tile,
+            ALIGN=align_of(cols, dy.stride(0), strides[0]),
+            COLS_MASKED=cols % tile != 0,
+        )
+        launch(
+            (tokens - (0 if o.rows is None else -row_count // PADS.value), 1, 1),
+            (dy, rows, scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, o.rows, o.probs),
+            (tokens, row_count, cols, slots, dy.stride(0), *strides, _last(probs), _last(probs)),
+        )
+
+    def reference(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
+        cols, dtype = a.dy.shape[-1], compute_dtype(a.dy)
+        index = _by_token(a.map.row_of_slot).long()
+        dy = a.dy.reshape(len(index), cols).to(dtype)
+        drows = dprobs = None
+        if a.needs.rows:
+            token = _token_of_row(a.map)
+            weight = _to_rows(a.probs, a.map).to(dtype)
+            drows = _pick(dy, token) * weight[:, None]
+            drows = drows.masked_fill((token < 0)[:, None], 0).to(a.dy.dtype)
+        if a.needs.probs:
+            values = _values(a.rows, a.codes, cols, dtype)
+            dots = torch.stack([(_pick(values, index[:, j]) * dy).sum(1) for j in range(index.shape[1])], 1)
+            dots = dots.masked_fill(index < 0, 0).to(a.probs.dtype).view(a.map.row_of_slot.shape)
+            dprobs = _to_experts(dots, a.map)
+        return UnpermuteGradients(drows, dprobs)
+
+
+unpermute_backward_op = UnpermuteBackwardOp()
+
+
+class PermuteOp(
+    Op[PermuteArgs, PermuteOutputs], name="permute", variants=24, differentiable=("result_y", "row_probs")
+):
+    def validate(self, a: PermuteArgs) -> None:
+        cols = a.x.shape[-1]
+        _validate_codes(a.codes, a.x.numel() // cols if cols else 0, cols, moved=True)
+        if a.codes.data is not None and a.result.format != a.codes.format:
+            raise ValueError(
+                f"rows in {a.codes.format} are moved as they are: dequantize them for another result"
+            )
+
+    def allocate(self, a: PermuteArgs) -> PermuteOutputs:
+        rows, probs = a.map.slot_of_row.shape[0], a.probs
+        row_probs = None if probs is None else torch.empty(rows, dtype=probs.dtype, device=a.x.device)
+        return PermuteOutputs(allocate_result(a.result, a.x, (rows, a.x.shape[-1])), row_probs)
+
+    def present(self, a: PermuteArgs) -> Any:
+        return PermuteOutputs(a.result.present(), a.probs is not None)  # type: ignore[arg-type]
+
+    def launch(self, o: PermuteOutputs, a: PermuteArgs) -> None:
+        if a.map.slot_of_row.shape[0] == 0:
+            return
+        if a.result.columnwise:
+            _permute_by_stripes(o, a)
+        else:
+            _permute_by_tokens(o, a)
+
+    def reference(self, a: PermuteArgs) -> PermuteOutputs:
+        """The definition."""
+        token, cols = _token_of_row(a.map), a.x.shape[-1]
+        if a.codes.data is not None:
+            result = Result(stand_in(a.x, (len(token), cols)), *_moved(a.codes, token, cols))
+        else:
+            y = _pick(a.x.reshape(len(_by_token(a.map.row_of_slot)), cols), token)
+            plain = a.result.format is None
+            result = Result(y) if plain else quantize_reference(QuantizeArgs(y, a.result, None)).result
+        return PermuteOutputs(result, None if a.probs is None else _to_rows(a.probs, a.map))
+
+    def keep(self, a: PermuteArgs, o: PermuteOutputs) -> Any:
+        return a.map
+
+    def backward(self, b: Backward) -> Gradients:
+        map: RowMap = b.kept
+        drows = b.grads.result.y if b.needs.x else None
+        dprobs = b.grads.row_probs if b.needs.probs else None
+        if drows is not None:
+            o = unpermute_op(UnpermuteArgs(drows, PLAIN, None, dprobs, map))
+            return {"x": o.y, "probs": o.carried}
+        return {"probs": None if dprobs is None else _to_slots(dprobs, map)}
+
+
+permute_op = PermuteOp()
+
+
+class UnpermuteOp(
+    Op[UnpermuteArgs, UnpermuteOutputs], name="unpermute", variants=24, differentiable=("y", "carried")
+):
+    def validate(self, a: UnpermuteArgs) -> None:
+        return _validate_codes(a.codes, a.rows.shape[0], a.rows.shape[-1])
+
+    def allocate(self, a: UnpermuteArgs) -> UnpermuteOutputs:
+        lead, device, carried = a.map.row_of_slot.shape[:-1], a.rows.device, None
+        if a.carried is not None:
+            if a.map.experts is None:
+                carried = torch.empty(a.map.row_of_slot.shape, dtype=a.carried.dtype, device=device)
+            else:
+                shape = (*lead, a.map.counts.shape[0])
+                carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
+        return UnpermuteOutputs(
+            torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried
+        )
+
+    def present(self, a: UnpermuteArgs) -> Any:
+        return UnpermuteOutputs(True, a.carried is not None)  # type: ignore[arg-type]
+
+    def launch(self, o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
+        tokens, _, slots = _sizes(a.map)
+        if tokens == 0:
+            return
+        rows, scale, strides = _source(a.rows, a.codes)
+        cols, probs = rows.shape[1], contiguous(a.probs)
+        target = capabilities_of(rows.device)
+        plain = a.codes.data is None
+        config = move_config("unpermute", cols, not plain, target)
+        align, masked = align_of(cols, strides[0]), cols % config.tile != 0
+        format = None if plain else a.codes.format
+        _unpermute_launch(format, _at_once(slots), config, align, masked)(
+            (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
+            (rows, scale, probs, a.map.experts, contiguous(a.carried), a.map.row_of_slot, o.y, o.carried),
+            (tokens, cols, slots, *strides, _last(probs), _last(o.carried)),
+        )
+
+    def reference(self, a: UnpermuteArgs) -> UnpermuteOutputs:
+        """The definition."""
+        cols, dtype = a.rows.shape[-1], compute_dtype(a.rows)
+        values = _values(a.rows, a.codes, cols, dtype)
+        index = _by_token(a.map.row_of_slot).long()
+        weights = None if a.probs is None else _of_slots(a.probs, a.map).view(index.shape).to(dtype)
+        y = torch.zeros((len(index), cols), dtype=dtype, device=a.rows.device)
+        for j in range(index.shape[1]):
+            term = _pick(values, index[:, j])
+            if weights is not None:
+                term = torch.where((index[:, j] < 0)[:, None], term, term * weights[:, j, None])
+            y = y + term
+        return UnpermuteOutputs(
+            y.to(a.rows.dtype).view(*a.map.row_of_slot.shape[:-1], cols),
+            None if a.carried is None else _to_slots(a.carried, a.map),
+        )
+
+    def keep(self, a: UnpermuteArgs, o: UnpermuteOutputs) -> UnpermuteBackwardArgs:
+        unknown: Any = None
+        if a.probs is not None and a.probs.requires_grad:
+            rows, codes = (a.rows if a.codes.data is None else None), a.codes
+        else:
+            rows, codes = None, PLAIN
+        return UnpermuteBackwardArgs(unknown, rows, codes, a.probs, a.map, UnpermuteNeeds(False, False))  # type: ignore[arg-type]
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: UnpermuteBackwardArgs = b.kept
+        dy, dcarried = b.grads.y, b.grads.carried if b.needs.carried else None
+        needs = UnpermuteNeeds(b.needs.rows, b.needs.probs)
+        found: Gradients = {}
+        if dy is not None and kept.probs is not None and any(needs):
+            found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()
+        elif dy is not None and needs.rows:
+            o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain_result(dy.dtype)))
+            return {"rows": o.result.y, "carried": o.row_probs}
+        if dcarried is not None:
+            found["carried"] = _to_rows(dcarried, kept.map)
+        return found
+
+
+unpermute_op = UnpermuteOp()
 
 
 def _rows_to_move(q: QTensor) -> Codes:

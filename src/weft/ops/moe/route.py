@@ -44,10 +44,10 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     Sharding,
     capabilities_of,
     choice,
-    define_op,
     summed,
 )
 from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
@@ -212,82 +212,8 @@ def _shares(s: Tensor, score: str) -> Tensor:
     return s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
 
 
-def route_reference(a: RouteArgs) -> RouteOutputs:
-    """The definition."""
-    logits, k, how, groups = a.logits, a.k, a.weighing, a.groups
-    experts, rows = logits.shape[-1], count_rows(logits)
-    x = logits.reshape(rows, experts).to(compute_dtype(logits))
-    s = _scores(x, how.score)
-    value = choice = x if how.post_softmax else s
-    if a.bias is not None:
-        choice = choice + a.bias.to(x.dtype)
-    if groups.number > 1:
-        by_group = choice.view(rows, groups.number, experts // groups.number)
-        best = by_group.sort(dim=-1, descending=True).values[..., : groups.best]
-        worth = best[..., 0]
-        for i in range(1, groups.best):
-            worth = worth + best[..., i]
-        allowed = torch.zeros(rows, groups.number, dtype=torch.bool, device=x.device)
-        allowed.scatter_(1, _best(worth, groups.topk), True)
-        by_group = by_group.masked_fill(~allowed[..., None], 0.0 if groups.masked_is_zero else -torch.inf)
-        choice = by_group.view(rows, experts)
-    indices = _best(choice, k)
-    weights = _chosen_scores(x, s, indices, how)
-    if how.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + how.eps)
-    lead = logits.shape[:-1]
-    return RouteOutputs(
-        (weights * how.scale).to(a.weight_dtype).view(*lead, k),
-        indices.to(a.index_dtype).view(*lead, k),
-        _count(indices, experts),
-        s.view(logits.shape) if a.scores else None,
-        _shares(s, how.score).sum(0) if a.balance else None,
-        _count(_best(value, k), experts) if a.balance else None,
-        torch.logsumexp(x, -1).square().sum() if a.z else None,
-    )
-
-
 def _chosen_scores(x: Tensor, s: Tensor, chosen: Tensor, how: Weighing) -> Tensor:
     return torch.softmax(x.gather(1, chosen), -1) if how.post_softmax else s.gather(1, chosen)
-
-
-def route_backward_reference(a: RouteBackwardArgs) -> RouteGradients:
-    """The definition; a gradient that is None counts as zero."""
-    logits, how = a.logits, a.weighing
-    experts, rows = logits.shape[-1], count_rows(logits)
-    x = logits.reshape(rows, experts).to(compute_dtype(logits))
-    chosen = a.indices.reshape(rows, a.indices.shape[-1]).long()
-    s = _scores(x, how.score)
-    ds = torch.zeros_like(s)
-    dx = torch.zeros_like(s)
-    if a.dweights is not None:
-        g = a.dweights.reshape(chosen.shape).to(x.dtype) * how.scale
-        w = _chosen_scores(x, s, chosen, how)
-        if how.post_softmax:
-            dx.scatter_(1, chosen, w * (g - (w * g).sum(-1, keepdim=True)))
-        else:
-            if how.renormalize:
-                total = w.sum(-1, keepdim=True) + how.eps
-                g = (g - (g * w).sum(-1, keepdim=True) / total) / total
-            ds.scatter_(1, chosen, g)
-    if a.dscores is not None:
-        ds = ds + a.dscores.reshape(s.shape).to(x.dtype)
-    if a.dscore_sums is not None:
-        c = a.dscore_sums.to(x.dtype)
-        if how.score == "softmax":
-            ds = ds + c
-        else:
-            total = s.sum(-1, keepdim=True) + TINY
-            ds = ds + (c - (c * s).sum(-1, keepdim=True) / total) / total
-    if how.score == "softmax":
-        dx = dx + s * (ds - (s * ds).sum(-1, keepdim=True))
-    elif how.score == "sigmoid":
-        dx = ds * s * torch.sigmoid(-x)
-    else:
-        dx = ds * torch.where(s > 0, torch.sigmoid(x) / (2 * s), 0.0)
-    if a.dz is not None:
-        dx = dx + a.dz.to(x.dtype) * 2 * torch.logsumexp(x, -1, keepdim=True) * torch.softmax(x, -1)
-    return RouteGradients(dx.to(logits.dtype).view(logits.shape))
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -341,102 +267,7 @@ def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: i
     )
 
 
-def _allocate_route(a: RouteArgs) -> RouteOutputs:
-    *lead, experts = a.logits.shape
-    device = a.logits.device
-    sums = compute_dtype(a.logits)
-    return RouteOutputs(
-        torch.empty(*lead, a.k, dtype=a.weight_dtype, device=device),
-        torch.empty(*lead, a.k, dtype=a.index_dtype, device=device),
-        torch.empty(experts, dtype=torch.int32, device=device),
-        torch.empty(*lead, experts, dtype=sums, device=device) if a.scores else None,
-        torch.empty(experts, dtype=sums, device=device) if a.balance else None,
-        torch.empty(experts, dtype=torch.int32, device=device) if a.balance else None,
-        torch.empty((), dtype=sums, device=device) if a.z else None,
-    )
-
-
-def _launch_route(o: RouteOutputs, a: RouteArgs) -> None:
-    how, groups = a.weighing, a.groups
-    target = capabilities_of(a.logits.device)
-    logits = flat_rows(a.logits)
-    rows, experts = logits.shape
-    stride, group_size = logits.stride(0), experts // groups.number
-    config = route_config("forward", groups.number, group_size, target)
-    # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
-    # which waits for the one before.
-    programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
-    program_rows = -(-rows // programs)
-    program_rows = -(-program_rows // config.rows) * config.rows
-    programs = -(-rows // program_rows)
-    totals: tuple[Tensor | None, ...] = (o.counts, o.score_sums, o.score_counts, o.z)
-    partials = totals
-    if programs > 1:
-        partials = tuple(
-            None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
-            for t in totals
-        )
-    align = align_of(group_size, stride, least=4)
-    _route_launch(how, groups.masked_is_zero, config, a.k, align)(
-        (programs, 1, 1),
-        (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
-        (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
-        (how.eps, how.scale),
-    )
-    if programs > 1:
-        piece, tile, num_warps = totals_config(experts, target)
-        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
-        launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))
-
-
-def _allocate_route_backward(a: RouteBackwardArgs) -> RouteGradients:
-    return RouteGradients(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
-
-
-def _launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
-    how = a.weighing
-    logits, indices = flat_rows(a.logits), a.indices.contiguous()
-    dweights, dweights_stride = one_stride(a.dweights)
-    dscores, dscores_stride = one_stride(a.dscores)
-    rows, experts = logits.shape
-    stride = logits.stride(0)
-    config = route_config("backward", 1, experts, capabilities_of(logits.device))
-    launch = Launch.of(
-        route_backward_kernel,
-        num_warps=config.num_warps,
-        SCORE=SCORES.index(how.score),
-        POST=how.post_softmax,
-        RENORMALIZE=how.renormalize,
-        ROWS=config.rows,
-        TILE=config.tile,
-        ALIGN=align_of(experts, stride, dscores_stride, least=4),
-    )
-    launch(
-        (-(-rows // config.rows), 1, 1),
-        (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
-        (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
-        (how.eps, how.scale),
-    )
-
-
 # ---- registration ---------------------------------------------------------------------------------------
-
-
-def _present(a: RouteArgs) -> Any:
-    return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
-
-
-def _keep(a: RouteArgs, o: RouteOutputs) -> RouteBackwardArgs:
-    return RouteBackwardArgs(a.logits, o.indices, None, None, None, None, a.weighing)
-
-
-def _gradients(b: Backward) -> Gradients:
-    kept: RouteBackwardArgs = b.kept
-    grads: RouteOutputs = b.grads
-    args = kept._replace(
-        dweights=grads.weights, dscores=grads.scores, dscore_sums=grads.score_sums, dz=grads.z
-    )
-    return {"logits": route_backward_op(args).logits}
 
 
 _SHARDING = Sharding(
@@ -453,30 +284,183 @@ _SHARDING = Sharding(
     {"e": "a token chooses among all experts"},
 )
 
-route_backward_op = define_op(
-    "route_backward",
-    RouteBackwardArgs,
-    RouteGradients,
-    allocate=_allocate_route_backward,
-    launch=_launch_route_backward,
-    reference=route_backward_reference,
-    variants=64,
-)
 
-route_op = define_op(
-    "route",
-    RouteArgs,
-    RouteOutputs,
-    allocate=_allocate_route,
-    launch=_launch_route,
-    reference=route_reference,
-    present=_present,
-    keep=_keep,
-    backward=_gradients,
-    differentiable=("weights", "scores", "score_sums", "z"),
-    sharding=lambda a: _SHARDING,
+class RouteBackwardOp(Op[RouteBackwardArgs, RouteGradients], name="route_backward", variants=64):
+    def allocate(self, a: RouteBackwardArgs) -> RouteGradients:
+        return RouteGradients(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
+
+    def launch(self, o: RouteGradients, a: RouteBackwardArgs) -> None:
+        how = a.weighing
+        logits, indices = flat_rows(a.logits), a.indices.contiguous()
+        dweights, dweights_stride = one_stride(a.dweights)
+        dscores, dscores_stride = one_stride(a.dscores)
+        rows, experts = logits.shape
+        stride = logits.stride(0)
+        config = route_config("backward", 1, experts, capabilities_of(logits.device))
+        launch = Launch.of(
+            route_backward_kernel,
+            num_warps=config.num_warps,
+            SCORE=SCORES.index(how.score),
+            POST=how.post_softmax,
+            RENORMALIZE=how.renormalize,
+            ROWS=config.rows,
+            TILE=config.tile,
+            ALIGN=align_of(experts, stride, dscores_stride, least=4),
+        )
+        launch(
+            (-(-rows // config.rows), 1, 1),
+            (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
+            (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
+            (how.eps, how.scale),
+        )
+
+    def reference(self, a: RouteBackwardArgs) -> RouteGradients:
+        """The definition; a gradient that is None counts as zero."""
+        logits, how = a.logits, a.weighing
+        experts, rows = logits.shape[-1], count_rows(logits)
+        x = logits.reshape(rows, experts).to(compute_dtype(logits))
+        chosen = a.indices.reshape(rows, a.indices.shape[-1]).long()
+        s = _scores(x, how.score)
+        ds = torch.zeros_like(s)
+        dx = torch.zeros_like(s)
+        if a.dweights is not None:
+            g = a.dweights.reshape(chosen.shape).to(x.dtype) * how.scale
+            w = _chosen_scores(x, s, chosen, how)
+            if how.post_softmax:
+                dx.scatter_(1, chosen, w * (g - (w * g).sum(-1, keepdim=True)))
+            else:
+                if how.renormalize:
+                    total = w.sum(-1, keepdim=True) + how.eps
+                    g = (g - (g * w).sum(-1, keepdim=True) / total) / total
+                ds.scatter_(1, chosen, g)
+        if a.dscores is not None:
+            ds = ds + a.dscores.reshape(s.shape).to(x.dtype)
+        if a.dscore_sums is not None:
+            c = a.dscore_sums.to(x.dtype)
+            if how.score == "softmax":
+                ds = ds + c
+            else:
+                total = s.sum(-1, keepdim=True) + TINY
+                ds = ds + (c - (c * s).sum(-1, keepdim=True) / total) / total
+        if how.score == "softmax":
+            dx = dx + s * (ds - (s * ds).sum(-1, keepdim=True))
+        elif how.score == "sigmoid":
+            dx = ds * s * torch.sigmoid(-x)
+        else:
+            dx = ds * torch.where(s > 0, torch.sigmoid(x) / (2 * s), 0.0)
+        if a.dz is not None:
+            dx = dx + a.dz.to(x.dtype) * 2 * torch.logsumexp(x, -1, keepdim=True) * torch.softmax(x, -1)
+        return RouteGradients(dx.to(logits.dtype).view(logits.shape))
+
+
+route_backward_op = RouteBackwardOp()
+
+
+class RouteOp(
+    Op[RouteArgs, RouteOutputs],
+    name="route",
     variants=72,
-)
+    differentiable=("weights", "scores", "score_sums", "z"),
+):
+    def allocate(self, a: RouteArgs) -> RouteOutputs:
+        *lead, experts = a.logits.shape
+        device = a.logits.device
+        sums = compute_dtype(a.logits)
+        return RouteOutputs(
+            torch.empty(*lead, a.k, dtype=a.weight_dtype, device=device),
+            torch.empty(*lead, a.k, dtype=a.index_dtype, device=device),
+            torch.empty(experts, dtype=torch.int32, device=device),
+            torch.empty(*lead, experts, dtype=sums, device=device) if a.scores else None,
+            torch.empty(experts, dtype=sums, device=device) if a.balance else None,
+            torch.empty(experts, dtype=torch.int32, device=device) if a.balance else None,
+            torch.empty((), dtype=sums, device=device) if a.z else None,
+        )
+
+    def present(self, a: RouteArgs) -> Any:
+        return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
+
+    def launch(self, o: RouteOutputs, a: RouteArgs) -> None:
+        how, groups = a.weighing, a.groups
+        target = capabilities_of(a.logits.device)
+        logits = flat_rows(a.logits)
+        rows, experts = logits.shape
+        stride, group_size = logits.stride(0), experts // groups.number
+        config = route_config("forward", groups.number, group_size, target)
+        # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
+        # which waits for the one before.
+        programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
+        program_rows = -(-rows // programs)
+        program_rows = -(-program_rows // config.rows) * config.rows
+        programs = -(-rows // program_rows)
+        totals: tuple[Tensor | None, ...] = (o.counts, o.score_sums, o.score_counts, o.z)
+        partials = totals
+        if programs > 1:
+            partials = tuple(
+                None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
+                for t in totals
+            )
+        align = align_of(group_size, stride, least=4)
+        _route_launch(how, groups.masked_is_zero, config, a.k, align)(
+            (programs, 1, 1),
+            (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
+            (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
+            (how.eps, how.scale),
+        )
+        if programs > 1:
+            piece, tile, num_warps = totals_config(experts, target)
+            launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
+            launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))
+
+    def reference(self, a: RouteArgs) -> RouteOutputs:
+        """The definition."""
+        logits, k, how, groups = a.logits, a.k, a.weighing, a.groups
+        experts, rows = logits.shape[-1], count_rows(logits)
+        x = logits.reshape(rows, experts).to(compute_dtype(logits))
+        s = _scores(x, how.score)
+        value = choice = x if how.post_softmax else s
+        if a.bias is not None:
+            choice = choice + a.bias.to(x.dtype)
+        if groups.number > 1:
+            by_group = choice.view(rows, groups.number, experts // groups.number)
+            best = by_group.sort(dim=-1, descending=True).values[..., : groups.best]
+            worth = best[..., 0]
+            for i in range(1, groups.best):
+                worth = worth + best[..., i]
+            allowed = torch.zeros(rows, groups.number, dtype=torch.bool, device=x.device)
+            allowed.scatter_(1, _best(worth, groups.topk), True)
+            by_group = by_group.masked_fill(~allowed[..., None], 0.0 if groups.masked_is_zero else -torch.inf)
+            choice = by_group.view(rows, experts)
+        indices = _best(choice, k)
+        weights = _chosen_scores(x, s, indices, how)
+        if how.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + how.eps)
+        lead = logits.shape[:-1]
+        return RouteOutputs(
+            (weights * how.scale).to(a.weight_dtype).view(*lead, k),
+            indices.to(a.index_dtype).view(*lead, k),
+            _count(indices, experts),
+            s.view(logits.shape) if a.scores else None,
+            _shares(s, how.score).sum(0) if a.balance else None,
+            _count(_best(value, k), experts) if a.balance else None,
+            torch.logsumexp(x, -1).square().sum() if a.z else None,
+        )
+
+    def keep(self, a: RouteArgs, o: RouteOutputs) -> RouteBackwardArgs:
+        return RouteBackwardArgs(a.logits, o.indices, None, None, None, None, a.weighing)
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: RouteBackwardArgs = b.kept
+        grads: RouteOutputs = b.grads
+        args = kept._replace(
+            dweights=grads.weights, dscores=grads.scores, dscore_sums=grads.score_sums, dz=grads.z
+        )
+        return {"logits": route_backward_op(args).logits}
+
+    def shard(self, a: RouteArgs) -> Sharding:
+        return _SHARDING
+
+
+route_op = RouteOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ partial sums, which are added up in order: every run gives the same bits.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     Sharding,
     capabilities_of,
     choice,
-    define_op,
     kernel,
 )
 from ...tiles.split import dot_fp32
@@ -72,24 +72,6 @@ class RouterLinearBackwardArgs(NamedTuple):
 
 
 # ---- reference ------------------------------------------------------------------------------------------
-
-
-def router_linear_reference(a: RouterLinearArgs) -> RouterLinearOutputs:
-    """The definition."""
-    dtype = compute_dtype(a.x)
-    y = a.x.to(dtype) @ a.weight.to(dtype).t()
-    return RouterLinearOutputs(y if a.bias is None else y + a.bias.to(dtype))
-
-
-def router_linear_backward_reference(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
-    x, weight, dtype = a.x, a.weight, compute_dtype(a.x)
-    rows = count_rows(x)
-    flat, d = x.reshape(rows, x.shape[-1]).to(dtype), a.dy.reshape(rows, weight.shape[0]).to(dtype)
-    return RouterLinearGradients(
-        (d @ weight.to(dtype)).to(x.dtype).view(x.shape) if a.needs.x else None,
-        (d.t() @ flat).to(weight.dtype) if a.needs.weight else None,
-        d.sum(0).to(a.bias.dtype) if a.needs.bias and a.bias is not None else None,
-    )
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -339,47 +321,6 @@ def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_m
     )
 
 
-def _allocate_router_linear(a: RouterLinearArgs) -> RouterLinearOutputs:
-    shape = (*a.x.shape[:-1], a.weight.shape[0])
-    return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
-
-
-def _launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
-    experts, cols = a.weight.shape
-    target = capabilities_of(a.x.device)
-    x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
-    rows, stride = x.shape[0], x.stride(0)
-    # An x that is not bf16 is split into parts, which take room too (on sm_100 the room of the sums): smallest tiles.
-    products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
-    config = forward_config(experts, products, target)
-    grid = (-(-rows // config.m), -(-experts // config.n))
-    y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
-    if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
-        splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
-        y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
-    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
-    launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
-    if splits > 1:
-        sum_partials(y, o.y, few=True)
-
-
-def _allocate_router_linear_backward(a: RouterLinearBackwardArgs) -> RouterLinearGradients:
-    return RouterLinearGradients(
-        *(
-            torch.empty(t.shape, dtype=t.dtype, device=a.x.device) if t is not None and needed else None
-            for t, needed in zip((a.x, a.weight, a.bias), a.needs, strict=True)
-        )
-    )
-
-
-def _launch_router_linear_backward(o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
-    dy = flat_rows(a.dy)
-    if o.x is not None:
-        _launch_dx(o.x, dy, a.weight.contiguous())
-    if o.weight is not None or o.bias is not None:
-        _launch_dweight(o, flat_rows(a.x), dy)
-
-
 def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
     rows, dy_stride = dy.shape[0], dy.stride(0)
     experts, cols = weight.shape
@@ -441,40 +382,89 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _gradients(b: Backward) -> Gradients:
-    kept: RouterLinearArgs = b.kept
-    needs = RouterLinearNeeds(*b.needs)
-    args = RouterLinearBackwardArgs(kept.x, kept.weight, kept.bias, b.grads.y, needs)
-    return router_linear_backward_op(args)._asdict()
-
-
 _SHARDING = Sharding(
     {"x": "... h", "weight": "e h", "bias": "e"}, {"y": "... e"}, {"h": "products are summed along it"}
 )
 
-router_linear_backward_op = define_op(
-    "router_linear_backward",
-    RouterLinearBackwardArgs,
-    RouterLinearGradients,
-    allocate=_allocate_router_linear_backward,
-    launch=_launch_router_linear_backward,
-    reference=router_linear_backward_reference,
-    present=lambda a: a.needs,
-    variants=96,
-)
 
-router_linear_op = define_op(
-    "router_linear",
-    RouterLinearArgs,
-    RouterLinearOutputs,
-    allocate=_allocate_router_linear,
-    launch=_launch_router_linear,
-    reference=router_linear_reference,
-    keep=lambda a, o: a,
-    backward=_gradients,
-    sharding=lambda a: _SHARDING,
-    variants=32,
-)
+class RouterLinearBackwardOp(
+    Op[RouterLinearBackwardArgs, RouterLinearGradients], name="router_linear_backward", variants=96
+):
+    def allocate(self, a: RouterLinearBackwardArgs) -> RouterLinearGradients:
+        return RouterLinearGradients(
+            *(
+                torch.empty(t.shape, dtype=t.dtype, device=a.x.device) if t is not None and needed else None
+                for t, needed in zip((a.x, a.weight, a.bias), a.needs, strict=True)
+            )
+        )
+
+    def present(self, a: RouterLinearBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
+        dy = flat_rows(a.dy)
+        if o.x is not None:
+            _launch_dx(o.x, dy, a.weight.contiguous())
+        if o.weight is not None or o.bias is not None:
+            _launch_dweight(o, flat_rows(a.x), dy)
+
+    def reference(self, a: RouterLinearBackwardArgs) -> RouterLinearGradients:
+        x, weight, dtype = a.x, a.weight, compute_dtype(a.x)
+        rows = count_rows(x)
+        flat, d = x.reshape(rows, x.shape[-1]).to(dtype), a.dy.reshape(rows, weight.shape[0]).to(dtype)
+        return RouterLinearGradients(
+            (d @ weight.to(dtype)).to(x.dtype).view(x.shape) if a.needs.x else None,
+            (d.t() @ flat).to(weight.dtype) if a.needs.weight else None,
+            d.sum(0).to(a.bias.dtype) if a.needs.bias and a.bias is not None else None,
+        )
+
+
+router_linear_backward_op = RouterLinearBackwardOp()
+
+
+class RouterLinearOp(Op[RouterLinearArgs, RouterLinearOutputs], name="router_linear", variants=32):
+    def allocate(self, a: RouterLinearArgs) -> RouterLinearOutputs:
+        shape = (*a.x.shape[:-1], a.weight.shape[0])
+        return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
+
+    def launch(self, o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
+        experts, cols = a.weight.shape
+        target = capabilities_of(a.x.device)
+        x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
+        rows, stride = x.shape[0], x.stride(0)
+        # An x that is not bf16 is split into parts, which take room too (on sm_100 that of the sums): smallest tiles.
+        products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
+        config = forward_config(experts, products, target)
+        grid = (-(-rows // config.m), -(-experts // config.n))
+        y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
+        if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
+            splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
+            y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
+        launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
+        launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
+        if splits > 1:
+            sum_partials(y, o.y, few=True)
+
+    def reference(self, a: RouterLinearArgs) -> RouterLinearOutputs:
+        """The definition."""
+        dtype = compute_dtype(a.x)
+        y = a.x.to(dtype) @ a.weight.to(dtype).t()
+        return RouterLinearOutputs(y if a.bias is None else y + a.bias.to(dtype))
+
+    def keep(self, a: RouterLinearArgs, o: RouterLinearOutputs) -> Any:
+        return a
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: RouterLinearArgs = b.kept
+        needs = RouterLinearNeeds(*b.needs)
+        args = RouterLinearBackwardArgs(kept.x, kept.weight, kept.bias, b.grads.y, needs)
+        return router_linear_backward_op(args)._asdict()
+
+    def shard(self, a: RouterLinearArgs) -> Sharding:
+        return _SHARDING
+
+
+router_linear_op = RouterLinearOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Capabilities, Launch, capabilities_of, choice, define_op, kernel, local_rows
+from ...runtime import Capabilities, Launch, Op, capabilities_of, choice, kernel, local_rows
 from ..common.checks import INTEGERS, check_input, whole
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
@@ -70,41 +70,6 @@ class RowMap(NamedTuple):
 
 
 # ---- reference ------------------------------------------------------------------------------------------
-
-
-def row_map_reference(a: RowMapArgs) -> RowMapOutputs:
-    """The definition."""
-    routing, experts = a.routing, a.experts
-    if a.masked:
-        number = torch.arange(experts, device=routing.device)
-        ordered = torch.where(routing.reshape(-1, experts) != 0, number, experts).sort(1).values
-        missing = ordered.new_full((len(ordered), max(a.slots - experts, 0)), experts)
-        key = torch.cat([ordered[:, : a.slots], missing], 1).flatten()
-    else:
-        key = routing.flatten().long()
-    count = key.numel()
-    valid = (key >= 0) & (key < experts)
-    key = torch.where(valid, key, experts)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
-    counts.scatter_add_(0, key, torch.ones_like(key))
-    # Slots without an expert are sorted to the end.
-    rank = torch.empty_like(key)
-    rank[key.argsort(stable=True)] = torch.arange(count, device=key.device)
-    rank = rank - (counts.cumsum(0) - counts)[key]
-    padded = (counts + a.align - 1) // a.align * a.align
-    row = (padded.cumsum(0) - padded)[key] + rank
-    fits = valid & (row < a.rows)
-    slot_of_row = torch.full((a.rows + 1,), -1, dtype=torch.int32, device=key.device)
-    slot = torch.arange(count, dtype=torch.int32, device=key.device)
-    slot_of_row.scatter_(0, torch.where(fits, row, a.rows), slot)
-    shape = (*routing.shape[:-1], a.slots)
-    return RowMapOutputs(
-        torch.where(fits, row, -1).int().view(shape),
-        slot_of_row[: a.rows].clone(),
-        counts[:experts].int(),
-        padded[:experts].cumsum(0).clamp(max=a.rows).int(),
-        torch.where(valid, key, -1).int().view(shape) if a.masked else None,
-    )
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -278,64 +243,90 @@ def place_config(target: Capabilities) -> MapConfig:
     return MapConfig(64, 4)
 
 
-def _allocate_row_map(a: RowMapArgs) -> RowMapOutputs:
-    device, shape = a.routing.device, (*a.routing.shape[:-1], a.slots)
-    return RowMapOutputs(
-        torch.empty(*shape, dtype=torch.int32, device=device),
-        torch.empty(a.rows, dtype=torch.int32, device=device),
-        torch.empty(a.experts, dtype=torch.int32, device=device),
-        torch.empty(a.experts, dtype=torch.int32, device=device),
-        torch.empty(*shape, dtype=torch.int32, device=device) if a.masked else None,
-    )
-
-
-def _launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
-    routing, target = a.routing.contiguous(), capabilities_of(a.routing.device)
-    if o.experts is not None:
-        tokens = routing.numel() // a.experts
-        rows, num_warps = compact_config(target)
-        compact = Launch.of(_compact_kernel, num_warps=num_warps, ROWS=rows, TILE=128)
-        compact(
-            (-(-tokens // rows), 1, 1), (routing.view(torch.uint8), o.experts), (tokens, a.experts, a.slots)
-        )
-        routing = o.experts
-    count = o.row_of_slot.numel()
-    # Every program of the second launch reads the counts of all programs: no more programs than fill a GPU.
-    programs = min(-(-count // 512), 16 if target.is_cpu else 128)
-    program_slots = -(-count // (programs * SLOTS)) * SLOTS
-    programs = -(-count // program_slots)
-    counts = torch.empty((2, programs, a.experts), dtype=torch.int32, device=routing.device)
-    block, num_warps = count_config(target)
-    Launch.of(_count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)(
-        (programs, 1, 1),
-        (routing, counts, o.slot_of_row),
-        (count, a.experts, a.rows, program_slots, -(-a.rows // programs)),
-    )
-    block, num_warps = place_config(target)
-    Launch.of(_place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)(
-        (programs, 1, 1),
-        (routing, counts, o.row_of_slot, o.slot_of_row, o.counts, o.offsets),
-        (count, a.experts, a.rows, a.align, program_slots, programs),
-    )
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _present(a: RowMapArgs) -> Any:
-    return RowMapOutputs(True, True, True, True, a.masked)  # type: ignore[arg-type]
+class RowMapOp(Op[RowMapArgs, RowMapOutputs], name="row_map", variants=4):
+    def allocate(self, a: RowMapArgs) -> RowMapOutputs:
+        device, shape = a.routing.device, (*a.routing.shape[:-1], a.slots)
+        return RowMapOutputs(
+            torch.empty(*shape, dtype=torch.int32, device=device),
+            torch.empty(a.rows, dtype=torch.int32, device=device),
+            torch.empty(a.experts, dtype=torch.int32, device=device),
+            torch.empty(a.experts, dtype=torch.int32, device=device),
+            torch.empty(*shape, dtype=torch.int32, device=device) if a.masked else None,
+        )
+
+    def present(self, a: RowMapArgs) -> Any:
+        return RowMapOutputs(True, True, True, True, a.masked)  # type: ignore[arg-type]
+
+    def launch(self, o: RowMapOutputs, a: RowMapArgs) -> None:
+        routing, target = a.routing.contiguous(), capabilities_of(a.routing.device)
+        if o.experts is not None:
+            tokens = routing.numel() // a.experts
+            rows, num_warps = compact_config(target)
+            compact = Launch.of(_compact_kernel, num_warps=num_warps, ROWS=rows, TILE=128)
+            compact(
+                (-(-tokens // rows), 1, 1),
+                (routing.view(torch.uint8), o.experts),
+                (tokens, a.experts, a.slots),
+            )
+            routing = o.experts
+        count = o.row_of_slot.numel()
+        # Every program of the second launch reads the counts of all programs: no more programs than fill a GPU.
+        programs = min(-(-count // 512), 16 if target.is_cpu else 128)
+        program_slots = -(-count // (programs * SLOTS)) * SLOTS
+        programs = -(-count // program_slots)
+        counts = torch.empty((2, programs, a.experts), dtype=torch.int32, device=routing.device)
+        block, num_warps = count_config(target)
+        Launch.of(_count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)(
+            (programs, 1, 1),
+            (routing, counts, o.slot_of_row),
+            (count, a.experts, a.rows, program_slots, -(-a.rows // programs)),
+        )
+        block, num_warps = place_config(target)
+        Launch.of(_place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)(
+            (programs, 1, 1),
+            (routing, counts, o.row_of_slot, o.slot_of_row, o.counts, o.offsets),
+            (count, a.experts, a.rows, a.align, program_slots, programs),
+        )
+
+    def reference(self, a: RowMapArgs) -> RowMapOutputs:
+        """The definition."""
+        routing, experts = a.routing, a.experts
+        if a.masked:
+            number = torch.arange(experts, device=routing.device)
+            ordered = torch.where(routing.reshape(-1, experts) != 0, number, experts).sort(1).values
+            missing = ordered.new_full((len(ordered), max(a.slots - experts, 0)), experts)
+            key = torch.cat([ordered[:, : a.slots], missing], 1).flatten()
+        else:
+            key = routing.flatten().long()
+        count = key.numel()
+        valid = (key >= 0) & (key < experts)
+        key = torch.where(valid, key, experts)
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
+        counts.scatter_add_(0, key, torch.ones_like(key))
+        # Slots without an expert are sorted to the end.
+        rank = torch.empty_like(key)
+        rank[key.argsort(stable=True)] = torch.arange(count, device=key.device)
+        rank = rank - (counts.cumsum(0) - counts)[key]
+        padded = (counts + a.align - 1) // a.align * a.align
+        row = (padded.cumsum(0) - padded)[key] + rank
+        fits = valid & (row < a.rows)
+        slot_of_row = torch.full((a.rows + 1,), -1, dtype=torch.int32, device=key.device)
+        slot = torch.arange(count, dtype=torch.int32, device=key.device)
+        slot_of_row.scatter_(0, torch.where(fits, row, a.rows), slot)
+        shape = (*routing.shape[:-1], a.slots)
+        return RowMapOutputs(
+            torch.where(fits, row, -1).int().view(shape),
+            slot_of_row[: a.rows].clone(),
+            counts[:experts].int(),
+            padded[:experts].cumsum(0).clamp(max=a.rows).int(),
+            torch.where(valid, key, -1).int().view(shape) if a.masked else None,
+        )
 
 
-row_map_op = define_op(
-    "row_map",
-    RowMapArgs,
-    RowMapOutputs,
-    allocate=_allocate_row_map,
-    launch=_launch_row_map,
-    reference=row_map_reference,
-    present=_present,
-    variants=4,
-)
+row_map_op = RowMapOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

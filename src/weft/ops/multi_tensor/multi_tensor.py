@@ -32,10 +32,10 @@ from ...runtime import (
     Capabilities,
     Launch,
     Nothing,
+    Op,
     Written,
     capabilities_of,
     choice,
-    define_op,
     is_distributed,
 )
 from ..common.checks import real
@@ -67,33 +67,6 @@ class ClipArgs(NamedTuple):
 
 
 # ---- reference ------------------------------------------------------------------------------------------
-
-
-def multi_tensor_reduce_reference(a: ReduceArgs) -> ReduceOutputs:
-    """The definition, in float64."""
-    check_strided(a.tensors)
-    total = _allocate_reduce(a).total
-    parts = [t for t in a.tensors if t.numel()]
-    if not parts:
-        return ReduceOutputs(total.zero_())
-    if a.what == "zeros":
-        return ReduceOutputs(torch.stack([t.numel() - t.count_nonzero() for t in parts]).sum())
-    if a.what == "nonfinite":
-        return ReduceOutputs(torch.stack([~t.isfinite().all() for t in parts]).any())
-    order = _ORDERS[a.what]
-    norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in parts]
-    return ReduceOutputs(torch.linalg.vector_norm(torch.stack(norms), order).to(total.dtype))
-
-
-def multi_tensor_clip_reference(a: ClipArgs) -> Nothing:
-    """The definition, in place; a coefficient of 1 changes nothing."""
-    check_writable(a.tensors)
-    coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
-    # All are read before any is written, so that numbers in memory that slices share are scaled once.
-    sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
-    for t, source in zip(a.tensors, sources, strict=True):
-        t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)
-    return Nothing()
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -155,64 +128,89 @@ def _allocate_reduce(a: ReduceArgs) -> ReduceOutputs:
     return ReduceOutputs(torch.empty((), dtype=dtype, device=a.tensors[0].device if a.tensors else None))
 
 
-def _launch_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
-    what = a.what
-    table, reached = table_of(a.tensors)
-    device = table.entries.device
-    target = capabilities_of(device)
-    dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
-    partial = torch.empty(table.chunks, dtype=dtype, device=device)
-    for segment in table.segments:
-        _reduce_launch(segment.dtype, what, target)(
-            (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
-        )
-    _total_launch(what, target)((1, 1, 1), (partial, o.total), (table.chunks,))
-
-
-def _launch_clip(_: Nothing, a: ClipArgs) -> None:
-    table, reached = table_of(a.tensors)
-    if reached is not a.tensors:  # one of them is not contiguous
-        refuse_expanded(a.tensors)
-    if table.overlapping:
-        raise shared_memory()
-    norm = a.norm
-    begins, ends = table.spans
-    address = norm.data_ptr()
-    place = bisect_right(begins, address) - 1
-    if place >= 0 and address < ends[place]:
-        norm = norm.clone()  # it lies in a tensor to be scaled: programs could read it after it was scaled
-    target = capabilities_of(table.entries.device)
-    for segment in table.segments:
-        _clip_launch(segment.dtype, target)(
-            (segment.chunks, 1, 1), (table.entries, norm), (segment.first,), (a.max_norm,), reached=reached
-        )
-    if reached is not a.tensors:
-        for t, dense in zip(a.tensors, reached, strict=True):
-            if dense is not t:
-                t.copy_(dense)
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
-multi_tensor_reduce_op = define_op(
-    "multi_tensor_reduce",
-    ReduceArgs,
-    ReduceOutputs,
-    allocate=_allocate_reduce,
-    launch=_launch_reduce,
-    reference=multi_tensor_reduce_reference,
-    variants=4,  # one for each dtype that a list may have, and one to put partial results together
-)
 
-multi_tensor_clip_op = define_op(
-    "multi_tensor_clip",
-    ClipArgs,
-    Nothing,
-    allocate=lambda a: Nothing(),
-    launch=_launch_clip,
-    reference=multi_tensor_clip_reference,
-    variants=6,  # one for each dtype; the norm is a number of its own, or one of many
-)
+class MultiTensorReduceOp(Op[ReduceArgs, ReduceOutputs], name="multi_tensor_reduce", variants=4):
+    def allocate(self, a: ReduceArgs) -> ReduceOutputs:
+        return _allocate_reduce(a)
+
+    def launch(self, o: ReduceOutputs, a: ReduceArgs) -> None:
+        what = a.what
+        table, reached = table_of(a.tensors)
+        device = table.entries.device
+        target = capabilities_of(device)
+        dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
+        partial = torch.empty(table.chunks, dtype=dtype, device=device)
+        for segment in table.segments:
+            _reduce_launch(segment.dtype, what, target)(
+                (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
+            )
+        _total_launch(what, target)((1, 1, 1), (partial, o.total), (table.chunks,))
+
+    def reference(self, a: ReduceArgs) -> ReduceOutputs:
+        """The definition, in float64."""
+        check_strided(a.tensors)
+        total = _allocate_reduce(a).total
+        parts = [t for t in a.tensors if t.numel()]
+        if not parts:
+            return ReduceOutputs(total.zero_())
+        if a.what == "zeros":
+            return ReduceOutputs(torch.stack([t.numel() - t.count_nonzero() for t in parts]).sum())
+        if a.what == "nonfinite":
+            return ReduceOutputs(torch.stack([~t.isfinite().all() for t in parts]).any())
+        order = _ORDERS[a.what]
+        norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in parts]
+        return ReduceOutputs(torch.linalg.vector_norm(torch.stack(norms), order).to(total.dtype))
+
+
+multi_tensor_reduce_op = MultiTensorReduceOp()
+
+
+class MultiTensorClipOp(Op[ClipArgs, Nothing], name="multi_tensor_clip", variants=6):
+    def allocate(self, a: ClipArgs) -> Nothing:
+        return Nothing()
+
+    def launch(self, _: Nothing, a: ClipArgs) -> None:
+        table, reached = table_of(a.tensors)
+        if reached is not a.tensors:  # one of them is not contiguous
+            refuse_expanded(a.tensors)
+        if table.overlapping:
+            raise shared_memory()
+        norm = a.norm
+        begins, ends = table.spans
+        address = norm.data_ptr()
+        place = bisect_right(begins, address) - 1
+        if place >= 0 and address < ends[place]:
+            norm = (
+                norm.clone()
+            )  # it lies in a tensor to be scaled: programs could read it after it was scaled
+        target = capabilities_of(table.entries.device)
+        for segment in table.segments:
+            _clip_launch(segment.dtype, target)(
+                (segment.chunks, 1, 1),
+                (table.entries, norm),
+                (segment.first,),
+                (a.max_norm,),
+                reached=reached,
+            )
+        if reached is not a.tensors:
+            for t, dense in zip(a.tensors, reached, strict=True):
+                if dense is not t:
+                    t.copy_(dense)
+
+    def reference(self, a: ClipArgs) -> Nothing:
+        """The definition, in place; a coefficient of 1 changes nothing."""
+        check_writable(a.tensors)
+        coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
+        # All are read before any is written, so that numbers in memory that slices share are scaled once.
+        sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
+        for t, source in zip(a.tensors, sources, strict=True):
+            t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)
+        return Nothing()
+
+
+multi_tensor_clip_op = MultiTensorClipOp()
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ forward multiplies them, and dx the exact z.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ from ...runtime import (
     Capabilities,
     Gradients,
     Launch,
+    Op,
     Sharding,
     capabilities_of,
     choice,
-    define_op,
 )
 from ..common.activations import activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
@@ -133,42 +133,6 @@ def _rounded(value: Tensor, a: GatedNormArgs | GatedNormBackwardArgs, *factors: 
     return value.to(dtype).to(value.dtype)
 
 
-def gated_norm_reference(a: GatedNormArgs) -> GatedNormOutputs:
-    """The definition."""
-    dtype = compute_dtype(a.x)
-    h = _by_group(_in_order(a.x, a.transpose), a.groups, dtype)
-    rstd = 1.0 / torch.sqrt(h.square().mean(2) + a.eps)
-    y = (h * rstd[:, :, None]).reshape(len(h), a.gate.shape[-1])
-    y = _rounded(y, a, a.x)
-    if a.weight is not None:
-        y = _rounded(y * (a.weight.to(dtype) + a.weight_offset), a, a.x, a.weight)
-    y = y * activation_reference(a.gate.reshape(y.shape).to(dtype), a.act)[0]
-    return GatedNormOutputs(
-        result_reference(a.result, y, a.gate.shape, a.x), rstd.flatten() if a.stats else None
-    )
-
-
-def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradients:
-    dtype, groups = compute_dtype(a.x), a.groups
-    h, g, d = (_by_group(t, groups, dtype) for t in (_in_order(a.x, a.transpose), a.gate, a.dy))
-    r = a.rstd.to(dtype).view(len(h), groups, 1)
-    z = h * r
-    w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
-    f, slope = activation_reference(g, a.act)
-    seen = _rounded(z, a, a.x)  # as the weight multiplies it
-    weighted = seen if a.weight is None else _rounded(seen * w, a, a.x, a.weight)
-    dx = dgate = dweight = None
-    if a.needs.x:
-        t = d * f * w
-        dx = (r * (t - z * (t * z).mean(2, keepdim=True))).to(a.x.dtype)
-        dx = _in_order(dx.view(a.gate.shape), a.transpose).contiguous()
-    if a.needs.gate:
-        dgate = (d * weighted * slope).to(a.gate.dtype).view(a.gate.shape)
-    if a.needs.weight and a.weight is not None:
-        dweight = (d * f * seen).sum(0).flatten().to(a.weight.dtype)
-    return GatedNormGradients(dx, dgate, dweight)
-
-
 # ---- launch ---------------------------------------------------------------------------------------------
 
 
@@ -244,13 +208,6 @@ def _laid_out(
         levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
         assert levels is not None
     return (x, *read), levels
-
-
-def _allocate_gated_norm(a: GatedNormArgs) -> GatedNormOutputs:
-    rstd = None
-    if a.stats:
-        rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
-    return GatedNormOutputs(allocate_result(a.result, a.gate), rstd)
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
@@ -416,118 +373,144 @@ class _GatedNorm:
         return partials
 
 
-def _launch_gated_norm(o: GatedNormOutputs, a: GatedNormArgs) -> None:
-    call = _GatedNorm(o, a)
-    if a.result.format is None:
-        call.plain(o.result.y)
-    else:
-        call.quantized()
-
-
-def _allocate_gated_norm_backward(a: GatedNormBackwardArgs) -> GatedNormGradients:
-    return GatedNormGradients(*empty_where(a.needs, (a.x, a.gate, a.weight)))
-
-
-def _launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
-    groups, width = a.groups, a.gate.shape[-1]
-    cols, tokens = width // groups, a.gate.numel() // width
-    target = capabilities_of(a.x.device)
-    (x, gate, dy), levels = _laid_out(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
-    if o.x is None:
-        levels = (*levels, 0, 0, 0)
-    align = align_of(cols, *levels[2:])
-    config = group_config(cols, 1, True, align, target)
-    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
-    # tokens.
-    parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
-    program_tokens = -(-tokens // parts)
-    program_tokens = -(-program_tokens // config.rows) * config.rows
-    parts = -(-tokens // program_tokens)
-    sums = None
-    if o.weight is not None:
-        sums = torch.empty((parts, width), dtype=torch.float32, device=x.device)
-    launch = Launch.of(
-        gated_norm_backward_kernel,
-        num_warps=config.num_warps,
-        ACT=a.act,
-        LLAMA=a.casting == "llama",
-        ROWS=config.rows,
-        TILE=config.tile,
-        LOOP=config.tile < cols,
-        ALIGN=align,
-        COLS_MASKED=cols % config.tile != 0,
-    )
-    launch(
-        (parts * groups, 1, 1),
-        (x, gate, dy, contiguous(a.weight), a.rstd, o.x, o.gate, sums),
-        (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
-        (a.weight_offset,),
-    )
-    if o.weight is not None and sums is not None:
-        sum_partials(sums, o.weight)
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def _keep(a: GatedNormArgs, o: GatedNormOutputs) -> GatedNormBackwardArgs:
-    assert o.rstd is not None
-    return GatedNormBackwardArgs(
-        x=a.x,
-        gate=a.gate,
-        dy=LATER,
-        weight=a.weight,
-        rstd=o.rstd,
-        groups=a.groups,
-        act=a.act,
-        weight_offset=a.weight_offset,
-        casting=a.casting,
-        transpose=a.transpose,
-        needs=GatedNormNeeds(),
-    )
+class GatedNormBackwardOp(
+    Op[GatedNormBackwardArgs, GatedNormGradients], name="gated_norm_backward", variants=32
+):
+    def allocate(self, a: GatedNormBackwardArgs) -> GatedNormGradients:
+        return GatedNormGradients(*empty_where(a.needs, (a.x, a.gate, a.weight)))
+
+    def present(self, a: GatedNormBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
+        groups, width = a.groups, a.gate.shape[-1]
+        cols, tokens = width // groups, a.gate.numel() // width
+        target = capabilities_of(a.x.device)
+        (x, gate, dy), levels = _laid_out(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
+        if o.x is None:
+            levels = (*levels, 0, 0, 0)
+        align = align_of(cols, *levels[2:])
+        config = group_config(cols, 1, True, align, target)
+        # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
+        # tokens.
+        parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
+        program_tokens = -(-tokens // parts)
+        program_tokens = -(-program_tokens // config.rows) * config.rows
+        parts = -(-tokens // program_tokens)
+        sums = None
+        if o.weight is not None:
+            sums = torch.empty((parts, width), dtype=torch.float32, device=x.device)
+        launch = Launch.of(
+            gated_norm_backward_kernel,
+            num_warps=config.num_warps,
+            ACT=a.act,
+            LLAMA=a.casting == "llama",
+            ROWS=config.rows,
+            TILE=config.tile,
+            LOOP=config.tile < cols,
+            ALIGN=align,
+            COLS_MASKED=cols % config.tile != 0,
+        )
+        launch(
+            (parts * groups, 1, 1),
+            (x, gate, dy, contiguous(a.weight), a.rstd, o.x, o.gate, sums),
+            (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
+            (a.weight_offset,),
+        )
+        if o.weight is not None and sums is not None:
+            sum_partials(sums, o.weight)
+
+    def reference(self, a: GatedNormBackwardArgs) -> GatedNormGradients:
+        dtype, groups = compute_dtype(a.x), a.groups
+        h, g, d = (_by_group(t, groups, dtype) for t in (_in_order(a.x, a.transpose), a.gate, a.dy))
+        r = a.rstd.to(dtype).view(len(h), groups, 1)
+        z = h * r
+        w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
+        f, slope = activation_reference(g, a.act)
+        seen = _rounded(z, a, a.x)  # as the weight multiplies it
+        weighted = seen if a.weight is None else _rounded(seen * w, a, a.x, a.weight)
+        dx = dgate = dweight = None
+        if a.needs.x:
+            t = d * f * w
+            dx = (r * (t - z * (t * z).mean(2, keepdim=True))).to(a.x.dtype)
+            dx = _in_order(dx.view(a.gate.shape), a.transpose).contiguous()
+        if a.needs.gate:
+            dgate = (d * weighted * slope).to(a.gate.dtype).view(a.gate.shape)
+        if a.needs.weight and a.weight is not None:
+            dweight = (d * f * seen).sum(0).flatten().to(a.weight.dtype)
+        return GatedNormGradients(dx, dgate, dweight)
 
 
-def _gradients(b: Backward) -> Gradients:
-    args: GatedNormBackwardArgs = b.kept
-    needs = GatedNormNeeds(b.needs.x, b.needs.gate, b.needs.weight)
-    return gated_norm_backward_op(args._replace(dy=b.grads.result.y, needs=needs))._asdict()
+gated_norm_backward_op = GatedNormBackwardOp()
 
 
-def _shard(a: GatedNormArgs) -> Sharding:
-    joint, block = a.result.blocks()
-    of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
-    return Sharding(
-        {"gate": "... k", "x": of_x, "weight": "k", "result_scale": ""},
-        {"result_y": "... k", "result_amax": "max:"},
-        {"k": "the norm is taken over it", **joint},
-        block,
-    )
+class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", variants=72):
+    def allocate(self, a: GatedNormArgs) -> GatedNormOutputs:
+        rstd = None
+        if a.stats:
+            rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
+        return GatedNormOutputs(allocate_result(a.result, a.gate), rstd)
+
+    def present(self, a: GatedNormArgs) -> Any:
+        return GatedNormOutputs(a.result.present(), a.stats)  # type: ignore[arg-type]
+
+    def launch(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
+        call = _GatedNorm(o, a)
+        if a.result.format is None:
+            call.plain(o.result.y)
+        else:
+            call.quantized()
+
+    def reference(self, a: GatedNormArgs) -> GatedNormOutputs:
+        """The definition."""
+        dtype = compute_dtype(a.x)
+        h = _by_group(_in_order(a.x, a.transpose), a.groups, dtype)
+        rstd = 1.0 / torch.sqrt(h.square().mean(2) + a.eps)
+        y = (h * rstd[:, :, None]).reshape(len(h), a.gate.shape[-1])
+        y = _rounded(y, a, a.x)
+        if a.weight is not None:
+            y = _rounded(y * (a.weight.to(dtype) + a.weight_offset), a, a.x, a.weight)
+        y = y * activation_reference(a.gate.reshape(y.shape).to(dtype), a.act)[0]
+        return GatedNormOutputs(
+            result_reference(a.result, y, a.gate.shape, a.x), rstd.flatten() if a.stats else None
+        )
+
+    def keep(self, a: GatedNormArgs, o: GatedNormOutputs) -> GatedNormBackwardArgs:
+        assert o.rstd is not None
+        return GatedNormBackwardArgs(
+            x=a.x,
+            gate=a.gate,
+            dy=LATER,
+            weight=a.weight,
+            rstd=o.rstd,
+            groups=a.groups,
+            act=a.act,
+            weight_offset=a.weight_offset,
+            casting=a.casting,
+            transpose=a.transpose,
+            needs=GatedNormNeeds(),
+        )
+
+    def backward(self, b: Backward) -> Gradients:
+        args: GatedNormBackwardArgs = b.kept
+        needs = GatedNormNeeds(b.needs.x, b.needs.gate, b.needs.weight)
+        return gated_norm_backward_op(args._replace(dy=b.grads.result.y, needs=needs))._asdict()
+
+    def shard(self, a: GatedNormArgs) -> Sharding:
+        joint, block = a.result.blocks()
+        of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
+        return Sharding(
+            {"gate": "... k", "x": of_x, "weight": "k", "result_scale": ""},
+            {"result_y": "... k", "result_amax": "max:"},
+            {"k": "the norm is taken over it", **joint},
+            block,
+        )
 
 
-gated_norm_backward_op = define_op(
-    "gated_norm_backward",
-    GatedNormBackwardArgs,
-    GatedNormGradients,
-    allocate=_allocate_gated_norm_backward,
-    launch=_launch_gated_norm_backward,
-    reference=gated_norm_backward_reference,
-    present=lambda a: a.needs,
-    variants=32,
-)
-
-gated_norm_op = define_op(
-    "gated_norm",
-    GatedNormArgs,
-    GatedNormOutputs,
-    allocate=_allocate_gated_norm,
-    launch=_launch_gated_norm,
-    reference=gated_norm_reference,
-    present=lambda a: GatedNormOutputs(a.result.present(), a.stats),  # type: ignore[arg-type]
-    keep=_keep,
-    backward=_gradients,
-    sharding=_shard,
-    variants=72,
-)
+gated_norm_op = GatedNormOp()
 
 
 # ---- public function ------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from ...quant import Format
 from ...runtime import (
     Backward,
     Gradients,
+    Op,
     Sharding,
-    define_op,
     is_distributed,
 )
 from ..common.checks import (
@@ -80,99 +80,6 @@ class _Kept(NamedTuple):
     residual_dtype: torch.dtype
 
 
-def _keep(a: NormArgs, o: NormOutputs) -> _Kept:
-    assert o.rstd is not None
-    h = a.x if o.residual is None else o.residual
-    if a.unrounded_sum and a.residual is not None:
-        h = a.residual
-    for_gate = a.residual_gate is not None and a.residual_gate.requires_grad
-    return _Kept(
-        h,
-        a.x if a.unrounded_sum or for_gate else None,
-        a.pre_bias,
-        a.residual_gate,
-        a.weight,
-        a.bias,
-        a.scale,
-        a.shift if a.scale is None else None,
-        o.rstd,
-        o.mean,
-        a.weight_offset,
-        a.casting,
-        a.unrounded_sum,
-        a.x.dtype,
-        a.x.dtype if a.residual is None else a.residual.dtype,
-    )
-
-
-def _gradients(b: Backward) -> Gradients:
-    kept: _Kept = b.kept
-    needs, grads = b.needs, b.grads
-    # Without a gate x and the residual have the same gradient, unless it is rounded to two dtypes.
-    shared = kept.residual_gate is None and kept.x_dtype is kept.residual_dtype
-    found = norm_backward_op(
-        NormBackwardArgs(
-            h=kept.h,
-            dy=kept.h.new_zeros(1).expand(kept.h.shape) if grads.result.y is None else grads.result.y,
-            dresidual=grads.residual,
-            x=kept.x,
-            pre_bias=kept.pre_bias,
-            residual_gate=kept.residual_gate,
-            weight=kept.weight,
-            bias=kept.bias,
-            scale=kept.scale if kept.shift is None else torch.zeros_like(kept.shift),  # as if scaled by 1
-            rstd=kept.rstd,
-            mean=kept.mean,
-            weight_offset=kept.weight_offset,
-            casting=kept.casting,
-            unrounded_sum=kept.unrounded_sum,
-            x_dtype=kept.x_dtype,
-            residual_dtype=kept.residual_dtype,
-            needs=NormNeeds(
-                needs.x or (needs.residual and shared),
-                needs.weight,
-                needs.bias,
-                needs.scale,
-                needs.shift,
-                needs.residual and not shared,
-                needs.residual_gate,
-                needs.pre_bias,
-            ),
-        )
-    )
-    return {
-        "x": found.x if needs.x else None,
-        "residual": (found.x if shared else found.residual) if needs.residual else None,
-        "pre_bias": found.pre_bias,
-        "residual_gate": found.residual_gate,
-        "weight": found.weight,
-        "bias": found.bias,
-        "scale": found.scale,
-        "shift": found.shift,
-    }
-
-
-def _shard(a: NormArgs) -> Sharding:
-    rows = "... k"
-    joint, block = a.result.blocks()
-    return Sharding(
-        {
-            "x": rows,
-            "residual": rows,
-            "pre_bias": "k",
-            "residual_gate": _sample_dims(a.residual_gate),
-            "weight": "k",
-            "bias": "k",
-            "scale": _sample_dims(a.scale),
-            "shift": _sample_dims(a.shift),
-            "result_scale": "",
-        },
-        {"result_y": rows, "result_amax": "max:", "residual": rows},
-        {"k": "the norm is taken over it", **joint},
-        block,
-    )
-
-
 def _sample_dims(part: Tensor | None) -> str:
     """One row for all samples, or one for each, which has the first few of x's dimensions."""
     if part is None or len(part) == 1:
@@ -180,31 +87,128 @@ def _sample_dims(part: Tensor | None) -> str:
     return f"({' '.join(map(str, range(part.dim() - 1)))}) k"
 
 
-norm_backward_op = define_op(
-    "norm_backward",
-    NormBackwardArgs,
-    NormGradients,
-    allocate=allocate_norm_backward,
-    launch=launch_norm_backward,
-    reference=norm_backward_reference,
-    present=lambda a: a.needs,
-    variants=32,
-)
+class NormBackwardOp(Op[NormBackwardArgs, NormGradients], name="norm_backward", variants=32):
+    def allocate(self, a: NormBackwardArgs) -> NormGradients:
+        return allocate_norm_backward(a)
 
-norm_op = define_op(
-    "norm",
-    NormArgs,
-    NormOutputs,
-    allocate=allocate_norm,
-    launch=launch_norm,
-    reference=norm_reference,
-    present=present,
-    keep=_keep,
-    backward=_gradients,
-    differentiable=("result_y", "residual"),
-    sharding=_shard,
-    variants=72,
-)
+    def present(self, a: NormBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, outputs: NormGradients, a: NormBackwardArgs) -> None:
+        launch_norm_backward(outputs, a)
+
+    def reference(self, a: NormBackwardArgs) -> NormGradients:
+        return norm_backward_reference(a)
+
+
+norm_backward_op = NormBackwardOp()
+
+
+class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable=("result_y", "residual")):
+    def allocate(self, a: NormArgs) -> NormOutputs:
+        return allocate_norm(a)
+
+    def present(self, a: NormArgs) -> Any:
+        return present(a)
+
+    def launch(self, outputs: NormOutputs, a: NormArgs) -> None:
+        launch_norm(outputs, a)
+
+    def reference(self, a: NormArgs) -> NormOutputs:
+        return norm_reference(a)
+
+    def keep(self, a: NormArgs, o: NormOutputs) -> _Kept:
+        assert o.rstd is not None
+        h = a.x if o.residual is None else o.residual
+        if a.unrounded_sum and a.residual is not None:
+            h = a.residual
+        for_gate = a.residual_gate is not None and a.residual_gate.requires_grad
+        return _Kept(
+            h,
+            a.x if a.unrounded_sum or for_gate else None,
+            a.pre_bias,
+            a.residual_gate,
+            a.weight,
+            a.bias,
+            a.scale,
+            a.shift if a.scale is None else None,
+            o.rstd,
+            o.mean,
+            a.weight_offset,
+            a.casting,
+            a.unrounded_sum,
+            a.x.dtype,
+            a.x.dtype if a.residual is None else a.residual.dtype,
+        )
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: _Kept = b.kept
+        needs, grads = b.needs, b.grads
+        # Without a gate x and the residual have the same gradient, unless it is rounded to two dtypes.
+        shared = kept.residual_gate is None and kept.x_dtype is kept.residual_dtype
+        found = norm_backward_op(
+            NormBackwardArgs(
+                h=kept.h,
+                dy=kept.h.new_zeros(1).expand(kept.h.shape) if grads.result.y is None else grads.result.y,
+                dresidual=grads.residual,
+                x=kept.x,
+                pre_bias=kept.pre_bias,
+                residual_gate=kept.residual_gate,
+                weight=kept.weight,
+                bias=kept.bias,
+                scale=kept.scale if kept.shift is None else torch.zeros_like(kept.shift),  # as if scaled by 1
+                rstd=kept.rstd,
+                mean=kept.mean,
+                weight_offset=kept.weight_offset,
+                casting=kept.casting,
+                unrounded_sum=kept.unrounded_sum,
+                x_dtype=kept.x_dtype,
+                residual_dtype=kept.residual_dtype,
+                needs=NormNeeds(
+                    needs.x or (needs.residual and shared),
+                    needs.weight,
+                    needs.bias,
+                    needs.scale,
+                    needs.shift,
+                    needs.residual and not shared,
+                    needs.residual_gate,
+                    needs.pre_bias,
+                ),
+            )
+        )
+        return {
+            "x": found.x if needs.x else None,
+            "residual": (found.x if shared else found.residual) if needs.residual else None,
+            "pre_bias": found.pre_bias,
+            "residual_gate": found.residual_gate,
+            "weight": found.weight,
+            "bias": found.bias,
+            "scale": found.scale,
+            "shift": found.shift,
+        }
+
+    def shard(self, a: NormArgs) -> Sharding:
+        rows = "... k"
+        joint, block = a.result.blocks()
+        return Sharding(
+            {
+                "x": rows,
+                "residual": rows,
+                "pre_bias": "k",
+                "residual_gate": _sample_dims(a.residual_gate),
+                "weight": "k",
+                "bias": "k",
+                "scale": _sample_dims(a.scale),
+                "shift": _sample_dims(a.shift),
+                "result_scale": "",
+            },
+            {"result_y": rows, "result_amax": "max:", "residual": rows},
+            {"k": "the norm is taken over it", **joint},
+            block,
+        )
+
+
+norm_op = NormOp()
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import register_codes, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
-from ...runtime import Backward, Gradients, define_op
+from ...runtime import Backward, Gradients, Op
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.groups import Groups, group_spans
@@ -65,21 +65,6 @@ def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
     return torch.where((slot >= 0)[:, None], x[slot.clamp(min=0) // a.slots], 0)
 
 
-def grouped_reference(a: GroupedArgs) -> ProductOutputs:
-    """The definition."""
-    dtype = compute_dtype(a.x)
-    x = _gathered(reference_numbers(a.x, a.x_codes, dtype, False), a)
-    y = x.new_zeros(len(x), a.w.shape[1] // (2 if a.gated else 1))
-    for group, begin, end in group_spans(a.ends, len(x), a.align):
-        weight = reference_numbers(a.w[group], _of_group(a.w_codes, group), dtype, False)
-        bias = None if a.bias is None else a.bias[group]
-        y[begin:end] = finish_reference(x[begin:end] @ weight.t(), bias, a.activation, a.gated)
-    rounded = y if a.result.format is None else y.to(a.result.dtype)
-    return ProductOutputs(
-        result_reference(a.result, rounded, tuple(y.shape), a.x, input_dtype=a.result.dtype)
-    )
-
-
 def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: int) -> Tensor:
     """The rows of a group, transposed: [width, rows of the group]."""
     group, begin, end = span
@@ -97,53 +82,7 @@ def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: in
     return dequantize_copy(Copy(data, scale, codes.whole), f, (x.shape[1], end - begin), dtype)
 
 
-def wgrad_reference(a: WgradArgs) -> ProductOutputs:
-    """The definition."""
-    groups = len(a.ends)
-    y = torch.zeros(groups, a.dy.shape[1], a.x.shape[1], dtype=compute_dtype(a.dy), device=a.dy.device)
-    for span in group_spans(a.ends, len(a.dy), a.align):
-        y[span[0]] = _part(a.dy, a.dy_codes, span, groups) @ _part(a.x, a.x_codes, span, groups).t()
-    if a.addend is not None:
-        y = y + a.addend.to(y.dtype)
-    return ProductOutputs(result_reference(a.result, y.flatten(0, 1), tuple(y.shape), a.dy))
-
-
 # ---- registration ---------------------------------------------------------------------------------------
-
-
-def _allocate(a: GroupedArgs) -> ProductOutputs:
-    rows = a.x if a.slot_of_row is None else a.slot_of_row
-    return ProductOutputs(
-        allocate_result(a.result, a.x, (rows.shape[0], a.w.shape[1] // (2 if a.gated else 1)))
-    )
-
-
-def _gradients(b: Backward) -> Gradients:
-    kept: GroupedArgs = b.kept
-    dz = b.grads.result.y
-    found: Gradients = {}
-    plain = kept._replace(activation=None, gated=False, precision=_of_gradients(kept.precision))
-    if kept.activation is not None:
-        of_z = plain._replace(precision=kept.precision, result=plain_result(compute_dtype(dz)))
-        z = grouped_matmul_op(of_z).result.y
-        layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
-        dz = glu_backward(dz, z, act=cast(Act, kept.activation), layout=layout).x.to(dz.dtype)
-    if b.needs.x:
-        weights = _plain_weights(kept, dz.dtype).mT
-        of_x = plain._replace(
-            x=dz, w=weights, x_codes=PLAIN, w_codes=PLAIN, bias=None, slot_of_row=None,
-            result=plain_result(kept.x.dtype),
-        )  # fmt: skip
-        found["x"] = _scattered(grouped_matmul_op(of_x).result.y, kept)
-    groups = Groups(kept.ends, kept.align)
-    if b.needs.w:
-        values = _gathered(plain_numbers(kept.x, kept.x_codes, dz.dtype, False), kept)
-        of_w = wgrad_args(dz, values, groups, plain_result(kept.w.dtype))
-        of_w = of_w._replace(precision=plain.precision, engine=kept.engine)
-        found["w"] = grouped_wgrad_op(of_w).result.y
-    if b.needs.bias and kept.bias is not None:
-        found["bias"] = sums_of_groups(dz, groups, kept.bias.dtype, plain.precision)
-    return found
 
 
 def sums_of_groups(x: Tensor, groups: Groups, dtype: torch.dtype, precision: str | None = None) -> Tensor:
@@ -188,38 +127,96 @@ def _scattered(dx: Tensor, kept: GroupedArgs) -> Tensor:
     return total.to(dx.dtype)
 
 
-def _kept(a: GroupedArgs, o: ProductOutputs) -> GroupedArgs:
-    """What the gradients are made of."""
-    return a._replace(result=plain_result(a.result.dtype))
+class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", variants=64):
+    def validate(self, a: GroupedArgs) -> None:
+        validate_grouped(a)
+
+    def allocate(self, a: GroupedArgs) -> ProductOutputs:
+        rows = a.x if a.slot_of_row is None else a.slot_of_row
+        return ProductOutputs(
+            allocate_result(a.result, a.x, (rows.shape[0], a.w.shape[1] // (2 if a.gated else 1)))
+        )
+
+    def present(self, a: GroupedArgs) -> Any:
+        return ProductOutputs(a.result.present())
+
+    def launch(self, outputs: ProductOutputs, a: GroupedArgs) -> None:
+        launch_grouped(outputs, a)
+
+    def reference(self, a: GroupedArgs) -> ProductOutputs:
+        """The definition."""
+        dtype = compute_dtype(a.x)
+        x = _gathered(reference_numbers(a.x, a.x_codes, dtype, False), a)
+        y = x.new_zeros(len(x), a.w.shape[1] // (2 if a.gated else 1))
+        for group, begin, end in group_spans(a.ends, len(x), a.align):
+            weight = reference_numbers(a.w[group], _of_group(a.w_codes, group), dtype, False)
+            bias = None if a.bias is None else a.bias[group]
+            y[begin:end] = finish_reference(x[begin:end] @ weight.t(), bias, a.activation, a.gated)
+        rounded = y if a.result.format is None else y.to(a.result.dtype)
+        return ProductOutputs(
+            result_reference(a.result, rounded, tuple(y.shape), a.x, input_dtype=a.result.dtype)
+        )
+
+    def keep(self, a: GroupedArgs, o: ProductOutputs) -> GroupedArgs:
+        """What the gradients are made of."""
+        return a._replace(result=plain_result(a.result.dtype))
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: GroupedArgs = b.kept
+        dz = b.grads.result.y
+        found: Gradients = {}
+        plain = kept._replace(activation=None, gated=False, precision=_of_gradients(kept.precision))
+        if kept.activation is not None:
+            of_z = plain._replace(precision=kept.precision, result=plain_result(compute_dtype(dz)))
+            z = grouped_matmul_op(of_z).result.y
+            layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
+            dz = glu_backward(dz, z, act=cast(Act, kept.activation), layout=layout).x.to(dz.dtype)
+        if b.needs.x:
+            weights = _plain_weights(kept, dz.dtype).mT
+            of_x = plain._replace(
+                x=dz, w=weights, x_codes=PLAIN, w_codes=PLAIN, bias=None, slot_of_row=None,
+                result=plain_result(kept.x.dtype),
+            )  # fmt: skip
+            found["x"] = _scattered(grouped_matmul_op(of_x).result.y, kept)
+        groups = Groups(kept.ends, kept.align)
+        if b.needs.w:
+            values = _gathered(plain_numbers(kept.x, kept.x_codes, dz.dtype, False), kept)
+            of_w = wgrad_args(dz, values, groups, plain_result(kept.w.dtype))
+            of_w = of_w._replace(precision=plain.precision, engine=kept.engine)
+            found["w"] = grouped_wgrad_op(of_w).result.y
+        if b.needs.bias and kept.bias is not None:
+            found["bias"] = sums_of_groups(dz, groups, kept.bias.dtype, plain.precision)
+        return found
 
 
-grouped_matmul_op = define_op(
-    "grouped_matmul",
-    GroupedArgs,
-    ProductOutputs,
-    allocate=_allocate,
-    launch=launch_grouped,
-    reference=grouped_reference,
-    present=lambda a: ProductOutputs(a.result.present()),
-    keep=_kept,
-    backward=_gradients,
-    validate=validate_grouped,
-    variants=64,
-)
+grouped_matmul_op = GroupedMatmulOp()
 
-grouped_wgrad_op = define_op(
-    "grouped_wgrad",
-    WgradArgs,
-    ProductOutputs,
-    allocate=lambda a: ProductOutputs(
-        allocate_result(a.result, a.dy, (a.ends.shape[0], a.dy.shape[1], a.x.shape[1]))
-    ),
-    launch=launch_wgrad,
-    reference=wgrad_reference,
-    present=lambda a: ProductOutputs(a.result.present()),
-    validate=validate_wgrad,
-    variants=64,
-)
+
+class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", variants=64):
+    def validate(self, a: WgradArgs) -> None:
+        validate_wgrad(a)
+
+    def allocate(self, a: WgradArgs) -> ProductOutputs:
+        return ProductOutputs(allocate_result(a.result, a.dy, (a.ends.shape[0], a.dy.shape[1], a.x.shape[1])))
+
+    def present(self, a: WgradArgs) -> Any:
+        return ProductOutputs(a.result.present())
+
+    def launch(self, outputs: ProductOutputs, a: WgradArgs) -> None:
+        launch_wgrad(outputs, a)
+
+    def reference(self, a: WgradArgs) -> ProductOutputs:
+        """The definition."""
+        groups = len(a.ends)
+        y = torch.zeros(groups, a.dy.shape[1], a.x.shape[1], dtype=compute_dtype(a.dy), device=a.dy.device)
+        for span in group_spans(a.ends, len(a.dy), a.align):
+            y[span[0]] = _part(a.dy, a.dy_codes, span, groups) @ _part(a.x, a.x_codes, span, groups).t()
+        if a.addend is not None:
+            y = y + a.addend.to(y.dtype)
+        return ProductOutputs(result_reference(a.result, y.flatten(0, 1), tuple(y.shape), a.dy))
+
+
+grouped_wgrad_op = GroupedWgradOp()
 
 
 def weight_codes(

@@ -23,7 +23,7 @@ A quantised result is made of y rounded to its dtype, so that it has the bytes o
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import register_codes, register_multiplier, stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
-from ...runtime import Backward, Gradients, define_op
+from ...runtime import Backward, Gradients, Op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
 from ..common.results import (
@@ -77,63 +77,7 @@ def finish_reference(z: Tensor, bias: Tensor | None, activation: str | None, gat
     return z if up is None else z * up
 
 
-def matmul_reference(a: MatmulArgs) -> ProductOutputs:
-    """The definition."""
-    dtype = compute_dtype(a.a)
-    y = reference_numbers(a.a, a.a_codes, dtype, False) @ reference_numbers(a.b, a.b_codes, dtype, True)
-    if a.factor != 1.0:
-        y = y * a.factor
-    if a.alpha is not None:
-        y = y * a.alpha.to(dtype)
-    y = finish_reference(y, a.bias, a.activation, a.gated)
-    if a.residual is not None:
-        y = y + a.residual.to(dtype)
-    shape = tuple(y.shape)
-    rounded = y if a.result.format is None else y.to(a.result.dtype)
-    flat = rounded.reshape(math.prod(shape[:-1]), shape[-1])
-    return ProductOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
-
-
 # ---- registration ---------------------------------------------------------------------------------------
-
-
-def _allocate(a: MatmulArgs) -> ProductOutputs:
-    n = a.b.shape[-1] // (2 if a.gated else 1)
-    return ProductOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
-
-
-def _gradients(b: Backward) -> Gradients:
-    kept: MatmulArgs = b.kept
-    dy = b.grads.result.y
-    found: Gradients = {}
-    # Sums in fp16 are for the forward alone.
-    of_products = kept._replace(
-        a_codes=PLAIN, b_codes=PLAIN, bias=None, activation=None, gated=False,
-        precision=None if kept.precision == "fp16" else kept.precision,
-    )  # fmt: skip
-    dz = dy
-    if kept.activation is not None:
-        of_z = of_products._replace(a_codes=kept.a_codes, b_codes=kept.b_codes, bias=kept.bias)
-        wide = plain_result(compute_dtype(dy))
-        z = matmul_op(of_z._replace(precision=kept.precision, result=wide)).result.y
-        layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
-        dz = glu_backward(dy, z, act=kept.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
-
-    def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        return matmul_op(of_products._replace(a=left, b=right, result=plain_result(dtype))).result.y
-
-    if b.needs.a:
-        values = plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
-        found["a"] = product(dz, values.transpose(-1, -2), kept.a.dtype)
-    if b.needs.b:
-        values = plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
-        found["b"] = product(values.transpose(-1, -2), dz, kept.b.dtype)
-    if b.needs.bias and kept.bias is not None:
-        dims = tuple(range(dz.dim() - 1))
-        found["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(kept.bias.dtype)
-    if b.needs.residual:
-        found["residual"] = dy
-    return found
 
 
 def plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
@@ -150,24 +94,76 @@ def plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool
     return values.t() if of_b else values
 
 
-def _kept(a: MatmulArgs, o: ProductOutputs) -> MatmulArgs:
-    """What the gradients are made of."""
-    return a._replace(residual=None, result=plain_result(a.result.dtype))
+class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
+    def validate(self, a: MatmulArgs) -> None:
+        validate_matmul(a)
+
+    def allocate(self, a: MatmulArgs) -> ProductOutputs:
+        n = a.b.shape[-1] // (2 if a.gated else 1)
+        return ProductOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
+
+    def present(self, a: MatmulArgs) -> Any:
+        return ProductOutputs(a.result.present())
+
+    def launch(self, outputs: ProductOutputs, a: MatmulArgs) -> None:
+        launch_matmul(outputs, a)
+
+    def reference(self, a: MatmulArgs) -> ProductOutputs:
+        """The definition."""
+        dtype = compute_dtype(a.a)
+        y = reference_numbers(a.a, a.a_codes, dtype, False) @ reference_numbers(a.b, a.b_codes, dtype, True)
+        if a.factor != 1.0:
+            y = y * a.factor
+        if a.alpha is not None:
+            y = y * a.alpha.to(dtype)
+        y = finish_reference(y, a.bias, a.activation, a.gated)
+        if a.residual is not None:
+            y = y + a.residual.to(dtype)
+        shape = tuple(y.shape)
+        rounded = y if a.result.format is None else y.to(a.result.dtype)
+        flat = rounded.reshape(math.prod(shape[:-1]), shape[-1])
+        return ProductOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
+
+    def keep(self, a: MatmulArgs, o: ProductOutputs) -> MatmulArgs:
+        """What the gradients are made of."""
+        return a._replace(residual=None, result=plain_result(a.result.dtype))
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: MatmulArgs = b.kept
+        dy = b.grads.result.y
+        found: Gradients = {}
+        # Sums in fp16 are for the forward alone.
+        of_products = kept._replace(
+            a_codes=PLAIN, b_codes=PLAIN, bias=None, activation=None, gated=False,
+            precision=None if kept.precision == "fp16" else kept.precision,
+        )  # fmt: skip
+        dz = dy
+        if kept.activation is not None:
+            of_z = of_products._replace(a_codes=kept.a_codes, b_codes=kept.b_codes, bias=kept.bias)
+            wide = plain_result(compute_dtype(dy))
+            z = matmul_op(of_z._replace(precision=kept.precision, result=wide)).result.y
+            layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
+            dz = glu_backward(dy, z, act=kept.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
+
+        def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+            return matmul_op(of_products._replace(a=left, b=right, result=plain_result(dtype))).result.y
+
+        if b.needs.a:
+            values = plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
+            found["a"] = product(dz, values.transpose(-1, -2), kept.a.dtype)
+        if b.needs.b:
+            values = plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
+            found["b"] = product(values.transpose(-1, -2), dz, kept.b.dtype)
+        if b.needs.bias and kept.bias is not None:
+            dims = tuple(range(dz.dim() - 1))
+            found["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(kept.bias.dtype)
+        if b.needs.residual:
+            found["residual"] = dy
+        return found
 
 
-matmul_op = define_op(
-    "matmul",
-    MatmulArgs,
-    ProductOutputs,
-    allocate=_allocate,
-    launch=launch_matmul,
-    reference=matmul_reference,
-    present=lambda a: ProductOutputs(a.result.present()),
-    keep=_kept,
-    backward=_gradients,
-    validate=validate_matmul,
-    variants=64,
-)
+matmul_op = MatmulOp()
+
 
 EITHER_COPY = (
     "tensor",
