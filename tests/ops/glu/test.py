@@ -18,10 +18,11 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from weft import QTensor
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.checks import assert_accurate
 from weft.lab.copies import assert_copies, regions
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths import glu as truth_glu
 from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for, recording

@@ -15,10 +15,11 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import constant, expanded, off_by_one, stepped, transposed
 from tests.ops.glu.test import BF16, ENDS, backward_of, call_of, draw, experts
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.checks import assert_accurate
 from weft.lab.copies import assert_copies, regions
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths import glu as truth_glu
 from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for

@@ -18,8 +18,9 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.support.covering import covering
 from weft.lab import oracle
-from weft.lab.calls import assert_same, backward, near, results, run, upstreams
+from weft.lab.calls import assert_same, backward, results, run, upstreams
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths.heads import TRUTHS, spelled_out, spelled_rope
 from weft.ops.heads.layout import with_neighbours
 from weft.runtime import choosing_for

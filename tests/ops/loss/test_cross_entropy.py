@@ -17,9 +17,9 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss.ranks_vocabulary import unread_labels
 from tests.support.covering import covering
-from weft.lab.calls import assert_same, near
+from weft.lab.calls import assert_same
 from weft.lab.families import Call
-from weft.lab.truth import Near, arguments
+from weft.lab.truth import Near, arguments, near
 from weft.lab.truths import cross_entropy as truth_cross_entropy
 from weft.ops import CrossEntropy
 from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import weft
 from tests.ops.loss.ranks_vocabulary import unread_labels
-from weft.lab.calls import assert_same, near
+from weft.lab.calls import assert_same
 from weft.lab.families import Call
-from weft.lab.truth import arguments
+from weft.lab.truth import arguments, near
 from weft.lab.truths import linear_logprobs as truth_linear_logprobs
 from weft.ops.common.rows import scan_config
 from weft.runtime import Capabilities, choosing_for

@@ -17,9 +17,9 @@ import weft
 from tests.ops.loss import ranks_vocabulary as ranks
 from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of, unread_labels
 from weft import VocabShard
-from weft.lab.calls import assert_same, near, small
+from weft.lab.calls import assert_same, small
 from weft.lab.families import Call, for_op
-from weft.lab.truth import Near, arguments
+from weft.lab.truth import Near, arguments, near
 from weft.lab.truths import cross_entropy as truth_cross_entropy
 from weft.lab.truths import linear_logprobs as truth_linear_logprobs
 

@@ -20,8 +20,9 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor, RowMap
-from weft.lab.calls import assert_same, near, results
+from weft.lab.calls import assert_same, results
 from weft.lab.families import Call, for_op
+from weft.lab.truth import near
 from weft.lab.truths import permute as truth_permute
 from weft.ops.common.results import plain_result
 from weft.ops.moe.permute import (

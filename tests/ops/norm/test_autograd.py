@@ -14,8 +14,9 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.ops.norm.cases import both_copies, everything, heads
 from tests.ops.quantize.cases import quantizer
-from weft.lab.calls import assert_same, backward, near, results, run, upstreams
+from weft.lab.calls import assert_same, backward, results, run, upstreams
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths import norm as truth
 
 NORMS = (weft.rms_norm, weft.layer_norm)

@@ -17,9 +17,10 @@ from tests.catalogue.calls import arguments_of, compiled_variants, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from weft import Format, QTensor
 from weft.lab import oracle
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.copies import assert_copies
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths import gated_norm as truth_gated_norm
 from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
 from weft.runtime import choosing_for, recording

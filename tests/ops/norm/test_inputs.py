@@ -14,8 +14,9 @@ import weft
 from tests.catalogue.layouts import far_apart
 from tests.ops.norm.cases import both_copies, everything
 from weft import QTensor
-from weft.lab.calls import assert_same, backward, near, results, run, small, upstreams
+from weft.lab.calls import assert_same, backward, results, run, small, upstreams
 from weft.lab.families import Call, Inputs, for_op
+from weft.lab.truth import near
 from weft.lab.truths import norm as truth
 from weft.lab.truths.norm import own_value
 from weft.runtime import Capabilities, choosing_for, launch

@@ -15,9 +15,9 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor
-from weft.lab.calls import near
 from weft.lab.families import Call
 from weft.lab.families.matmul import PAIRS
+from weft.lab.truth import near
 from weft.lab.truths.product import matmul as truth
 from weft.lab.truths.product import numbers
 from weft.runtime import choosing_for

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import DelayedScaling
-from weft.lab.calls import near
+from weft.lab.truth import near
 from weft.lab.truths.product import product
 
 M, N, K = 24, 40, 64

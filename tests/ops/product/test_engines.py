@@ -11,8 +11,8 @@ import torch
 import weft
 from tests.ops.product.test import EVERY, check, operands
 from tests.ops.product.test_grouped import problem
-from weft.lab.calls import near
 from weft.lab.families import Call
+from weft.lab.truth import near
 from weft.lab.truths.product import grouped_matmul as grouped_truth
 from weft.lab.truths.product import matmul as truth
 from weft.ops.common.groups import Groups

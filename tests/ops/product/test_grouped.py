@@ -12,9 +12,8 @@ from triton_loom.testing import words
 
 import weft
 from weft import QTensor
-from weft.lab.calls import near
 from weft.lab.families import Call
-from weft.lab.truth import Near
+from weft.lab.truth import Near, near
 from weft.lab.truths.product import grouped_matmul as truth
 from weft.lab.truths.product import grouped_wgrad as wgrad_truth
 from weft.lab.truths.product import spans

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.support.examples import example
 from weft import QTensor, Recipe
-from weft.lab.calls import near
+from weft.lab.truth import near
 from weft.lab.truths.product import numbers, product
 from weft.ops.product.recipes import RECIPES
 

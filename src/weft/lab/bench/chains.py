@@ -8,53 +8,14 @@ use PyTorch's own fused functions where there are such. Some assume what holds f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...quant import QTensor
-from ..families import Call
-from .clocks import Run
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A function of tensors that gives what a call of Weft gives, or a part of it."""
-
-    function: Callable[..., Any]
-    inputs: tuple[Tensor, ...]
-    view: Callable[[Any], Any] = lambda result: (
-        result
-    )  # what of Weft's result is compared, in the chain's form
-    upstream: Tensor | None = None  # with it, the gradients of the function are timed in its place
-
-    def prepared(self, function: Callable[..., Any]) -> Run:
-        """The call of `function`, the chain's or a compiled one."""
-        if self.upstream is None:
-            return lambda: function(*self.inputs)
-        inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in self.inputs]
-        leaves = [x for x in inputs if x.requires_grad]
-        with torch.enable_grad():
-            result = function(*inputs)
-        # The graph of one forward is walked again and again.
-        return lambda: torch.autograd.grad(result, leaves, self.upstream, retain_graph=True)
-
-    def wanted(self, truth: Run) -> Run:
-        return lambda: self.view(truth())
-
-
-def codes_and_scales(q: QTensor) -> list[Tensor]:
-    return [part for copy in (q.rowwise, q.columnwise) if copy is not None for part in copy[:2]]
-
-
-def _given(call: Call, *names: str) -> tuple[Tensor, ...]:
-    return tuple(call[name] for name in names)
-
+from ..chain import EPS, Chain, codes_and_scales, tensors_of
+from ..problem import Call
 
 # ---- norms and quantisers ---------------------------------------------------------------------------------
 
@@ -256,56 +217,60 @@ def _gradients(call: Call) -> tuple[Tensor, ...]:
 
 
 CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
-    ("norm", "plain"): lambda call: Chain(_rms_norm, _given(call, "x", "weight")),
-    ("norm", "1x128-both"): lambda call: Chain(_rms_norm_both, _given(call, "x", "weight"), codes_and_scales),
+    ("norm", "plain"): lambda call: Chain(_rms_norm, tensors_of(call, "x", "weight")),
+    ("norm", "1x128-both"): lambda call: Chain(
+        _rms_norm_both, tensors_of(call, "x", "weight"), codes_and_scales
+    ),
     ("norm_backward", "plain"): lambda call: Chain(
-        _rms_norm_backward, _given(call, "h", "weight", "rstd", "dy")
+        _rms_norm_backward, tensors_of(call, "h", "weight", "rstd", "dy")
     ),
-    ("quantize", "1x128-both"): lambda call: Chain(quantize_both, _given(call, "x"), codes_and_scales),
-    ("gated_norm", "groups"): lambda call: Chain(_gated_norm, _given(call, "x", "gate", "weight")),
+    ("quantize", "1x128-both"): lambda call: Chain(quantize_both, tensors_of(call, "x"), codes_and_scales),
+    ("gated_norm", "groups"): lambda call: Chain(_gated_norm, tensors_of(call, "x", "gate", "weight")),
     ("gated_norm_backward", "groups"): lambda call: Chain(
-        _gated_norm_backward, _given(call, "x", "gate", "dy", "weight", "rstd")
+        _gated_norm_backward, tensors_of(call, "x", "gate", "dy", "weight", "rstd")
     ),
-    ("glu", "swiglu"): lambda call: Chain(_swiglu, _given(call, "x")),
-    ("glu", "1x128-both"): lambda call: Chain(_swiglu_both, _given(call, "x"), codes_and_scales),
+    ("glu", "swiglu"): lambda call: Chain(_swiglu, tensors_of(call, "x")),
+    ("glu", "1x128-both"): lambda call: Chain(_swiglu_both, tensors_of(call, "x"), codes_and_scales),
     ("glu", "1x128-both-experts"): lambda call: Chain(
-        _swiglu_both, _given(call, "x", "probs"), codes_and_scales
+        _swiglu_both, tensors_of(call, "x", "probs"), codes_and_scales
     ),
     ("glu_backward", "swiglu"): lambda call: Chain(
-        _swiglu_backward, _given(call, "x", "dy"), lambda result: result.x
+        _swiglu_backward, tensors_of(call, "x", "dy"), lambda result: result.x
     ),
     ("glu_backward", "1x128-both"): lambda call: Chain(
-        _swiglu_backward_both, _given(call, "x", "dy"), _of_glu_backward
+        _swiglu_backward_both, tensors_of(call, "x", "dy"), _of_glu_backward
     ),
     ("glu_backward", "1x128-both-experts"): lambda call: Chain(
-        _swiglu_backward_both, _given(call, "x", "dy", "probs"), _of_glu_backward
+        _swiglu_backward_both, tensors_of(call, "x", "dy", "probs"), _of_glu_backward
     ),
     ("qkv_prepare", "groups-half"): lambda call: Chain(
-        _qkv, _given(call, "qkv", "q_weight", "k_weight", "cos", "sin"), lambda result: tuple(result)[:3]
+        _qkv, tensors_of(call, "qkv", "q_weight", "k_weight", "cos", "sin"), lambda result: tuple(result)[:3]
     ),
     ("qkv_prepare_backward", "groups-half"): lambda call: Chain(
-        _qkv_backward, _given(call, "dq", "dk", "dv", "x", "q_weight", "k_weight", "cos", "sin")
+        _qkv_backward, tensors_of(call, "dq", "dk", "dv", "x", "q_weight", "k_weight", "cos", "sin")
     ),
-    ("attention", "causal"): lambda call: Chain(_attention, _given(call, "query", "key", "value")),
+    ("attention", "causal"): lambda call: Chain(_attention, tensors_of(call, "query", "key", "value")),
     ("attention_backward", "causal"): lambda call: Chain(
         _attention,
-        _given(call, "query", "key", "value"),
+        tensors_of(call, "query", "key", "value"),
         lambda result: tuple(result)[:3],
         call["dy"].transpose(1, 2),
     ),
-    ("matmul", "bf16"): lambda call: Chain(torch.matmul, _given(call, "a", "b")),
-    ("matmul", "fp32"): lambda call: Chain(torch.matmul, _given(call, "a", "b")),
+    ("matmul", "bf16"): lambda call: Chain(torch.matmul, tensors_of(call, "a", "b")),
+    ("matmul", "fp32"): lambda call: Chain(torch.matmul, tensors_of(call, "a", "b")),
     ("router_linear", "bf16-weight"): lambda call: Chain(
-        lambda x, weight: F.linear(x.float(), weight.float()), _given(call, "x", "weight")
+        lambda x, weight: F.linear(x.float(), weight.float()), tensors_of(call, "x", "weight")
     ),
-    ("router_linear_backward", "dgrad"): lambda call: Chain(_router_backward, _given(call, "dy", "weight")),
+    ("router_linear_backward", "dgrad"): lambda call: Chain(
+        _router_backward, tensors_of(call, "dy", "weight")
+    ),
     ("permute", "plain"): _permute,
     ("permute", "probs"): _permute,
     ("unpermute", "plain"): _unpermute,
     ("unpermute", "carried"): _unpermute,
-    ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, _given(call, "logits", "target")),
+    ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, tensors_of(call, "logits", "target")),
     ("cross_entropy_backward", "plain"): lambda call: Chain(
-        F.cross_entropy, _given(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
+        F.cross_entropy, tensors_of(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
     ),
     ("multi_tensor_reduce", "norm2"): lambda call: Chain(_norm_of_all, _gradients(call)),
     ("multi_tensor_reduce", "zeros"): lambda call: Chain(_zeros_of_all, _gradients(call)),

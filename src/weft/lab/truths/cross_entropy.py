@@ -11,7 +11,7 @@ from triton_loom.testing import EPS32
 
 import weft
 
-from ..families import Call
+from ..problem import Call
 from ..truth import Near, arguments
 
 

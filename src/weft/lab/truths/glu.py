@@ -18,7 +18,7 @@ from triton_loom.testing import EPS32
 import weft
 
 from ..copies import regions
-from ..families import Call
+from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import ROUNDINGS, Near, arguments
 from .quantize import y_and_amax

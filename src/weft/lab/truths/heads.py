@@ -10,8 +10,8 @@ from triton_loom.testing import EPS32, ulp
 
 import weft
 
-from ..families import Call
 from ..families.heads import PAGE, prepare, prepare_cached, rotate
+from ..problem import Call
 from ..truth import ROUNDINGS, Near, arguments
 
 FEW = ROUNDINGS * EPS32

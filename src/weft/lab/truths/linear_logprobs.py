@@ -10,7 +10,7 @@ from triton_loom.testing import EPS32
 
 import weft
 
-from ..families import Call
+from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import Near, arguments
 

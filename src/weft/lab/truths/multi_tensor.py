@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from ..families import Call
+from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import Near
 

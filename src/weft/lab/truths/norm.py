@@ -12,9 +12,9 @@ from triton_loom.testing import EPS32
 import weft
 
 from ... import Format
-from ..calls import near, results
-from ..families import Call
-from ..truth import DENORMAL, ROUNDINGS, Near, arguments, straight
+from ..calls import results
+from ..problem import Call
+from ..truth import DENORMAL, ROUNDINGS, Near, arguments, near, straight
 
 
 def norm(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) -> dict[str, Near]:

@@ -13,7 +13,7 @@ from ... import Format, QTensor, RowMap
 from ...quant import Copy
 from .. import oracle
 from ..calls import results
-from ..families import Call
+from ..problem import Call
 from ..symbolic.loaded import Given, Loaded
 from ..truth import Near
 

@@ -13,7 +13,7 @@ import weft
 
 from ... import QTensor
 from .. import oracle
-from ..families import Call
+from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import Near, arguments
 from .glu import activation

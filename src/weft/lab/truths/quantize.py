@@ -9,7 +9,7 @@ from triton_loom.testing import EPS32
 import weft
 
 from .. import oracle
-from ..families import Call
+from ..problem import Call
 from ..truth import Near
 
 

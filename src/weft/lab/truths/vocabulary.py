@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from ..families import Call
+from ..problem import Call
 from ..truth import Near
 from .linear_logprobs import FEW, product_of_head
 
