@@ -22,6 +22,10 @@ from .problem import Call
 EPS = 1e-6  # of the norms in chains
 
 
+def _whole(result: Any) -> Any:
+    return result
+
+
 @dataclass(frozen=True)
 class Chain:
     """A function of tensors that computes the results of a call of Weft, or some of them."""
@@ -29,7 +33,7 @@ class Chain:
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     # The part of Weft's result that is compared, in the chain's form.
-    view: Callable[[Any], Any] = lambda result: result
+    view: Callable[[Any], Any] = _whole
     upstream: Tensor | None = None  # with it, the gradients of the function are timed in its place
 
     def prepared(self, function: Callable[..., Any]) -> Callable[[], Any]:
@@ -49,6 +53,11 @@ class Chain:
 
 
 BuildChain = Callable[[Call], Chain]
+
+
+def chain(function: Callable[..., Any], *names: str, view: Callable[[Any], Any] = _whole) -> BuildChain:
+    """Return the builder of a chain whose inputs are the arguments of a call with these names."""
+    return lambda call: Chain(function, tensors_of(call, *names), view)
 
 
 def codes_and_scales(q: QTensor) -> list[Tensor]:

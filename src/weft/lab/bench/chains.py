@@ -15,23 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..chain import EPS, Chain, codes_and_scales, tensors_of
+from ..families.quantize import quantize_both
 from ..problem import Call
 
 # ---- norms and quantisers ---------------------------------------------------------------------------------
-
-
-def quantize_rows(y: Tensor) -> tuple[Tensor, Tensor]:
-    """1x128 e4m3 with TransformerEngine's power-of-two scales."""
-    groups = y.float().unflatten(-1, (-1, 128))
-    amax = groups.abs().amax(-1)
-    factor = torch.where(amax > 0, 448.0 / amax, 1.0)
-    factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
-    codes = (groups * factor[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).flatten(-2)
-    return codes, (1.0 / factor).t().contiguous().t()
-
-
-def quantize_both(y: Tensor) -> tuple[Tensor, ...]:
-    return *quantize_rows(y), *quantize_rows(y.t())
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -224,7 +211,6 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
     ("norm_backward", "plain"): lambda call: Chain(
         _rms_norm_backward, tensors_of(call, "h", "weight", "rstd", "dy")
     ),
-    ("quantize", "1x128-both"): lambda call: Chain(quantize_both, tensors_of(call, "x"), codes_and_scales),
     ("gated_norm", "groups"): lambda call: Chain(_gated_norm, tensors_of(call, "x", "gate", "weight")),
     ("gated_norm_backward", "groups"): lambda call: Chain(
         _gated_norm_backward, tensors_of(call, "x", "gate", "dy", "weight", "rstd")

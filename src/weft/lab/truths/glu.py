@@ -21,7 +21,7 @@ from ..copies import regions
 from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import ROUNDINGS, Near, arguments
-from .quantize import y_and_amax
+from ..families.quantize import y_and_amax
 
 FEW = ROUNDINGS * EPS32
 EPS64 = torch.finfo(torch.float64).eps
