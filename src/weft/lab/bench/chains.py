@@ -21,22 +21,6 @@ from ..problem import Call
 # ---- norms and quantisers ---------------------------------------------------------------------------------
 
 
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
-
-
-def _rms_norm_both(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    h = x.float()
-    return quantize_both(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight.float())
-
-
-def _rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    h, d = x.float(), dy.float()
-    z, t = h * rstd[:, None], d * weight.float()
-    dx = rstd[:, None] * (t - z * (t * z).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (d * z).sum(0).to(weight.dtype)
-
-
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """In the order of x: Inductor fails on the other one."""
     h = x.float().unflatten(-1, (4, -1))
@@ -204,13 +188,6 @@ def _gradients(call: Call) -> tuple[Tensor, ...]:
 
 
 CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
-    ("norm", "plain"): lambda call: Chain(_rms_norm, tensors_of(call, "x", "weight")),
-    ("norm", "1x128-both"): lambda call: Chain(
-        _rms_norm_both, tensors_of(call, "x", "weight"), codes_and_scales
-    ),
-    ("norm_backward", "plain"): lambda call: Chain(
-        _rms_norm_backward, tensors_of(call, "h", "weight", "rstd", "dy")
-    ),
     ("gated_norm", "groups"): lambda call: Chain(_gated_norm, tensors_of(call, "x", "gate", "weight")),
     ("gated_norm_backward", "groups"): lambda call: Chain(
         _gated_norm_backward, tensors_of(call, "x", "gate", "dy", "weight", "rstd")
