@@ -14,77 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..chain import EPS, Chain, codes_and_scales, tensors_of
-from ..families.quantize import quantize_both
+from ..chain import EPS, Chain, tensors_of
 from ..problem import Call
 
 # ---- norms and quantisers ---------------------------------------------------------------------------------
 
 
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """In the order of x: Inductor fails on the other one."""
-    h = x.float().unflatten(-1, (4, -1))
-    y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.float()
-    gated: Tensor = y * torch.sigmoid(gate.transpose(0, 1).float())
-    return gated.to(x.dtype).transpose(0, 1).contiguous()
-
-
-def _gated_norm_backward(
-    x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, ...]:
-    """In the order of x, a group at a time: Inductor fails on other ways to write it."""
-    batch, length, _ = x.shape
-    statistics = rstd.view(length, batch, 4).transpose(0, 1)
-    parts, gates, sums = [], [], []
-    for i, (h, g, d, w) in enumerate(
-        zip(*(tensor.float().chunk(4, -1) for tensor in (x, gate, dy, weight)), strict=True)
-    ):
-        r, d, share = statistics[..., i : i + 1], d.transpose(0, 1), torch.sigmoid(g.transpose(0, 1))
-        z, t = h * r, d * share * w
-        parts.append((r * (t - z * (t * z).mean(-1, keepdim=True))).to(x.dtype))
-        gates.append((d * z * w * share * (1 - share)).to(x.dtype))
-        sums.append((d * share * z).sum((0, 1)).to(weight.dtype))
-    return torch.cat(parts, -1), torch.cat(gates, -1).transpose(0, 1).contiguous(), torch.cat(sums)
-
-
 # ---- gated linear units -----------------------------------------------------------------------------------
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _swiglu_gradients(x: Tensor, dy: Tensor, prob: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of x, in fp32, and of the probabilities."""
-    (gate, up), d = x.float().chunk(2, -1), dy.float()
-    share = torch.sigmoid(gate)
-    f = gate * share
-    weighted = d if prob is None else d * prob[:, None]
-    dx = torch.cat([weighted * up * share * (1 + gate * (1 - share)), weighted * f], -1)
-    return dx, (d * f * up).sum(-1)
-
-
-def _swiglu_backward(x: Tensor, dy: Tensor) -> Tensor:
-    return _swiglu_gradients(x, dy)[0].to(x.dtype)
-
-
-def _swiglu_both(x: Tensor, prob: Tensor | None = None) -> tuple[Tensor, ...]:
-    gate, up = x.float().chunk(2, -1)
-    y = F.silu(gate) * up
-    return quantize_both(y if prob is None else y * prob[:, None])
-
-
-def _swiglu_backward_both(x: Tensor, dy: Tensor, prob: Tensor | None = None) -> tuple[Tensor, ...]:
-    dx, dprob = _swiglu_gradients(x, dy, prob)
-    copies = quantize_both(dx)
-    return copies if prob is None else (*copies, dprob)
-
-
-def _of_glu_backward(result: Any) -> list[Any]:
-    """Its codes and scales, and the gradient of the probabilities if there is one."""
-    quantised = codes_and_scales(result.x)
-    return quantised if result[2] is None else [*quantised, result[2]]
 
 
 # ---- heads ------------------------------------------------------------------------------------------------
@@ -188,24 +124,6 @@ def _gradients(call: Call) -> tuple[Tensor, ...]:
 
 
 CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
-    ("gated_norm", "groups"): lambda call: Chain(_gated_norm, tensors_of(call, "x", "gate", "weight")),
-    ("gated_norm_backward", "groups"): lambda call: Chain(
-        _gated_norm_backward, tensors_of(call, "x", "gate", "dy", "weight", "rstd")
-    ),
-    ("glu", "swiglu"): lambda call: Chain(_swiglu, tensors_of(call, "x")),
-    ("glu", "1x128-both"): lambda call: Chain(_swiglu_both, tensors_of(call, "x"), codes_and_scales),
-    ("glu", "1x128-both-experts"): lambda call: Chain(
-        _swiglu_both, tensors_of(call, "x", "probs"), codes_and_scales
-    ),
-    ("glu_backward", "swiglu"): lambda call: Chain(
-        _swiglu_backward, tensors_of(call, "x", "dy"), lambda result: result.x
-    ),
-    ("glu_backward", "1x128-both"): lambda call: Chain(
-        _swiglu_backward_both, tensors_of(call, "x", "dy"), _of_glu_backward
-    ),
-    ("glu_backward", "1x128-both-experts"): lambda call: Chain(
-        _swiglu_backward_both, tensors_of(call, "x", "dy", "probs"), _of_glu_backward
-    ),
     ("qkv_prepare", "groups-half"): lambda call: Chain(
         _qkv, tensors_of(call, "qkv", "q_weight", "k_weight", "cos", "sin"), lambda result: tuple(result)[:3]
     ),

@@ -16,7 +16,7 @@ from .. import oracle
 from ..problem import Call
 from ..symbolic.loaded import Loaded
 from ..truth import Near, arguments
-from .glu import activation
+from ..families.glu import activation
 
 
 def numbers(x: Tensor, *, of_b: bool = False) -> Tensor:
