@@ -8,7 +8,6 @@ use PyTorch's own fused functions where there are such. Some assume what holds f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +136,6 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
         lambda result: tuple(result)[:3],
         call["dy"].transpose(1, 2),
     ),
-    ("matmul", "bf16"): lambda call: Chain(torch.matmul, tensors_of(call, "a", "b")),
-    ("matmul", "fp32"): lambda call: Chain(torch.matmul, tensors_of(call, "a", "b")),
     ("router_linear", "bf16-weight"): lambda call: Chain(
         lambda x, weight: F.linear(x.float(), weight.float()), tensors_of(call, "x", "weight")
     ),
