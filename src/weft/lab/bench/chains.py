@@ -76,34 +76,6 @@ def _router_backward(dy: Tensor, weight: Tensor) -> Tensor:
     return (dy @ weight.float()).to(torch.bfloat16)
 
 
-def _permute(call: Call) -> Chain:
-    rows, x, probs = call["rows"], call["x"], call["probs"]
-    slots = rows.row_of_slot.shape[-1]
-
-    def gathered(x: Tensor, slot_of_row: Tensor) -> Tensor:
-        return torch.where((slot_of_row >= 0)[:, None], x[slot_of_row.clamp(min=0) // slots], 0.0)
-
-    def with_probs(x: Tensor, slot_of_row: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        carried = torch.where(slot_of_row >= 0, probs.flatten()[slot_of_row.clamp(min=0)], 0.0)
-        return gathered(x, slot_of_row), carried
-
-    if probs is None:
-        return Chain(gathered, (x, rows.slot_of_row))
-    return Chain(with_probs, (x, rows.slot_of_row, probs))
-
-
-def _unpermute(call: Call) -> Chain:
-    y, carried, slots = call["y"], call["carried"], call["rows"].row_of_slot
-
-    def added(y: Tensor, row_of_slot: Tensor) -> Tensor:
-        return y[row_of_slot].float().sum(1).to(y.dtype)
-
-    def with_carried(y: Tensor, row_of_slot: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        return added(y, row_of_slot), carried[row_of_slot]
-
-    return Chain(added, (y, slots)) if carried is None else Chain(with_carried, (y, slots, carried))
-
-
 # ---- gradients --------------------------------------------------------------------------------------------
 
 
@@ -142,10 +114,6 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
     ("router_linear_backward", "dgrad"): lambda call: Chain(
         _router_backward, tensors_of(call, "dy", "weight")
     ),
-    ("permute", "plain"): _permute,
-    ("permute", "probs"): _permute,
-    ("unpermute", "plain"): _unpermute,
-    ("unpermute", "carried"): _unpermute,
     ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, tensors_of(call, "logits", "target")),
     ("cross_entropy_backward", "plain"): lambda call: Chain(
         F.cross_entropy, tensors_of(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
