@@ -72,10 +72,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- to the experts and back ------------------------------------------------------------------------------
 
 
-def _router_backward(dy: Tensor, weight: Tensor) -> Tensor:
-    return (dy @ weight.float()).to(torch.bfloat16)
-
-
 # ---- gradients --------------------------------------------------------------------------------------------
 
 
@@ -107,12 +103,6 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
         tensors_of(call, "query", "key", "value"),
         lambda result: tuple(result)[:3],
         call["dy"].transpose(1, 2),
-    ),
-    ("router_linear", "bf16-weight"): lambda call: Chain(
-        lambda x, weight: F.linear(x.float(), weight.float()), tensors_of(call, "x", "weight")
-    ),
-    ("router_linear_backward", "dgrad"): lambda call: Chain(
-        _router_backward, tensors_of(call, "dy", "weight")
     ),
     ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, tensors_of(call, "logits", "target")),
     ("cross_entropy_backward", "plain"): lambda call: Chain(
