@@ -75,18 +75,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- gradients --------------------------------------------------------------------------------------------
 
 
-def _norm_of_all(*tensors: Tensor) -> Tensor:
-    return torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt()
-
-
-def _zeros_of_all(*tensors: Tensor) -> Tensor:
-    return torch.stack([(tensor == 0).sum() for tensor in tensors]).sum()
-
-
-def _gradients(call: Call) -> tuple[Tensor, ...]:
-    return tuple(value for name, value in call.kwargs.items() if name.startswith("gradient"))
-
-
 # ---- the table --------------------------------------------------------------------------------------------
 
 
@@ -108,7 +96,5 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
     ("cross_entropy_backward", "plain"): lambda call: Chain(
         F.cross_entropy, tensors_of(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
     ),
-    ("multi_tensor_reduce", "norm2"): lambda call: Chain(_norm_of_all, _gradients(call)),
-    ("multi_tensor_reduce", "zeros"): lambda call: Chain(_zeros_of_all, _gradients(call)),
 }
 """By the op and the name of its set of options. The rest is compared with the op's reference."""

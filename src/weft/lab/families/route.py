@@ -153,7 +153,7 @@ class Rule:
     scale: float = 1.0
 
 
-def scores(x: Tensor, score: str) -> Tensor:
+def scores_truth(x: Tensor, score: str) -> Tensor:
     """Return the scores of all experts."""
     if score == "softmax":
         return torch.softmax(x, -1)
@@ -178,7 +178,7 @@ def route_truth(
     leaf = logits.detach().double().reshape(-1, experts).requires_grad_()
     chosen = indices.reshape(-1, k).long()
     tokens = len(leaf)
-    s = scores(leaf, rule.score)
+    s = scores_truth(leaf, rule.score)
     w = torch.softmax(leaf.gather(1, chosen), -1) if rule.post else s.gather(1, chosen)
     if rule.renormalize:
         w = w / (w.sum(-1, keepdim=True) + rule.eps)
