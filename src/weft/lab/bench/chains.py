@@ -92,9 +92,5 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
         lambda result: tuple(result)[:3],
         call["dy"].transpose(1, 2),
     ),
-    ("cross_entropy", "plain"): lambda call: Chain(F.cross_entropy, tensors_of(call, "logits", "target")),
-    ("cross_entropy_backward", "plain"): lambda call: Chain(
-        F.cross_entropy, tensors_of(call, "logits", "target"), upstream=call["dloss"].to(call["logits"].dtype)
-    ),
 }
 """By the op and the name of its set of options. The rest is compared with the op's reference."""
