@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..chain import EPS, Chain, tensors_of
@@ -65,10 +64,6 @@ def _qkv_backward(
     return torch.cat(groups, -2).flatten(-3), *sums
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
 # ---- to the experts and back ------------------------------------------------------------------------------
 
 
@@ -84,13 +79,6 @@ CHAINS: dict[tuple[str, str], Callable[[Call], Chain]] = {
     ),
     ("qkv_prepare_backward", "groups-half"): lambda call: Chain(
         _qkv_backward, tensors_of(call, "dq", "dk", "dv", "x", "q_weight", "k_weight", "cos", "sin")
-    ),
-    ("attention", "causal"): lambda call: Chain(_attention, tensors_of(call, "query", "key", "value")),
-    ("attention_backward", "causal"): lambda call: Chain(
-        _attention,
-        tensors_of(call, "query", "key", "value"),
-        lambda result: tuple(result)[:3],
-        call["dy"].transpose(1, 2),
     ),
 }
 """By the op and the name of its set of options. The rest is compared with the op's reference."""
