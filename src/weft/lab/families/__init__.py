@@ -47,15 +47,10 @@ def _merged(tables: Iterable[Mapping[Key, Value]]) -> dict[Key, Value]:
     return {key: value for table in tables for key, value in table.items()}
 
 
-def _family(name: str) -> Family:
-    module = import_module(f"{__name__}.{name}")
-    if hasattr(module, "FAMILY"):
-        return module.FAMILY
-    return Family(workloads=module.WORKLOADS, flops=getattr(module, "FLOPS", {}))
-
-
 FAMILIES: tuple[Family, ...] = tuple(
-    _family(module.name) for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    import_module(f"{__name__}.{module.name}").FAMILY
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
 )
 WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.workloads)
 
@@ -68,13 +63,6 @@ _MOVED = _merged(family.moved for family in FAMILIES)
 _WIDTHS = _merged(family.widths for family in FAMILIES)
 _SPILLS = _merged(family.spills for family in FAMILIES)
 _LOADED = _merged(family.loaded for family in FAMILIES)
-
-
-def _declared(table: str) -> dict[Any, Any]:
-    """Return a table of the families whose truths have not moved here yet."""
-    from ..truths import declared
-
-    return declared(table)
 
 
 # ---- workloads ------------------------------------------------------------------------------------------------
@@ -100,26 +88,22 @@ def flops_of(workload: Workload) -> int | None:
 
 def truth_of(op: str) -> Truth | None:
     """Return the truth of an op, or None if its reference serves."""
-    return _TRUTHS.get(op) or _declared("TRUTHS").get(op)
+    return _TRUTHS.get(op)
 
 
 def encoded_of(op: str) -> Encode | None:
     """Return the function that computes the elements behind an op's quantized results, or None for the usual one."""
-    if op in _declared("ENCODED"):
-        return lambda call, compute: _declared("ENCODED")[op](call)
     return _ENCODED.get(op)
 
 
 def results_of(function: Callable[..., Any]) -> NameResults | None:
     """Return the function that names the results of a public function, or None if they name themselves."""
-    return _RESULTS.get(function) or _declared("RESULTS").get(function)
+    return _RESULTS.get(function)
 
 
 def chain_of(op: str, options: str) -> BuildChain | None:
     """Return the function that builds the chain of an op with a set of options, or None if there is no chain."""
-    from ..bench.chains import CHAINS
-
-    return _CHAINS.get((op, options)) or CHAINS.get((op, options))
+    return _CHAINS.get((op, options))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------
@@ -127,19 +111,19 @@ def chain_of(op: str, options: str) -> BuildChain | None:
 
 def moved_of(kernel: str) -> Moved | None:
     """Return the tensors that a kernel moves in whole tiles, or None if the usual names of parameters tell."""
-    return _MOVED.get(kernel) or _declared("MOVED").get(kernel)
+    return _MOVED.get(kernel)
 
 
 def width_of(kernel: str) -> Width | None:
     """Return the width of accesses that a kernel needs besides the usual ones, or None."""
-    return _WIDTHS.get(kernel) or _declared("WIDTHS").get(kernel)
+    return _WIDTHS.get(kernel)
 
 
 def spills_of(kernel: str, target: str) -> int:
     """Return how many bytes a kernel is known to spill on a target."""
-    return _SPILLS.get((kernel, target)) or _declared("SPILLS").get((kernel, target), 0)
+    return _SPILLS.get((kernel, target), 0)
 
 
 def loaded_of(kernel: str, parameter: str) -> Loaded | None:
     """Return the assumptions of a kernel about the integers in a tensor, or None if it makes none."""
-    return _LOADED.get((kernel, parameter)) or _declared("LOADED").get((kernel, parameter))
+    return _LOADED.get((kernel, parameter))
