@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weft
-from weft.lab.bench.chains import CHAINS
 from weft.lab.bench.contenders import ENGINES, PEERS, Lacks, contender, difference
-from weft.lab.families import WORKLOADS, Call, Workload, for_op
+from weft.lab.families import FAMILIES, WORKLOADS, Call, Workload, for_op
 
 ROWS = 128  # of whole blocks
+CHAINS = [key for family in FAMILIES for key in family.chains]
 
 
 def workload(op: str, options: str) -> Workload:

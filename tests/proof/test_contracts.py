@@ -22,8 +22,9 @@ from triton_loom.prove.solver import z3
 
 import weft
 from weft.cli import main
+from weft.lab.assumptions import _check, holding
 from weft.lab.commands.prove import lost, prove_workload
-from weft.lab.families import WORKLOADS, Workload
+from weft.lab.families import FAMILIES, WORKLOADS, Workload, loaded_of
 from weft.lab.symbolic.contracts import (
     Region,
     Translator,
@@ -32,10 +33,9 @@ from weft.lab.symbolic.contracts import (
     ttir_by_name,
     without_extremes,
 )
-from weft.lab.symbolic.loaded import Given, Loaded, _check, holding, within
+from weft.lab.symbolic.loaded import Given, Loaded, within
 from weft.lab.symbolic.proofs import EFFORT, proven
 from weft.lab.symbolic.tracing import Launched, Pointer, Size
-from weft.lab.truths import declared
 from weft.runtime import catalogue
 
 TARGET = "sm_90"
@@ -202,12 +202,21 @@ def test_proofs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 # ---- what is assumed of memory ----------------------------------------------------------------------------------
 
 
+def assume(monkeypatch: pytest.MonkeyPatch, kernel: str, parameter: str, assumed: Loaded | None) -> None:
+    """Let contracts assume something else, or nothing, of one parameter than its family declares."""
+
+    def changed(of: str, name: str) -> Loaded | None:
+        return assumed if (of, name) == (kernel, parameter) else loaded_of(of, name)
+
+    monkeypatch.setattr("weft.lab.symbolic.contracts.loaded_of", changed)
+
+
 @pytest.mark.slow
 def test_an_assumption_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = named("permute:odd/33:mx-both:8192")
     (case,) = contracts_of(workload, TARGET, regions=1).cases
     assert case.contract.arguments["slot_of_row_ptr"].values is not None
-    monkeypatch.delitem(declared("LOADED"), ("permute_stripe_kernel", "slot_of_row_ptr"))
+    assume(monkeypatch, "permute_stripe_kernel", "slot_of_row_ptr", None)
     (bare,) = contracts_of(workload, TARGET, regions=1).cases
     report = prove(ttir_by_name(bare.variant, TARGET), bare.contract, replay=False, effort=300_000)
     assert any("x_ptr" in answer.what for answer in report.counterexamples)
@@ -222,7 +231,7 @@ def test_assumptions_are_of_parameters_that_exist() -> None:
         for value in vars(importlib.import_module(found.name)).values():
             if isinstance(value, weft.runtime.Kernel):
                 kernels[value.name] = value
-    for kernel, parameter in declared("LOADED"):
+    for kernel, parameter in (key for family in FAMILIES for key in family.loaded):
         assert parameter in [leaf.name for leaf in kernels[kernel].layout.leaves], (kernel, parameter)
 
 
@@ -271,8 +280,9 @@ def test_races_by_lists_of_rows(name: str, kernel: str, parameter: str, monkeypa
     workload = named(name)
     races = [p.races for p in proven(workload, TARGET, regions=1).proofs if p.case.variant.kernel == kernel]
     assert {answer.verdict for answer in races[0]} == {"proven"}
-    known = declared("LOADED")[kernel, parameter]
-    monkeypatch.setitem(declared("LOADED"), (kernel, parameter), replace(known, distinct=False, inverse=None))
+    declared = loaded_of(kernel, parameter)
+    assert declared is not None
+    assume(monkeypatch, kernel, parameter, replace(declared, distinct=False, inverse=None))
     races = [p.races for p in proven(workload, TARGET, regions=1).proofs if p.case.variant.kernel == kernel]
     assert {answer.verdict for answer in races[0]} - {"proven"}
 

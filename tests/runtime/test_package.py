@@ -78,6 +78,13 @@ def test_nothing_is_printed_without_numpy() -> None:
     assert warned == ""
 
 
+def test_benchmarks_and_bundles_for_gpus_need_neither_numpy_nor_loom() -> None:
+    """They import all workloads, beside which the truths stand that need both."""
+    without_both = WITHOUT_NUMPY.replace('== "numpy"', 'in ("numpy", "triton_loom")')
+    imported = "weft.lab.bench, weft.lab.commands.ahead, weft.lab.commands.chosen"
+    assert printed(f"{without_both}\nimport {imported}") == ("", "")
+
+
 def test_a_numpy_that_does_not_work_is_reported() -> None:
     broken = """
         if name == "numpy":

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton_loom.testing import assert_rounded_once, ulp, words
+from triton_loom.testing import words
 
 from ..quant import Copy, QTensor
 from ..runtime import catalogue, recording
-from .families import Call, Workload
+from .families import Call, Workload, results_of
 from .problem import moved
-from .truth import Near
-from .truths import declared
 
 # ---- what is tested, and on which numbers ---------------------------------------------------------------
 
@@ -80,8 +78,9 @@ def returned(call: Call) -> dict[str, Tensor]:
         return {f"d{name}" if gradients else name: value for name, value in named.items()}
     values = (got,) if isinstance(got, Tensor) else tuple(got)
     names = ["y", *(f"output{i}" for i in range(1, len(values)))]
-    if call.function in declared("RESULTS"):
-        names = declared("RESULTS")[call.function](call)
+    naming = results_of(call.function)
+    if naming is not None:
+        names = naming(call)
     return dict(zip(names, values, strict=True))
 
 
@@ -164,28 +163,6 @@ def differentiable(workload: Workload) -> bool:
 
 
 # ---- numbers ----------------------------------------------------------------------------------------
-
-
-def near(got: Tensor, expected: Near) -> None:
-    """Rounded once; and where a result is more than a speck, damage of it is noticed. Infinities are exact, and bytes
-    are codes of e4m3."""
-    if got.dtype == torch.uint8:
-        got = got.view(torch.float8_e4m3fn)
-    infinite = expected.truth.isinf()
-    if infinite.any():
-        assert torch.equal(got[infinite].double(), expected.truth[infinite])
-        rest = Near(expected.truth[~infinite], expected.noise[~infinite])
-        got, expected = got[~infinite], rest
-    budget = expected.noise + ulp(expected.truth, got.dtype) / 2
-    if (
-        got.numel() > 1
-        and got.shape[-1] > 1
-        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
-    ):
-        assert_rounded_once(got, expected.truth, expected.noise)
-    else:  # one column: everything is ±1, and its gradient the difference of equals
-        assert got.shape == expected.truth.shape
-        assert ((got.double() - expected.truth).abs() <= budget).all()
 
 
 def own_numbers(call: Call) -> dict[str, Tensor]:

@@ -18,13 +18,13 @@ from ..graphs import capture
 from ..quant import QTensor
 from ..runtime import Kernel, Launch, Variant, capabilities_of, choosing_for, observing
 from ..runtime.launch import WIDE
+from .assumptions import holding
 from .calls import (
     assert_same,
     backward,
     conditions,
     differentiable,
     handed_through,
-    near,
     own_numbers,
     parts,
     results,
@@ -36,11 +36,9 @@ from .calls import (
     upstreams,
 )
 from .copies import assert_copies
-from .families import Call, Workload
+from .families import Call, Workload, encoded_of, truth_of
 from .problem import moved
-from .symbolic.loaded import holding
-from .truth import ROUNDINGS, Near
-from .truths import declared
+from .truth import ROUNDINGS, Near, near
 
 CPU = torch.device("cpu")
 
@@ -58,7 +56,9 @@ def assert_accurate(op: str, call: Call) -> None:
     if tracked(op, call):
         gradients = upstreams(got)
         got |= backward(call, got, gradients)
-    expected = declared("TRUTHS")[op](call, gradients)
+    truth = truth_of(op)
+    assert truth is not None, f"{op} has no truth"
+    expected = truth(call, gradients)
     for name, value in got.items():
         if isinstance(value, QTensor):  # `quantized_bytes` judges it
             continue
@@ -72,7 +72,7 @@ def assert_accurate(op: str, call: Call) -> None:
 def accuracy(workload: Workload) -> None:
     """Forward and backward against float64; and integers in memory are what kernels take for granted."""
     with holding():
-        if workload.op in declared("TRUTHS"):
+        if truth_of(workload.op) is not None:
             assert_accurate(workload.op, small(workload))
         else:
             accuracy_by_reference(workload)
@@ -108,7 +108,8 @@ def quantized_bytes(workload: Workload) -> None:
         with backend("reference"):
             assert_same(outputs, results(call), "stochastic rounding")
         return
-    numbers = declared("ENCODED").get(workload.op, own_numbers)(call)
+    encode = encoded_of(workload.op)
+    numbers = own_numbers(call) if encode is None else encode(call, results)
     scale = call["quant_scale"] if call["quant_scale"] is not None else call["scale"]
     for name, value in numbers.items():
         if name in quantised:

@@ -1,4 +1,4 @@
-"""What the truths of all families are made of.
+"""Building blocks of the truths of all families.
 
 A truth is written in float64 from the documented formula of an op alone. For each result and gradient of a call it
 gives either the exact tensor, or the number in float64 with the arithmetic error that fp32 may add to it before the
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import Call
+from .problem import Call
 
+EPS32 = torch.finfo(torch.float32).eps
 # The longest chain of fp32 roundings on the way to a result: a mean of up to 2^17 squares (in tiles, pairwise),
 # rsqrt, three products and two sums. Random walks of that many halves stay well below it.
 ROUNDINGS = 16
@@ -32,15 +33,42 @@ class Near:
 
 
 Truth = Callable[[Call, dict[str, Tensor]], dict[str, "Near | Tensor"]]
-"""Of a call and the upstream gradients of its results: what each result and each gradient must be."""
+"""A function of a call and the upstream gradients of its results; it returns, by name, what each result and each
+gradient must be."""
 
 
 def straight(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to dtype; the gradient passes through."""
+    """Round to dtype; the gradient passes through."""
     return value + (value.detach().to(dtype).double() - value.detach())
 
 
 def arguments(call: Call) -> dict[str, Any]:
+    """Return all arguments of a call by name, defaults included."""
     bound = inspect.signature(call.function).bind(**call.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def near(got: Tensor, expected: Near) -> None:
+    """Assert that a result is the truth, rounded once; and where it is more than a speck, that damage of it is noticed.
+
+    Infinities are exact, and bytes are codes of e4m3."""
+    from triton_loom.testing import assert_rounded_once, ulp
+
+    if got.dtype == torch.uint8:
+        got = got.view(torch.float8_e4m3fn)
+    infinite = expected.truth.isinf()
+    if infinite.any():
+        assert torch.equal(got[infinite].double(), expected.truth[infinite])
+        rest = Near(expected.truth[~infinite], expected.noise[~infinite])
+        got, expected = got[~infinite], rest
+    budget = expected.noise + ulp(expected.truth, got.dtype) / 2
+    if (
+        got.numel() > 1
+        and got.shape[-1] > 1
+        and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
+    ):
+        assert_rounded_once(got, expected.truth, expected.noise)
+    else:  # one column: everything is ±1, and its gradient the difference of equals
+        assert got.shape == expected.truth.shape
+        assert ((got.double() - expected.truth).abs() <= budget).all()

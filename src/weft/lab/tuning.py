@@ -25,10 +25,9 @@ from .checks import CHECKS, CPU, NotApplicable, accuracy_by_reference, assert_ac
 from .compiled import Binary, CompileError
 from .compiled.binaries import faults
 from .compiled.occupancy import occupancy_of
-from .families import Call, Workload, flops_of
+from .families import Call, Workload, flops_of, truth_of
 from .model import BOARDS, USUAL, Bounds, Tile, element_of, latency_stretch, tile_stretch
 from .problem import moved
-from .truths import declared
 
 MANY = 131  # rows that are more than few, and few enough to be judged
 
@@ -132,7 +131,7 @@ def _judge_accuracy(candidate: Candidate, workload: Workload) -> None:
             meets = candidate.key in asked(made, candidate.target)
         if meets:
             break
-    if workload.op in declared("TRUTHS"):
+    if truth_of(workload.op) is not None:
         assert_accurate(workload.op, workload.make(rows=rows))
     else:
         accuracy_by_reference(workload)

@@ -17,7 +17,7 @@ from tests.ops.attention.own import attend
 from weft.lab.calls import assert_same, run
 from weft.lab.checks import assert_accurate
 from weft.lab.families import Call
-from weft.lab.truths.attention import sees
+from weft.lab.families.attention import sees
 from weft.runtime import choosing_for
 
 BF16, FP32 = torch.bfloat16, torch.float32

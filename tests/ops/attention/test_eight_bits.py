@@ -15,7 +15,7 @@ import weft
 from tests.ops.attention.own import attend
 from tests.ops.attention.test import heads, packed
 from tests.support.covering import covering
-from weft.lab.truths.attention import sees
+from weft.lab.families.attention import sees
 from weft.runtime import choosing_for
 
 BF16 = torch.bfloat16

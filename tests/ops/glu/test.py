@@ -18,11 +18,12 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from weft import QTensor
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.checks import assert_accurate
 from weft.lab.copies import assert_copies, regions
 from weft.lab.families import Call
-from weft.lab.truths import glu as truth_glu
+from weft.lab.families.glu import glu_truth
+from weft.lab.truth import near
 from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for, recording
 
@@ -332,7 +333,7 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
     assert_copies(q, values["y"], call["ends"], align)
     assert amax == values["y"].abs().max()
     assert_copies(got.x, wanted["dx"], call["ends"], align)
-    near(got.probs, truth_glu.glu(call.with_(return_amax=False), dy)["dprobs"])
+    near(got.probs, glu_truth(call.with_(return_amax=False), dy)["dprobs"])
     assert not q.rowwise.data.view(torch.uint8)[~real].count_nonzero()
     assert not got.x.rowwise.data.view(torch.uint8)[~real].count_nonzero()
 
@@ -501,7 +502,7 @@ def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> No
     with choosing_for(target):
         got, got_gradients = results(call), results(gradients)
     assert_same(got, wanted, target)
-    expected = truth_glu.glu(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprobs"]
+    expected = glu_truth(Call(weft.glu, {**call.kwargs}), gradients["dy"])["dprobs"]
     near(got_gradients.pop("dprobs"), expected)
     del wanted_gradients["dprobs"]
     assert_same(got_gradients, wanted_gradients, target)

@@ -15,11 +15,12 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import constant, expanded, off_by_one, stepped, transposed
 from tests.ops.glu.test import BF16, ENDS, backward_of, call_of, draw, experts
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.checks import assert_accurate
 from weft.lab.copies import assert_copies, regions
 from weft.lab.families import Call
-from weft.lab.truths import glu as truth_glu
+from weft.lab.families.glu import glu_truth
+from weft.lab.truth import near
 from weft.ops.common.groups import real_rows_reference
 from weft.runtime import choosing_for
 
@@ -171,7 +172,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     for name, budget in (("y", 1e-2), ("dx", 1e-2), ("dbias", 0.1)):  # a rounding to bf16 each
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-2, atol=budget)
     if ends:
-        near(got["dbias"], truth_glu.glu(call, dy)["dbias"])
+        near(got["dbias"], glu_truth(call, dy)["dbias"])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_quantized(target: str, align: int, format: str) -> None:
         q, got = call(), gradients()
     assert_copies(q, values["y"], call["ends"], align)
     assert_copies(got.x, wanted["dx"], call["ends"], align)
-    near(got.bias, truth_glu.glu(call, dy)["dbias"])
+    near(got.bias, glu_truth(call, dy)["dbias"])
 
 
 def test_quantized_a_few_rows_at_a_time() -> None:
@@ -207,7 +208,7 @@ def test_quantized_a_few_rows_at_a_time() -> None:
     with choosing_for("sm_90"), triton_loom.sanitize():
         got = gradients()
     assert_copies(got.x, own_numbers(gradients)["dx"])
-    near(got.bias, truth_glu.glu(call, dy)["dbias"])
+    near(got.bias, glu_truth(call, dy)["dbias"])
 
 
 def test_quantized_gradients_of_autograd() -> None:
@@ -246,7 +247,7 @@ def test_gradients_of_a_subset() -> None:
             assert set(got) == {f"d{name}" for name in names}
             for name, found in got.items():
                 if name == "dprobs":  # a program that has no sums over rows adds up in another order
-                    near(found, truth_glu.glu(call, gradients["y"])["dprobs"])
+                    near(found, glu_truth(call, gradients["y"])["dprobs"])
                 else:
                     assert_same({name: found}, {name: full[name]}, str(names))
 

@@ -18,9 +18,11 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, constant, expanded, far_apart
 from tests.support.covering import covering
 from weft.lab import oracle
-from weft.lab.calls import assert_same, backward, near, results, run, upstreams
+from weft.lab.calls import assert_same, backward, results, run, upstreams
 from weft.lab.families import Call
-from weft.lab.truths.heads import TRUTHS, spelled_out, spelled_rope
+from weft.lab.families.qkv import qkv_prepare_truth, spelled_out
+from weft.lab.families.rope import rope_truth, spelled_rope
+from weft.lab.truth import near
 from weft.ops.heads.layout import with_neighbours
 from weft.runtime import choosing_for
 
@@ -61,7 +63,8 @@ def check(call: Call) -> dict[str, Tensor]:
     call = call.requiring_grad()
     outputs = results(call)
     gradients = upstreams(outputs)
-    expected = TRUTHS["rope" if call.function is spelled_rope else "qkv_prepare"](call, gradients)
+    truth = rope_truth if call.function is spelled_rope else qkv_prepare_truth
+    expected = truth(call, gradients)
     got = {**outputs, **backward(call, outputs, gradients)}
     assert set(got) == set(expected)
     for name, wanted in expected.items():
@@ -588,7 +591,7 @@ def test_values(scale: float) -> None:
     for options in ({"qk_norm": "rms", "norm_after": True}, {"qk_norm": "layer"}):
         call = packed(dtype=torch.float32, **options)
         got = results(call.with_(qkv=call["qkv"] * scale))
-        for name, wanted in TRUTHS["qkv_prepare"](call.with_(qkv=call["qkv"] * scale), {}).items():
+        for name, wanted in qkv_prepare_truth(call.with_(qkv=call["qkv"] * scale), {}).items():
             assert ((got[name].double() - wanted.truth).abs() <= wanted.noise + 1e-30).all()  # type: ignore[union-attr]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import weft
 from tests.ops.heads.test import check, normal, packed, table
 from weft.lab.families import Call
-from weft.lab.truths.heads import spelled_rope
+from weft.lab.families.rope import spelled_rope
 from weft.runtime import choosing_for
 
 CROSSED = {"style": "interleaved", "out_style": "neox"}

@@ -17,10 +17,10 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart, transposed
 from tests.ops.loss.ranks_vocabulary import unread_labels
 from tests.support.covering import covering
-from weft.lab.calls import assert_same, near
+from weft.lab.calls import assert_same
 from weft.lab.families import Call
-from weft.lab.truth import Near, arguments
-from weft.lab.truths import cross_entropy as truth_cross_entropy
+from weft.lab.families.cross_entropy import cross_entropy_truth
+from weft.lab.truth import Near, arguments, near
 from weft.ops import CrossEntropy
 from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
 from weft.ops.loss.reduction import LossOptions
@@ -82,7 +82,7 @@ def expect(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = 
     upstream = upstream or upstream_of(named(weft.cross_entropy(leaf, target, **options)))
     got = run(logits, target, upstream, **options)
     a = arguments(Call(weft.cross_entropy, {"logits": logits, "target": target, **options}))
-    wanted = truth_cross_entropy.cross_entropy(a, upstream)
+    wanted = cross_entropy_truth(a, upstream)
     for name, value in got.items():
         right = wanted[name]
         if isinstance(right, Near):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import weft
 from tests.ops.loss.ranks_vocabulary import unread_labels
-from weft.lab.calls import assert_same, near
+from weft.lab.calls import assert_same
 from weft.lab.families import Call
-from weft.lab.truth import arguments
-from weft.lab.truths import linear_logprobs as truth_linear_logprobs
+from weft.lab.families.linear_logprobs import head_truth
+from weft.lab.truth import arguments, near
 from weft.ops.common.rows import scan_config
 from weft.runtime import Capabilities, choosing_for
 
@@ -63,7 +63,7 @@ def run(call: Call, seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]
 def check(call: Call) -> dict[str, Tensor]:
     """Results and gradients beside float64."""
     got, upstream = run(call)
-    expected = truth_linear_logprobs.head(arguments(call), upstream)
+    expected = head_truth(arguments(call), upstream)
     for name, value in got.items():
         wanted = expected[name]
         if isinstance(wanted, Tensor):

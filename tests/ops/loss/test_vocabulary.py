@@ -17,11 +17,11 @@ import weft
 from tests.ops.loss import ranks_vocabulary as ranks
 from tests.ops.loss.ranks_vocabulary import CASES, MESH_CASES, Case, placements_of, unread_labels
 from weft import VocabShard
-from weft.lab.calls import assert_same, near, small
+from weft.lab.calls import assert_same, small
 from weft.lab.families import Call, for_op
-from weft.lab.truth import Near, arguments
-from weft.lab.truths import cross_entropy as truth_cross_entropy
-from weft.lab.truths import linear_logprobs as truth_linear_logprobs
+from weft.lab.families.cross_entropy import cross_entropy_truth
+from weft.lab.families.linear_logprobs import head_truth
+from weft.lab.truth import Near, arguments, near
 
 # Two ranks with every change, the other groups for the night; three ranks are also pretended, in one process.
 WORLDS = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
@@ -44,11 +44,7 @@ def expected(case: Case) -> dict[str, Near | Tensor]:
     options = {name: value for name, value in case.options.items() if name != "inplace"}  # it has leaves
     call = Call(case.function, {**case.inputs(), **options})
     outputs = ranks.named(call.requiring_grad()())
-    head = (
-        truth_cross_entropy.cross_entropy
-        if case.function is weft.cross_entropy
-        else truth_linear_logprobs.head
-    )
+    head = cross_entropy_truth if case.function is weft.cross_entropy else head_truth
     return head(arguments(call), case.upstream(outputs))
 
 

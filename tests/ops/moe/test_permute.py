@@ -20,9 +20,10 @@ from tests.catalogue.calls import arguments_of, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor, RowMap
-from weft.lab.calls import assert_same, near, results
+from weft.lab.calls import assert_same, results
 from weft.lab.families import Call, for_op
-from weft.lab.truths import permute as truth_permute
+from weft.lab.families.permute import permute_truth, row_map_truth, unpermute_truth
+from weft.lab.truth import near
 from weft.ops.common.results import plain_result
 from weft.ops.moe.permute import (
     PermuteArgs,
@@ -60,7 +61,7 @@ def layer(
 def check_map(**kwargs: Any) -> RowMap:
     """Kernels and reference agree with the definition."""
     call = Call(weft.row_map, kwargs)
-    wanted = truth_permute.row_map(call, {})
+    wanted = row_map_truth(call, {})
     for backend in ("triton", "reference"):
         with weft.backend(backend):  # type: ignore[arg-type]
             rows: RowMap = call()
@@ -132,7 +133,7 @@ def test_rows_that_do_not_fit_are_dropped() -> None:
     x = torch.randn(64, 32)
     y = weft.permute(x, rows)
     call = Call(weft.unpermute, {"y": y, "rows": rows})
-    near(weft.unpermute(y, rows), truth_permute.unpermute(call, {})["y"])  # type: ignore[arg-type]
+    near(weft.unpermute(y, rows), unpermute_truth(call, {})["y"])  # type: ignore[arg-type]
 
 
 def gated(x: Tensor) -> Tensor:
@@ -384,7 +385,7 @@ def test_dtypes(dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
     call = Call(weft.unpermute, {"y": y.detach().requires_grad_(), "rows": rows, "probs": probs})
     back = call()
     gradient = torch.randn(back.shape).to(dtype)
-    expected = truth_permute.unpermute(call, {"y": gradient})
+    expected = unpermute_truth(call, {"y": gradient})
     dy, dprobs = torch.autograd.grad(back, [call["y"], probs], gradient)
     for name, value in {"y": back, "dy": dy, "dprobs": dprobs}.items():
         near(value, expected[name])  # type: ignore[arg-type]
@@ -471,7 +472,7 @@ def test_quantised_rows_are_added_up(format: str, weighted: bool) -> None:
     call = Call(weft.unpermute, {"y": q, "rows": rows, "probs": probs if weighted else None})
     back = call()
     gradient = torch.randn(back.shape).bfloat16()
-    expected = truth_permute.unpermute(call.with_(y=weft.quantize(y.detach(), format)), {"y": gradient})
+    expected = unpermute_truth(call.with_(y=weft.quantize(y.detach(), format)), {"y": gradient})
     got = torch.autograd.grad(back, [y, probs] if weighted else [y], gradient)
     near(back, expected["y"])  # type: ignore[arg-type]
     for name, value in zip(("dy", "dprobs"), got, strict=False):
@@ -494,7 +495,7 @@ def test_gradients_pass_through_quantised_rows() -> None:
     for gradient_of_quantised in found[1:]:
         assert torch.equal(found[0], gradient_of_quantised)
     call = Call(weft.permute, {"x": x, "rows": rows})
-    near(found[0], truth_permute.permute(call, {"y": gradient})["dx"])  # type: ignore[arg-type]
+    near(found[0], permute_truth(call, {"y": gradient})["dx"])  # type: ignore[arg-type]
 
 
 # ---- nothing at all --------------------------------------------------------------------------------------
@@ -645,7 +646,7 @@ def test_gradients_of_a_subset(wanted: tuple[bool, bool], used: tuple[str, ...])
     torch.autograd.backward([outputs[name] for name in used], [*gradients.values()])
     call = Call(weft.permute, {"x": x, "rows": rows, "probs": probs})
     named = {{"row_probs": "output1"}.get(name, name): g for name, g in gradients.items()}
-    expected = truth_permute.permute(call, named)
+    expected = permute_truth(call, named)
     for leaf, name, need, source in zip(leaves, ("dx", "dprobs"), wanted, ("y", "row_probs"), strict=True):
         if need and source in used:
             near(leaf.grad, expected[name])  # type: ignore[arg-type]
@@ -660,7 +661,7 @@ def test_carried_and_weighted_together() -> None:
     call = Call(weft.unpermute, dict(zip(("y", "probs", "carried"), leaves, strict=True), rows=rows))
     outputs = call()
     gradients = [torch.randn(t.shape) for t in outputs]
-    expected = truth_permute.unpermute(call, {"y": gradients[0], "output1": gradients[1]})
+    expected = unpermute_truth(call, {"y": gradients[0], "output1": gradients[1]})
     got = torch.autograd.grad(outputs, leaves, gradients)
     for name, value in zip(("y", "output1", "dy", "dprobs", "dcarried"), (*outputs, *got), strict=True):
         near(value, expected[name])  # type: ignore[arg-type]

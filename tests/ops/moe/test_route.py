@@ -17,8 +17,8 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft.lab.calls import assert_same
-from weft.lab.truths import router as truth_router
-from weft.lab.truths.router import Rule
+from weft.lab.families.route import Rule, route_truth, scores_truth
+from weft.lab.truth import Near
 from weft.ops import CONVENTIONS, Routing
 from weft.ops.moe.route import Groups, RouteArgs, RouteBackwardArgs, Weighing
 from weft.runtime import choosing_for, recording
@@ -80,7 +80,7 @@ def megatron(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tens
 
 
 def torchtitan(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    scores = truth_router.scores(x, at.score)
+    scores = scores_truth(x, at.score)
     choice = scores if bias is None else scores + bias
     if at.groups > 1:
         choice = _in_groups(choice, at, 2, -torch.inf)
@@ -92,7 +92,7 @@ def torchtitan(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Te
 
 
 def vllm(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    scores = truth_router.scores(x, at.score)
+    scores = scores_truth(x, at.score)
     choice = scores if bias is None else scores + bias
     if at.groups > 1:
         choice = _in_groups(choice, at, 1 if bias is None else 2, -torch.inf)
@@ -104,7 +104,7 @@ def vllm(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, 
 
 
 def sglang(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    scores = truth_router.scores(x, at.score)
+    scores = scores_truth(x, at.score)
     choice = scores if bias is None else scores + bias
     if at.groups > 1:
         choice = _in_groups(choice, at, 1 if bias is None else 2, 0.0 if bias is None else -torch.inf)
@@ -237,7 +237,7 @@ def near_tie_of_groups(convention: str, x: Tensor, bias: Tensor | None, at: Sett
     if at.groups == 1:
         return torch.zeros(len(x), dtype=torch.bool)
     post = convention == "megatron" and at.score == "softmax" and dict(at.options).get("post_softmax", True)
-    choice = x.double() if post else truth_router.scores(x.double(), at.score)
+    choice = x.double() if post else scores_truth(x.double(), at.score)
     if bias is not None:
         choice = choice + bias.double()
     always = {"megatron": at.k // at.group_topk, "torchtitan": 2, "deepseek_v3": 2}
@@ -485,7 +485,7 @@ def test_the_bias_never_reaches_the_weights(score: str) -> None:
     x[:, 1::2] = x[:, ::2]  # and every score twice
     bias = torch.randn(64, generator=draw) + 2
     got = weft.route(x, 6, convention="torchtitan", score=score, bias=bias)  # type: ignore[arg-type]
-    exact = truth_router.scores(x.double(), score)
+    exact = scores_truth(x.double(), score)
     chosen = got.indices.long()
     if score != "softmax":
         assert exact.max() < 5e-2
@@ -616,7 +616,7 @@ def upstream(routing: Routing, names: tuple[str, ...], seed: int = 0) -> dict[st
     return {n: torch.randn(v.shape, generator=draw).to(v.dtype) for n, v in values.items()}
 
 
-def near(got: Tensor, expected: truth_router.Near) -> None:
+def near(got: Tensor, expected: Near) -> None:
     if got.numel() > 1 and expected.truth.count_nonzero():
         assert_rounded_once(got, expected.truth, expected.noise)
     else:
@@ -632,7 +632,7 @@ def check(
     gradients = upstream(got, names)
     (dlogits,) = torch.autograd.grad([getattr(got, n) for n in names], leaf, [*gradients.values()])
     assert got.score_counts is not None
-    expected = truth_router.route(x, got.indices, got.score_counts, rule, gradients, 0.7, 0.3)
+    expected = route_truth(x, got.indices, got.score_counts, rule, gradients, 0.7, 0.3)
     for name, wanted in expected.items():
         near(dlogits if name == "dlogits" else getattr(got, name), wanted)
     # The k best are the k best: no expert that is left out is better.

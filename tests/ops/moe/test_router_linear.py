@@ -14,7 +14,7 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft.lab.calls import assert_same
-from weft.lab.truths import router as truth_router
+from weft.lab.families.router_linear import router_linear_truth
 from weft.runtime import choosing_for, recording
 
 F = torch.nn.functional
@@ -53,7 +53,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> dict[str,
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> dict[str, Tensor]:
     got = run(x, weight, bias, dy)
-    for name, near in truth_router.router_linear(x, weight, bias, dy).items():
+    for name, near in router_linear_truth(x, weight, bias, dy).items():
         assert_rounded_once(got[name], near.truth, near.noise)
     return got
 
@@ -68,7 +68,7 @@ def test_sizes(rows: int, cols: int, experts: int) -> None:
     """Bug B4: one past every tile, in every dimension."""
     x, weight, bias, dy = inputs(rows, cols, experts)
     got = run(x, weight, bias, dy)
-    for name, near in truth_router.router_linear(x, weight, bias, dy).items():
+    for name, near in router_linear_truth(x, weight, bias, dy).items():
         assert_rounded_once(got[name], near.truth, near.noise)
 
 

@@ -17,11 +17,9 @@ from triton_loom.testing import EPS32
 
 import weft
 from tests.catalogue.layouts import LAYOUTS
-from weft.lab.calls import near
 from weft.lab.compiled import Binary, compile_all
-from weft.lab.families.multi_tensor import STATISTICS
-from weft.lab.truth import Near
-from weft.lab.truths.multi_tensor import clipped, statistic
+from weft.lab.families.multi_tensor import STATISTICS, clipped, statistic
+from weft.lab.truth import Near, near
 from weft.runtime import choosing_for, recording
 
 module = importlib.import_module("weft.ops.multi_tensor.table")

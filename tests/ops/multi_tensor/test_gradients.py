@@ -18,11 +18,9 @@ import weft
 from tests.ops.multi_tensor import ranks_gradients
 from tests.ops.multi_tensor.test import WHAT, draw
 from tests.support.covering import covering
-from weft.lab.calls import near
-from weft.lab.families.multi_tensor import STATISTICS
+from weft.lab.families.multi_tensor import STATISTICS, clipped, statistic
 from weft.lab.problem import run_op
-from weft.lab.truth import Near
-from weft.lab.truths.multi_tensor import clipped, statistic
+from weft.lab.truth import Near, near
 from weft.quant import Copy
 
 # ---- what stands for what ------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import weft
 from tests.catalogue.calls import arguments_of, opcheck
 from tests.ops.norm.cases import both_copies, everything, heads
 from tests.ops.quantize.cases import quantizer
-from weft.lab.calls import assert_same, backward, near, results, run, upstreams
+from weft.lab.calls import assert_same, backward, results, run, upstreams
 from weft.lab.families import Call
-from weft.lab.truths import norm as truth
+from weft.lab.families.norm import norm_truth
+from weft.lab.truth import near
 
 NORMS = (weft.rms_norm, weft.layer_norm)
 
@@ -164,7 +165,7 @@ def test_gradients_of_some_outputs(used: tuple[str, ...]) -> None:
     call = everything().requiring_grad()
     outputs = results(call)
     gradients = {name: g for name, g in upstreams(outputs).items() if name in used}
-    expected = truth.norm(call, gradients.get("y"), gradients.get("residual"))
+    expected = norm_truth(call, gradients.get("y"), gradients.get("residual"))
     for name, gradient in backward(call, outputs, gradients).items():
         if expected[name].truth.count_nonzero():
             near(gradient, expected[name])

@@ -14,7 +14,7 @@ import weft
 from weft import Format
 from weft.lab.copies import assert_copies
 from weft.lab.families import Call
-from weft.lab.truths import norm as truth
+from weft.lab.families.norm import norm_truth
 from weft.ops.common.results import ResultOptions
 from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
 from weft.ops.quantize import DequantizeArgs, QuantizeArgs
@@ -202,7 +202,7 @@ def check_gradients_over_samples(
     ).requiring_grad()
     leaves = call.tensors()
     dy, dh = draw(2, 5, 14, cols), draw(2, 5, 14, cols)
-    expected = truth.norm(call, dy, dh)
+    expected = norm_truth(call, dy, dh)
     with choosing_for(target):
         gradients = torch.autograd.grad(call(), list(leaves.values()), (dy, dh))
     for name, got in zip(leaves, gradients, strict=True):

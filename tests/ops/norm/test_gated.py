@@ -17,10 +17,11 @@ from tests.catalogue.calls import arguments_of, compiled_variants, opcheck
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from weft import Format, QTensor
 from weft.lab import oracle
-from weft.lab.calls import assert_same, backward, near, own_numbers, results, run, upstreams
+from weft.lab.calls import assert_same, backward, own_numbers, results, run, upstreams
 from weft.lab.copies import assert_copies
 from weft.lab.families import Call
-from weft.lab.truths import gated_norm as truth_gated_norm
+from weft.lab.families.gated_norm import gated_norm_truth
+from weft.lab.truth import near
 from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
 from weft.runtime import choosing_for, recording
 
@@ -50,7 +51,7 @@ def check(call: Call, target: str | None = None) -> dict[str, Tensor]:
     with choosing_for(target or "cpu"):
         outputs = results(call)
         got = {**outputs, **backward(call, outputs, gradients)}
-    expected = truth_gated_norm.gated_norm(call, gradients)
+    expected = gated_norm_truth(call, gradients)
     assert set(got) == set(expected)
     for name, wanted in expected.items():
         if not isinstance(got[name], QTensor):

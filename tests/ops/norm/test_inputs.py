@@ -14,10 +14,10 @@ import weft
 from tests.catalogue.layouts import far_apart
 from tests.ops.norm.cases import both_copies, everything
 from weft import QTensor
-from weft.lab.calls import assert_same, backward, near, results, run, small, upstreams
+from weft.lab.calls import assert_same, backward, results, run, small, upstreams
 from weft.lab.families import Call, Inputs, for_op
-from weft.lab.truths import norm as truth
-from weft.lab.truths.norm import own_value
+from weft.lab.families.norm import norm_truth, own_value
+from weft.lab.truth import near
 from weft.runtime import Capabilities, choosing_for, launch
 
 NORMS = (weft.rms_norm, weft.layer_norm)
@@ -50,7 +50,7 @@ def test_size_of_a_norm(rows: int, cols: int) -> None:
     outputs = results(call)
     gradients = upstreams(outputs)
     got = {**outputs, **backward(call, outputs, gradients)}
-    for name, wanted in truth.norm(call, gradients["y"], gradients["residual"]).items():
+    for name, wanted in norm_truth(call, gradients["y"], gradients["residual"]).items():
         near(got[name], wanted)
 
 
@@ -62,7 +62,7 @@ def test_size_of_an_unrounded_sum(rows: int, cols: int) -> None:
     outputs = results(call)
     gradients = upstreams(outputs)
     got = {**outputs, **backward(call, outputs, gradients)}
-    for name, wanted in truth.norm(call, gradients["y"], gradients["residual"]).items():
+    for name, wanted in norm_truth(call, gradients["y"], gradients["residual"]).items():
         near(got[name], wanted)
 
 
@@ -73,7 +73,7 @@ def test_size_of_a_quantiser(rows: int, cols: int, format: str) -> None:
     """Norm and quantiser in one pass and in two, both copies and each for itself."""
     x = torch.randn(rows, cols).bfloat16()
     call = Call(weft.rms_norm, {"x": x, "quantize": format, "columnwise": True})
-    fused, y = call(), own_value(call)
+    fused, y = call(), own_value(call, results)
     together = weft.quantize(y, format, columnwise=True)
     apart = weft.quantize(y.t().contiguous(), format)
     assert_same({"q": fused}, {"q": together}, "fused and separate")
@@ -170,7 +170,7 @@ def test_values(function: Any, values: Callable[[int], Tensor]) -> None:
     call = Call(function, {"x": x, "weight": torch.randn(200)}).requiring_grad()
     outputs = results(call)
     gradients = upstreams(outputs)
-    expected = truth.norm(call, gradients["y"])
+    expected = norm_truth(call, gradients["y"])
     got = {**outputs, **backward(call, outputs, gradients)}
     for name, value in expected.items():
         near(got[name], value)
@@ -183,7 +183,7 @@ def test_variance_of_rows_far_from_zero(shift: float, cols: int) -> None:
     lane without an element would add the mean's square (bugs B6, B9)."""
     x = (torch.randn(5, cols) * 4 + shift).requires_grad_()
     y = weft.layer_norm(x)
-    expected = truth.norm(Call(weft.layer_norm, {"x": x.detach()}))
+    expected = norm_truth(Call(weft.layer_norm, {"x": x.detach()}))
     near(y, expected["y"])
     assert (y.double() - expected["y"].truth).abs().max() < 32 * EPS32 * abs(shift)
 
@@ -207,7 +207,7 @@ def test_dtype(options: str, dtype: torch.dtype) -> None:
     gradients = upstreams(outputs)
     assert outputs["y"].dtype == dtype
     got = {**outputs, **backward(call, outputs, gradients)}
-    for name, wanted in truth.norm(call, gradients["y"], gradients.get("residual")).items():
+    for name, wanted in norm_truth(call, gradients["y"], gradients.get("residual")).items():
         if not isinstance(got[name], QTensor):
             near(got[name], wanted)
 
@@ -224,7 +224,7 @@ def test_weight_of_another_dtype(weight_dtype: torch.dtype) -> None:
         weight_dtype,
     )
     gradients = upstreams(results(call.requiring_grad()))
-    expected = truth.norm(call, gradients["y"], gradients["residual"])
+    expected = norm_truth(call, gradients["y"], gradients["residual"])
     for name in ("y", "dweight", "dbias", "dx"):
         near(got[name], expected[name])
 
@@ -261,7 +261,7 @@ def test_configuration_of(target: str, cols: int, options: str) -> None:
         )
         got = run(call)
     gradients = upstreams(results(call.requiring_grad()))
-    expected = truth.norm(call, gradients["y"], gradients.get("residual"))
+    expected = norm_truth(call, gradients["y"], gradients.get("residual"))
     if isinstance(got["y"], QTensor):
         del expected["y"]
         # Another order of adding up moves a number by an ulp, and rarely its code by a step.

@@ -15,11 +15,9 @@ import weft
 from tests.catalogue.layouts import LAYOUTS, far_apart
 from tests.support.covering import covering
 from weft import Format, QTensor
-from weft.lab.calls import near
 from weft.lab.families import Call
-from weft.lab.families.matmul import PAIRS
-from weft.lab.truths.product import matmul as truth
-from weft.lab.truths.product import numbers
+from weft.lab.families.product import PAIRS, matmul_truth, numbers
+from weft.lab.truth import near
 from weft.runtime import choosing_for
 
 # The other pairs that go together: elements and blocks that differ, either operand plain.
@@ -60,7 +58,7 @@ def operands(pair: str, m: int, n: int, k: int, seed: int = 0) -> dict[str, Any]
 
 def check(**call: Any) -> None:
     """Also as the reference computes it, which is no less accurate."""
-    wanted = truth(Call(weft.matmul, call), {})["y"]
+    wanted = matmul_truth(Call(weft.matmul, call), {})["y"]
     near(weft.matmul(**call), wanted)  # type: ignore[arg-type]
 
 
@@ -143,7 +141,7 @@ def test_a_row_does_not_depend_on_the_others(pair: str) -> None:
         part = weft.matmul(**call | {"a": a}, batch_invariant=True)
         assert torch.equal(words(part), words(whole[:rows])), f"{rows} rows"
     few = weft.matmul(**call | {"a": call["a"][:8]})
-    near(few, truth(Call(weft.matmul, call | {"a": call["a"][:8]}), {})["y"])  # type: ignore[arg-type]
+    near(few, matmul_truth(Call(weft.matmul, call | {"a": call["a"][:8]}), {})["y"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

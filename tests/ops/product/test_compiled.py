@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.support.binaries import flaws
 from weft.lab.compiled import Binary, compile_all
-from weft.lab.families.matmul import PAIRS
+from weft.lab.families.product import PAIRS
 from weft.runtime import TARGETS, Variant, recording
 
 # DeepSeek-V3's projection of an expert, in a batch and for a few tokens.

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import DelayedScaling
-from weft.lab.calls import near
-from weft.lab.truths.product import product
+from weft.lab.families.product import product_truth
+from weft.lab.truth import near
 
 M, N, K = 24, 40, 64
 MAX = {"x": 448.0, "weight": 448.0, "grad": 57344.0}
@@ -54,9 +54,9 @@ def test_each_step_has_the_scales_of_those_before(algorithm: Any, margin: int) -
         given = tensors(step)
         got = run(scaling, given)
         x, w, dy = (rounded(given[name], name, stale[name]) for name in MAX)
-        near(got["y"], product(x, w.T))
-        near(got["dx"], product(dy, w))
-        near(got["dw"], product(dy.T, x))
+        near(got["y"], product_truth(x, w.T))
+        near(got["dx"], product_truth(dy, w))
+        near(got["dw"], product_truth(dy.T, x))
         assert {name: float(scale) for name, scale in scales(scaling).items()} == {
             name: float(scale) for name, scale in stale.items()
         }
@@ -78,8 +78,8 @@ def test_what_has_grown_since_saturates() -> None:
     x, w, dy = (rounded(given[name], name, before[name]) for name in MAX)
     assert x.abs().max() == 448 * before["x"].double()
     assert (x.abs() == x.abs().max()).float().mean() > 0.5
-    near(got["y"], product(x, w.T))
-    near(got["dw"], product(dy.T, x))
+    near(got["y"], product_truth(x, w.T))
+    near(got["dw"], product_truth(dy.T, x))
     scaling.step()
     assert torch.allclose(scaling.x_scale, 100 * before["x"])
 

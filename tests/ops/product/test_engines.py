@@ -11,10 +11,9 @@ import torch
 import weft
 from tests.ops.product.test import EVERY, check, operands
 from tests.ops.product.test_grouped import problem
-from weft.lab.calls import near
 from weft.lab.families import Call
-from weft.lab.truths.product import grouped_matmul as grouped_truth
-from weft.lab.truths.product import matmul as truth
+from weft.lab.families.product import grouped_matmul_truth, matmul_truth
+from weft.lab.truth import near
 from weft.ops.common.groups import Groups
 from weft.ops.common.results import Result, plain_result
 from weft.ops.product.arguments import (
@@ -205,7 +204,7 @@ def test_groups_of_torch(align: int, monkeypatch: pytest.MonkeyPatch) -> None:
         y = filled(len(p["x"]), 256)
         groups_by_torch(y, args)
         call = {name: p[name] for name in ("x", "w", "ends", "align")}
-        near(y, grouped_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
+        near(y, grouped_matmul_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
 
 
 class DeepGemm:
@@ -271,7 +270,7 @@ def test_deep_gemm(target: str) -> None:
     y = filled(130, 192)
     sys.modules["deep_gemm"].scales = torch.int32 if target == "sm_100" else torch.float32  # type: ignore[attr-defined]
     multiply("deep_gemm", ProductOutputs(Result(y)), args, target)
-    near(y, truth(Call(weft.matmul, call), {})["y"])  # type: ignore[arg-type]
+    near(y, matmul_truth(Call(weft.matmul, call), {})["y"])  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("deep_gemm")
@@ -282,7 +281,7 @@ def test_deep_gemm_of_groups() -> None:
         y = filled(len(p["x"]), 256)
         multiply_groups("deep_gemm", ProductOutputs(Result(y)), groups_of(p))
         call = {name: p[name] for name in ("x", "w", "ends", "align")}
-        near(y, grouped_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
+        near(y, grouped_matmul_truth(Call(weft.grouped_matmul, call), {})["y"])  # type: ignore[arg-type]
 
 
 def chosen(args: MatmulArgs | GroupedArgs, target: str) -> str:

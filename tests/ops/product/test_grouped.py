@@ -12,12 +12,9 @@ from triton_loom.testing import words
 
 import weft
 from weft import QTensor
-from weft.lab.calls import near
 from weft.lab.families import Call
-from weft.lab.truth import Near
-from weft.lab.truths.product import grouped_matmul as truth
-from weft.lab.truths.product import grouped_wgrad as wgrad_truth
-from weft.lab.truths.product import spans
+from weft.lab.families.product import grouped_matmul_truth, grouped_wgrad_truth, spans
+from weft.lab.truth import Near, near
 from weft.runtime import choosing_for
 
 # Formats of rows, of weights, and of gradients; None for plain numbers.
@@ -82,7 +79,7 @@ def problem(pair: str, groups: int, align: int, seed: str, n: int = N, k: int = 
 def check(**call: Any) -> None:
     """In memory full of NaN: pads, empty groups and tails must be written."""
     call = {"engine": "weft", **call}
-    wanted = truth(Call(weft.grouped_matmul, call), {})["y"]
+    wanted = grouped_matmul_truth(Call(weft.grouped_matmul, call), {})["y"]
     out = torch.full(wanted.truth.shape, torch.nan, dtype=call["x"].dtype)  # type: ignore[union-attr]
     assert weft.grouped_matmul(**call, out=out) is out
     near(out, wanted)  # type: ignore[arg-type]
@@ -90,7 +87,7 @@ def check(**call: Any) -> None:
 
 def check_wgrad(**call: Any) -> None:
     call = {"engine": "weft", **call}
-    wanted = wgrad_truth(Call(weft.grouped_wgrad, call), {})["y"]
+    wanted = grouped_wgrad_truth(Call(weft.grouped_wgrad, call), {})["y"]
     out = torch.full(wanted.truth.shape, torch.nan)  # type: ignore[union-attr]
     assert weft.grouped_wgrad(**call, out=out) is out
     near(out, wanted)  # type: ignore[arg-type]
@@ -188,7 +185,7 @@ def test_blocks_that_begin_with_groups(pair: str) -> None:
         shape = (end - begin, 128)
         left, right = (QTensor(shape, torch.bfloat16, pair, None, copy) for copy in alone)
         call = {"dy": left, "x": right, "ends": torch.tensor([end - begin])}
-        wanted = wgrad_truth(Call(weft.grouped_wgrad, call), {})["y"]
+        wanted = grouped_wgrad_truth(Call(weft.grouped_wgrad, call), {})["y"]
         assert isinstance(wanted, Near)
         near(got[group], Near(wanted.truth[0], wanted.noise[0]))
 
@@ -273,7 +270,9 @@ def test_accumulate() -> None:
     main = torch.randn(4, N, K)
     before = main.clone()
     call = {"dy": p["dy"], "x": p["x"], "ends": p["ends"], "align": 8}
-    wanted = wgrad_truth(Call(weft.grouped_wgrad, call | {"out": before, "accumulate": True}), {})["y"]
+    wanted = grouped_wgrad_truth(Call(weft.grouped_wgrad, call | {"out": before, "accumulate": True}), {})[
+        "y"
+    ]
     assert weft.grouped_wgrad(**call, out=main, accumulate=True) is main
     near(main, wanted)  # type: ignore[arg-type]
     empty = weft.grouped_wgrad(**call | {"ends": p["ends"] * 0}, out=main.clone(), accumulate=True)

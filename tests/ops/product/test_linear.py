@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.support.examples import example
 from weft import QTensor, Recipe
-from weft.lab.calls import near
-from weft.lab.truths.product import numbers, product
+from weft.lab.families.product import numbers, product_truth
+from weft.lab.truth import near
 from weft.ops.product.recipes import RECIPES
 
 M, N, K = 72, 128, 256
@@ -55,10 +55,10 @@ def test_three_products(name: str) -> None:
     torch.manual_seed(7)
     seed = int(torch.randint(2**62, ())) if recipe.stochastic else None
     xq, wq, dyq = both(x, recipe.x), both(w, recipe.weight), both(dy, recipe.grad, seed)
-    wanted = product(numbers(xq), numbers(wq.T, of_b=True))
+    wanted = product_truth(numbers(xq), numbers(wq.T, of_b=True))
     near(y, type(wanted)(wanted.truth + bias.double(), wanted.noise + 2.0**-23 * bias.abs()))
-    near(mine[0].grad, product(numbers(dyq), numbers(wq, of_b=True)))  # type: ignore[arg-type]
-    near(mine[1].grad, product(numbers(dyq.T), numbers(xq, of_b=True)))  # type: ignore[arg-type]
+    near(mine[0].grad, product_truth(numbers(dyq), numbers(wq, of_b=True)))  # type: ignore[arg-type]
+    near(mine[1].grad, product_truth(numbers(dyq.T), numbers(xq, of_b=True)))  # type: ignore[arg-type]
     assert torch.allclose(mine[2].grad, dy.float().sum(0), rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
     assert mine[0].grad.dtype == torch.bfloat16  # type: ignore[union-attr]
     assert mine[1].grad.dtype == torch.float32  # type: ignore[union-attr]
@@ -69,8 +69,8 @@ def test_plain_products(recipe: str | None) -> None:
     x, w, bias, dy = layer()
     mine = leaves(x, w, bias)
     weft.linear(*mine, recipe=recipe).backward(dy)  # type: ignore[no-untyped-call]
-    near(mine[0].grad, product(dy.double(), w.bfloat16().double()))  # type: ignore[arg-type]
-    near(mine[1].grad, product(dy.double().T, x.double()))  # type: ignore[arg-type]
+    near(mine[0].grad, product_truth(dy.double(), w.bfloat16().double()))  # type: ignore[arg-type]
+    near(mine[1].grad, product_truth(dy.double().T, x.double()))  # type: ignore[arg-type]
 
 
 def test_gradients_without_rounding() -> None:
@@ -207,7 +207,7 @@ def test_frozen_weight_beside_plain_rows(recipe: str | None) -> None:
     assert y.shape == (2, M // 2, N)
     assert y.dtype == x.dtype
     rounded = x.bfloat16().double()
-    wanted = product(rounded, numbers(frozen.T, of_b=True))
+    wanted = product_truth(rounded, numbers(frozen.T, of_b=True))
     near(y.view(M, N), type(wanted)(wanted.truth + bias.double(), wanted.noise + 2.0**-23 * bias.abs()))
     y.view(M, N).backward(dy)  # type: ignore[no-untyped-call]
     # The numbers of the codes are rounded to dy's dtype, the gradient to x's.
@@ -255,7 +255,7 @@ def test_frozen_weight_with_an_adapter() -> None:
     y.backward(dy)  # type: ignore[no-untyped-call]
     assert up.grad is not None
     assert rows.grad is not None
-    near(rows.grad, product(numbers(both(dy, "1x128")), numbers(base, of_b=True)))
+    near(rows.grad, product_truth(numbers(both(dy, "1x128")), numbers(base, of_b=True)))
 
 
 # ---- with the rest of PyTorch -------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Who is timed beside Weft, and whether their results are right: no contender with other results gets a time.
 
-- `eager` and `compile`: the same maths in plain PyTorch: a chain of `chains.py`, or else the op's own reference.
+- `eager` and `compile`: the same maths in plain PyTorch: the chain that its family has, or else the op's own reference.
 - `torch`, `deepgemm` and `fa`: kernels of PyTorch, DeepGEMM and FlashAttention, which Weft's own functions call where
   `engine=` says so.
 - `liger` and `te`: the functions of Liger-Kernel and TransformerEngine, by the two tables below.
@@ -22,9 +22,8 @@ from torch import Tensor
 from ... import backend
 from ...quant import QTensor
 from ...runtime.ops import Op
-from ..families import Call, Workload
+from ..families import Call, Workload, chain_of
 from ..truth import arguments
-from .chains import CHAINS
 from .clocks import Run
 
 DEFAULT = ("eager", "compile")
@@ -80,9 +79,10 @@ def reference(call: Call) -> Run:
 
 
 def _eager(key: tuple[str, str], call: Call) -> Contender:
-    if key not in CHAINS:
+    build = chain_of(*key)
+    if build is None:
         return Contender(reference(call), reference(call))
-    chain = CHAINS[key](call)
+    chain = build(call)
     return Contender(chain.prepared(chain.function), chain.wanted(reference(call)))
 
 
@@ -95,8 +95,9 @@ class _Compiled:
         self.function: Callable[..., Any] | None = None
 
     def __call__(self, call: Call) -> Contender:
-        if self.key in CHAINS:
-            chain = CHAINS[self.key](call)
+        build = chain_of(*self.key)
+        if build is not None:
+            chain = build(call)
             return Contender(chain.prepared(self.compiled(chain.function)), chain.wanted(reference(call)))
         ops = reached(call)
         if len(ops) != 1:

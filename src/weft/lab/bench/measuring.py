@@ -19,7 +19,7 @@ import torch
 
 from ... import __version__
 from ..families import Call, Workload, flops_of
-from ..families.matmul import product
+from ..families.product import product_workload
 from ..model import element_of
 from ..traffic import rows_within
 from .clocks import Run, Times, clock_of, timed
@@ -150,7 +150,7 @@ def products_of_torch(element: str, side: int, device: torch.device) -> dict[str
     """Return PyTorch's products of square matrices: with these elements if it has such, and with wider ones."""
     found = {}
     for pair in dict.fromkeys((BY_ELEMENT[element], "bf16", "fp32")):
-        workload = product(pair, side, side, side)
+        workload = product_workload(pair, side, side, side)
         name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or what is behind engine=
         with suppress(Lacks):
             found[pair] = contender(name, workload)(workload.make().to(device)).run

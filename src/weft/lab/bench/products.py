@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..families import Workload
-from ..families.matmul import product
+from ..families.product import product_workload
 from .clocks import Times, clock_of, timed
 from .measuring import Row, Settings, measure
 
@@ -29,7 +29,7 @@ def products(settings: Settings) -> Iterator[tuple[Workload, Settings]]:
     chosen = replace(settings, against=("eager", "compile", "torch", "deepgemm"), most=float("inf"))
     for m, n, k in SIZES[settings.device.type]:
         for pair in PAIRS:
-            yield product(pair, m, n, k), chosen
+            yield product_workload(pair, m, n, k), chosen
 
 
 def bandwidths(settings: Settings) -> Iterator[tuple[int, Times]]:
@@ -44,7 +44,9 @@ def highest(settings: Settings) -> Iterator[tuple[str, Row, str]]:
     """(pair of formats, the row with most TFLOPS, whose product it was)."""
     chosen = replace(settings, against=("eager", "torch", "deepgemm"), most=float("inf"))
     for pair in PAIRS:
-        rows = [measure(product(pair, side, side, side), chosen) for side in SIDES[settings.device.type]]
+        rows = [
+            measure(product_workload(pair, side, side, side), chosen) for side in SIDES[settings.device.type]
+        ]
         reached = [(row, name) for row in rows for name in row.memory]
         if reached:
             row, name = max(reached, key=lambda one: one[0].tflops(one[1]) or 0.0)

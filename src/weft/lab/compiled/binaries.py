@@ -3,12 +3,12 @@ target has, sums of dots that are waited for, and accesses 128 bits wide whereve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from ...runtime import Capabilities, Variant, catalogue, recording
-from ..families import Workload
-from ..truths import declared
+from ..families import Workload, moved_of, spills_of, width_of
+from ..family import Moved, Width
 from . import Binary
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
@@ -65,7 +65,7 @@ def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
 def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
     """What a binary does that it should not; `variant` says what is expected of it. `spills` are bytes that may be
     spilled all the same, besides those that the kernel is known to spill."""
-    spills = max(spills, declared("SPILLS").get((variant.kernel, binary.target), 0))
+    spills = max(spills, spills_of(variant.kernel, binary.target))
     capabilities = Capabilities.of(binary.target)
     wide = variant.aligned and dict(variant.constants).get("ALIGN", 16) == 16
     found = []
@@ -79,13 +79,13 @@ def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
     found += [f"sums not waited for: {access}" for access in binary.early_accesses]
     if not wide or "ALIGN" not in dict(variant.constants):
         return found
-    read, written = declared("MOVED").get(variant.kernel, (READ, WRITTEN))
+    read, written = moved_of(variant.kernel) or Moved(READ, WRITTEN)
     if not read and not written:
         return found
     return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
 
 
-def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> list[str]:
+def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> list[str]:
     """What is wrong with the widths of loads or stores of tensors whose rows are multiples of 16 elements.
 
     Other widths than 128 bits are for numbers of which there is one to a row, a group or the tensor (32 bits, or 8
@@ -102,7 +102,7 @@ def _narrow(variant: Variant, binary: Binary, names: set[str], what: str) -> lis
         allowed.add(8)
     if "*i64" in types.values():  # a target to a row
         allowed.add(64)
-    prefix, bits = declared("WIDTHS").get(variant.kernel, ("", 32))
+    prefix, bits = width_of(variant.kernel) or Width("", 32)
     if binary.target.startswith(prefix):
         allowed.add(bits)
     needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor

@@ -1,18 +1,27 @@
-"""Workloads of attention: heads of real models over many short sequences, forward and backward."""
+"""Attention: heads of real models over many short sequences, forward and backward."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.attention.arguments import AttentionBackwardArgs, AttentionNeeds, Mask, Packed
 from ...ops.attention.attention import attention
 from ...ops.quantize import quantize
+from ...quant import QTensor
 from ...runtime import catalogue, recording
+from ..chain import Chain, chain, tensors_of
+from ..family import Compute, Family
 from ..problem import Call, Inputs, Workload
+from ..truth import EPS32, Near, arguments
 
 # Query heads, how many of them share one of keys, and the numbers of heads of queries and of values. Two groups of each
 # model's heads, since the others are the same: few heads and many sequences move as many bytes.
@@ -70,8 +79,10 @@ _TILES = "keys and values are read once for each tile of queries and each head, 
 
 
 def _starts(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where sequences begin, and how many tokens they have: of four, one has all tokens, one none, one a single token,
-    and one half of them. The sum is computed from the sizes, which may be symbols, and not read from the tensor."""
+    """Return the starts of sequences, and how many tokens they have together.
+
+    Of four sequences, one has all tokens, one none, one a single token, and one half of them. The sum is computed from
+    the sizes, which may be symbols, and not read from the tensor."""
     kind = torch.arange(rows, device=device) % 4
     lengths = (kind == 0) * tokens + (kind == 2) * 1 + (kind == 3) * (tokens // 2)
     first = torch.zeros(1, dtype=torch.long, device=device)
@@ -89,7 +100,7 @@ def _shaped(layout: str, rows: int, tokens: int, heads: int, dim: int) -> tuple[
 
 
 def _heads(workload: Workload, width: int) -> tuple[int, int, int, int]:
-    """(heads, key heads, dim, v_dim) of a token whose query heads have that many numbers."""
+    """Return (heads, key heads, dim, v_dim) of a token whose query heads have that many elements."""
     settings = dict(workload.settings)
     group, dim = settings["group"], settings["dim"]
     key_heads = max(1, width // (dim * group))
@@ -99,16 +110,16 @@ def _heads(workload: Workload, width: int) -> tuple[int, int, int, int]:
 def _tensors(
     workload: Workload, inputs: Inputs, shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors by name, further arguments)."""
+    """Draw the tensors; return them by name, and the further arguments."""
     (rows, width), options = shape, dict(OPTIONS[workload.options])
     heads, key_heads, dim, v_dim = _heads(workload, width)
     settings, device = dict(workload.settings), inputs.device
     tokens = settings["tokens"]
     keys = settings.get("keys", tokens)
     options = {name: value for name, value in options.items() if name not in ("tokens", "keys")}
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if options.pop("packed", False):
-        made["cu_seqlens"], total = _starts(rows, tokens, device)
+        tensors["cu_seqlens"], total = _starts(rows, tokens, device)
         shapes: list[tuple[int, ...]] = [
             (total, heads, dim),
             (total, key_heads, dim),
@@ -122,19 +133,19 @@ def _tensors(
             _shaped(layout, rows, keys, key_heads, v_dim),
         ]
     if options.pop("sinks", False):
-        made["sinks"] = inputs.normal(heads)
+        tensors["sinks"] = inputs.normal(heads)
     if options.pop("kv_lengths", False):
-        made["kv_lengths"] = torch.arange(rows, dtype=torch.int32, device=device) * 23 % (keys + 1)
+        tensors["kv_lengths"] = torch.arange(rows, dtype=torch.int32, device=device) * 23 % (keys + 1)
     codes = options.pop("codes", None)
     for name, size in zip(("query", "key", "value"), shapes, strict=True):
         drawn = inputs.normal(*size)
-        made[name] = drawn if codes is None or name == "value" else quantize(drawn, codes)
-    return made, options
+        tensors[name] = drawn if codes is None or name == "value" else quantize(drawn, codes)
+    return tensors, options
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    made, options = _tensors(workload, inputs, shape)
-    return Call(attention, made | options | {"engine": "weft"})
+    tensors, options = _tensors(workload, inputs, shape)
+    return Call(attention, tensors | options | {"engine": "weft"})
 
 
 def attention_backward(
@@ -142,7 +153,7 @@ def attention_backward(
     sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, kv_lengths: Tensor | None = None, *, mask: Mask,
     softcap: float, layout: str,
 ) -> Any:  # fmt: skip
-    """The backward op, with its tensors as arguments."""
+    """Call the backward op, with its tensors as arguments."""
     needs = AttentionNeeds(True, True, sinks is not None)
     packed = Packed(cu_seqlens, cu_seqlens, kv_lengths)
     scale = query.shape[-1] ** -0.5
@@ -155,12 +166,12 @@ def attention_backward(
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of the same call, of results as the forward leaves them."""
-    made, options = _tensors(workload, inputs, shape)
-    layout = "thd" if "cu_seqlens" in made else options.get("layout", "bhsd")
+    """Build the backward of the same call, of results as the forward leaves them."""
+    tensors, options = _tensors(workload, inputs, shape)
+    layout = "thd" if "cu_seqlens" in tensors else options.get("layout", "bhsd")
     on_meta = inputs.device.type == "meta"
     with torch.no_grad(), recording("sm_90") if on_meta else nullcontext():
-        forward = attention(**made, **options | {"return_lse": True, "engine": "weft"})
+        forward = attention(**tensors, **options | {"return_lse": True, "engine": "weft"})
     y, lse = forward.out, forward.lse
     y = y.transpose(1, 2) if layout == "bhsd" else y
     left, right = options.get("window", (None, None))
@@ -171,7 +182,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
             "dlse": inputs.normal(*lse.shape, dtype=lse.dtype) if options.get("return_lse") else None,
             "y": y,
             "lse": lse,
-            **made,
+            **tensors,
             "mask": Mask(left, 0 if options.get("is_causal") else right, True),
             "softcap": options.get("softcap", 0.0),
             "layout": layout,
@@ -211,12 +222,315 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def _flops(workload: Workload) -> int:
-    """Of two products, with half of the pairs if later keys are not seen; windows and lengths are left out."""
+    """Count two products, with half of the pairs if later keys are not seen; windows and lengths are left out."""
     options = OPTIONS[workload.options]
     heads, _, dim, v_dim = _heads(workload, workload.cols)
     pairs = workload.rows * heads * options["tokens"] * options.get("keys", options["tokens"])
     return int(2 * pairs * (dim + v_dim) // (2 if options.get("is_causal") else 1))
 
 
-# Backward has the scores once more, and the gradients of scores, queries, keys and values: seven products for two.
-FLOPS = {"attention": _flops, "attention_backward": lambda workload: _flops(workload) * 7 // 2}
+# ---- truth: sequence by sequence and head by head -------------------------------------------------------------
+
+# Where the batch, the tokens and the heads are.
+PLACES = {"bhsd": (0, 2, 1), "bshd": (0, 1, 2), "sbhd": (1, 0, 2)}
+
+
+@dataclass
+class Head:
+    """One head of one sequence: where it is in tensors [batch, tokens, heads, dim]."""
+
+    batch: int
+    queries: slice
+    keys: slice
+    head: int
+    key_head: int
+
+
+def spread(x: Tensor, layout: str) -> Tensor:
+    """Permute to [batch, tokens, heads, dim]."""
+    if x.dim() == 3:
+        return x[None]
+    return x.permute(*PLACES[layout], 3)
+
+
+def gathered(x: Tensor, layout: str, packed: bool) -> Tensor:
+    """Undo `spread`."""
+    if packed:
+        return x[0]
+    order = [0] * 4
+    for new, old in enumerate((*PLACES[layout], 3)):
+        order[old] = new
+    return x.permute(order)
+
+
+def _each_head(args: dict[str, Any], query: Tensor, key: Tensor) -> Iterator[Head]:
+    """Yield the heads of all sequences."""
+    starts, k_starts, used = args["cu_seqlens"], args.get("cu_seqlens_k"), args["kv_lengths"]
+    k_starts = starts if k_starts is None else k_starts
+    number = query.shape[0] if starts is None else len(starts) - 1
+    group = query.shape[2] // key.shape[2]
+    for i in range(number):
+        if starts is None:
+            queries, keys, batch = slice(0, query.shape[1]), slice(0, key.shape[1]), i
+        else:
+            queries, keys = (slice(int(s[i]), int(s[i + 1])) for s in (starts, k_starts))
+            batch = 0
+        if used is not None:
+            keys = slice(keys.start, min(keys.stop, keys.start + max(int(used[i]), 0)))
+        for head in range(query.shape[2]):
+            yield Head(batch, queries, keys, head, head // group)
+
+
+def sees(queries: int, keys: int, options: dict[str, Any]) -> Tensor:
+    """Return which queries see which keys, as bool [queries, keys]."""
+    left, right = options.get("window") or (None, None)
+    right = 0 if options.get("is_causal") else right
+    return _mask(queries, keys, left, right, options.get("causal_align") == "upper_left")
+
+
+@cache
+def _mask(queries: int, keys: int, left: int | None, right: int | None, upper_left: bool) -> Tensor:
+    """Return the mask, one query after another."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        own = i if upper_left else i + keys - queries
+        first = 0 if left is None else max(own - left, 0)
+        last = keys - 1 if right is None else min(own + right, keys - 1)
+        seen[i, first : max(last + 1, first)] = True
+    return seen
+
+
+@dataclass
+class Weights:
+    """Scores and probabilities of a head, and the relative error that fp32 may make in p."""
+
+    scores: Tensor
+    slope: Tensor
+    p: Tensor
+    lse: Tensor
+    error: Tensor  # [queries, 1]
+
+
+def weights_of(q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, Any]) -> Weights:
+    """Compute scores, probabilities and lse of a head, and how far fp32 may be from them."""
+    scale = q.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
+    cap = args["softcap"] or 0.0
+    s = scale * (q @ k.T)
+    size = scale * (q.abs() @ k.abs().T)
+    slope = torch.ones_like(s)
+    if cap:
+        t = torch.tanh(s / cap)
+        s, slope = cap * t, 1 - t * t
+        size = size.clamp(max=cap) + 8 * cap
+    s = s.masked_fill(~seen, -math.inf)
+    terms = torch.cat([s, torch.full((len(q), 1), sink, dtype=s.dtype)], 1)
+    lse = torch.logsumexp(terms, 1)
+    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[:, None])
+    # Scores in base 2 lose a few roundings of their size, and so does what is subtracted from them.
+    largest = torch.where(seen, size, 0.0).amax(1, keepdim=True) if k.numel() else s.new_zeros(len(q), 1)
+    largest = largest + torch.where(lse.isfinite(), lse.abs(), 0.0)[:, None]
+    error = EPS32 * ((q.shape[-1] / 16 + 8) * largest + len(k) / 16 + 16)
+    return Weights(s, slope, p, lse, error)
+
+
+def sum_error(terms: int) -> float:
+    """Return the error of an fp32 sum, relative to the sum of sizes; terms are added up 16 or more at a time."""
+    return (terms / 16 + 4) * EPS32
+
+
+def half_step(dtype: torch.dtype) -> float:
+    """Return the largest relative error of a rounding to a dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass
+class Buffers:
+    """Truth and noise of a result or gradient, which are filled head by head."""
+
+    truth: Tensor
+    noise: Tensor
+
+    @staticmethod
+    def zeros(*shape: int) -> Buffers:
+        return Buffers(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
+
+    def near(self) -> Near:
+        return Near(self.truth, self.noise)
+
+
+# Weights below the normal numbers of e4m3 are rounded by as much, relative to the largest of their row.
+LEAST_WEIGHT = 2.0**-18
+
+
+def _decoded(x: Tensor) -> Tensor:
+    """Decode to float64."""
+    return x.dequantize(torch.float64) if isinstance(x, QTensor) else x.detach().double()
+
+
+def _through_codes(value: Tensor) -> Tensor:
+    """Round values [keys, dim] to e4m3 codes, a scale for each column."""
+    from .. import oracle
+
+    result = oracle.quantize(
+        value.float(), block="row", element="e4m3", convention="te", power_of_two=False, transpose=True
+    )
+    return (result.data.view(torch.float8_e4m3fn).double() * result.scale.double().view(-1, 1)).T
+
+
+def attention_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the results of a call, and the gradients of its inputs."""
+    return _truth_of(arguments(call), gradients)
+
+
+def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the results for arguments by name, and the gradients, sequence by sequence and head by head."""
+    layout, packed = args["layout"], args["cu_seqlens"] is not None
+    dtype = args["query"].dtype
+    q, k, v = (spread(_decoded(args[name]), layout) for name in ("query", "key", "value"))
+    batch, tokens, heads, _ = q.shape
+    sinks = args["sinks"]
+    y, lse, top = (
+        Buffers.zeros(batch, tokens, heads, v.shape[-1]),
+        Buffers.zeros(batch, heads, tokens),
+        Buffers.zeros(heads),
+    )
+    lse.truth.fill_(-math.inf)
+    top.truth.fill_(-math.inf)
+    several = args["return_lse"] or args["return_max"]
+    dy = gradients.get("out" if several else "y")
+    if dy is not None:
+        dy = dy.double()
+        if args["quantize"] is not None:
+            dy = dy.unflatten(-1, (heads, -1))
+            dy = spread(dy, "sbhd" if layout == "sbhd" else "bshd")
+        else:
+            dy = spread(dy, layout)
+    dlse = gradients.get("lse")
+    if dlse is not None:
+        dlse = (dlse[None] if packed else dlse).double()
+    grads = {
+        "query": Buffers.zeros(*q.shape),
+        "key": Buffers.zeros(*k.shape),
+        "value": Buffers.zeros(*v.shape),
+    }
+    dsinks = Buffers.zeros(heads)
+    rounding = half_step(dtype) if dtype != torch.float32 else 0.0
+    if args.get("values") is not None:
+        rounding = half_step(torch.float8_e4m3fn)
+    for at in _each_head(args, q, k):
+        b, i, j, h, g = at.batch, at.queries, at.keys, at.head, at.key_head
+        qh, kh, vh = q[b, i, h], k[b, j, g], v[b, j, g]
+        eight_bits = args.get("values") is not None and len(vh) > 0
+        if eight_bits:
+            seen = sees(len(qh), len(kh), args).any(0)[:, None]
+            vh = _through_codes(torch.where(seen, vh, 0.0))
+        sink = -math.inf if sinks is None else float(sinks[h].detach())
+        w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args), args)
+        y.truth[b, i, h] = out = w.p @ vh
+        y.noise[b, i, h] = noise = (w.error + rounding + sum_error(len(kh))) * (w.p @ vh.abs())
+        if eight_bits:
+            y.noise[b, i, h] += LEAST_WEIGHT * w.p.amax(1, keepdim=True) * vh.abs().sum(0)
+        lse.truth[b, h, i] = w.lse
+        lse.noise[b, h, i] = w.error[:, 0] + 4 * EPS32 * torch.where(w.lse.isfinite(), w.lse.abs(), 0.0)
+        if w.scores.numel():
+            top.truth[h] = max(top.truth[h], w.scores.amax())
+            top.noise[h] = max(top.noise[h], w.error.amax())
+        if dy is None and dlse is None:
+            continue
+        do = torch.zeros_like(out) if dy is None else dy[b, i, h]
+        # delta is made of the rounded y.
+        delta = (do * out).sum(1, keepdim=True)
+        delta_noise = (do.abs() * (noise + (rounding or EPS32) * (out.abs() + noise))).sum(1, keepdim=True)
+        delta_noise += sum_error(v.shape[-1]) * (do * out).abs().sum(1, keepdim=True)
+        if dlse is not None:
+            delta = delta - dlse[b, h, i][:, None]
+            delta_noise += 2 * EPS32 * delta.abs()
+        dp, dp_size = do @ vh.T, do.abs() @ vh.abs().T
+        ds = w.p * (dp - delta) * w.slope
+        size = w.p * (dp_size + delta.abs())
+        ds_noise = size * (w.error + sum_error(v.shape[-1])) + w.p * delta_noise + rounding * ds.abs()
+        if args["softcap"]:
+            ds_noise = ds_noise + 32 * EPS32 * size
+        scale = q.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
+        for name, weights, weights_noise, rows, into in (
+            ("query", ds, ds_noise, kh, (b, i, h)),
+            ("key", ds.T, ds_noise.T, qh, (b, j, g)),
+            ("value", w.p.T, (w.p * (w.error + rounding)).T, do, (b, j, g)),
+        ):
+            factor = 1.0 if name == "value" else scale
+            grads[name].truth[into] += factor * (weights @ rows)
+            terms = rows.shape[0] * (heads // k.shape[2])
+            step = (weights_noise + sum_error(terms) * weights.abs()) @ rows.abs()
+            grads[name].noise[into] += factor * step
+        if sinks is not None and sink > -math.inf:
+            share = torch.exp(sink - w.lse)[:, None]
+            dsinks.truth[h] -= (share * delta).sum()
+            dsinks.noise[h] += (share * (delta_noise + (w.error + 64 * EPS32) * delta.abs())).sum()
+    expected: dict[str, Near | Tensor] = {
+        "out" if several else "y": Near(*(gathered(t, layout, packed) for t in (y.truth, y.noise))),
+        "lse": Near(*((t[0] if packed else t) for t in (lse.truth, lse.noise))),
+        "max": top.near(),
+        "dsinks": dsinks.near(),
+    }
+    for name, buffers in grads.items():
+        expected[f"d{name}"] = Near(*(gathered(t, layout, packed) for t in (buffers.truth, buffers.noise)))
+    return expected
+
+
+def attention_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradients of the forward call that the arguments belong to."""
+    args = arguments(call)
+    mask, layout = args["mask"], args["layout"]
+    packed = args["cu_seqlens"] is not None
+    of_forward = {
+        **{name: args[name] for name in ("query", "key", "value", "sinks", "cu_seqlens", "kv_lengths")},
+        "cu_seqlens_k": None,
+        "window": (mask.left, mask.right),
+        "is_causal": False,
+        "causal_align": "lower_right" if mask.lower_right else "upper_left",
+        "scale": None,
+        "softcap": args["softcap"],
+        "layout": layout,
+        "return_lse": True,
+        "return_max": False,
+        "quantize": None,
+    }
+    dy = args["dy"]
+    upstream = {"out": dy.transpose(1, 2) if layout == "bhsd" else dy}
+    if args["dlse"] is not None:
+        upstream["lse"] = args["dlse"]
+    expected = _truth_of(of_forward, upstream)
+    assert packed == (layout == "thd")
+    return {name: value for name, value in expected.items() if name.startswith("d")}
+
+
+def _encoded(call: Call, compute: Compute) -> dict[str, Tensor]:
+    """Return the plain result, with the heads of a token side by side."""
+    plain = {name: value for name, value in call.kwargs.items() if name not in ("quantize", "columnwise")}
+    return {"y": call.function(**plain).flatten(-2).flatten(0, -2)}
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _causal_backward(call: Call) -> Chain:
+    """Walk back through PyTorch's own attention."""
+    inputs, upstream = tensors_of(call, "query", "key", "value"), call["dy"].transpose(1, 2)
+    return Chain(_causal, inputs, lambda result: tuple(result)[:3], upstream)
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    # Backward has the scores once more, and the gradients of scores, queries, keys and values: seven products for two.
+    flops={"attention": _flops, "attention_backward": lambda workload: _flops(workload) * 7 // 2},
+    truths={"attention": attention_truth, "attention_backward": attention_backward_truth},
+    encoded={"attention": _encoded},
+    chains={
+        ("attention", "causal"): chain(_causal, "query", "key", "value"),
+        ("attention_backward", "causal"): _causal_backward,
+    },
+)

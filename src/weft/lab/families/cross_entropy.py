@@ -1,17 +1,22 @@
-"""Workloads of the loss: vocabularies of real models."""
+"""The loss, over vocabularies of real models."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import cross_entropy
 from ...ops.loss.cross_entropy import CrossEntropyArgs, cross_entropy_op
 from ...ops.loss.reduction import LossOptions
 from ...ops.loss.statistics import Softmax, Wanted
+from ..chain import Chain, chain, tensors_of
+from ..family import Family, Width
 from ..problem import Call, Inputs, Workload, run_op
+from ..truth import EPS32, Near, arguments
 
 VOCABULARIES: dict[str, int] = {
     "linghe/vocabulary": 157184,
@@ -44,7 +49,7 @@ _USED: dict[str, tuple[str, ...]] = {
 
 
 def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Inputs with logits as a trained model gives them: for every other token the target's logit is raised."""
+    """Draw logits as a trained model gives them: for every other token the target's logit is raised."""
     settings = dict(workload.settings)
     *lead, cols = shape
     logits = inputs.normal(*shape, std=2.0)
@@ -62,7 +67,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
 
 
 def draw_targets(inputs: Inputs, lead: list[int], cols: int) -> Tensor:
-    """Random targets, uniform over all columns."""
+    """Draw targets, uniform over all columns."""
     if inputs.device.type == "meta":
         return torch.empty(lead, dtype=torch.int64, device="meta")
     drawn = inputs.normal(*lead, dtype=torch.float64).abs() * 7919.0 % 1.0
@@ -83,11 +88,11 @@ def _backward(softcap: float | None, scale: float, ignore_index: int, **kwargs: 
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of the same call, which reads logits, statistics and the gradients of the results asked for."""
-    given, options = _arguments(workload, inputs, shape), _options(workload)
+    """Build the backward of the same call, which reads logits, statistics and the gradients of requested results."""
+    tensors, options = _arguments(workload, inputs, shape), _options(workload)
     smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
     softcap, scale = options.get("softcap"), 1 / options.get("temperature", 1.0)
-    logits, target, weight = given["logits"], given["target"], given.get("class_weight")
+    logits, target, weight = tensors["logits"], tensors["target"], tensors.get("class_weight")
     o = cross_entropy_op(
         CrossEntropyArgs(
             logits,
@@ -149,4 +154,176 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     )
     for options, names in _USED.items()
     for name in names
+)
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+
+def _noise_of_sums(cols: int) -> float:
+    """Return the relative error of a sum of exponentials.
+
+    Each is off by a few roundings, and lanes add up chains of them."""
+    return EPS32 * (8 + math.sqrt(cols / 128))
+
+
+def cross_entropy_truth(
+    a: dict[str, Any], upstream: dict[str, Tensor] | None = None
+) -> dict[str, Near | Tensor]:
+    """Return loss, lse, entropy and accuracy of arguments of `cross_entropy`, and with gradients of them dlogits."""
+    leaf = a["logits"].detach().double().requires_grad_()
+    x = leaf.reshape(-1, leaf.shape[-1])
+    rows, cols = x.shape
+    y = a["target"].reshape(-1).long()
+    ignored = y == a["ignore_index"]
+    wrong = ~ignored & ((y < 0) | (y >= cols))
+    valid = ~(ignored | wrong)
+    y = y.where(valid, 0)
+    there = x.detach() > -torch.inf
+    u = x if a["softcap"] is None else torch.where(there, a["softcap"] * torch.tanh(x / a["softcap"]), x)
+    scale = 1 / a["temperature"]
+    z = u * scale
+    lse = torch.logsumexp(z, 1)
+    log_p = z - lse[:, None]
+    picked = log_p.gather(1, y[:, None])[:, 0]
+    classes = a["class_weight"]
+    weight = torch.ones(cols, dtype=torch.float64) if classes is None else classes.detach().double()
+    alpha = a["label_smoothing"]
+    loss = -(1 - alpha) * weight[y] * picked
+    share = weight[y].where(valid, 0.0)
+    spread = torch.zeros_like(loss)
+    if alpha:
+        spread = -torch.where(there, weight * log_p.masked_fill(~there, 0.0), 0.0).sum(1)
+        loss = loss + alpha / there.sum(1) * spread
+    loss = loss + a["z_loss"] * lse**2
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p.masked_fill(~there, 0.0), 0.0).sum(1)
+    masked = lambda v: torch.where(valid, v, torch.where(wrong, torch.nan, 0.0))  # noqa: E731
+    loss, lse, entropy = masked(loss), masked(lse), masked(entropy)
+    first = (z.detach().argmax(1) == y) & valid  # of equals the first
+    # ---- how far fp32 may be from it
+    sums = _noise_of_sums(cols)
+    d = lambda v: v.detach().abs()  # noqa: E731
+    size = z.detach().masked_fill(~there, 0.0).abs()
+    of_z = torch.zeros_like(size) if a["softcap"] is None and scale == 1 else 2 * EPS32 * size
+    if a["softcap"] is not None:
+        of_z = of_z + 4 * EPS32 * a["softcap"] * scale
+    largest = z.detach().amax(1)
+    off = sums + of_z.amax(1)  # of log(total)
+    t = (z.detach() - largest[:, None]).masked_fill(~there, 0.0).abs()
+    log_total = (torch.logsumexp(z, 1) - largest).detach().abs()
+    of_nll = off + 2 * EPS32 * (d(picked) + log_total)
+    of_lse = off + EPS32 * (d(lse) + log_total + largest.abs())
+    of_loss = (1 - alpha) * weight[y] * of_nll + 4 * EPS32 * d(loss)
+    if alpha:
+        mean_weight = torch.where(there, weight, 0.0).sum(1) / there.sum(1)
+        distance = (z.detach() - z.detach().gather(1, y[:, None])).masked_fill(~there, 0.0).abs().amax(1)
+        of_loss = of_loss + alpha * mean_weight * (of_nll + 2 * sums * distance)
+    of_loss = of_loss + 4 * abs(a["z_loss"]) * d(lse) * of_lse
+    moment = (p.detach() * t).sum(1)
+    of_entropy = (2 + log_total + 2 * moment) * (off + 8 * EPS32) + (p.detach() * t * of_z).sum(1)
+    shape = a["target"].shape
+    reduction = a["reduction"]
+    values: dict[str, Tensor] = {"lse": lse.view(shape), "entropy": entropy.view(shape)}
+    noise = {"lse": of_lse.view(shape), "entropy": of_entropy.view(shape)}
+    of_total = (of_loss + EPS32 * rows**0.5 * d(loss)).where(valid, 0.0).sum()
+    hits, divisor = first.double(), torch.ones(())
+    if reduction == "none":
+        values["loss"], noise["loss"], accuracy = loss.view(shape), of_loss.view(shape), hits.view(shape)
+    elif reduction == "sum":
+        values["loss"], noise["loss"], accuracy = loss.sum(), of_total, hits.sum()
+    else:
+        divisor = share.sum()
+        empty = divisor == 0 and a["all_ignored"] == "zero"
+        none = 0.0 if a["all_ignored"] == "zero" else torch.nan
+        values["loss"] = loss.sum() * 0 if empty else loss.sum() / divisor
+        noise["loss"] = of_total / divisor + 4 * EPS32 * d(values["loss"])
+        accuracy = hits.sum() / valid.sum() if valid.any() else torch.tensor(none)
+    values["y"], noise["y"] = values["loss"], noise["loss"]
+    expected: dict[str, Near | Tensor] = {
+        name: Near(value.detach(), torch.where(noise[name] == 0, EPS32, noise[name]))
+        for name, value in values.items()
+    }
+    expected["accuracy"] = accuracy.to(torch.float32)
+    if not upstream:
+        return expected
+
+    total = torch.zeros((), dtype=torch.float64)
+    per_token: dict[str, Tensor] = {}
+    for name, gradient in upstream.items():
+        g = gradient.detach().double()
+        total = total + (values[name].nan_to_num() * g).sum()
+        per_token[name] = g.abs().expand(shape if g.dim() == 0 else g.shape).reshape(-1)
+    (dlogits,) = torch.autograd.grad(total, leaf)
+    g = per_token.get("loss", per_token.get("y", torch.zeros(rows, dtype=torch.float64)))
+    g = torch.zeros_like(g) if divisor == 0 else g / divisor
+    of_p = (off + 4 * EPS32)[:, None] + EPS32 * t + of_z  # relative
+    smooth = alpha / there.sum(1) * (torch.where(there, weight, 0.0).sum(1) if alpha else 0.0)
+    factor = g * ((1 - alpha) * weight[y] + smooth + 2 * abs(a["z_loss"]) * d(lse)) + per_token.get(
+        "lse", 0.0
+    )
+    part = 4 * EPS32 * g[:, None] * (alpha / there.sum(1))[:, None] * weight
+    size = p.detach() * (factor[:, None] * (of_p + 4 * EPS32) + (g * 2 * abs(a["z_loss"]) * of_lse)[:, None])
+    size = size + torch.where(there, part, 0.0) if alpha else size
+    size = size.scatter_add(1, y[:, None], (4 * EPS32 * g * (1 - alpha) * weight[y])[:, None])
+    if "entropy" in per_token:
+        e = per_token["entropy"][:, None]
+        logs = log_p.detach().masked_fill(~there, 0.0).abs()
+        of_logs = (of_entropy + off)[:, None] + 4 * EPS32 * (logs + largest.abs()[:, None]) + of_z
+        size = size + e * p.detach() * ((logs + d(entropy)[:, None]) * of_p + of_logs)
+    slope = scale * torch.ones_like(size)
+    steep = torch.zeros_like(size)
+    if a["softcap"] is not None:
+        tanh = torch.tanh(x.detach() / a["softcap"])
+        slope = slope * (1 - tanh**2)
+        steep = 8 * EPS32 * scale * torch.ones_like(size)  # 1 - tanh^2 is a difference
+    # What is multiplied by the slope, for what the slope is off by.
+    before = (
+        p.detach() * factor[:, None] + torch.where(there, part, 0.0) / (4 * EPS32)
+        if alpha
+        else p.detach() * factor[:, None]
+    )
+    before = before.scatter_add(1, y[:, None], (g * (1 - alpha) * weight[y])[:, None])
+    if "entropy" in per_token:
+        before = before + e * p.detach() * (logs + d(entropy)[:, None])
+    of_dx = size * slope + before * steep + EPS32 * d(dlogits).view(size.shape)
+    of_dx = of_dx.where(valid[:, None], 0.0) + 2.0**-149
+    expected["dlogits"] = Near(dlogits, of_dx.view(leaf.shape))
+    return expected
+
+
+def _forward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    return cross_entropy_truth(arguments(call), upstream)
+
+
+def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradient of the formula for a call of the op the way autograd does."""
+    a = arguments(Call(cross_entropy, {"logits": call["logits"], "target": call["target"]}))
+    for name in ("ignore_index", "label_smoothing", "z_loss", "softcap"):
+        a[name] = call[name]
+    a["class_weight"], a["temperature"] = call["weight"], 1 / call["scale"]
+    a["reduction"] = "mean" if call["inverse"] is not None else "sum" if call["dloss"].dim() == 0 else "none"
+    named = {"loss": call["dloss"], "lse": call["dlse"], "entropy": call["dentropy"]}
+    expected = cross_entropy_truth(a, {name: g for name, g in named.items() if g is not None})
+    return {"y": expected["dlogits"]}
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _backward_chain(call: Call) -> Chain:
+    """Walk back through PyTorch's own loss."""
+    upstream = call["dloss"].to(call["logits"].dtype)
+    return Chain(F.cross_entropy, tensors_of(call, "logits", "target"), upstream=upstream)
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"cross_entropy": _forward_truth, "cross_entropy_backward": _backward_truth},
+    chains={
+        ("cross_entropy", "plain"): chain(F.cross_entropy, "logits", "target"),
+        ("cross_entropy_backward", "plain"): _backward_chain,
+    },
+    # Besides tiles, it reads the logit of each row's target, which has two bytes.
+    widths={"cross_entropy_kernel": Width("", 16)},
 )

@@ -1,7 +1,8 @@
-"""Workloads of attention over caches: one token or a few of each sequence, over pages in every form."""
+"""Attention over caches: one token or a few of each sequence, over pages in every form."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from ...ops import attention_decode, mla_decode
 from ...ops.attention.attention import Attention
 from ...ops.heads.cache import KVCache
+from ..family import Family
 from ..problem import Call, Inputs, Workload
+from ..truth import EPS32, Near, arguments
+from .attention import Buffers, half_step, sees, sum_error, weights_of
 
 # Query heads, how many of them share one of keys, and the numbers of heads of queries and of values.
 HEADS: dict[str, tuple[int, int, int, int]] = {
@@ -46,16 +50,16 @@ def decode(
     query: Tensor, k: Tensor, v: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *,
     page_table: Tensor, lengths: Tensor, **options: Any,
 ) -> Attention:  # fmt: skip
-    """`attention_decode`, or `mla_decode` without v, with the tensors of the cache as arguments."""
+    """Call `attention_decode`, or `mla_decode` without v, with the tensors of the cache as arguments."""
     cache = KVCache(k, v, k_scale, v_scale)
     attend: Any = mla_decode if v is None else attention_decode
-    found = attend(query, cache, page_table=page_table, lengths=lengths, return_lse=True, **options)
-    assert isinstance(found, Attention)
-    return found
+    result = attend(query, cache, page_table=page_table, lengths=lengths, return_lse=True, **options)
+    assert isinstance(result, Attention)
+    return result
 
 
 def coded_heads(x: Tensor, dtype: torch.dtype, scaled: str) -> tuple[Tensor, Tensor]:
-    """Codes of heads [pages, size, heads, dim], and their scales."""
+    """Quantize heads [pages, size, heads, dim]; return codes and scales."""
     dims = {"token": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[scaled]
     largest = 127.0 if dtype is torch.int8 else 448.0
     x = x.float()
@@ -68,12 +72,12 @@ def coded_heads(x: Tensor, dtype: torch.dtype, scaled: str) -> tuple[Tensor, Ten
 
 
 def _lengths(rows: int, tokens: int) -> list[int]:
-    """Of four sequences two are as long as can be, one is empty, and one has a third."""
+    """Return lengths: of four sequences two are as long as can be, one is empty, and one has a third."""
     return ([tokens, tokens, 0, tokens // 3] * (rows // 4 + 1))[:rows]
 
 
 class Decode(Workload):
-    """One of whose cache only the tokens that queries see have to be read."""
+    """A workload of whose cache only the tokens that queries see have to be read."""
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
         call, options = self.make("meta", dtype, rows), OPTIONS[self.options]
@@ -103,25 +107,25 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     latent = workload.options == "latent"
     query = (rows, heads, dim) if queries == 1 else (rows, queries, heads, dim)
     lead = (rows * pages,) if page == 1 else (rows * pages, page)
-    made: dict[str, Any] = {"query": inputs.normal(*query), "k": inputs.normal(*lead, key_heads, dim)}
-    made["v"] = None if latent else inputs.normal(*lead, key_heads, v_dim)
+    tensors: dict[str, Any] = {"query": inputs.normal(*query), "k": inputs.normal(*lead, key_heads, dim)}
+    tensors["v"] = None if latent else inputs.normal(*lead, key_heads, v_dim)
     if "cache" in options:
         dtype, scaled = options.pop("cache")
         for name in ("k", "v"):
-            paged = made[name] if page > 1 else made[name][:, None]
+            paged = tensors[name] if page > 1 else tensors[name][:, None]
             codes, scale = coded_heads(paged, dtype, scaled)
-            made[name] = codes if page > 1 else codes[:, 0]
-            made[f"{name}_scale"] = scale
+            tensors[name] = codes if page > 1 else codes[:, 0]
+            tensors[f"{name}_scale"] = scale
     if options.pop("sinks", False):
-        made["sinks"] = inputs.normal(heads)
+        tensors["sinks"] = inputs.normal(heads)
     # Pages are handed out from the end.
     on: dict[str, Any] = {"dtype": torch.int32, "device": inputs.device}
-    made["page_table"] = torch.arange(rows * pages - 1, -1, -1, **on).view(rows, pages)
+    tensors["page_table"] = torch.arange(rows * pages - 1, -1, -1, **on).view(rows, pages)
     kind = torch.arange(rows, **on) % 4  # as in `_lengths`, of sizes that may be symbols
-    made["lengths"] = ((kind < 2) * tokens + (kind == 3) * (tokens // 3)).to(torch.int32)
+    tensors["lengths"] = ((kind < 2) * tokens + (kind == 3) * (tokens // 3)).to(torch.int32)
     if latent:
         options["scale"] = 192**-0.5
-    return Call(decode, made | options)
+    return Call(decode, tensors | options)
 
 
 WORKLOADS: tuple[Workload, ...] = tuple(
@@ -144,3 +148,65 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for name in names
     for heads, group, dim, v_dim in (HEADS[name],)
 )
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+
+def decode_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the attention of each sequence with the keys and values that its pages hold."""
+    args = arguments(call) | call.kwargs
+    query = args["query"]
+    four = query if query.dim() == 4 else query[:, None]
+    v_dim = 512 if args["v"] is None else args["v"].shape[-1]
+    out, lse = (
+        Buffers.zeros(*four.shape[:3], v_dim),
+        Buffers.zeros(four.shape[0], four.shape[2], four.shape[1]),
+    )
+    coded = args["k_scale"] is not None
+    for s in range(len(four)):
+        length = max(int(args["lengths"][s]), 0)
+        k = _from_pages(args["k"], args["k_scale"], args["page_table"][s], length)
+        v = k[..., :v_dim] if args["v"] is None else None
+        if v is None:
+            v = _from_pages(args["v"], args["v_scale"], args["page_table"][s], length)
+        own = four[s].double()
+        for h in range(four.shape[2]):
+            head = h // (four.shape[2] // k.shape[1])
+            options = {"scale": args.get("scale"), "softcap": args.get("softcap")}
+            window = args.get("window")
+            seen = sees(
+                len(own), length, {"window": None if window is None else (window, 0), "is_causal": True}
+            )
+            sink = -math.inf if args.get("sinks") is None else float(args["sinks"][h])
+            w = weights_of(own[:, h], k[:, head], sink, seen, options)
+            # Codes are multiplied in bf16 at the least exact; plain numbers in their own dtype; parts are joined.
+            rounding = half_step(torch.bfloat16) if coded else half_step(query.dtype)
+            out.truth[s, :, h] = w.p @ v[:, head]
+            out.noise[s, :, h] = (w.error + rounding + sum_error(length)) * (w.p @ v[:, head].abs())
+            lse.truth[s, h] = w.lse
+            lse.noise[s, h] = w.error[:, 0] + 4 * EPS32 * torch.where(w.lse.isfinite(), w.lse.abs(), 0.0)
+    if query.dim() == 3:
+        return {
+            "out": Near(out.truth[:, 0], out.noise[:, 0]),
+            "lse": Near(lse.truth[..., 0], lse.noise[..., 0]),
+        }
+    return {"out": out.near(), "lse": lse.near()}
+
+
+def _from_pages(cache: Tensor, scale: Tensor | None, pages: Tensor, length: int) -> Tensor:
+    """Decode the heads [tokens, heads, dim] of a sequence to float64, one token after another."""
+    paged = cache if cache.dim() == 4 else cache[:, None]
+    heads = torch.zeros(length, *paged.shape[2:], dtype=torch.float64)
+    for token in range(length):
+        page, place = int(pages[token // paged.shape[1]]), token % paged.shape[1]
+        heads[token] = paged[page, place].double()
+        if scale is not None:
+            own = scale
+            if scale.dim() > 1:
+                own = (scale if cache.dim() == 4 else scale[:, None])[page, place]
+            heads[token] *= own.double()[..., None] if own.dim() else own.double()
+    return heads
+
+
+FAMILY = Family(workloads=WORKLOADS, truths={"attention_decode": decode_truth})

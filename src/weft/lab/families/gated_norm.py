@@ -1,4 +1,4 @@
-"""Workloads of the gated norm: what linear attention leaves, in groups or by heads."""
+"""The gated norm, of what linear attention leaves, in groups or by heads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...ops import gated_norm
 from ...ops.norm.gated import GatedNormNeeds
+from ..chain import EPS, chain
+from ..family import Family
 from ..problem import Call, Inputs, Size, Workload, run_op
+from ..truth import DENORMAL, EPS32, ROUNDINGS, Near, arguments, straight
 
 # The shape of x, by the model it comes from. "rows" are tokens; with several sequences, those of one sequence.
 SHAPES: dict[str, tuple[Size, ...]] = {
@@ -47,12 +51,12 @@ _SERVED = (("1x128", "linghe/attention", 64), ("row-fp8", "linghe/attention", 8)
 def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
     settings = dict(workload.settings)
     first = (shape[1], shape[0], *shape[2:]) if settings.get("transpose") else shape
-    made = {"x": inputs.activation(*shape), "gate": inputs.normal(*first, std=2.0)}
-    made["weight"] = inputs.normal(shape[-1], mean=1.0 - settings.get("weight_offset", 0.0), std=0.2)
+    tensors = {"x": inputs.activation(*shape), "gate": inputs.normal(*first, std=2.0)}
+    tensors["weight"] = inputs.normal(shape[-1], mean=1.0 - settings.get("weight_offset", 0.0), std=0.2)
     groups = settings.get("groups", 1)
     if shape[-1] % groups:  # only in tests with odd sizes
         settings["groups"] = 1
-    return {**made, **settings}
+    return {**tensors, **settings}
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -60,26 +64,26 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of the same call, which reads the inputs, the gradient and the statistics."""
-    made = _arguments(workload, inputs, shape)
-    x, gate = made["x"], made["gate"]
-    groups, transpose = made.get("groups", 1), made.get("transpose", False)
+    """Build the backward of the same call, which reads the inputs, the gradient and the statistics."""
+    forward = _arguments(workload, inputs, shape)
+    x, gate = forward["x"], forward["gate"]
+    groups, transpose = forward.get("groups", 1), forward.get("transpose", False)
     rows = gate.numel() // max(shape[-1], 1) * groups
     if x.device.type == "meta":
         rstd = torch.empty(rows, device="meta")
     else:
-        rotated = x.transpose(0, 1) if transpose else x
-        rstd = 1.0 / torch.sqrt(rotated.reshape(rows, shape[-1] // groups).float().square().mean(1) + 1e-6)
+        transposed = x.transpose(0, 1) if transpose else x
+        rstd = 1.0 / torch.sqrt(transposed.reshape(rows, shape[-1] // groups).float().square().mean(1) + 1e-6)
     kwargs: dict[str, Any] = {
         "x": x,
         "gate": gate,
         "dy": inputs.normal(*gate.shape),
-        "weight": made["weight"],
+        "weight": forward["weight"],
         "rstd": rstd,
         "groups": groups,
-        "act": made.get("act", "sigmoid"),
-        "weight_offset": made.get("weight_offset", 0.0),
-        "casting": made.get("casting", "fp32"),
+        "act": forward.get("act", "sigmoid"),
+        "weight_offset": forward.get("weight_offset", 0.0),
+        "casting": forward.get("casting", "fp32"),
         "transpose": transpose,
         "needs": GatedNormNeeds(True, True, True),
     }
@@ -87,7 +91,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(settings: dict[str, Any]) -> dict[str, Any]:
-    """`moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
     moves, why = 1.02, ""
     if settings.get("quantize") == "row":
         moves, why = 2.6, "one scale to several groups: y in fp32 lies between"
@@ -113,11 +117,151 @@ def _named(used: tuple[tuple[str, str, int], ...], tag: str, backward: bool = Fa
     ]
 
 
-# A quantising norm has the backward of the plain one, so only plain ones are listed.
+# A quantizing norm has the backward of the plain one, so only plain ones are listed.
 _BACKWARD = tuple(used for used in _TRAINED if "quantize" not in OPTIONS[used[0]])
 
 WORKLOADS: tuple[Workload, ...] = (
     *_named(_TRAINED, "training"),
     *_named(_SERVED, "inference"),
     *_named(_BACKWARD, "training", backward=True),
+)
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+FEW = ROUNDINGS * EPS32
+TINY = 2.0**-125  # where exp of fp32 ends
+
+
+def _noise(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return how much fp32 may add to f(g) and to f'(g).
+
+    A rounding of an exponent z is one of |z| in the power. Far from zero the slope of a sigmoid is as small as the
+    power is, and as precise."""
+    s, rest = torch.sigmoid(g), torch.sigmoid(-g)
+    steps = FEW * (1 + g.abs())
+    if activation == "sigmoid":
+        return steps * s + TINY, steps * s * rest + TINY
+    return steps * (g * s).abs() + TINY * g.abs(), steps * s * (1 + g.abs() * rest) + TINY * (1 + g.abs())
+
+
+def _activation(g: Tensor, activation: str) -> Tensor:
+    """Compute f(g), written so that autograd finds the slope with all its digits: PyTorch's has 1 - sigmoid in it."""
+    e = torch.exp(torch.where(g >= 0, -g, g))
+    s = torch.where(g >= 0, 1.0, e) / (1.0 + e)
+    return s if activation == "sigmoid" else g * s
+
+
+def _rounded(value: Tensor, sway: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return value rounded to dtype, and how far apart its neighbors may be rounded to; the gradient passes through."""
+    low, high = (value.detach() + side * sway for side in (-1, 1))
+    return straight(value, dtype), (high.to(dtype).double() - low.to(dtype).double()).abs()
+
+
+def gated_norm_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return y, and with an upstream gradient those of x, gate and weight."""
+    a = arguments(call)
+    names = [name for name in ("x", "gate", "weight") if a[name] is not None]
+    leaves = {name: a[name].detach().double().requires_grad_() for name in names}
+    gate, groups, activation = leaves["gate"], a["groups"], a["act"]
+    x = leaves["x"]
+    if x.dim() > gate.dim():
+        x = x.flatten(-2)
+    if a["transpose"]:
+        x = x.transpose(0, 1)
+    parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
+    rstd = 1 / (parts.square().mean(-1, keepdim=True) + a["eps"]).sqrt()
+    z = (parts * rstd).flatten(-2)
+    weight = leaves["weight"] + a["weight_offset"] if "weight" in leaves else torch.ones(1).double()
+    f = _activation(gate, activation)
+    seen, weighted = z, z * weight
+    flips = weighted_flips = torch.zeros_like(z)  # where fp32 may round to the other side
+    if a["casting"] == "llama":
+        io = a["x"].dtype
+        seen, flips = _rounded(z, FEW * z.detach().abs(), io)
+        weighted = seen * weight
+        weighted_flips = flips * weight.detach().abs()
+        if "weight" in leaves:
+            sway = weighted_flips + FEW * weighted.detach().abs()
+            weighted, weighted_flips = _rounded(weighted, sway, torch.promote_types(io, a["weight"].dtype))
+    y = weighted * f
+
+    with torch.no_grad():
+        r = rstd.expand(parts.shape).flatten(-2)
+        f_noise, slope_noise = _noise(gate, activation)
+        speck = 2 * DENORMAL
+        size = (z * weight).abs()
+        noise_y = size * f_noise + FEW * (size * f.abs()) + speck * (1 + r * weight.abs() * (1 + f.abs()))
+        noise_y = noise_y + weighted_flips * f.abs()
+    expected: dict[str, Near | Tensor] = {"y": Near(y.detach(), noise_y)}
+    if not gradients:
+        return expected
+    dy = gradients["y"].detach().double()
+    y.backward(dy)
+    with torch.no_grad():
+        twin = gate.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            _activation(twin, activation).sum().backward()
+        assert twin.grad is not None
+        t_noise = (dy * weight).abs() * (f_noise + FEW * f.abs())
+        group = lambda v: v.unflatten(-1, (groups, -1))  # noqa: E731
+        dots = group(t_noise * z.abs()).mean(-1, keepdim=True)
+        noise = r * (t_noise + (group(z.abs()) * dots).flatten(-2)) + speck * (1 + r)
+        if a["transpose"]:
+            noise = noise.transpose(0, 1)
+        noises = {"x": noise.reshape(leaves["x"].shape)}
+        slope = slope_noise + FEW * twin.grad.abs()
+        noises["gate"] = (dy * weighted).abs() * slope + speck * (1 + (dy * weight).abs() * (r + 1))
+        noises["gate"] += weighted_flips * (dy * twin.grad).abs()
+        terms = (dy * seen).abs() * (f_noise + FEW * f.abs()) + speck * (1 + r) + flips * (dy * f).abs()
+        noises["weight"] = terms.reshape(-1, terms.shape[-1]).sum(0)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        expected[f"d{name}"] = Near(leaf.grad, noises[name])
+    return expected
+
+
+def gated_norm_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradients of the formula for a call of the op the way autograd does."""
+    names = ("x", "gate", "weight", "groups", "act", "weight_offset", "casting", "transpose")
+    expected = gated_norm_truth(Call(gated_norm, {name: call[name] for name in names}), {"y": call["dy"]})
+    return {"y": expected["dx"], "output1": expected["dgate"], "output2": expected["dweight"]}
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Compute in the order of x: Inductor fails on the other one."""
+    h = x.float().unflatten(-1, (4, -1))
+    y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.float()
+    gated: Tensor = y * torch.sigmoid(gate.transpose(0, 1).float())
+    return gated.to(x.dtype).transpose(0, 1).contiguous()
+
+
+def _gated_norm_backward(
+    x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute in the order of x, a group at a time: Inductor fails on other ways to write it."""
+    batch, length, _ = x.shape
+    statistics = rstd.view(length, batch, 4).transpose(0, 1)
+    parts, gates, sums = [], [], []
+    for i, (h, g, d, w) in enumerate(
+        zip(*(tensor.float().chunk(4, -1) for tensor in (x, gate, dy, weight)), strict=True)
+    ):
+        r, d, share = statistics[..., i : i + 1], d.transpose(0, 1), torch.sigmoid(g.transpose(0, 1))
+        z, t = h * r, d * share * w
+        parts.append((r * (t - z * (t * z).mean(-1, keepdim=True))).to(x.dtype))
+        gates.append((d * z * w * share * (1 - share)).to(x.dtype))
+        sums.append((d * share * z).sum((0, 1)).to(weight.dtype))
+    return torch.cat(parts, -1), torch.cat(gates, -1).transpose(0, 1).contiguous(), torch.cat(sums)
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"gated_norm": gated_norm_truth, "gated_norm_backward": gated_norm_backward_truth},
+    chains={
+        ("gated_norm", "groups"): chain(_gated_norm, "x", "gate", "weight"),
+        ("gated_norm_backward", "groups"): chain(_gated_norm_backward, "x", "gate", "dy", "weight", "rstd"),
+    },
 )

@@ -1,10 +1,11 @@
-"""Workloads of the loss head: hidden states and vocabularies of real models, and small ones that every test can run."""
+"""The loss head: hidden states and vocabularies of real models, and small ones that every test can run."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...ops import linear_cross_entropy, linear_logprobs
 from ...ops.loss.linear_logprobs import (
@@ -16,7 +17,10 @@ from ...ops.loss.linear_logprobs import (
     linear_logprobs_op,
 )
 from ...ops.loss.statistics import Softmax, Wanted, softmax_of
+from ..family import Family, Moved, Width
 from ..problem import Call, Inputs, Workload
+from ..symbolic.loaded import Loaded
+from ..truth import EPS32, Near, arguments
 from .cross_entropy import draw_targets
 
 # (H, V, tokens). Those tagged "long" take seconds on a CPU.
@@ -101,18 +105,23 @@ def _backward(softcap: float | None, scale: float, **kwargs: Any) -> HeadGradien
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of the same call, which reads statistics and the gradients of the results asked for."""
-    given, options = _arguments(workload, inputs, shape), _options(workload)
+    """Build the backward of the same call, which reads statistics and the gradients of the results asked for."""
+    tensors, options = _arguments(workload, inputs, shape), _options(workload)
     wanted = Wanted(options.get("return_entropy", False), "label_smoothing" in options, False)
-    hidden, weight, bias, target = given["hidden"], given["weight"], given.get("bias"), given["target"]
-    classes = given.get("class_weight") if wanted.spread else None
+    hidden, weight, bias, target = (
+        tensors["hidden"],
+        tensors["weight"],
+        tensors.get("bias"),
+        tensors["target"],
+    )
+    classes = tensors.get("class_weight") if wanted.spread else None
     of_logits = (options.get(name, default) for name, default in _OF_LOGITS.items())
     softmax = softmax_of(0, len(weight), -100, *of_logits)
-    found, order = linear_logprobs_op(
+    outputs, order = linear_logprobs_op(
         LinearLogprobsArgs(hidden, weight, bias, target, classes, None, softmax, wanted, None)
     )
     dlogprob, dlse, dentropy, dspread = (
-        inputs.normal(*target.shape, dtype=found.lse.dtype) for _ in range(4)
+        inputs.normal(*target.shape, dtype=outputs.lse.dtype) for _ in range(4)
     )
     kwargs = {
         "hidden": hidden,
@@ -120,10 +129,10 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "bias": bias,
         "target": target,
         "classes": classes,
-        "largest": found.largest,
-        "total": found.total,
-        "entropy": found.entropy,
-        "shares": found.shares,
+        "largest": outputs.largest,
+        "total": outputs.total,
+        "entropy": outputs.entropy,
+        "shares": outputs.shares,
         "order": order,
         "dlogprob": dlogprob,
         "dlse": dlse if options.get("return_lse") else None,
@@ -163,5 +172,273 @@ def _flops(workload: Workload) -> int:
     return int(2 * workload.rows * dict(workload.settings)["vocab"] * workload.cols)
 
 
-# Backward has the logits once more, and two gradients.
-FLOPS = {"linear_logprobs": _flops, "linear_logprobs_backward": lambda workload: 3 * _flops(workload)}
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+# Of a token's own sums: exponentials, logarithms, sums over tiles and splits.
+FEW = 32
+# What a sum of independent roundings stays below, in standard deviations.
+SIGMAS = 6.0
+
+
+def _unit(a: Tensor, b: Tensor) -> float:
+    """Return half an ulp of 1 in the dtype that the gradient of logits is stored in."""
+    return torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps / 2
+
+
+def product_of_head(a: Tensor, b: Tensor) -> Near:
+    """Return a @ b, added up in one chain."""
+    sizes = (a.square() @ b.square()).sqrt()
+    return Near(a @ b, 4 * EPS32 * (1 + (a.shape[-1] / 2) ** 0.5) * sizes)
+
+
+def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[str, Near | Tensor]:
+    """Return loss or logprobs and all other results of the arguments of `linear_cross_entropy` or `linear_logprobs`.
+
+    With gradients of them, also those of hidden, weight and bias."""
+    names = [name for name in ("hidden", "weight", "bias") if a.get(name) is not None]
+    cols, vocab = a["weight"].shape[1], a["weight"].shape[0]
+    y = a["target"].reshape(-1).long()
+    ignored = y == a["ignore_index"]
+    wrong = ~ignored & ((y < 0) | (y >= vocab))
+    valid = ~(ignored | wrong)
+    y = y.where(valid, 0)
+    leaves = {name: a[name].detach().double().requires_grad_() for name in names}
+    hidden = leaves["hidden"].reshape(-1, cols).where(valid[:, None], 0.0)
+    x = hidden @ leaves["weight"].t()
+    of_x = product_of_head(hidden.detach(), leaves["weight"].detach().t()).noise
+    if "bias" in leaves:
+        x = x + leaves["bias"]
+        of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
+    x.retain_grad()
+    there = x.detach() > -torch.inf
+    u = x * a["logit_scale"]
+    if a["softcap"] is not None:
+        u = torch.where(there, a["softcap"] * torch.tanh(u / a["softcap"]), u)
+    z = u / a["temperature"]
+    scale = a["logit_scale"] / a["temperature"]
+    of_z = scale * of_x + 4 * EPS32 * z.detach().masked_fill(~there, 0.0).abs()
+    if a["softcap"] is not None:
+        of_z = of_z + 4 * EPS32 * a["softcap"] / a["temperature"]
+    lse = torch.logsumexp(z, 1)
+    log_p = z - lse[:, None]
+    p = log_p.exp()
+    picked = log_p.gather(1, y[:, None])[:, 0]
+    logs = log_p.masked_fill(~there, 0.0)
+    entropy = -torch.where(p > 0, p * logs, 0.0).sum(1)
+    count = there.sum(1)
+    mean = torch.where(there, z, 0.0).sum(1) / count
+    squares = torch.logsumexp(2 * z, 1) - 2 * lse
+    of_mean = torch.where(there, of_z + EPS32 * z.detach().abs(), 0.0).sum(1) / count
+    few = FEW * EPS32
+    # Of all logits of a token together, weighted with their probabilities.
+    off = (p.detach() * of_z).sum(1)
+    noise = {
+        "lse": off + few * (1 + lse.detach().abs()),
+        "logprobs": off
+        + of_z.gather(1, y[:, None])[:, 0]
+        + few * (1 + picked.detach().abs() + lse.detach().abs()),
+        "entropy": off * (1 + entropy.detach())
+        + (p.detach() * logs.detach().abs() * (of_z + few)).sum(1)
+        + few * (1 + entropy.detach() + lse.detach().abs()),
+        "mean_logits": of_mean + few * (1 + mean.detach().abs() + lse.detach().abs()),
+        "log_sum_squares": 2 * off
+        + 2 * (torch.softmax(2 * z.detach(), 1) * of_z).sum(1)
+        + few * (1 + squares.detach().abs()),
+    }
+    values: dict[str, Tensor] = {
+        "lse": lse,
+        "logprobs": picked,
+        "entropy": entropy,
+        "mean_logits": mean,
+        "log_sum_squares": squares.detach(),
+    }
+    accuracy = (z.detach().argmax(1) == y) & valid
+    divisor = torch.ones((), dtype=torch.float64)
+    share = valid.double()
+    hits = accuracy.double()
+    if "reduction" in a:
+        alpha = a["label_smoothing"]
+        weights = a["class_weight"]
+        w = torch.ones(vocab, dtype=torch.float64) if weights is None else weights.detach().double()
+        loss = -(1 - alpha) * w[y] * picked + a["z_loss"] * lse**2
+        of_loss = (1 - alpha) * w[y] * noise["logprobs"] + 4 * abs(a["z_loss"]) * lse.detach().abs() * noise[
+            "lse"
+        ]
+        if alpha:
+            spread = -torch.where(there, w * logs, 0.0).sum(1) / there.sum(1)
+            loss = loss + alpha * spread
+            sizes = torch.where(
+                there, w * (of_z + few * (z.detach().abs() + lse.detach().abs()[:, None])), 0.0
+            )
+            of_loss = of_loss + alpha * sizes.sum(1) / there.sum(1)
+        share = w[y].where(valid, 0.0)
+        values["loss"], noise["loss"] = loss, of_loss + few * loss.detach().abs()
+    masked = {name: torch.where(valid, v, torch.where(wrong, torch.nan, 0.0)) for name, v in values.items()}
+    noise = {name: torch.where(valid, v, 0.0) for name, v in noise.items()}
+    shape = a["target"].shape
+    expected: dict[str, Near | Tensor] = {}
+    results = {name: masked[name].view(shape) for name in masked if name != "loss"}
+    for name, value in results.items():
+        expected[name] = Near(value.detach(), noise[name].view(shape))
+    if "reduction" in a:
+        if a["reduction"] == "none":
+            results["loss"], of_loss, reached = (
+                masked["loss"].view(shape),
+                noise["loss"].view(shape),
+                hits.view(shape),
+            )
+        else:
+            results["loss"], of_loss, reached = masked["loss"].sum(), noise["loss"].sum(), hits.sum()
+            if a["reduction"] == "mean":
+                divisor = share.sum()
+                none = torch.tensor(0.0 if a["all_ignored"] == "zero" else torch.nan, dtype=torch.float64)
+                of_loss = of_loss / divisor
+                results["loss"] = results["loss"] * 0 + none if divisor == 0 else results["loss"] / divisor
+                reached = none if not valid.any() else reached / valid.sum()
+        expected["loss"] = Near(
+            results["loss"].detach(), of_loss + FEW * EPS32 * results["loss"].detach().abs()
+        )
+        expected["accuracy"] = reached.float()
+        results["y"], expected["y"] = results["loss"], expected["loss"]
+    else:
+        expected["accuracy"] = hits.view(shape).float()
+        results["y"], expected["y"] = results["logprobs"], expected["logprobs"]
+    if not upstream:
+        return expected
+    terms = [(results[name].nan_to_num() * g.detach().double()).sum() for name, g in upstream.items()]
+    torch.autograd.backward(terms)
+    dx = x.grad
+    assert dx is not None
+    # How far dx may be off in fp32, then its rounding; both nearly independent from element to element.
+    spread_z = of_z.amax(1, keepdim=True) + few * (1 + log_p.detach().masked_fill(~there, 0.0).abs())
+    sizes = _sizes(a, upstream, divisor, p.detach(), logs.detach(), entropy.detach(), lse.detach(), y, valid)
+    slope = scale * torch.ones_like(dx)
+    if a["softcap"] is not None:
+        slope = slope * (1 - torch.tanh(a["logit_scale"] * x.detach() / a["softcap"]) ** 2) + 1e-6 * scale
+    of_dx = sizes * slope * spread_z
+    unit = _unit(a["hidden"], a["weight"])
+    if unit == 0.5 * torch.finfo(torch.float16).eps:
+        of_dx = of_dx + 2.0**-24 * (dx.abs().amax() + sizes.amax())
+    of_dx = torch.where(valid[:, None] & there, of_dx, 0.0)
+    rounded = unit * dx.abs()
+    weight = leaves["weight"].detach()
+    plain = hidden.detach()
+
+    of_dhidden = of_dx @ weight.abs() + SIGMAS * (rounded.square() @ weight.square()).sqrt()
+    of_dhidden = of_dhidden + product_of_head(dx, weight).noise
+    of_dweight = of_dx.t() @ plain.abs() + SIGMAS * (rounded.square().t() @ plain.square()).sqrt()
+    of_dweight = of_dweight + product_of_head(dx.t(), plain).noise
+    gradient = leaves["hidden"].grad
+    assert gradient is not None
+    expected["dhidden"] = Near(
+        gradient.where(valid.view(shape)[..., None], 0.0),
+        of_dhidden.where(valid[:, None], 0.0).view(gradient.shape),
+    )
+    assert leaves["weight"].grad is not None
+    expected["dweight"] = Near(leaves["weight"].grad, of_dweight)
+    if "bias" in leaves:
+        assert leaves["bias"].grad is not None
+        noise_bias = of_dx.sum(0) + SIGMAS * rounded.square().sum(0).sqrt() + 16 * EPS32 * dx.abs().sum(0)
+        expected["dbias"] = Near(leaves["bias"].grad, noise_bias)
+    return expected
+
+
+def _sizes(
+    a: dict[str, Any], upstream: dict[str, Tensor], divisor: Tensor, p: Tensor, logs: Tensor, entropy: Tensor,
+    lse: Tensor, y: Tensor, valid: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the sizes of the terms of dz, for each element."""
+    rows, vocab = p.shape
+
+    def of(name: str) -> Tensor:
+        g = upstream.get(name)
+        if g is None:
+            return torch.zeros(rows, dtype=torch.float64)
+        return g.detach().double().abs().expand(a["target"].shape if g.dim() == 0 else g.shape).reshape(-1)
+
+    per_token = of("lse")
+    target = torch.zeros(rows, dtype=torch.float64)
+    everywhere = torch.zeros(rows, vocab, dtype=torch.float64)
+    if "reduction" in a:
+        g = (of("loss") + of("y")) / (divisor if divisor else 1.0)
+        w = torch.ones(vocab, dtype=torch.float64)
+        if a["class_weight"] is not None:
+            w = a["class_weight"].detach().double()
+        alpha = a["label_smoothing"]
+        target = g * (1 - alpha) * w[y]
+        mean = w.mean() * alpha * g
+        everywhere = (alpha * g / vocab)[:, None] * w
+        per_token = per_token + target + mean + 2 * abs(a["z_loss"]) * g * lse.abs()
+    else:
+        target = of("logprobs") + of("y")
+        per_token = per_token + target
+    # The mean is the difference of lse and spread, whose gradients cancel each other up to their last column.
+    per_token = per_token + 2 * of("mean_logits")
+    everywhere = everywhere + (of("mean_logits") / vocab)[:, None]
+    bend = of("entropy")[:, None] * (logs.abs() + entropy[:, None] + 1)
+    sizes = p * (per_token[:, None] + bend) + everywhere
+    return sizes.scatter_add(1, y[:, None], target[:, None] * p.gather(1, y[:, None]).clamp(min=1e-3))
+
+
+def _forward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    return head_truth(arguments(call), upstream)
+
+
+def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradients of the formula for a call of the op the way autograd does.
+
+    A spread is the loss of everything smoothed."""
+    tensors = {name: call[name] for name in ("hidden", "weight", "target", "bias")}
+    a = arguments(Call(linear_logprobs, tensors)) | {
+        "softcap": call["softcap"],
+        "temperature": 1 / call["scale"],
+    }
+    named = {"logprobs": call["dlogprob"], "lse": call["dlse"], "entropy": call["dentropy"]}
+    expected = head_truth(a, {name: g for name, g in named.items() if g is not None})
+    if call["dspread"] is None:
+        return expected
+    b = arguments(Call(linear_cross_entropy, tensors))
+    b |= {"softcap": call["softcap"], "temperature": 1 / call["scale"], "class_weight": call["classes"]}
+    more = head_truth(b | {"label_smoothing": 1.0, "reduction": "none"}, {"loss": call["dspread"]})
+    both: dict[str, Near | Tensor] = {}
+    for name in ("dhidden", "dweight", "dbias"):
+        one, two = expected[name], more[name]
+        assert isinstance(one, Near)
+        assert isinstance(two, Near)
+        both[name] = Near(one.truth + two.truth, one.noise + two.noise)
+    return both
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------
+
+# The rows that have a label, then the others; in place `rows` how many have one.
+_ORDER = Loaded(least=0, below="rows", distinct=True, apart=("rows", Loaded(least=0, most="rows")))
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    # Backward has the logits once more, and two gradients.
+    flops={"linear_logprobs": _flops, "linear_logprobs_backward": lambda workload: 3 * _flops(workload)},
+    truths={"linear_logprobs": _forward_truth, "linear_logprobs_backward": _backward_truth},
+    # Products write another tile than they read.
+    moved={
+        "linear_logprobs_kernel": Moved({"hidden_ptr"}, set()),
+        "linear_dlogits_kernel": Moved({"hidden_ptr"}, set()),
+        "linear_dweight_kernel": Moved({"hidden_ptr"}, set()),
+        "linear_dhidden_kernel": Moved({"dlogits_ptr"}, set()),
+    },
+    # A lane of AMD's matrix units holds four neighbors of a result: 64 bits of bf16.
+    widths=dict.fromkeys(
+        ("linear_dlogits_kernel", "linear_dweight_kernel", "linear_dhidden_kernel"), Width("gfx", 64)
+    ),
+    loaded={
+        (kernel, "order_ptr"): _ORDER
+        for kernel in (
+            "linear_logprobs_kernel",
+            "linear_factors_kernel",
+            "linear_dlogits_kernel",
+            "linear_dweight_kernel",
+            "linear_dhidden_kernel",
+            "_join_statistics_kernel",
+        )
+    },
+)

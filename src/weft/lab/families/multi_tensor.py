@@ -1,4 +1,4 @@
-"""Workloads of the statistics of many tensors: the gradients of a model, or of a layer of it."""
+"""Statistics of many tensors: the gradients of a model, or of a layer of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from ...ops import any_nonfinite, clip_grads_, count_zeros, grad_norm
+from ..chain import Chain
+from ..family import Family
 from ..problem import Call, Inputs, Size, Workload
+from ..symbolic.loaded import Loaded
+from ..truth import EPS32, Near
 
 STATISTICS: dict[str, Any] = {
     "norm1": lambda tensors: grad_norm(tensors, 1.0),
@@ -21,7 +25,7 @@ STATISTICS: dict[str, Any] = {
 
 
 def reduce_all(what: str, **gradients: Tensor) -> Tensor:
-    """One statistic of tensors, which are arguments by name so that checks can change the layout of each."""
+    """Compute one statistic of tensors, which are arguments by name so that checks can change the layout of each."""
     result: Tensor = STATISTICS[what](list(gradients.values()))
     return result
 
@@ -33,22 +37,23 @@ def clip_copies(norm: Tensor, max_norm: float, **gradients: Tensor) -> list[Tens
     return copies
 
 
-def _gradients(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Matrices of one shape and dtype; if mixed, also vectors in fp32 and a tensor without elements. A tenth of the
-    numbers are zero."""
+def _draw_gradients(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Draw matrices of one shape and dtype; if mixed, also vectors in fp32 and a tensor without elements.
+
+    A tenth of the elements are zero."""
     settings = dict(workload.settings)
-    made = [inputs.normal(*shape) for _ in range(settings["tensors"])]
+    gradients = [inputs.normal(*shape) for _ in range(settings["tensors"])]
     if settings.get("mixed"):
-        made[1:1] = [inputs.normal(0, shape[-1]), inputs.normal(shape[-1], dtype=torch.float32)]
-        made.append(inputs.normal(*shape[:-1], dtype=torch.float32))
+        gradients[1:1] = [inputs.normal(0, shape[-1]), inputs.normal(shape[-1], dtype=torch.float32)]
+        gradients.append(inputs.normal(*shape[:-1], dtype=torch.float32))
     if inputs.device.type != "meta":
-        for gradient in made:
+        for gradient in gradients:
             gradient.flatten()[::10] = 0.0
-    return {f"gradient{number}": gradient for number, gradient in enumerate(made)}
+    return {f"gradient{number}": gradient for number, gradient in enumerate(gradients)}
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    gradients = _gradients(workload, inputs, shape)
+    gradients = _draw_gradients(workload, inputs, shape)
     if workload.op == "multi_tensor_reduce":
         return Call(reduce_all, {"what": dict(workload.settings)["what"], **gradients})
     norm = inputs.normal(1, mean=5.0, std=0.1, dtype=torch.float32)
@@ -81,4 +86,75 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     )
     for name, (shape, rows, dtype, tensors, mixed) in _LISTS.items()
     for what in _USED[name]
+)
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+# Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors
+# of thousands of lanes do not all point one way. Measured: below 1 unit.
+ERROR = 4 * EPS32
+
+
+def statistic(tensors: list[Tensor], what: str) -> Near | Tensor:
+    """Return a statistic of the elements of all tensors, put one after another."""
+    numbers = torch.cat([t.detach().flatten().double() for t in tensors])
+    if what == "zeros":
+        return (numbers == 0).sum()
+    if what == "nonfinite":
+        return (~numbers.isfinite()).any()
+    if not numbers.numel():
+        return Near(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+    magnitudes = numbers.abs()
+    if what == "norminf":
+        return Near(magnitudes.max(), torch.zeros((), dtype=torch.float64))
+    norm = magnitudes.sum() if what == "norm1" else magnitudes.square().sum().sqrt()
+    return Near(norm, ERROR * norm)
+
+
+def clipped(tensor: Tensor, norm: Tensor, max_norm: float) -> Near:
+    """Return a clipped tensor. The coefficient has two roundings, the product one before that to the tensor's dtype."""
+    coefficient = (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
+    truth = tensor.double() * coefficient
+    return Near(truth, 2 * EPS32 * truth.abs())
+
+
+def _gradients_of(call: Call) -> list[Tensor]:
+    return [tensor for name, tensor in call.tensors().items() if name.startswith("gradient")]
+
+
+def reduce_truth(call: Call, _: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the statistic that a call asks for."""
+    return {"y": statistic(_gradients_of(call), call["what"])}
+
+
+def clip_truth(call: Call, _: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return all gradients, clipped."""
+    expected = [clipped(t, call["norm"], call["max_norm"]) for t in _gradients_of(call)]
+    return {"y" if i == 0 else f"output{i}": near for i, near in enumerate(expected)}
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _norm_of_all(*tensors: Tensor) -> Tensor:
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt()
+
+
+def _zeros_of_all(*tensors: Tensor) -> Tensor:
+    return torch.stack([(tensor == 0).sum() for tensor in tensors]).sum()
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"multi_tensor_reduce": reduce_truth, "multi_tensor_clip": clip_truth},
+    chains={
+        ("multi_tensor_reduce", "norm2"): lambda call: Chain(_norm_of_all, tuple(_gradients_of(call))),
+        ("multi_tensor_reduce", "zeros"): lambda call: Chain(_zeros_of_all, tuple(_gradients_of(call))),
+    },
+    # Addresses, and how many elements lie there.
+    loaded={
+        (kernel, "table_ptr"): Loaded(least=0)
+        for kernel in ("multi_tensor_reduce_kernel", "multi_tensor_clip_kernel")
+    },
 )

@@ -1,17 +1,25 @@
-"""Workloads of the norms: hidden states, per-head norms, low-rank norms, adaptive norms of diffusion transformers."""
+"""The norms: hidden states, per-head norms, low-rank norms, adaptive norms of diffusion transformers."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ... import Format
 from ...ops import layer_norm, rms_norm
 from ...ops.norm.arguments import NormNeeds
+from ..chain import EPS, chain, codes_and_scales
+from ..family import Compute, Family
 from ..problem import Call, Inputs, Size, Workload, run_op
+from ..truth import DENORMAL, EPS32, ROUNDINGS, Near, arguments, near, straight
+from .quantize import quantize_both
 
 # The shape, by the model it comes from. "rows" are tokens.
 HIDDEN: dict[str, tuple[Size, ...]] = {
@@ -163,19 +171,20 @@ _SERVED: dict[str, tuple[str, ...]] = {
 
 
 def _weights(inputs: Inputs, cols: int, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Trained parameters in the dtype of the activations, or in fp32: both occur, the first more often."""
+    """Draw trained parameters in the dtype of the activations, or in fp32: both occur, the first more often."""
     offset = settings.get("weight_offset", 0.0)
-    made = {}
+    parameters = {}
     if "weight" in settings["tensors"]:
-        made["weight"] = inputs.normal(cols, mean=1.0 - offset, std=0.2)
+        parameters["weight"] = inputs.normal(cols, mean=1.0 - offset, std=0.2)
     if "bias" in settings["tensors"]:
-        made["bias"] = inputs.normal(cols, std=0.2)
+        parameters["bias"] = inputs.normal(cols, std=0.2)
     if "pre_bias" in settings["tensors"]:
-        made["pre_bias"] = inputs.normal(cols, std=0.2)
-    return made
+        parameters["pre_bias"] = inputs.normal(cols, std=0.2)
+    return parameters
 
 
 def _residual(inputs: Inputs, shape: tuple[int, ...], settings: dict[str, Any]) -> Tensor:
+    """Draw a residual, in fp32 if it is wide."""
     if settings.get("wide"):
         return inputs.normal(*shape, dtype=torch.promote_types(inputs.dtype, torch.float32))
     return inputs.activation(*shape)
@@ -213,7 +222,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of the same call, which reads h, the gradients and the statistics."""
+    """Build the backward of the same call, which reads h, the gradients and the statistics."""
     settings = dict(workload.settings)
     cols, layer = shape[-1], settings.get("function") is layer_norm
     unrounded, wide = settings.get("unrounded_sum", False), settings.get("wide", False)
@@ -241,8 +250,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
                 v if gate is None else v * gate.float().repeat_interleave(rows // max(len(gate), 1), 0)
             )
         mean = flat.mean(1) if layer else None
-        centred = flat if mean is None else flat - mean[:, None]
-        rstd = 1.0 / torch.sqrt(centred.square().mean(1) + 1e-5)
+        centered = flat if mean is None else flat - mean[:, None]
+        rstd = 1.0 / torch.sqrt(centered.square().mean(1) + 1e-5)
     kwargs: dict[str, Any] = {
         "h": h,
         "dy": inputs.normal(*shape),
@@ -275,7 +284,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """`moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
     layer, long = settings.get("function") is layer_norm, shape[-1] > 16384  # type: ignore[operator]
     moves, why = 1.02, ""
     if backward and long:
@@ -297,12 +306,12 @@ def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) 
 def _named(
     used: dict[str, tuple[str, ...]], rows: Iterable[int], tag: str, backward: bool = False
 ) -> list[Workload]:
-    found = []
+    workloads = []
     for options, names in used.items():
         settings = OPTIONS[options]
         if backward:
             settings = {k: v for k, v in settings.items() if k not in ("quantize", "columnwise", "packed")}
-        found += [
+        workloads += [
             Workload(
                 op="norm_backward" if backward else "norm",
                 name=name,
@@ -317,10 +326,10 @@ def _named(
             for name in names
             for count in rows
         ]
-    return found
+    return workloads
 
 
-# A quantising norm has the backward of the plain one, so only plain ones are listed.
+# A quantizing norm has the backward of the plain one, so only plain ones are listed.
 _BACKWARD = {
     options: names
     for options, names in _TRAINED.items()
@@ -331,4 +340,237 @@ WORKLOADS: tuple[Workload, ...] = (
     *_named(_TRAINED, TRAINING, "training"),
     *_named(_SERVED, INFERENCE, "inference"),
     *_named(_BACKWARD, TRAINING, "training", backward=True),
+)
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+
+def norm_truth(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) -> dict[str, Near]:
+    """Return y and residual (if there is one), and with an upstream gradient that of each input."""
+    a = arguments(call)
+    io, layer = a["x"].dtype, call.function is layer_norm
+    if a["residual"] is not None:
+        io = torch.promote_types(io, a["residual"].dtype)
+    leaves = {
+        name: a[name].detach().double().requires_grad_()
+        for name in ("x", "weight", "bias", "residual", "pre_bias", "residual_gate", "modulation")
+        if a[name] is not None
+    }
+    x = leaves["x"]
+    rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+    h, exact, gate = x, a["x"].detach().float(), torch.ones(1, cols, dtype=torch.float64)
+    if "pre_bias" in leaves:
+        h, exact = h + leaves["pre_bias"], exact + a["pre_bias"].detach().float()
+    gated = h
+    if "residual_gate" in leaves:
+        gate = leaves["residual_gate"].reshape(-1, cols)
+        gate = gate.repeat_interleave(rows // gate.shape[0], 0).view(x.shape)
+        h, exact = h * gate, exact * gate.detach().float()
+    if "residual" in leaves:
+        h, exact = h + leaves["residual"], exact + a["residual"].detach().float()
+    # Each step is rounded to fp32, and the last one to the dtype of h.
+    rounded, unrounded = (h + (sum.double() - h.detach()) for sum in (exact.to(io), exact))
+    h = rounded
+    flat = (unrounded if a["unrounded_sum"] else rounded).reshape(rows, cols)
+    mean = flat.mean(1, keepdim=True) if layer else torch.zeros(rows, 1, dtype=torch.float64)
+    rstd = 1 / (flat - mean).square().mean(1, keepdim=True).add(a["eps"]).sqrt()
+    z = (flat - mean) * rstd
+    flips = torch.zeros_like(z)  # where fp32 may round z to the other side
+    if a["casting"] == "llama":
+        sway = z.detach().abs() * ROUNDINGS * EPS32
+        flips = ((z.detach() + sway).to(io).double() - (z.detach() - sway).to(io).double()).abs()
+        z = straight(z, io)
+    weight = leaves["weight"] + a["weight_offset"] if "weight" in leaves else torch.ones(cols).double()
+    y = z * weight
+    if "bias" in leaves:
+        y = y + leaves["bias"]
+    scale = shift = torch.zeros(1, cols, dtype=torch.float64)
+    samples = 1
+    if "modulation" in leaves:
+        packed = leaves["modulation"]
+        packed = packed.reshape(-1, packed.shape[-1])
+        samples = packed.shape[0]
+        scale, shift = (part.repeat_interleave(rows // samples, 0) for part in packed.split(cols, -1)[:2])
+    y = y * (1 + scale) + shift
+
+    z_size = ((flat.abs() + mean.abs()) * rstd).detach()
+    plain_size = z_size * weight.detach().abs()
+    if "bias" in leaves:
+        plain_size = plain_size + leaves["bias"].detach().abs()
+    slope = (1 + scale.detach()).abs()
+    few = ROUNDINGS * EPS32
+    factor = (weight.detach() * slope).abs()
+    noise_y = few * (plain_size * slope + shift.detach().abs()) + flips * factor
+    noise_y = noise_y + 2 * DENORMAL * (rstd.detach() * factor + 1)
+    expected = {"y": Near(y.detach().view(x.shape), noise_y.view(x.shape))}
+    if "residual" in leaves:
+        expected["residual"] = Near(h.detach(), torch.zeros_like(h))
+    if dy is None and dresidual is None:
+        return expected
+
+    d = (
+        torch.zeros(rows, cols, dtype=torch.float64)
+        if dy is None
+        else dy.detach().double().reshape(rows, cols)
+    )
+    total = (y * d).sum()
+    from_residual: Tensor | float = 0.0
+    if dresidual is not None:
+        from_residual = dresidual.detach().double().abs()
+        total = total + (h * dresidual.detach().double()).sum()
+    total.backward()
+    before, d = d.abs(), d.abs() * slope
+    t = d * weight.detach().abs()
+    r = rstd.detach()
+    dh = r * (t + z_size * (t * z_size).mean(1, keepdim=True) + (t.mean(1, keepdim=True) if layer else 0.0))
+    noise = {"residual": few * (dh.view(x.shape) + from_residual)}
+    noise |= _noise_before(noise["residual"], gate.detach(), gated.detach(), leaves.get("residual_gate"))
+    noise["weight"] = (d * (few * z_size + flips)).sum(0)
+    noise["bias"] = few * d.sum(0)
+    if "modulation" in leaves:
+        per_sample = lambda v: v.reshape(samples, rows // samples, cols).sum(1)  # noqa: E731
+        parts = [per_sample(before * (few * plain_size + flips * weight.detach().abs()))]
+        parts.append(few * per_sample(before))
+        gradient = leaves["modulation"].grad
+        assert gradient is not None
+        packed_noise = torch.zeros_like(gradient).reshape(samples, -1)
+        packed_noise[:, : 2 * cols] = torch.cat(parts, 1)
+        noise["modulation"] = packed_noise.view(gradient.shape)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        expected[f"d{name}"] = Near(leaf.grad, noise[name])
+    return expected
+
+
+def _noise_before(dh: Tensor, gate: Tensor, v: Tensor, like: Tensor | None) -> dict[str, Tensor]:
+    """Return the noise of the gradients of x, pre_bias and residual_gate, from that of the gradient of h."""
+    cols = dh.shape[-1]
+    dv = dh * gate.abs()
+    noise = {"x": dv, "pre_bias": dv.reshape(-1, cols).sum(0)}
+    if like is not None:
+        samples = like.numel() // cols
+        noise["residual_gate"] = (dh * v.abs()).reshape(samples, -1, cols).sum(1).view(like.shape)
+    return noise
+
+
+def _forward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return everything that a call of a norm returns, and the gradients of its inputs."""
+    a, dy = arguments(call), gradients.get("y")
+    if "plain" in gradients:  # the sum that autograd makes of both results' gradients
+        dy = gradients["plain"] if dy is None else dy + gradients["plain"]
+    expected: dict[str, Near | Tensor] = {**norm_truth(call, dy, gradients.get("residual"))}
+    if a["return_plain"]:
+        expected["plain"] = expected["y"]
+    cols = a["x"].shape[-1]
+    if a["modulation"] is not None and a["modulation"].shape[-1] == 3 * cols:
+        expected["gate"] = a["modulation"].split(cols, -1)[2]
+    if a["return_amax"]:
+        y = expected["y"]
+        assert isinstance(y, Near)
+        expected["amax"] = Near(y.truth.abs().amax(), y.noise.amax())
+    return expected
+
+
+def _backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradients of the formula for a call of the op the way autograd does."""
+    forward = Call(
+        rms_norm if call["mean"] is None else layer_norm,
+        {
+            "x": call["h"],
+            "weight": call["weight"],
+            "bias": call["bias"],
+            "eps": 1e-5,
+            "weight_offset": call["weight_offset"],
+            "casting": call["casting"],
+            **({"residual": torch.zeros_like(call["h"])} if call["dresidual"] is not None else {}),
+        },
+    )
+    if call["unrounded_sum"]:
+        added = {name: call[name] for name in ("x", "pre_bias", "residual_gate")}
+        forward = forward.with_(**added, residual=call["h"], unrounded_sum=True)
+    h, scale = call["h"], call["scale"]
+    if scale is not None:
+        lead = h.shape[:-1] if len(scale) == h.numel() // h.shape[-1] else h.shape[:1]
+        forward = forward.with_(modulation=torch.cat([scale, torch.zeros_like(scale)], -1).view(*lead, -1))
+    expected = norm_truth(forward, call["dy"], call["dresidual"])
+    if scale is not None:  # halves of the modulation's
+        packed = expected["dmodulation"]
+        for index, name in enumerate(("dscale", "dshift")):
+            halves = (t.view(scale.shape[0], 2, -1)[:, index] for t in (packed.truth, packed.noise))
+            expected[name] = Near(*halves)
+    if not call["unrounded_sum"]:
+        expected |= _truth_before(call, expected["dx"])
+    names = [f"d{name}" for name, need in call["needs"]._asdict().items() if need]
+    outputs = ("y", *(f"output{i}" for i in range(1, len(names))))
+    return {output: expected[name] for output, name in zip(outputs, names, strict=True)}
+
+
+def _truth_before(call: Call, dh: Near) -> dict[str, Near]:
+    """Return the gradients of the terms of h."""
+    gate, rows, cols = call["residual_gate"], dh.truth.numel() // dh.truth.shape[-1], dh.truth.shape[-1]
+    v, by_row = torch.zeros_like(dh.truth), torch.ones(1, cols, dtype=torch.float64)
+    if gate is not None:
+        by_row = gate.double().repeat_interleave(rows // len(gate), 0).view(dh.truth.shape)
+        v = call["x"].double()
+    if call["pre_bias"] is not None:
+        v = v + call["pre_bias"].double()
+    truth = {"x": dh.truth * by_row, "residual": dh.truth}
+    truth["pre_bias"] = truth["x"].reshape(rows, cols).sum(0)
+    if gate is not None:
+        truth["residual_gate"] = (dh.truth * v).reshape(len(gate), -1, cols).sum(1)
+    noise = {"residual": dh.noise, **_noise_before(dh.noise, by_row, v, gate)}
+    return {f"d{name}": Near(value, noise[name]) for name, value in truth.items()}
+
+
+def _result_names(call: Call) -> list[str]:
+    """Return the names of the results of a norm that are asked for."""
+    a = arguments(call)
+    gated = a["modulation"] is not None and a["modulation"].shape[-1] == 3 * a["x"].shape[-1]
+    returned = {"y": True, "plain": a["return_plain"], "residual": a["residual"] is not None, "gate": gated}
+    returned["amax"] = a["return_amax"]
+    return [name for name, is_returned in returned.items() if is_returned]
+
+
+def own_value(call: Call, compute: Compute) -> Tensor:
+    """Return the fp32 y that a quantizing norm encodes: that of a plain norm which adds up rows in the same parts."""
+    dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax", "return_plain")
+    plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
+    launch, group = importlib.import_module("weft.ops.norm.launch"), Format.of(call["quantize"]).group
+    choose = launch.row_config
+    with patch.object(launch, "row_config", lambda cols, _, target: choose(cols, group, target)):
+        value = compute(plain.with_(out_dtype=torch.float32))["y"]
+    near(value, norm_truth(plain)["y"])
+    return value
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def _rms_norm_both(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    h = x.float()
+    return quantize_both(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight.float())
+
+
+def _rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    h, d = x.float(), dy.float()
+    z, t = h * rstd[:, None], d * weight.float()
+    dx = rstd[:, None] * (t - z * (t * z).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (d * z).sum(0).to(weight.dtype)
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"norm": _forward_truth, "norm_backward": _backward_truth},
+    encoded={"norm": lambda call, compute: {"y": own_value(call, compute)}},
+    results={rms_norm: _result_names, layer_norm: _result_names},
+    chains={
+        ("norm", "plain"): chain(_rms_norm, "x", "weight"),
+        ("norm", "1x128-both"): chain(_rms_norm_both, "x", "weight", view=codes_and_scales),
+        ("norm_backward", "plain"): chain(_rms_norm_backward, "h", "weight", "rstd", "dy"),
+    },
 )

@@ -1,8 +1,9 @@
-"""Workloads of permute and unpermute: the tokens of MoE layers on their way to the experts and back."""
+"""Permute and unpermute: the tokens of MoE layers on their way to the experts and back."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,14 @@ from torch import Tensor
 
 from ...ops import RowMap, permute, quantize, row_map, unpermute
 from ...ops.moe.permute import UnpermuteNeeds
+from ...quant import Copy, Format, QTensor
 from ...quant.qtensor import PLAIN
 from ...quant.straight import take_apart
+from ..chain import Chain
+from ..family import Compute, Family, Moved
 from ..problem import Call, Inputs, Size, Workload, run_op
+from ..symbolic.loaded import Given, Loaded
+from ..truth import EPS32, Near
 
 
 class Layer(NamedTuple):
@@ -37,7 +43,7 @@ LAYERS: dict[str, Layer] = {
 #   probs    there are probabilities, which permute moves and by which unpermute multiplies
 #   carried  unpermute moves a number for each row back
 #   mask     routing and probabilities are [tokens, experts]
-#   payload  the rows come quantised in this format
+#   payload  the rows come quantized in this format
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"align": 16},
     "probs": {"align": 16, "probs": True},
@@ -80,15 +86,17 @@ _USED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def _routing(inputs: Inputs, tokens: int, layer: Layer, mask: bool) -> Tensor:
-    """The best experts of every token, from random scores."""
+    """Draw the best experts of every token, from random scores."""
     scores = inputs.normal(tokens, layer.experts, dtype=torch.float32)
     chosen = scores.topk(layer.slots).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True) if mask else chosen
 
 
 def rows_of(name: str, tokens: int, layer: Layer, align: int) -> int | None:
-    """Room for the rows. For linghe's layer, pads of half of `align` for each expert, as in the published row, which is
-    enough for its tokens; else None, the worst case."""
+    """Return the room for rows, or None for the worst case.
+
+    For linghe's layer there are pads of half of `align` for each expert, as in the published row, which is enough for
+    its tokens."""
     enough = name.startswith("linghe") and tokens >= 4096
     return tokens * layer.slots + layer.experts * align // 2 if enough else None
 
@@ -130,7 +138,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """The backward of an unpermute with probabilities."""
+    """Build the backward of an unpermute with probabilities."""
     settings = dict(workload.settings)
     rows = _rows(workload, inputs, shape[0])
     values = inputs.activation(rows.slot_of_row.shape[0], shape[-1])
@@ -178,7 +186,7 @@ _LANES = "a scale is asked for by each number of its group, and those of a row l
 
 
 def _rereads(op: str, options: str) -> dict[str, Any]:
-    """`moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
     if OPTIONS[options].get("columnwise"):
         return {"moves": 1.33, "rereads": _GATHERED}
     if options == "row-fp8":
@@ -229,4 +237,259 @@ WORKLOADS: tuple[Workload, ...] = (
             ("odd/33", "plain"),
         )
     ),
+)
+
+
+# ---- truth: one row, one slot, one element at a time ----------------------------------------------------------
+
+
+def sorted_slots(routing: Tensor, experts: int, slots: int) -> list[list[int]]:
+    """Return the slots of each expert, in order."""
+    slots_of_expert: list[list[int]] = [[] for _ in range(experts)]
+    for token, chosen in enumerate(routing.reshape(-1, routing.shape[-1]).tolist()):
+        if routing.dtype == torch.bool:
+            chosen = [expert for expert, one in enumerate(chosen) if one][:slots]
+        for j, expert in enumerate(chosen):
+            if 0 <= expert < experts:
+                slots_of_expert[expert].append(token * slots + j)
+    return slots_of_expert
+
+
+def row_map_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the maps between slots and rows, and the counts and ends of experts."""
+    routing, align = call["routing"], call["align"] or 1
+    dense = routing.dtype == torch.bool
+    experts = call["experts"] or routing.shape[-1]
+    slots = call["slots"] or routing.shape[-1]
+    tokens = routing.numel() // routing.shape[-1]
+    by_expert = sorted_slots(routing, experts, slots)
+    slot_of_row: list[int] = []
+    ends = []
+    for mine in by_expert:
+        slot_of_row += mine + [-1] * (-len(mine) % align)
+        ends.append(len(slot_of_row))
+    room = call["rows"]
+    if room is None:  # the worst case
+        room = (tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align
+        assert len(slot_of_row) <= room
+    slot_of_row = (slot_of_row + [-1] * room)[:room]
+    row_of_slot = [-1] * (tokens * slots)
+    for row, slot in enumerate(slot_of_row):
+        if slot >= 0:
+            row_of_slot[slot] = row
+    expert_of_slot = [-1] * (tokens * slots)
+    for expert, mine in enumerate(by_expert):
+        for slot in mine:
+            expert_of_slot[slot] = expert
+    lead = routing.shape[:-1]
+    whole = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    expected: dict[str, Near | Tensor] = {
+        "row_of_slot": whole(row_of_slot).view(*lead, slots),
+        "slot_of_row": whole(slot_of_row),
+        "counts": whole([len(mine) for mine in by_expert]),
+        "offsets": whole([min(end, room) for end in ends]),
+    }
+    if dense:
+        expected["experts"] = whole(expert_of_slot).view(*lead, slots)
+    return expected
+
+
+def filled_rows(rows: RowMap) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """Yield (row, token, slot of the token, index of its probability) of the rows that are no pads."""
+    slots = rows.row_of_slot.shape[-1]
+    experts = None if rows.experts is None else rows.experts.reshape(-1, slots).tolist()
+    for row, slot in enumerate(rows.slot_of_row.tolist()):
+        if slot >= 0:
+            token, j = divmod(slot, slots)
+            yield row, token, j, (token, j if experts is None else experts[token][j])
+
+
+def values_of(x: Tensor) -> Tensor:
+    """Decode to float64 [M, K]."""
+    if isinstance(x, QTensor):
+        from .. import oracle
+
+        assert x.rowwise is not None
+        copy = oracle.Quantized(x.rowwise.data.view(torch.uint8), x.rowwise.scale, None)
+        f, (rows, cols) = x.format, x.shape
+        assert f.element is not None
+        return oracle.dequantize(copy, block=f.block, element=f.element, shape=(rows, cols)).double()
+    return x.detach().double().reshape(-1, x.shape[-1])
+
+
+def exactly(value: Tensor) -> Near:
+    """Allow no noise."""
+    return Near(value, torch.zeros_like(value))
+
+
+def permute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the rows of experts and their probabilities, and the gradients."""
+    rows: RowMap = call["rows"]
+    x, probs = values_of(call["x"]), call["probs"]
+    y = torch.zeros(len(rows.slot_of_row), x.shape[1], dtype=torch.float64)
+    dx, size = torch.zeros_like(x), torch.zeros_like(x)
+    dy = gradients.get("y", torch.zeros(1, 1)).detach().double().expand(y.shape)
+    row_probs = torch.zeros(len(y), dtype=torch.float64)
+    flat_probs = None if probs is None else probs.detach().double().reshape(-1, probs.shape[-1])
+    dprobs = None if flat_probs is None else torch.zeros_like(flat_probs)
+    for row, token, _, place in filled_rows(rows):
+        y[row] = x[token]
+        dx[token] += dy[row]
+        size[token] += dy[row].abs()
+        if flat_probs is not None and dprobs is not None:
+            row_probs[row] = flat_probs[place]
+            if "output1" in gradients:
+                dprobs[place] = gradients["output1"][row].double()
+    expected: dict[str, Near | Tensor] = {"y": exactly(y)}
+    noise = rows.row_of_slot.shape[-1] * EPS32 * size
+    expected["dx"] = Near(dx.view(call["x"].shape), noise.view(call["x"].shape))
+    if probs is not None and dprobs is not None:
+        expected["output1"] = exactly(row_probs)
+        expected["dprobs"] = exactly(dprobs.view(probs.shape))
+    return expected
+
+
+def unpermute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the sums of tokens' rows and what is carried back, and the gradients."""
+    rows: RowMap = call["rows"]
+    values, probs, carried = values_of(call["y"]), call["probs"], call["carried"]
+    slots = rows.row_of_slot.shape[-1]
+    tokens = rows.row_of_slot.numel() // slots
+    lead = tuple(rows.row_of_slot.shape[:-1])
+    cols = values.shape[1]
+    wide = slots if rows.experts is None else len(rows.counts)
+    weight = torch.ones(tokens, wide, dtype=torch.float64)
+    if probs is not None:
+        weight = probs.detach().double().reshape(tokens, wide)
+    x, size = (torch.zeros(tokens, cols, dtype=torch.float64) for _ in range(2))
+    dy = gradients.get("y", torch.zeros(1, 1)).detach().double().expand(tokens, cols)
+    drows, dsize = (torch.zeros_like(values) for _ in range(2))
+    back, dprobs, dprobs_size = (torch.zeros(tokens, wide, dtype=torch.float64) for _ in range(3))
+    dcarried = torch.zeros(len(values), dtype=torch.float64)
+    for row, token, _, place in filled_rows(rows):
+        x[token] += weight[place] * values[row]
+        size[token] += (weight[place] * values[row]).abs()
+        drows[row] = weight[place] * dy[token]
+        dsize[row] = drows[row].abs()
+        dprobs[place] = (dy[token] * values[row]).sum()
+        dprobs_size[place] = (dy[token] * values[row]).abs().sum()
+        if carried is not None:
+            back[place] = carried[row].double()
+            if "output1" in gradients:
+                dcarried[row] = gradients["output1"].reshape(tokens, wide)[place].double()
+    quantized = isinstance(call["y"], QTensor)  # q * d is rounded once
+    noise = (slots + quantized) * EPS32 * size
+    expected: dict[str, Near | Tensor] = {"y": Near(x.view(*lead, cols), noise.view(*lead, cols))}
+    expected["dy"] = Near(drows, EPS32 * dsize if probs is not None else torch.zeros_like(dsize))
+    if probs is not None:
+        expected["dprobs"] = Near(dprobs.view(probs.shape), (8 * EPS32 * dprobs_size).view(probs.shape))
+    if carried is not None:
+        expected["output1"] = exactly(back.view(*lead, wide))
+        expected["dcarried"] = exactly(dcarried)
+    return expected
+
+
+def unpermute_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the gradients of rows and probabilities."""
+    y, codes = call["rows"], call["codes"]
+    if y is None:
+        shape = (len(codes.data), call["dy"].shape[-1])
+        y = QTensor(shape, call["dy"].dtype, Format.of(codes.format), Copy(codes.data, codes.scale))
+    forward = Call(unpermute, {"y": y, "rows": call["map"], "probs": call["probs"]})
+    expected = unpermute_truth(forward, {"y": call["dy"]})
+    return {"y": expected["dy"], "output1": expected["dprobs"]}
+
+
+def _encoded(call: Call, compute: Compute) -> dict[str, Tensor]:
+    """Return the rows before they are quantized; those that come quantized are moved and not encoded again."""
+    if isinstance(call["x"], QTensor):
+        return {}
+    return compute(Call(call.function, {name: call[name] for name in ("x", "rows")}))
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def _permute_chain(call: Call) -> Chain:
+    """Gather rows, and probabilities if there are any."""
+    rows, x, probs = call["rows"], call["x"], call["probs"]
+    slots = rows.row_of_slot.shape[-1]
+
+    def gathered(x: Tensor, slot_of_row: Tensor) -> Tensor:
+        return torch.where((slot_of_row >= 0)[:, None], x[slot_of_row.clamp(min=0) // slots], 0.0)
+
+    def with_probs(x: Tensor, slot_of_row: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        carried = torch.where(slot_of_row >= 0, probs.flatten()[slot_of_row.clamp(min=0)], 0.0)
+        return gathered(x, slot_of_row), carried
+
+    if probs is None:
+        return Chain(gathered, (x, rows.slot_of_row))
+    return Chain(with_probs, (x, rows.slot_of_row, probs))
+
+
+def _unpermute_chain(call: Call) -> Chain:
+    """Gather the rows of each token and add them up."""
+    y, carried, slots = call["y"], call["carried"], call["rows"].row_of_slot
+
+    def added(y: Tensor, row_of_slot: Tensor) -> Tensor:
+        return y[row_of_slot].float().sum(1).to(y.dtype)
+
+    def with_carried(y: Tensor, row_of_slot: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        return added(y, row_of_slot), carried[row_of_slot]
+
+    return Chain(added, (y, slots)) if carried is None else Chain(with_carried, (y, slots, carried))
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------
+
+
+def _experts(launch: Given) -> Any:
+    """Return the number of experts that a token's probabilities, or their gradients, have."""
+    present = (name for name in ("probs_ptr", "back_ptr", "dprobs_ptr") if name in launch.shapes)
+    return launch[next(present), -1]
+
+
+# Indices that `row_map` makes: -1 stands for no row, or no slot. Experts of a mask are -1 where a token has fewer.
+_ROW = Loaded(least=-1, below="rows", inverse="slot_of_row_ptr")
+_SLOT = Loaded(least=-1, below=lambda launch: launch["tokens"] * launch["slots"], inverse="row_of_slot_ptr")
+_EXPERT = Loaded(least=-1, below=lambda launch: _experts(launch))
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={
+        "row_map": row_map_truth,
+        "permute": permute_truth,
+        "unpermute": unpermute_truth,
+        "unpermute_backward": unpermute_backward_truth,
+    },
+    encoded={"permute": _encoded},
+    chains={
+        ("permute", "plain"): _permute_chain,
+        ("permute", "probs"): _permute_chain,
+        ("unpermute", "plain"): _unpermute_chain,
+        ("unpermute", "carried"): _unpermute_chain,
+    },
+    moved={
+        "unpermute_kernel": Moved({"rows_ptr"}, {"y_ptr"}),
+        "unpermute_backward_kernel": Moved({"dy_ptr", "rows_ptr"}, {"drows_ptr"}),
+    },
+    loaded={
+        ("permute_kernel", "row_of_slot_ptr"): _ROW,
+        ("permute_kernel", "slot_of_row_ptr"): _SLOT,
+        ("permute_kernel", "experts_ptr"): _EXPERT,
+        ("permute_stripe_kernel", "slot_of_row_ptr"): Loaded(
+            least=-1, below=lambda launch: launch.rows("x_ptr") * launch["slots"]
+        ),
+        ("permute_stripe_kernel", "experts_ptr"): _EXPERT,
+        ("unpermute_kernel", "row_of_slot_ptr"): Loaded(
+            least=-1, below=lambda launch: launch.rows("rows_ptr")
+        ),
+        ("unpermute_kernel", "experts_ptr"): _EXPERT,
+        ("unpermute_backward_kernel", "row_of_slot_ptr"): _ROW,
+        ("unpermute_backward_kernel", "slot_of_row_ptr"): _SLOT,
+        ("unpermute_backward_kernel", "experts_ptr"): _EXPERT,
+        ("matmul_kernel", "gather.slot_of_row"): Loaded(
+            least=-1, below=lambda launch: launch["gather.tokens"] * launch["gather.slots"]
+        ),
+    },
 )

@@ -1,12 +1,18 @@
-"""Workloads of the quantisers: activations, gradients and weights of FP8 training, and what serving quantises."""
+"""The quantizers: activations, gradients and weights of FP8 training, and what serving quantizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...ops import dequantize, quantize
 from ...quant import QTensor
+from ..chain import chain, codes_and_scales
+from ..family import Family, Moved
 from ..problem import Call, Inputs, Size, Workload
+from ..truth import EPS32, Near
 
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/hidden": ("rows", 2048),
@@ -55,7 +61,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
     "row": ("llama3-8b/hidden", "odd/33"),
     "row-int8": ("llama3-8b/ffn",),
 }
-# `moves` and `rereads` of quantisers that move more than the least bytes.
+# `moves` and `rereads` of quantizers that move more than the least bytes.
 _TWICE = {
     "nvfp4-both": (1.65, "the amax of the whole tensor comes before its first code"),
     "nvfp4_16x16-both": (1.65, "the amax of the whole tensor comes before its first code"),
@@ -66,6 +72,7 @@ _TWICE = {
 
 
 def _rereads(op: str, options: str, rows: int) -> dict[str, Any]:
+    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
     moves, why = _TWICE.get(options, (1.02, "")) if op == "quantize" else (1.02, "")
     if options.startswith("1x128") and rows == 1:
         moves, why = 1.04, "the scales of a single row lie 16 bytes apart"
@@ -109,4 +116,57 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         *_named(op, _TRAINED, (8192,), "training"),
         *_named(op, _SERVED, (1, 8, 64), "inference"),
     )
+)
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------
+
+
+def quantize_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the amax and, as the gradient of x, that of y. Codes and scales are the oracle's, see `Family.encoded`."""
+    exact: dict[str, Near | Tensor] = {"amax": call["x"].detach().abs().amax().float()}
+    return exact | {f"d{name}": gradients["y"] for name in ("x",) if "y" in gradients}
+
+
+def dequantize_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    """Return the elements that the oracle decodes."""
+    from .. import oracle
+
+    q = call["q"]
+    copy = oracle.Quantized(q.rowwise.data.view(torch.uint8), q.rowwise.scale, q.rowwise.global_scale)
+    flat = (q.numel() // q.shape[-1], q.shape[-1])
+    exact = oracle.dequantize(copy, block=q.format.block, element=q.format.element, shape=flat).view(q.shape)
+    return {"y": Near(exact, 2 * EPS32 * exact.abs())}
+
+
+def y_and_amax(call: Call) -> list[str]:
+    """Return the names of the results of a function that quantizes: y, and its amax if asked for."""
+    return ["y", "amax"] if call["return_amax"] else ["y"]
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------
+
+
+def quantize_rows(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize to 1x128 e4m3 with TransformerEngine's power-of-two scales."""
+    groups = y.float().unflatten(-1, (-1, 128))
+    amax = groups.abs().amax(-1)
+    factor = torch.where(amax > 0, 448.0 / amax, 1.0)
+    factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
+    codes = (groups * factor[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).flatten(-2)
+    return codes, (1.0 / factor).t().contiguous().t()
+
+
+def quantize_both(y: Tensor) -> tuple[Tensor, ...]:
+    """Quantize along rows and along columns."""
+    return *quantize_rows(y), *quantize_rows(y.t())
+
+
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"quantize": quantize_truth, "dequantize": dequantize_truth},
+    encoded={"quantize": lambda call, compute: {"y": call["x"]}},
+    results={quantize: y_and_amax},
+    chains={("quantize", "1x128-both"): chain(quantize_both, "x", view=codes_and_scales)},
+    moved={"_dequantize_kernel": Moved({"data_ptr"}, {"out_ptr"})},
 )

@@ -19,8 +19,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from ...runtime import Variant
 from ..compiled.offline import ttir_of
-from ..families import Workload
-from ..truths import declared
+from ..families import Workload, loaded_of
 from .loaded import Given, Loaded, place_apart, within
 from .tracing import LARGEST, Launched, Pointer, Size, Trace, candidates, variable
 
@@ -413,7 +412,7 @@ def _buffer(
     pointer = launched.pointers[name]
     variant = launched.variant
     kind = variant.types()[name].removeprefix("*")
-    known: Loaded | None = declared("LOADED").get((variant.kernel, name))
+    known = loaded_of(variant.kernel, name)
     more: dict[str, Any] = {"align": 16 if variant.aligned else pointer.dtype.itemsize}
     if known is not None:
         # Tables of integers are the launch's own: no tensor whose address a kernel finds in memory is one.
