@@ -66,7 +66,7 @@ def test_a_report_has_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_products_have_a_rate_and_a_share_of_the_best() -> None:
-    found = measure(products.product("fp32", 64, 32, 128), settings("eager"))
+    found = measure(products.product_workload("fp32", 64, 32, 128), settings("eager"))
     assert found.flops == 2 * 64 * 32 * 128
     assert found.product in ("bf16", "fp32")
     rate = found.flops / found.times["weft"].p50 / 1e9
