@@ -84,7 +84,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first tile left out", "multi_tensor_clip_kernel", "range(0, whole, TILE)", "range(TILE, whole, TILE)", (ONCE,)),
         ("a coefficient rounded to the dtype", "multi_tensor_clip_kernel", "tl.load(tile_ptr).to(tl.float32) * coefficient", "tl.load(tile_ptr).to(tl.float32) * coefficient.to(ELEMENT).to(tl.float32)", (ONCE,)),
         ("the coefficient's square in the last tile", "multi_tensor_clip_kernel", "(x * coefficient)", "(x * coefficient * coefficient)", (ONCE,)),
-        ("copies not copied back", "ops/multi_tensor/multi_tensor.py:_launch_clip", "if dense is not t:", "if dense is None:", (GAPS,)),
+        ("copies not copied back", "ops/multi_tensor/multi_tensor.py:MultiTensorClipOp.launch", "if dense is not t:", "if dense is None:", (GAPS,)),
         ("numbers scaled twice", "ops/multi_tensor/table.py:_do_overlap", "any(address < end for", "any(address < 0 for", (SHARED,)),
     ],
 }  # fmt: skip

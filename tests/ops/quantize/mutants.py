@@ -136,7 +136,7 @@ _DEQUANTIZE: list[tuple[Any, ...]] = [
     ("int4 off by one", f"{NUMBERS}:decode", "8388616.0", "8388615.0", ("quant/test_dequantize.py::test_every_byte_of_int4_decodes",)),
     ("all rows scaled like the first", "_dequantize_kernel", "row // FORMAT.block_rows", "row // FORMAT.block_rows * 0", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
     ("squares scaled row by row", "_dequantize_kernel", "row // FORMAT.block_rows", "tl.minimum(row, (rows - 1) // FORMAT.block_rows)", (f"{DECODE}[e4m3:128x128:te-auto]",)),
-    ("last tile left out", "_launch_dequantize", "-(-cols // tile), 1, 1)", "max(cols // tile, 1), 1, 1)", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
+    ("last tile left out", "DequantizeOp.launch", "-(-cols // tile), 1, 1)", "max(cols // tile, 1), 1, 1)", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
     ("32-bit row offsets", "_dequantize_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
     ("last code of an odd row left out", "_dequantize_kernel", "cols + PACKED - 1", "cols", (workload("accuracy", "dequantize:odd/33:nvfp4-both:8192"),)),
     ("results at the codes' stride", "_dequantize_kernel", "out_off = tl.multiple_of(row * cols", "out_off = tl.multiple_of(row * data_stride", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
