@@ -124,6 +124,17 @@ def test_what_no_schema_has_is_refused() -> None:
         Fields(int)
 
 
+def test_a_class_without_types_or_a_name_is_refused() -> None:
+    class Bare(Op, name="test_mistake", variants=1):  # type: ignore[type-arg]
+        pass
+
+    with pytest.raises(TypeError, match=r"test_mistake: derive the class from Op\[Arguments, Outputs\]"):
+        Bare()
+    with pytest.raises(TypeError, match="missing 2 required keyword-only arguments: 'name' and 'variants'"):
+        type("Nameless", (Op,), {})
+    assert "test_mistake" not in catalogue
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

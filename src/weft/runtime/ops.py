@@ -94,7 +94,7 @@ class Op(Generic[A, O]):
     _with_gradients: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(
-        cls, *, name: str = "", variants: int = 0, differentiable: tuple[str, ...] = (), **more: Any
+        cls, *, name: str, variants: int, differentiable: tuple[str, ...] = (), **more: Any
     ) -> None:
         super().__init_subclass__(**more)
         cls.name, cls.variants, cls._with_gradients = name, variants, differentiable
@@ -132,7 +132,11 @@ class Op(Generic[A, O]):
             raise ValueError(f"the op {name!r} is already defined")
         if (self.backward is None) != (self.keep is None):
             raise ValueError(f"{name}: keep and backward go together")
-        arguments, outputs = get_args(type(self).__orig_bases__[0])  # type: ignore[attr-defined]
+        bases = vars(type(self)).get("__orig_bases__", ())
+        types = [kind for base in bases for kind in get_args(base)]
+        if len(types) != 2:
+            raise TypeError(f"{name}: derive the class from Op[Arguments, Outputs], two NamedTuples")
+        arguments, outputs = types
         self.arguments: Fields[A] = Fields(arguments)
         self.outputs: Fields[O] = Fields(outputs)
         self._check_outputs()
