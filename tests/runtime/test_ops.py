@@ -12,7 +12,7 @@ from torch import Tensor
 import weft
 from weft.ops.common.results import Result, ResultOptions
 from weft.ops.quantize import QuantizeArgs, QuantizeOutputs
-from weft.runtime import Backward, Fields, Gradients, Nothing, Written, catalogue, define_op
+from weft.runtime import Backward, Fields, Gradients, Maybe, MaybeStr, Nothing, Written, catalogue, define_op
 from weft.runtime.ops import Op
 
 
@@ -81,6 +81,8 @@ def test_a_schema_is_made_of_annotations() -> None:
     class Every(NamedTuple):
         lists: Written
         others: list[Tensor]
+        maybe: Maybe
+        spec: MaybeStr
         sizes: list[int]
         flags: list[bool]
         dtype: torch.dtype
@@ -88,8 +90,8 @@ def test_a_schema_is_made_of_annotations() -> None:
         count: int | None
 
     assert Fields(Every).schema == (
-        "Tensor(lists!)[] lists, Tensor[] others, SymInt[] sizes, bool[] flags, ScalarType dtype, str? name, "
-        "SymInt? count"
+        "Tensor(lists!)[] lists, Tensor[] others, Tensor? maybe, str? spec, SymInt[] sizes, bool[] flags, "
+        "ScalarType dtype, str? name, SymInt? count"
     )
 
 
