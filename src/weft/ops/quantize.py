@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..language import tl, triton
-from ..quant import Copy, Format, QTensor
+from ..quant import Codes as QuantCodes
+from ..quant import Format, QTensor
 from ..quant.copies import check_codes
 from ..quant.qtensor import register_decoder, stand_in
 from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
@@ -99,7 +100,7 @@ class QuantizeOutputs(NamedTuple):
 
 
 class DequantizeArgs(NamedTuple):
-    data: Tensor  # codes of a copy
+    data: Tensor  # the members of `Codes`
     scale: Tensor
     global_scale: Tensor | None
     format: str
@@ -165,8 +166,7 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_reference(a: DequantizeArgs) -> DequantizeOutputs:
-    copy = Copy(a.data, a.scale, a.global_scale)
-    return DequantizeOutputs(dequantize_copy(copy, Format.of(a.format), (a.data.shape[0], a.cols), a.dtype))
+    return DequantizeOutputs(dequantize_copy(QuantCodes(*a[:4]), (a.data.shape[0], a.cols), a.dtype))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ class _Quantize:
         return -(-self.cols // self.stripe_config.tile)
 
     def rows_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: QuantCodes | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         x, cols = self.x, self.cols
         tile_rows, tile, warps = row_config("quantize", cols, self.target)
@@ -534,8 +534,8 @@ class _Quantize:
 
     def stripes_pass(
         self,
-        row: Copy | None,
-        col: Copy | None,
+        row: QuantCodes | None,
+        col: QuantCodes | None,
         given: Tensor | None,
         wants_amax: bool,
         given_t: Tensor | None = None,
@@ -578,7 +578,7 @@ class _Quantize:
         ):
             scales = [] if scale is None else [scale]
             reduce_amax(partials, self.format, self.x.dtype, amax=largest, scales=scales)
-        self.stripes_pass(result.rowwise, result.columnwise, given, False, given_t=given_t)
+        self.stripes_pass(*result.copies(self.format.spec), given, False, given_t=given_t)
 
 
 def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
@@ -678,19 +678,17 @@ dequantize_op = define_op(
     allocate=_allocate_dequantize,
     launch=_launch_dequantize,
     reference=dequantize_reference,
-    validate=lambda a: check_codes(
-        "the tensor", a.data, a.scale, a.global_scale, a.format, a.data.shape[0], a.cols
-    ),
+    validate=lambda a: check_codes("the tensor", QuantCodes(*a[:4]), a.data.shape[0], a.cols),
     variants=16,
 )
 
 
-def dequantize_codes(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [rows, cols] that a row-wise copy in this format stands for."""
-    f = Format.of(format)
+def dequantize_codes(codes: QuantCodes, cols: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [rows, cols] for which codes stand."""
+    f = Format.of(codes.format)
     if f.hadamard != "rowwise":
-        return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
-    stored = DequantizeArgs(*copy, f.stored.spec, f.length(cols), torch.float32)
+        return dequantize_op(DequantizeArgs(*codes, cols, dtype)).values
+    stored = DequantizeArgs(*codes._replace(format=f.stored.spec), f.length(cols), torch.float32)
     return hadamard_reference(dequantize_op(stored).values, inverse=True)[:, :cols].to(dtype)
 
 

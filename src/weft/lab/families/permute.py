@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops import RowMap, permute, quantize, row_map, unpermute
 from ...ops.moe.permute import UnpermuteNeeds
-from ...quant.qtensor import PLAIN
+from ...quant import PLAIN
 from ...quant.straight import take_apart
 from ..problem import Call, Inputs, Size, Workload, run_op
 

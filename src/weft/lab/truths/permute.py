@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import EPS32
 
-from ... import Format, QTensor, RowMap
-from ...quant import Copy
+from ... import QTensor, RowMap
 from .. import oracle
 from ..calls import results
 from ..families import Call
@@ -162,7 +161,7 @@ def unpermute_backward(call: Call, gradients: dict[str, Tensor]) -> dict[str, Ne
     y, codes = call["rows"], call["codes"]
     if y is None:
         shape = (len(codes.data), call["dy"].shape[-1])
-        y = QTensor(shape, call["dy"].dtype, Format.of(codes.format), Copy(codes.data, codes.scale))
+        y = QTensor(shape, call["dy"].dtype, codes.format, codes)
     forward = Call(unpermute, {"y": y, "rows": call["map"], "probs": call["probs"]})
     found = unpermute(forward, {"y": call["dy"]})
     return {"y": found["dy"], "output1": found["dprobs"]}

@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...quant import Format, QTensor
-from ...quant.qtensor import PLAIN, register_codes
+from ...quant import PLAIN, Format, QTensor
+from ...quant.qtensor import register_codes
 from ...runtime import Backward, Gradients, autocasted, capabilities_of, define_op
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.results import Result, allocate_result, plain_result, result_options

@@ -260,7 +260,7 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
         forms = forms._replace(value_columns=forms.counts.value_columns(forms.sequences))
     starts, target = tuple(map(contiguous, a.packed)), capabilities_of(query.device)
     y: Tensor | None = result.y
-    copy = copy_arguments(result.rowwise)
+    copy = copy_arguments(result.copies(to.format)[0])
     strides = None if to.format is not None else result.y.stride()
     wanted = Wanted(to.dtype, to.format, _row_alone(to), strides)
     found = _forward(forms, wanted, copy[2:], target)

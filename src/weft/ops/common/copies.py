@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import quant
 from ...language import tl, triton
-from ...quant import Copy, Format
 from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles import (
     CONVERT,
@@ -137,7 +137,7 @@ class Squares(NamedTuple):
     cols: Any
 
 
-def copy_arguments(copy: Copy | None) -> Codes:
+def copy_arguments(copy: quant.Codes | None) -> Codes:
     """A copy as kernels take it."""
     if copy is None:
         return NO_CODES
@@ -346,7 +346,7 @@ def _tensor_scale_kernel(
 
 def reduce_amax(
     partials: Tensor,
-    format: Format | None,
+    format: quant.Format | None,
     input_dtype: torch.dtype,
     *,
     amax: Tensor | None = None,
