@@ -26,7 +26,7 @@ from ..language import tl, triton
 from ..quant import Codes as QuantCodes
 from ..quant import Format, QTensor
 from ..quant.copies import check_codes
-from ..quant.qtensor import register_decoder, stand_in
+from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
 from ..runtime import (
     Backward,
@@ -690,9 +690,6 @@ def dequantize_codes(codes: QuantCodes, cols: int, dtype: torch.dtype) -> Tensor
         return dequantize_op(DequantizeArgs(*codes, cols, dtype)).values
     stored = DequantizeArgs(*codes._replace(format=f.stored.spec), f.length(cols), torch.float32)
     return hadamard_reference(dequantize_op(stored).values, inverse=True)[:, :cols].to(dtype)
-
-
-register_decoder(dequantize_codes)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..runtime import Op, apply, register_gradient_decoder
+from ..runtime import apply, register_gradient_decoder
 from .copies import (
     PLAIN,
     Codes,
@@ -141,9 +141,9 @@ class QTensor(Tensor):
         (row, col), (rows, cols) = self._copies, self._matrix()
         rotated = col is not None and Format.of(self.spec).hadamard == "rowwise"
         if row is not None and not rotated:  # a copy that is not rotated comes first
-            return _decoder(row, cols, dtype).reshape(self.shape)
+            return _ops.decode(row, cols, dtype).reshape(self.shape)
         assert col is not None
-        return _decoder(col, rows, dtype).t().reshape(self.shape)
+        return _ops.decode(col, rows, dtype).t().reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = [name for name in ("rowwise", "columnwise") if getattr(self, name) is not None]
@@ -273,12 +273,9 @@ class QTensor(Tensor):
             result = known(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func in _PRODUCTS and not kwargs:
-            product = _PRODUCTS[func](*args)
-            if product is not None:
-                return product
-        if func in _taking_codes:
-            return func(*_with_codes(func, args), **kwargs)
+        result = _ops.run(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         if any(isinstance(t, QTensor) for t in written_tensors(func, args, kwargs)):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantize it, or make a new one")
         # Under inference_mode an op that is made of others arrives whole; elsewhere its parts do.
@@ -287,62 +284,26 @@ class QTensor(Tensor):
             return result
         if is_view(func) and isinstance(args[0], QTensor):
             return _decoded_view(func, *args, **kwargs)
-        plain = _undecoded if func in _OF_METADATA else _decoded
+        plain = _undecoded if func in _OF_METADATA else decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
-# The op that decodes: (row-wise copy, numbers of a row, dtype) -> numbers. Ops are defined above this package, and this
-# one registers itself.
-Decoder = Callable[[Codes, int, torch.dtype], Tensor]
-_decoder: Decoder
+class Ops(NamedTuple):
+    """The hook by which QTensors call ops. `weft.ops` is built on this package, which therefore must not import it; it
+    sets the hook when it is imported itself."""
+
+    decode: Callable[[Codes, int, torch.dtype], Tensor]  # (codes, elements of a row, dtype) -> elements
+    # (operation, args, kwargs) -> the result of one that reads codes; NotImplemented if its QTensors must be decoded.
+    run: Callable[[Any, Any, Any], Any]
 
 
-def register_decoder(decode: Decoder) -> None:
-    global _decoder
-    _decoder = decode
+_ops: Ops
 
 
-# The product of quantised matrices: (a [M, K], b [K, N], bias [N]) -> a @ b + bias, or None if their formats do not
-# multiply each other.
-Multiplier = Callable[["QTensor", "QTensor", Tensor | None], Tensor | None]
-_multiplier: Multiplier
-
-
-def register_multiplier(multiply: Multiplier) -> None:
-    global _multiplier
-    _multiplier = multiply
-
-
-# What an op reads of a quantized tensor in place of its numbers; None if it cannot read this one, and gets it decoded.
-Taking = Callable[["QTensor"], Codes | None]
-
-
-class _Place(NamedTuple):
-    """Where among the arguments of an op a tensor is that may be quantized, and the members of its codes."""
-
-    tensor: int
-    codes: list[int]
-    take: Taking
-
-
-# The ops that take codes, by their overloads.
-_taking_codes: dict[Any, list[_Place]] = {}
-
-
-def rowwise_codes(q: QTensor) -> Codes | None:
-    """Return the row-wise copy of a tensor that is no flat view and has no `global_scale`."""
-    if q.rowwise is None or q.rowwise.global_scale is not None or q._matrix()[1] != q.shape[-1]:
-        return None
-    return q.rowwise
-
-
-def register_codes(op: Op[Any, Any], tensor: str, codes: str, take: Taking = rowwise_codes) -> None:
-    """Let an op read a QTensor without decoding it. If the dispatcher is called with one as the argument `tensor`, the
-    op gets a stand-in for it, and what `take` returns as the members of the argument `codes`."""
-    members = [i for i, leaf in enumerate(op.arguments.leaves) if leaf.name.startswith(f"{codes}_")]
-    place = _Place(op.arguments.names.index(tensor), members, take)
-    for overload in (op.overload, op.reference_overload):
-        _taking_codes.setdefault(overload, []).append(place)
+def connect(ops: Ops) -> None:
+    """Set the hook."""
+    global _ops
+    _ops = ops
 
 
 def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -538,20 +499,6 @@ def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
     return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
 
 
-def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    quantised = isinstance(a, QTensor) and isinstance(b, QTensor)
-    return _multiplier(a, b, bias) if quantised and a.dtype == b.dtype else None  # type: ignore[arg-type]
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-    """As `torch.nn.functional.linear` calls it."""
-    plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
-    return _mm(a, b, bias) if plain else None
-
-
-# The operations that are products of two matrices; what they give is None where the matrices are to be dequantised.
-_PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {aten.mm.default: _mm, aten.addmm.default: _addmm}
-
 _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -593,26 +540,13 @@ def _tensors(q: QTensor) -> Iterator[Tensor]:
     return (part for codes in q._copies if codes is not None for part in codes[:3] if part is not None)
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """Return an argument of an operation, decoded if it is a QTensor."""
     return value._decoded(value.dtype) if isinstance(value, QTensor) else value
 
 
 def _undecoded(value: Any) -> Any:
     return stand_in(value) if isinstance(value, QTensor) else value
-
-
-def _with_codes(func: Any, args: Any) -> list[Any]:
-    """Return the arguments of an op that reads codes, with QTensors replaced by their stand-ins and codes. A QTensor
-    that the op cannot read becomes decoded numbers without codes, whatever the caller said of its format."""
-    apart = list(args)
-    for tensor, codes, take in _taking_codes[func]:
-        q = args[tensor]
-        if isinstance(q, QTensor):
-            taken = take(q)
-            apart[tensor] = q._decoded(q.dtype) if taken is None else stand_in(q)
-            for place, part in zip(codes, taken or PLAIN, strict=True):
-                apart[place] = part
-    return [_decoded(value) for value in apart]
 
 
 def _decoded_view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format, QTensor
 from ...quant.copies import check_codes, scale_room
-from ...quant.qtensor import register_codes, rowwise_codes, stand_in
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
 from ...runtime import (
@@ -39,6 +39,7 @@ from ...runtime import (
 )
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.quantized import register_codes, rowwise_codes
 from ..common.results import Result, ResultOptions, allocate_result, plain_result, result_options
 from ..common.rows import align_of, compute_dtype, contiguous, cpu_tile, flat_rows
 from ..quantize import QuantizeArgs, quantize_reference
@@ -581,9 +582,9 @@ def _rows_to_add(q: QTensor) -> Codes | None:
     return rowwise_codes(q) if _readable(q.format, moved=False) else None
 
 
-register_codes(permute_op, "x", "codes", _rows_to_move)
-register_codes(unpermute_op, "rows", "codes", _rows_to_add)
-register_codes(unpermute_backward_op, "rows", "codes", _rows_to_add)
+register_codes(permute_op, x=_rows_to_move)
+register_codes(unpermute_op, rows=_rows_to_add)
+register_codes(unpermute_backward_op, rows=_rows_to_add)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format, QTensor
 from ...quant.copies import Copies
-from ...quant.qtensor import register_codes, stand_in
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, define_op
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.groups import Groups, group_spans
+from ..common.quantized import register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
@@ -243,10 +244,8 @@ def _codes_of_weights(q: QTensor, transpose: bool = False) -> Codes | None:
     return weight_codes((q.rowwise, q.columnwise), q.shape[0], transpose)
 
 
-register_codes(grouped_matmul_op, "x", "x_codes", codes_along_rows)
-register_codes(grouped_matmul_op, "w", "w_codes", _codes_of_weights)
-register_codes(grouped_wgrad_op, "dy", "dy_codes", codes_along_columns)
-register_codes(grouped_wgrad_op, "x", "x_codes", codes_along_columns)
+register_codes(grouped_matmul_op, x=codes_along_rows, w=_codes_of_weights)
+register_codes(grouped_wgrad_op, dy=codes_along_columns, x=codes_along_columns)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

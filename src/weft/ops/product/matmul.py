@@ -23,18 +23,19 @@ A quantised result is made of y rounded to its dtype, so that it has the bytes o
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format, QTensor
-from ...quant.qtensor import register_codes, register_multiplier, stand_in
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, define_op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
+from ..common.quantized import register, register_codes
 from ..common.results import (
     allocate_result,
     plain_result,
@@ -191,25 +192,33 @@ def codes_along_columns(q: QTensor) -> Codes | None:
     return codes_along_k(q.columnwise, q.rowwise)
 
 
-register_codes(matmul_op, "a", "a_codes", codes_along_rows)
-register_codes(matmul_op, "b", "b_codes", codes_along_columns)
+register_codes(matmul_op, a=codes_along_rows, b=codes_along_columns)
 
 
-def _multiplied(a: QTensor, b: QTensor, bias: Tensor | None) -> Tensor | None:
-    """a @ b + bias of quantised matrices, or None if one lacks the copy that lies along K, or their formats do not
-    multiply each other."""
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Any:
+    """`torch.mm` of quantized matrices, plus bias. NotImplemented unless both are, in one dtype, each with a copy that
+    lies along K, in formats that multiply each other."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.dtype != b.dtype:
+        return NotImplemented
     left, right = codes_along_rows(a), codes_along_columns(b)
     if left is None or right is None or a.dtype not in FLOATS[:3]:
-        return None
+        return NotImplemented
     if not formats_multiply(a.dtype, left.format, b.dtype, right.format):
-        return None
+        return NotImplemented
     args = matmul_args(
         stand_in(a), stand_in(b), plain_result(a.dtype), a_codes=left, b_codes=right, bias=bias
     )
     return matmul_op(args).result.y
 
 
-register_multiplier(_multiplied)
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Any:
+    """`torch.addmm` as `torch.nn.functional.linear` calls it."""
+    plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
+    return _mm(a, b, bias) if plain and not factors else NotImplemented
+
+
+register(torch.ops.aten.mm.default, _mm)
+register(torch.ops.aten.addmm.default, _addmm)
 
 
 # ---- public function ------------------------------------------------------------------------------------
